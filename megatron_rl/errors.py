@@ -1,0 +1,28 @@
+"""Exceptions of the project, all of one tree, each also of the standard type it refines.
+
+A message says in one sentence what happened, the value got, the value needed and how to fix it.
+"""
+
+
+class MegatronRLError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class UserError(MegatronRLError, ValueError):
+    """Input that the user can mend: a setting, a file, a reward function. Printed as one sentence, without a traceback."""
+
+
+class EngineError(MegatronRLError, RuntimeError):
+    """A generation engine died, refused a request or did not answer within its deadline."""
+
+
+class ParityError(MegatronRLError, RuntimeError):
+    """Engine and trainer disagree about the probability of the same tokens, so training would be silently off-policy."""
+
+
+class NonFiniteError(MegatronRLError, ArithmeticError):
+    """A loss, gradient or log-probability is NaN or infinite where a finite number is needed."""
+
+
+class DeadlineError(MegatronRLError, TimeoutError):
+    """A named wait ran past its deadline."""

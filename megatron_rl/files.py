@@ -1,0 +1,162 @@
+"""Files and directories that are there as a whole or not at all: written beside their place, synced to disk, then renamed.
+
+A directory that several processes write together works in three calls: each process writes into `partial_path(path)`, which
+one of them has made with `start_partial`; when all are done that one calls `commit_partial`. A kill at any moment leaves the old
+content, and a half-written sibling that the next attempt removes.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from megatron_rl.errors import UserError
+
+MEBIBYTE = 2**20
+
+# What a user can mend, by the operating system's error number. Other numbers are not the user's mistake and pass through.
+_FIXES = {
+    errno.ENOSPC: "free space on this disk or choose another directory",
+    errno.EDQUOT: "free space in your quota or choose another directory",
+    errno.EFBIG: "raise the file size limit (ulimit -f) or choose another file system",
+    errno.EACCES: "give yourself write permission or choose another directory",
+    errno.EPERM: "give yourself write permission or choose another directory",
+    errno.EROFS: "choose a directory on a writable file system",
+    errno.ENOTDIR: "a part of this path is a file: choose another directory",
+    errno.EEXIST: "a part of this path is a file: choose another directory",
+    errno.EISDIR: "a directory of this name is in the way: remove it or choose another name",
+    errno.ENAMETOOLONG: "choose a shorter path",
+}
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Write `content` (text as UTF-8) to the file `path`, replacing it as a whole; missing parent directories are made.
+
+    Raises UserError when the disk is full, the place is not writable, or a part of the path is a file.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Give an empty directory to fill; at the end it becomes `path`, replacing what was there.
+
+    When the body raises, nothing is left and `path` is as before. Raises UserError when the disk is full or the place not writable,
+    also where a library reports a full disk by an exception of its own.
+    """
+    partial = start_partial(path)
+    try:
+        with disk_errors(path):
+            yield partial
+        commit_partial(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def partial_path(path: Path) -> Path:
+    """Where the directory `path` is being written: a sibling, the same for every process."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def start_partial(path: Path) -> Path:
+    """Make an empty `partial_path(path)`, removing what a killed attempt left there, and return it. Raises UserError."""
+    partial = partial_path(path)
+    with disk_errors(path):
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+    return partial
+
+
+def commit_partial(path: Path) -> None:
+    """Sync every file of `partial_path(path)` to disk and rename it to `path`, replacing what was there. Raises UserError.
+
+    A non-empty directory cannot be replaced in one call, so the old one steps aside first: a kill between the two renames
+    leaves the old content in `.NAME.previous` and the new one, complete, in `.NAME.partial`.
+    """
+    partial, previous = partial_path(path), path.with_name(f".{path.name}.previous")
+    with disk_errors(path):
+        _sync_tree(partial)
+        if previous.exists():
+            shutil.rmtree(previous)
+        if path.exists():
+            os.rename(path, previous)
+        os.rename(partial, path)
+        sync_directory(path.parent)
+        if previous.exists():
+            shutil.rmtree(previous)
+
+
+def sync_file(path: Path) -> None:
+    """Bring the content of a file that somebody wrote to the disk itself. Raises OSError."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the entries of a directory (new names, renames) survive a power failure. Raises OSError."""
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals to write below `path` into a UserError of one sentence; other errors pass through.
+
+    torch and safetensors report a failed write by exceptions of their own, without the reason: such an error while less
+    than a mebibyte is free is reported as a full disk, with the library's words.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FIXES:
+            raise
+        free = _free_bytes(path)
+        raise UserError(
+            f"cannot write {error.filename or path}: {os.strerror(error.errno)} ({free / MEBIBYTE:,.0f} MiB free); {_FIXES[error.errno]}"
+        ) from error
+    except (RuntimeError, SafetensorError) as error:
+        if _free_bytes(path) >= MEBIBYTE:
+            raise
+        raise UserError(f"cannot write {path}: the disk is full ({error}); {_FIXES[errno.ENOSPC]}") from error
+
+
+def _free_bytes(path: Path) -> int:
+    """Bytes free for this user where `path` is or would be."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def _sync_tree(root: Path) -> None:
+    for directory, _, names in os.walk(root):
+        for name in names:
+            sync_file(Path(directory) / name)
+        sync_directory(Path(directory))
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

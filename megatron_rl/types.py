@@ -1,0 +1,255 @@
+"""Records that cross a process boundary: immutable, validated when they are made.
+
+Legend: P prompt tokens, R response tokens, T tokens of a flat batch of sequences, B sequences.
+Per-token arrays are aligned with the token they score: `log_probs[t] = log p(token[t] | token[<t])`.
+"""
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+def _freeze(owner: object, name: str, dtype: type[np.generic]) -> None:
+    """Replace the field `name` by a read-only one-dimensional array of `dtype` that nobody else can write to."""
+    array = np.array(getattr(owner, name), dtype=dtype)
+    if array.ndim != 1:
+        raise ValueError(f"{type(owner).__name__}.{name} has {array.ndim} dimensions, needs 1")
+    array.setflags(write=False)
+    object.__setattr__(owner, name, array)
+
+
+def _check_lengths(owner: object, names: tuple[str, ...], length: int) -> None:
+    for name in names:
+        got = len(getattr(owner, name))
+        if got != length:
+            raise ValueError(f"{type(owner).__name__}.{name} has length {got}, needs {length}")
+
+
+class StopReason(str, enum.Enum):
+    """Why a response ended."""
+
+    STOP = "stop"
+    """The model emitted a stop token or stop string."""
+    LENGTH = "length"
+    """The token budget ran out: the response is truncated."""
+    ABORT = "abort"
+    """The request was aborted; the response is partial."""
+
+
+class RewardOutcome(str, enum.Enum):
+    """What became of a reward call. An error or a timeout is never a score of zero."""
+
+    SCORED = "scored"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """The result of one reward call.
+
+    `value` is a finite number exactly when `outcome` is SCORED, else None; `message` then holds the traceback or the timeout.
+    `components` names the parts of a composite reward.
+    """
+
+    outcome: RewardOutcome
+    value: float | None = None
+    message: str = ""
+    components: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        scored = self.outcome is RewardOutcome.SCORED
+        if scored != (self.value is not None and math.isfinite(self.value)):
+            raise ValueError(f"Reward with outcome {self.outcome.value} has value {self.value!r}; scored needs a finite number, others None")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """One problem to generate for: token ids [P], the text they came from, the label a reward function compares with."""
+
+    id: str
+    token_ids: Ints
+    text: str
+    label: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _freeze(self, "token_ids", np.int64)
+        if not len(self.token_ids):
+            raise ValueError(f"Prompt {self.id!r} has no tokens, needs at least one")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One response to a prompt, with everything known of each of its tokens.
+
+    Arrays have length R: `response_ids`; `loss_mask`, True where the policy chose the token and trains on it;
+    `rollout_log_probs`, nats, of the sampling distribution; `weight_versions`, the weights that made each token
+    (-1 for tokens no engine made).
+    """
+
+    group_id: str
+    index: int
+    prompt: Prompt
+    response_ids: Ints
+    loss_mask: Bools
+    rollout_log_probs: Floats
+    weight_versions: Ints
+    stop_reason: StopReason
+    response_text: str = ""
+    reward: Reward | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _freeze(self, "response_ids", np.int64)
+        _freeze(self, "loss_mask", np.bool_)
+        _freeze(self, "rollout_log_probs", np.float32)
+        _freeze(self, "weight_versions", np.int64)
+        _check_lengths(self, ("loss_mask", "rollout_log_probs", "weight_versions"), len(self.response_ids))
+        if not np.isfinite(self.rollout_log_probs[self.loss_mask]).all():
+            raise ValueError(f"Sample {self.index} of group {self.group_id} has a non-finite log-prob on a trainable token")
+
+    @property
+    def truncated(self) -> bool:
+        """True when the token budget ended the response."""
+        return self.stop_reason is StopReason.LENGTH
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """All samples of one prompt; the unit that moves through the buffer."""
+
+    id: str
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    def __post_init__(self) -> None:
+        strays = [sample.group_id for sample in self.samples if sample.group_id != self.id]
+        if strays:
+            raise ValueError(f"Group {self.id} holds samples of group {strays[0]}")
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weight version among the generated tokens, -1 when no engine made any."""
+        versions = [sample.weight_versions for sample in self.samples if len(sample.weight_versions)]
+        made = np.concatenate(versions) if versions else np.empty(0, np.int64)
+        made = made[made >= 0]
+        return int(made.min()) if len(made) else -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainBatch:
+    """B whole sequences as flat arrays, prompt and response tokens alike.
+
+    `cu_seqlens` [B + 1] are the offsets of the sequences in the token arrays of length T. `loss_mask` [T] is False on
+    prompts. `rollout_log_probs` [T] nats and `weight_versions` [T] hold 0 and -1 where no engine made the token.
+    `rewards` [B], `group_ids` [B] (equal for samples of one prompt), `truncated` [B].
+    """
+
+    tokens: Ints
+    cu_seqlens: Ints
+    prompt_lengths: Ints
+    loss_mask: Bools
+    rollout_log_probs: Floats
+    weight_versions: Ints
+    rewards: Doubles
+    group_ids: Ints
+    truncated: Bools
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "cu_seqlens", "prompt_lengths", "weight_versions", "group_ids"):
+            _freeze(self, name, np.int64)
+        for name in ("loss_mask", "truncated"):
+            _freeze(self, name, np.bool_)
+        _freeze(self, "rollout_log_probs", np.float32)
+        _freeze(self, "rewards", np.float64)
+        if len(self.cu_seqlens) < 1 or self.cu_seqlens[0] != 0 or (np.diff(self.cu_seqlens) < 1).any():
+            raise ValueError("TrainBatch.cu_seqlens needs to start at 0 and to rise: a sequence without tokens cannot be trained on")
+        _check_lengths(self, ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"), int(self.cu_seqlens[-1]))
+        _check_lengths(self, ("prompt_lengths", "rewards", "group_ids", "truncated"), self.num_sequences)
+
+    @property
+    def num_sequences(self) -> int:
+        """B, the number of sequences."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each sequence, [B]."""
+        return np.diff(self.cu_seqlens)
+
+    @property
+    def trainable_tokens(self) -> Ints:
+        """Tokens of each sequence that the loss mask keeps, [B]."""
+        return np.add.reduceat(self.loss_mask, self.cu_seqlens[:-1], dtype=np.int64) if self.num_sequences else np.empty(0, np.int64)
+
+    def select(self, rows: Ints) -> "TrainBatch":
+        """The sequences `rows`, in that order, as a batch of their own."""
+        spans = [np.arange(self.cu_seqlens[row], self.cu_seqlens[row + 1]) for row in rows]
+        positions = np.concatenate(spans) if spans else np.empty(0, np.int64)
+        return TrainBatch(
+            tokens=self.tokens[positions],
+            cu_seqlens=np.concatenate([[0], np.cumsum(self.lengths[rows])]),
+            prompt_lengths=self.prompt_lengths[rows],
+            loss_mask=self.loss_mask[positions],
+            rollout_log_probs=self.rollout_log_probs[positions],
+            weight_versions=self.weight_versions[positions],
+            rewards=self.rewards[rows],
+            group_ids=self.group_ids[rows],
+            truncated=self.truncated[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """The denominators of one optimizer step, counted once over all ranks and micro-batches.
+
+    `num_tokens` trainable tokens N; `num_sequences` sequences with at least one trainable token, B.
+    """
+
+    num_tokens: int
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One optimizer step on one data-parallel rank: which rows of the shard form each micro-batch, and the step's totals.
+
+    Every data-parallel rank has the same number of micro-batches; one may be empty.
+    """
+
+    micro_batches: tuple[Ints, ...]
+    totals: StepTotals
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """What one data-parallel rank trains on: its sequences, its optimizer steps, and the rewards of the whole batch.
+
+    `rows` [B_local] are the positions of this shard's sequences in the whole batch. `all_rewards`, `all_group_ids` and
+    `all_trainable_tokens` [B_all] describe the whole batch, because a baseline needs groups that other ranks hold.
+    """
+
+    batch: TrainBatch
+    rows: Ints
+    steps: tuple[StepPlan, ...]
+    all_rewards: Doubles
+    all_group_ids: Ints
+    all_trainable_tokens: Ints
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "all_group_ids", "all_trainable_tokens"):
+            _freeze(self, name, np.int64)
+        _freeze(self, "all_rewards", np.float64)
+        _check_lengths(self, ("rows",), self.batch.num_sequences)
+        _check_lengths(self, ("all_group_ids", "all_trainable_tokens"), len(self.all_rewards))
