@@ -1,0 +1,152 @@
+"""Contradictions between settings, each found by arithmetic and told with it. Pure: no file, no device, no upstream is asked."""
+
+from collections.abc import Iterator
+
+from megatron_rl.config.derived import expert_tp, samples_per_prompt
+from megatron_rl.config.settings import DataSettings, RewardSettings, RolloutSettings, RunSettings, Settings, WeightSettings
+
+NEEDS_SEVERAL_SAMPLES = frozenset(
+    {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gdpo", "pass@k"},
+)
+"""Advantage estimators whose baseline is the rest of the group: with one sample every advantage is zero or undefined."""
+
+
+def contradictions(settings: Settings) -> list[str]:
+    """One sentence for each pair of settings that cannot both hold, with the arithmetic and a fix; empty when there is none."""
+    checks = (_topology, _experts, _batch, _group, _lengths, _schedule, _evaluation)
+    return [sentence for check in checks for sentence in check(settings)]
+
+
+def without_effect(settings: Settings) -> list[str]:
+    """One sentence for each setting that was changed although nothing reads it under the other settings."""
+    return list(_unused_when_supervised(settings))
+
+
+def _topology(settings: Settings) -> Iterator[str]:
+    topology = settings.training.topology
+    model_ranks = topology.tp * topology.pp * topology.cp
+    product = f"tp {topology.tp} × pp {topology.pp} × cp {topology.cp} = {model_ranks}"
+    if topology.num_ranks % model_ranks:
+        lower = topology.num_ranks // model_ranks * model_ranks
+        fitting = " or ".join(str(number) for number in (lower, lower + model_ranks) if number)
+        yield (
+            f"training.topology: {topology.num_ranks} ranks are not divisible by {product}, so there is no whole number of "
+            f"data-parallel copies; set training.topology.num_ranks to {fitting}, or change tp, pp or cp"
+        )
+    if topology.vpp > 1 and topology.pp == 1:
+        yield (
+            f"training.topology: vpp is {topology.vpp} with pp 1, but virtual stages divide the stages of a pipeline; "
+            f"set training.topology.pp to 2 or more, or vpp to 1"
+        )
+    if topology.sequence_parallel and topology.tp == 1:
+        yield (
+            "training.topology: sequence_parallel is true with tp 1, but it shards activations over the tensor parallel ranks; "
+            "set training.topology.tp to 2 or more, or sequence_parallel to false"
+        )
+
+
+def _experts(settings: Settings) -> Iterator[str]:
+    topology = settings.training.topology
+    etp = expert_tp(settings)
+    expert_ranks = etp * topology.ep * topology.pp
+    if topology.ep > 1 or topology.etp is not None:
+        if topology.num_ranks % expert_ranks:
+            yield (
+                f"training.topology: {topology.num_ranks} ranks are not divisible by etp {etp} × ep {topology.ep} × pp {topology.pp} = "
+                f"{expert_ranks}; change training.topology.num_ranks, ep or etp"
+            )
+        if topology.tp > 1 and topology.ep > 1 and not topology.sequence_parallel:
+            yield (
+                f"training.topology: ep {topology.ep} with tp {topology.tp} needs sequence_parallel, because experts get their tokens "
+                f"sharded over the tensor parallel ranks; set training.topology.sequence_parallel to true"
+            )
+
+
+def _batch(settings: Settings) -> Iterator[str]:
+    data, steps = settings.data, settings.training.optimizer_steps_per_batch
+    samples = samples_per_prompt(settings)
+    sequences = data.prompts_per_step * samples
+    product = (
+        f"{data.prompts_per_step} rows" if settings.supervised else f"{data.prompts_per_step} prompts × {samples} samples = {sequences}"
+    )
+    if sequences % steps:
+        fitting = [number for number in range(1, sequences + 1) if sequences % number == 0]
+        nearest = sorted(sorted(fitting, key=lambda number: abs(number - steps))[:2])
+        yield (
+            f"{product}, not divisible by {steps} optimizer steps; set training.optimizer_steps_per_batch to "
+            f"{' or '.join(map(str, nearest))}, or change data.prompts_per_step"
+        )
+
+
+def _group(settings: Settings) -> Iterator[str]:
+    estimator = settings.objective.advantage.estimator
+    if not settings.supervised and settings.data.samples_per_prompt == 1 and estimator in NEEDS_SEVERAL_SAMPLES:
+        yield (
+            f"data.samples_per_prompt is 1, but the advantage estimator {estimator} compares the samples of one prompt with each other, "
+            f"so every advantage would be zero; set data.samples_per_prompt to 2 or more, or choose another objective.advantage.estimator"
+        )
+
+
+def _lengths(settings: Settings) -> Iterator[str]:
+    if settings.supervised:
+        return
+    prompt, response = settings.data.max_prompt_tokens, settings.rollout.sampling.max_response_tokens
+    budget, cp = settings.training.max_tokens_per_micro_batch, settings.training.topology.cp
+    if prompt + response > budget * cp:
+        yield (
+            f"a sequence may have data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = "
+            f"{prompt + response} tokens, but a micro-batch holds training.max_tokens_per_micro_batch {budget} × cp {cp} = {budget * cp}; "
+            f"set training.max_tokens_per_micro_batch to {-(-(prompt + response) // cp)} or more, or allow fewer tokens"
+        )
+
+
+def _schedule(settings: Settings) -> Iterator[str]:
+    schedule, training = settings.training.schedule, settings.training
+    steps = settings.run.num_steps * training.optimizer_steps_per_batch
+    if schedule.warmup_steps > steps:
+        yield (
+            f"training.schedule.warmup_steps is {schedule.warmup_steps}, but the run has run.num_steps {settings.run.num_steps} × "
+            f"training.optimizer_steps_per_batch {training.optimizer_steps_per_batch} = {steps} optimizer steps, so the learning rate "
+            f"would never reach its peak; set training.schedule.warmup_steps to {steps} or less"
+        )
+    if schedule.decay_style == "constant":
+        if schedule.decay_steps is not None:
+            yield (
+                f"training.schedule.decay_steps is {schedule.decay_steps}, but decay_style constant never decays; "
+                f"remove decay_steps, or set training.schedule.decay_style to linear or cosine"
+            )
+    elif schedule.warmup_steps <= steps and (schedule.decay_steps or steps) <= schedule.warmup_steps:
+        yield (
+            f"training.schedule: the rate is to reach its floor at optimizer step {schedule.decay_steps or steps}, but warms up for "
+            f"{schedule.warmup_steps}; set warmup_steps below {schedule.decay_steps or steps}"
+        )
+    peak, floor = training.optimizer.get("lr"), training.optimizer.get("min_lr")
+    if isinstance(peak, int | float) and isinstance(floor, int | float) and floor > peak:
+        yield f"training.optimizer.min_lr {floor} is above lr {peak}, but the rate falls from lr to min_lr; exchange them"
+
+
+def _evaluation(settings: Settings) -> Iterator[str]:
+    if settings.supervised and settings.data.eval is not None:
+        yield (
+            f"data.eval is {settings.data.eval}, but objective.policy_loss sft starts no engine that could generate answers; "
+            f"remove data.eval, and evaluate the result with `megatron-rl eval`"
+        )
+    interval = settings.run.eval_interval
+    if settings.data.eval is None and interval not in (0, RunSettings.model_fields["eval_interval"].default):
+        yield (
+            f"run.eval_interval is {interval}, but data.eval is not set, so there is nothing to evaluate on; "
+            f"set data.eval to a file of held-out rows, or run.eval_interval to 0"
+        )
+
+
+def _unused_when_supervised(settings: Settings) -> Iterator[str]:
+    if not settings.supervised:
+        return
+    because = "objective.policy_loss sft starts no engine and calls no reward"
+    if settings.data.samples_per_prompt not in (1, DataSettings.model_fields["samples_per_prompt"].default):
+        yield f"data.samples_per_prompt {settings.data.samples_per_prompt} has no effect: {because}, a row gives one sequence"
+    sections = {"rollout": RolloutSettings(), "reward": RewardSettings(), "weights": WeightSettings()}
+    given = {"rollout": settings.rollout, "reward": settings.reward, "weights": settings.weights}
+    for name, default in sections.items():
+        if given[name] != default:
+            yield f"the section {name} has no effect: {because}"

@@ -1,0 +1,81 @@
+"""From a YAML file and command line overrides to validated settings, and back to text.
+
+Order: file, then overrides (a later one wins), then the objective's preset fills what neither gave, then validation,
+then the cross-checks of `config/checks.py`. Types are strict: an integer is no number in quotes and no boolean. Paths are
+relative to the directory in which the command runs.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_rl.algorithms.presets import expand_preset
+from megatron_rl.config.checks import contradictions
+from megatron_rl.config.messages import joined_error, settings_error
+from megatron_rl.config.overrides import apply_overrides
+from megatron_rl.config.settings import Settings
+from megatron_rl.config.yaml_text import format_yaml, parse_yaml
+from megatron_rl.errors import UserError
+
+_ADAPTER = TypeAdapter(Settings)
+
+
+def load_settings(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
+    """Settings from the YAML file `path` (None: overrides alone), with `key.path=value` overrides set on top.
+
+    Raises UserError for an unreadable file, bad YAML, unknown or misspelled settings, wrong types or ranges, and
+    contradictions between settings; several mistakes are reported together, one line each.
+    """
+    origin = " and ".join([str(path)] * (path is not None) + ["overrides"] * bool(overrides)) or "settings"
+    values = apply_overrides({} if path is None else _read(path), overrides)
+    return validate_settings(values, origin=origin)
+
+
+def validate_settings(values: Mapping[str, Any], *, origin: str) -> Settings:
+    """Settings from nested plain values as YAML gives them; `origin` names their source in errors. Raises UserError."""
+    values = _expanded(values, origin=origin)
+    try:
+        # Through JSON, because pydantic's strict mode takes JSON strings as paths and lists as tuples, but no Python ones.
+        settings = _ADAPTER.validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        raise settings_error(error, values=values, origin=origin) from None
+    wrong = contradictions(settings)
+    if wrong:
+        raise joined_error(wrong, origin=origin)
+    return settings
+
+
+def dump_settings(settings: Settings) -> str:
+    """All settings, defaults included, as YAML text from which `load_settings` makes equal settings."""
+    return format_yaml(_ADAPTER.dump_python(settings, mode="json"))
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"Settings file {path} cannot be read ({error.strerror}); give the path of a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"Settings file {path} is not UTF-8 text (byte {error.start}); give the path of a YAML file") from None
+    values = parse_yaml(text, origin=str(path))
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path} holds {type(values).__name__}, needs a mapping of sections; start with a line such as `run:`")
+    return values
+
+
+def _expanded(values: Mapping[str, Any], *, origin: str) -> dict[str, Any]:
+    """`values` with the objective's preset replaced by its fields."""
+    objective = values.get("objective")
+    if not isinstance(objective, Mapping) or "preset" not in objective:
+        return dict(values)
+    if objective["preset"] is None:
+        return {**values, "objective": {key: value for key, value in objective.items() if key != "preset"}}
+    try:
+        return {**values, "objective": expand_preset(objective)}
+    except ValueError as error:
+        raise UserError(f"{origin}: objective.preset: {error}") from None

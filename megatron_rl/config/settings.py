@@ -1,0 +1,171 @@
+"""Every setting that a user can make, one class per component.
+
+Unknown keys are errors. Nothing here is ever rewritten after it was read: derived values are computed where they are used
+and printed by `train --check`. Field descriptions are the help texts of the command line and of the README's table.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_rl.algorithms.objective import Objective
+
+
+class Section(BaseModel):
+    """A frozen group of settings in which an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSettings(Section):
+    """The run as a whole."""
+
+    directory: Path = Field(description="Directory of this run: settings, buffer, metrics, checkpoints, summary.json.")
+    seed: int = Field(0, ge=0, description="Seed of every random choice: data order, sampling, initialisation of a critic.")
+    num_steps: int = Field(100, ge=1, description="Rollout batches to train on.")
+    eval_interval: int = Field(
+        10, ge=0, description="Steps between evaluations; 0 evaluates never. Step 0 and the last step are evaluated too."
+    )
+    save_interval: int = Field(50, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
+    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
+
+
+class ModelSettings(Section):
+    """The policy."""
+
+    path: Path = Field(description="Hugging Face directory: config.json, tokenizer, safetensors.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto is float32 on CPU and bfloat16 on GPU.")
+    attention: Literal["auto", "transformer_engine", "torch"] = Field(
+        "auto", description="auto takes TransformerEngine where it is installed and a GPU is used, else torch."
+    )
+    megatron: dict[str, Any] = Field(default_factory=dict, description="Fields of megatron-core's TransformerConfig, by their own names.")
+
+
+class DataSettings(Section):
+    """Prompts to train and to evaluate on. Rows are JSON lines or parquet."""
+
+    train: Path = Field(description="File of training rows.")
+    eval: Path | None = Field(None, description="File of held-out rows.")
+    prompt_key: str = Field("prompt", description="Field with the prompt: a string, or chat messages for the chat template.")
+    label_key: str = Field("label", description="Field with the reference answer that reward functions get.")
+    response_key: str = Field("response", description="Field with the target text, for supervised training.")
+    prompts_per_step: int = Field(64, ge=1, description="Prompts (groups) in one rollout batch.")
+    samples_per_prompt: int = Field(8, ge=1, description="Responses generated for each prompt.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="A longer prompt is an error.")
+    shuffle: bool = Field(True, description="Shuffle every epoch by the run's seed.")
+
+
+class SamplingSettings(Section):
+    """How responses are drawn."""
+
+    temperature: float = Field(1.0, gt=0, description="Softmax temperature; the trainer divides its logits by the same number.")
+    max_response_tokens: int = Field(1024, ge=1, description="Token budget of a response.")
+    stop: tuple[str, ...] = Field((), description="Strings that end a response; the tokens that complete one are kept.")
+    stop_token_ids: tuple[int, ...] = Field((), description="Tokens that end a response; the end-of-sequence token always does.")
+
+
+class RolloutSettings(Section):
+    """Generation."""
+
+    num_engines: int = Field(1, ge=1, description="SGLang servers.")
+    sampling: SamplingSettings = Field(default_factory=SamplingSettings)
+    max_concurrent_requests: int = Field(256, ge=1, description="Requests in flight at one engine.")
+    request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one generation request, retries included, in seconds.")
+    startup_timeout_s: float = Field(300.0, gt=0, description="Deadline of an engine's start, in seconds.")
+    function: str | None = Field(None, description="Your own rollout, package.module:function; the default is one turn.")
+    sglang: dict[str, Any] = Field(default_factory=dict, description="Arguments of the SGLang server, by their own names.")
+
+
+class RewardSettings(Section):
+    """The reward function, run in isolated worker processes."""
+
+    function: str = Field("megatron_rl.rewards.math:score", description="package.module:function, sync or async.")
+    timeout_s: float = Field(30.0, gt=0, description="Deadline of one call, in seconds; the worker is then killed.")
+    num_workers: int = Field(1, ge=1, description="Worker processes.")
+    max_error_rate: float = Field(0.05, ge=0, le=1, description="Share of errors and timeouts in a batch above which the run stops.")
+
+
+class TopologySettings(Section):
+    """How ranks are arranged. num_ranks = tp x pp x cp x dp; dp follows."""
+
+    num_ranks: int = Field(1, ge=1, description="Megatron ranks (processes).")
+    tp: int = Field(1, ge=1, description="Tensor parallel size.")
+    pp: int = Field(1, ge=1, description="Pipeline parallel size.")
+    vpp: int = Field(1, ge=1, description="Virtual pipeline stages per rank.")
+    cp: int = Field(1, ge=1, description="Context parallel size.")
+    ep: int = Field(1, ge=1, description="Expert parallel size.")
+    etp: int | None = Field(None, ge=1, description="Tensor parallel size of experts; tp when not set.")
+    sequence_parallel: bool = Field(False, description="Shard activations between tensor parallel regions over the sequence.")
+
+
+class ScheduleSettings(Section):
+    """The learning rate over optimizer steps. The peak is optimizer.lr, the floor optimizer.min_lr."""
+
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="How the rate falls after the warm-up.")
+    decay_steps: int | None = Field(None, ge=1, description="Optimizer steps until the floor; all steps of the run when not set.")
+
+
+class TrainingSettings(Section):
+    """The Megatron side."""
+
+    topology: TopologySettings = Field(default_factory=TopologySettings)
+    optimizer_steps_per_batch: int = Field(1, ge=1, description="Optimizer steps on one rollout batch.")
+    max_tokens_per_micro_batch: int = Field(16384, ge=1, description="Token budget of a packed micro-batch, per context parallel rank.")
+    schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
+    optimizer: dict[str, Any] = Field(default_factory=dict, description="Fields of megatron-core's OptimizerConfig, by their own names.")
+    ddp: dict[str, Any] = Field(
+        default_factory=dict, description="Fields of megatron-core's DistributedDataParallelConfig, by their own names."
+    )
+    step_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one training step and of a collective, in seconds.")
+
+
+class WeightSettings(Section):
+    """Trainer to engine."""
+
+    transport: Literal["broadcast", "disk"] = Field(
+        "broadcast",
+        description="broadcast sends tensors through a process group (gloo on CPU, NCCL on GPU); disk goes through a shared directory.",
+    )
+    parity_threshold: float | None = Field(
+        None,
+        gt=0,
+        description="Largest mean |difference| between engine and trainer log-probs after the first sync, in nats; "
+        "1e-4 in float32 and 0.02 in bfloat16 when not set.",
+    )
+    sync_timeout_s: float = Field(600.0, gt=0, description="Deadline of one weight sync, in seconds.")
+
+
+class RuntimeSettings(Section):
+    """Processes."""
+
+    ray_address: str | None = Field(None, description="Address of a running Ray cluster; a local one is started when not set.")
+    num_gpus_per_engine: int = Field(1, ge=1, description="GPUs of one engine where GPUs are used.")
+
+
+class ObserveSettings(Section):
+    """Metric sinks besides the console and metrics.jsonl."""
+
+    tensorboard: bool = Field(False, description="Write TensorBoard events into the run directory.")
+    wandb_project: str | None = Field(None, description="Weights & Biases project; honours WANDB_MODE=offline.")
+
+
+class Settings(Section):
+    """All settings of a run."""
+
+    run: RunSettings
+    model: ModelSettings
+    data: DataSettings
+    objective: Objective = Field(default_factory=Objective)
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    reward: RewardSettings = Field(default_factory=RewardSettings)
+    training: TrainingSettings = Field(default_factory=TrainingSettings)
+    weights: WeightSettings = Field(default_factory=WeightSettings)
+    runtime: RuntimeSettings = Field(default_factory=RuntimeSettings)
+    observe: ObserveSettings = Field(default_factory=ObserveSettings)
+
+    @property
+    def supervised(self) -> bool:
+        """True when the targets come from the data file, so that no engine and no reward take part."""
+        return self.objective.policy_loss == "sft"

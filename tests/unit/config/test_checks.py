@@ -1,0 +1,76 @@
+from collections.abc import Callable
+
+import pytest
+
+from megatron_rl.algorithms.objective import Estimator
+from megatron_rl.config.checks import NEEDS_SEVERAL_SAMPLES, contradictions, without_effect
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import UserError
+
+MakeSettings = Callable[..., Settings]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["training.topology={num_ranks: 6, tp: 2, pp: 2}"], "6 ranks are not divisible by tp 2 × pp 2 × cp 1 = 4"),
+        (["training.topology={num_ranks: 6, tp: 2, pp: 2}"], "set training.topology.num_ranks to 4 or 8"),
+        (["training.topology={num_ranks: 1, tp: 2}"], "set training.topology.num_ranks to 2,"),
+        (["training.topology.vpp=2"], "vpp is 2 with pp 1"),
+        (["training.topology.sequence_parallel=true"], "sequence_parallel is true with tp 1"),
+        (["training.topology={num_ranks: 2, ep: 4}"], "2 ranks are not divisible by etp 1 × ep 4 × pp 1 = 4"),
+        (["training.topology={num_ranks: 4, tp: 2, ep: 2}"], "ep 2 with tp 2 needs sequence_parallel"),
+        (["training.optimizer_steps_per_batch=3"], "64 prompts × 8 samples = 512, not divisible by 3 optimizer steps"),
+        (["training.optimizer_steps_per_batch=3"], "set training.optimizer_steps_per_batch to 2 or 4"),
+        (["objective.policy_loss=sft", "training.optimizer_steps_per_batch=3"], "64 rows, not divisible by 3"),
+        (["data.samples_per_prompt=1"], "compares the samples of one prompt"),
+        (
+            ["training.max_tokens_per_micro_batch=1000"],
+            "1024 = 2048 tokens, but a micro-batch holds training.max_tokens_per_micro_batch 1000 × cp 1",
+        ),
+        (["training.max_tokens_per_micro_batch=1000"], "set training.max_tokens_per_micro_batch to 2048 or more"),
+        (["run.num_steps=5", "training.schedule.warmup_steps=6"], "run.num_steps 5 × training.optimizer_steps_per_batch 1 = 5"),
+        (["training.schedule.decay_steps=5"], "decay_style constant never decays"),
+        (["training.schedule={decay_style: cosine, decay_steps: 5, warmup_steps: 5}"], "set warmup_steps below 5"),
+        (["run.num_steps=5", "training.schedule={decay_style: linear, warmup_steps: 5}"], "floor at optimizer step 5, but warms up for 5"),
+        (["training.optimizer={lr: 1e-6, min_lr: 1e-5}"], "min_lr 1e-05 is above lr 1e-06"),
+        (["run.eval_interval=5"], "data.eval is not set"),
+        (["objective.policy_loss=sft", "data.eval=e.jsonl"], "starts no engine that could generate"),
+    ],
+)
+def test_contradictions_show_the_arithmetic(settings_with: MakeSettings, overrides: list[str], part: str) -> None:
+    with pytest.raises(UserError) as caught:
+        settings_with(*overrides)
+    assert part in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["training.topology={num_ranks: 8, tp: 2, pp: 2, cp: 2}"],
+        ["training.topology={num_ranks: 8, tp: 2, pp: 2, vpp: 2, sequence_parallel: true}"],
+        ["training.topology={num_ranks: 4, ep: 4}"],
+        ["data.samples_per_prompt=1", "objective.preset=ppo"],
+        ["data.samples_per_prompt=1", "objective.policy_loss=sft"],
+        ["training.max_tokens_per_micro_batch=1024", "training.topology={num_ranks: 2, cp: 2}"],
+        ["run.num_steps=5", "training.schedule.warmup_steps=5"],
+        ["data.eval=e.jsonl", "run.eval_interval=5"],
+        ["run.eval_interval=0"],
+    ],
+)
+def test_consistent_settings_pass(settings_with: MakeSettings, overrides: list[str]) -> None:
+    assert contradictions(settings_with(*overrides)) == []
+
+
+def test_settings_without_effect_are_noted(settings_with: MakeSettings) -> None:
+    assert without_effect(settings_with("rollout.num_engines=2")) == []
+    assert without_effect(settings_with("objective.policy_loss=sft", "data.samples_per_prompt=1")) == []
+    notes = without_effect(settings_with("objective.policy_loss=sft", "rollout.num_engines=2", "data.samples_per_prompt=4"))
+    assert len(notes) == 2
+    assert "data.samples_per_prompt 4 has no effect" in notes[0]
+    assert "the section rollout has no effect" in notes[1]
+
+
+def test_estimators_that_need_a_group_exist() -> None:
+    assert set(Estimator.__args__) >= NEEDS_SEVERAL_SAMPLES

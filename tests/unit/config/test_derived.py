@@ -1,0 +1,29 @@
+from collections.abc import Callable
+
+from megatron_rl.config.derived import derive
+from megatron_rl.config.settings import Settings
+
+
+def test_sizes_add_up(settings_with: Callable[..., Settings]) -> None:
+    derived = derive(
+        settings_with(
+            "training.topology={num_ranks: 16, tp: 2, pp: 2, cp: 2, sequence_parallel: true, ep: 4, etp: 1}",
+            "training.optimizer_steps_per_batch=4",
+            "run={directory: x, num_steps: 25, save_interval: 10}",
+            "data={train: t, eval: e, prompts_per_step: 6, samples_per_prompt: 2, max_prompt_tokens: 10}",
+            "rollout.sampling.max_response_tokens=30",
+            "training.max_tokens_per_micro_batch=100",
+        )
+    )
+    assert (derived.dp, derived.expert_dp) == (2, 2)
+    assert (derived.sequences_per_step, derived.sequences_per_optimizer_step, derived.total_sequences) == (12, 3, 300)
+    assert derived.optimizer_steps == 100
+    assert (derived.max_sequence_tokens, derived.max_step_tokens, derived.micro_batch_tokens) == (40, 480, 200)
+    assert (derived.evaluations, derived.checkpoints) == (4, 3)
+
+
+def test_supervised_rows_are_single_sequences(settings_with: Callable[..., Settings]) -> None:
+    derived = derive(settings_with("objective.policy_loss=sft", "run.save_interval=0"))
+    assert derived.sequences_per_step == 64
+    assert derived.max_sequence_tokens is None
+    assert (derived.evaluations, derived.checkpoints) == (0, 1)

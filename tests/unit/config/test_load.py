@@ -1,0 +1,132 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.load import dump_settings, load_settings
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import UserError
+
+SMALLEST = "run: {directory: runs/x}\nmodel: {path: model}\ndata: {train: train.jsonl}\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "settings.yaml"
+    path.write_text(text)
+    return path
+
+
+def message(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_settings(path, overrides)
+    return str(caught.value)
+
+
+def test_file_and_overrides_make_settings(tmp_path: Path) -> None:
+    settings = load_settings(
+        write(tmp_path, SMALLEST + "training: {optimizer: {lr: 1e-6}}\n"), ["run.seed=7", "training.optimizer.min_lr=1e-7"]
+    )
+    assert settings.run.seed == 7
+    assert settings.run.directory == Path("runs/x")
+    assert settings.training.optimizer == {"lr": 1e-6, "min_lr": 1e-7}
+
+
+def test_overrides_alone_are_enough() -> None:
+    settings = load_settings(None, ["run.directory=r", "model.path=m", "data.train=t", "rollout.sampling.stop=['\\n', x]"])
+    assert settings.rollout.sampling.stop == ("\\n", "x")
+
+
+def test_saved_settings_are_read_back_equal(settings_with: Callable[..., Settings], tmp_path: Path) -> None:
+    settings = settings_with(
+        "objective.preset=dapo",
+        "objective.clip_high=.inf",
+        "objective.off_policy_correction={mode: truncate, high: 2.0}",
+        "rollout.sglang.mem_fraction_static=0.5",
+        "rollout.sampling.stop=['1e-6', 'null', '']",
+        "data.eval='3'",
+        "run.eval_interval=5",
+    )
+    text = dump_settings(settings)
+    assert load_settings(write(tmp_path, text)) == settings
+    assert dump_settings(load_settings(write(tmp_path, text))) == text
+
+
+def test_saved_supervised_settings_are_read_back_equal(settings_with: Callable[..., Settings], tmp_path: Path) -> None:
+    settings = settings_with("objective.policy_loss=sft")
+    assert load_settings(write(tmp_path, dump_settings(settings))) == settings
+
+
+def test_preset_fills_and_explicit_fields_win(settings_with: Callable[..., Settings]) -> None:
+    objective = settings_with("objective.preset=dapo", "objective.clip_low=0.1").objective
+    assert (objective.aggregation, objective.clip_low, objective.clip_high) == ("token_mean", 0.1, 0.28)
+    assert settings_with("objective.preset=null").objective == settings_with().objective
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("run.sed=1", ["unknown setting run.sed", "did you mean run.seed?"]),
+        ("trainig.topology.tp=2", ["unknown setting trainig", "did you mean training?"]),
+        ("run.temperature=1", ["unknown setting run.temperature", "did you mean rollout.sampling.temperature?"]),
+        ("objective.policy_los=clip", ["did you mean objective.policy_loss?"]),
+        ("objective.advantage.estimater=grpo", ["did you mean objective.advantage.estimator?"]),
+        ("zzz=1", ["unknown setting zzz", "known in the settings: run, model"]),
+        ("run.seed=true", ["run.seed is true (boolean), needs an integer"]),
+        ("run.seed='3'", ["run.seed is '3' (string), needs an integer"]),
+        ("run.seed=1.5", ["run.seed is 1.5 (number), needs an integer"]),
+        ("run.seed=-1", ["run.seed is -1, needs a number >= 0"]),
+        ("run.seed=null", ["run.seed is null, needs an integer"]),
+        ("run=5", ["run is 5 (integer), needs a section"]),
+        ("objective=5", ["objective is 5 (integer), needs a section"]),
+        ("model.dtype=floatt32", ["needs one of 'auto', 'float32' or 'bfloat16'; did you mean model.dtype=float32?"]),
+        ("objective.advantage.estimator=grp", ["did you mean objective.advantage.estimator=grpo?"]),
+        ("objective.clip_low=-1", ["objective.clip_low is -1, needs a number >= 0"]),
+        ("objective.preset=drgpo", ["objective.preset", "did you mean 'dr_grpo'?"]),
+        ("objective.dual_clip=0.5", ["objective.dual_clip is 0.5, needs a number > 1"]),
+        ("objective.off_policy_correction.mode=mask", ["objective.off_policy_correction: ", "has no bound"]),
+        ("model.path=3", ["model.path is 3 (integer), needs a string", "model.path='\"3\"'"]),
+        ("rollout.sampling.stop=x", ["rollout.sampling.stop is x (string), needs a list"]),
+        ("rollout.sampling.stop=[1]", ["rollout.sampling.stop.0 is 1 (integer), needs a string"]),
+        ("rollout.sglang=[1]", ["rollout.sglang is [1] (list), needs a mapping"]),
+        ("training.topology.etp=x", ["training.topology.etp is x (string), needs an integer"]),
+        ("objective.advantage.reward_weights=2", ["objective.advantage.reward_weights is 2 (integer), needs a list"]),
+    ],
+)
+def test_mistakes_name_the_setting_and_the_fix(tmp_path: Path, override: str, parts: list[str]) -> None:
+    text = message(write(tmp_path, SMALLEST), override)
+    assert all(part in text for part in parts), text
+    assert "\n" not in text
+
+
+def test_missing_settings_and_other_mistakes_are_told_together(tmp_path: Path) -> None:
+    lines = message(write(tmp_path, "run: {sed: 1}\nmodel: {path: m}\n")).split("\n")
+    assert lines[0].endswith("3 things are wrong")
+    assert "run.directory is missing" in lines[1]
+    assert "with run.directory=VALUE" in lines[1]
+    assert "unknown setting run.sed" in lines[2]
+    assert "data is missing" in lines[3]
+
+
+def test_contradictions_are_told_together(tmp_path: Path) -> None:
+    text = message(write(tmp_path, SMALLEST), "training.optimizer_steps_per_batch=3", "training.topology.sequence_parallel=true")
+    assert "2 things are wrong" in text
+    assert "64 prompts × 8 samples = 512, not divisible by 3 optimizer steps" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [(b"- a\n", "holds list, needs a mapping"), (b"\xff\xfe", "not UTF-8"), (b"run:\n\tseed: 1\n", "line 2")],
+)
+def test_bad_files_are_told(tmp_path: Path, content: bytes, part: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(content)
+    assert part in message(path)
+
+
+def test_missing_file_is_told(tmp_path: Path) -> None:
+    assert "cannot be read (No such file or directory)" in message(tmp_path / "nothing.yaml")
+    assert "cannot be read (Is a directory)" in message(tmp_path)
+
+
+def test_empty_file_asks_for_what_is_missing(tmp_path: Path) -> None:
+    assert "run is missing" in message(write(tmp_path, "# nothing yet\n"))

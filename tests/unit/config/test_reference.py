@@ -1,0 +1,70 @@
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from megatron_rl.config.reference import section_names, setting_fields, settings_table_markdown, type_in_words
+from megatron_rl.config.settings import Settings
+
+BY_PATH = {field.path: field for field in setting_fields()}
+
+
+def test_every_setting_says_what_it_is() -> None:
+    assert [path for path, field in BY_PATH.items() if not field.description] == []
+
+
+def test_a_few_settings_in_full() -> None:
+    seed = BY_PATH["run.seed"]
+    assert (seed.type, seed.default, seed.required) == ("integer >= 0", "0", False)
+    assert BY_PATH["run.directory"].required
+    assert BY_PATH["objective.clip_low"].type == "number >= 0, or null"
+    assert BY_PATH["objective.off_policy_correction"].default == "null"
+    assert BY_PATH["objective.off_policy_correction.mode"].type == "one of none, truncate, mask"
+    assert BY_PATH["reward.max_error_rate"].type == "number >= 0, <= 1"
+    assert "dapo" in BY_PATH["objective.preset"].type
+
+
+def test_listed_settings_are_those_that_settings_have() -> None:
+    """Every leaf of resolved settings is listed, so that the help cannot be incomplete."""
+
+    def leaves(value: dict[str, Any], prefix: str = "") -> set[str]:
+        paths: set[str] = set()
+        for name, inner in value.items():
+            path = f"{prefix}{name}"
+            paths |= leaves(inner, f"{path}.") if path in sections else {path}
+        return paths
+
+    sections = set(section_names())
+    required = {"run": {"directory": "x"}, "model": {"path": "m"}, "data": {"train": "t"}}
+    resolved = Settings.model_validate(required).model_dump()
+    optional = {path for path in sections if path in BY_PATH}
+    listed = {path for path in BY_PATH if not any(path.startswith(f"{section}.") for section in optional)}
+    dumped = {path for path in leaves({key: value for key, value in resolved.items() if key != "objective"})}
+    assert {path for path in listed if not path.startswith("objective.")} == dumped
+
+
+def test_the_table_holds_every_setting_once() -> None:
+    table = settings_table_markdown()
+    for path in BY_PATH:
+        assert table.count(f"| `{path}` |") == 1
+    assert "\\|log ratio\\|" in table
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [
+        (int | None, "integer, or null"),
+        (tuple[str, ...], "list of string"),
+        (tuple[float, float], "pair of number"),
+        (Literal["a", "b"], "one of a, b"),
+        (dict[str, Any], "mapping"),
+        (Path, "path"),
+    ],
+)
+def test_types_in_words(annotation: Any, words: str) -> None:
+    assert type_in_words(annotation) == words
+
+
+def test_a_type_without_words_is_an_error() -> None:
+    with pytest.raises(TypeError, match="no words for the type"):
+        type_in_words(complex)
