@@ -1,0 +1,305 @@
+"""The durable buffer: groups move pending -> in flight -> done -> consumed, each move a transaction in one SQLite file.
+
+`kill -9` at any moment loses no finished sample and hands none out twice. Against a power failure or a kernel crash the last moves
+are only safe once `flush` has run (synchronous=NORMAL: no wait for the disk per group), so the loop calls it before it writes a
+checkpoint: what may then be lost is younger than the checkpoint that a resumed run starts from, and is generated again.
+
+While a run is live anyone may read the file, for example with the `sqlite3` shell; only the run writes to it.
+
+    groups    one row per prompt.
+              position           order of arrival, the order in which groups are handed out
+              id                 the prompt's id
+              state              pending | in_flight | done | consumed
+              consumed_step      the step that trained on it; NULL unless consumed
+              prompt_text, label what the model was asked and the reference answer
+              prompt_ids         token ids (array of <i4)
+              metadata           JSON
+              updated_at         seconds since 1970 of the last move
+    samples   one row per finished response; (group_id, sample_index) is unique.
+              outcome            scored | error | timeout; NULL when no reward was asked for
+              reward             REAL, only when scored; reward_message, reward_components (JSON)
+              stop_reason        stop | length | abort
+              response_text, num_tokens, num_trainable_tokens
+              min_version, max_version   of the weights that made its tokens; NULL when no engine made any
+              response_ids, weight_versions (arrays of <i4), rollout_log_probs (<f4), loss_mask (u1); NULL after `prune`
+              metadata           JSON
+
+    select consumed_step, avg(reward), avg(num_tokens) from samples join groups on id = group_id where outcome = 'scored' group by 1;
+    numpy.frombuffer(response_ids, "<i4")
+"""
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from types import TracebackType
+
+from megatron_rl.data import rows
+from megatron_rl.errors import UserError
+from megatron_rl.files import disk_errors, sync_directory, sync_file
+from megatron_rl.types import Group, Prompt, Sample
+
+_LOCK_WAIT_S = 30.0
+
+# SQLite's words (the same in every version; error codes are only in Python 3.11) and what the user can do.
+_FIXES = {
+    "database or disk is full": "free space on this disk",
+    "disk I/O error": "check the disk and its quota",
+    "file is not a database": "choose another run.directory, or remove this file",
+    "database disk image is malformed": "restore the file from a copy, or choose another run.directory",
+    "attempt to write a readonly database": "give yourself write permission or choose another run.directory",
+    "unable to open database file": "give yourself write permission or choose another run.directory",
+    "database is locked": "end the other program's transaction on this file",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferCounts:
+    """Groups in each state."""
+
+    pending: int
+    in_flight: int
+    done: int
+    consumed: int
+
+
+class Buffer:
+    """The buffer of one run, held by one process at a time and used by one thread of it.
+
+    Opening puts groups that a killed process had in flight back to pending. Every method raises UserError when the disk is full
+    or the file cannot be used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with ExitStack() as undo:
+            lock = undo.enter_context(closing(_lock(path)))
+            with self._database_errors():
+                self._connection = undo.enter_context(closing(sqlite3.connect(path, timeout=_LOCK_WAIT_S, isolation_level=None)))
+                self._open()
+            self.recover()
+            self._lock = lock
+            undo.pop_all()
+
+    def add_prompts(self, prompts: Iterable[Prompt]) -> int:
+        """Add prompts as pending groups and return how many are new.
+
+        A prompt that is already here stays as it is, so a resumed run may add the prompts of its step again. Raises UserError when
+        one was consumed already or when the same id now has other tokens: the file of prompts has changed.
+        """
+        with self._transaction() as connection:
+            new = 0
+            for prompt in prompts:
+                row = rows.prompt_row(prompt)
+                known = connection.execute("SELECT state, prompt_ids, consumed_step FROM groups WHERE id = ?", (prompt.id,)).fetchone()
+                if known is None:
+                    connection.execute(rows.INSERT_GROUP, row)
+                    new += 1
+                elif known[1] != row[3]:
+                    raise UserError(
+                        f"prompt {prompt.id!r} has other tokens than in {self._path}: the data file or the tokenizer has changed; "
+                        "restore it or choose another run.directory"
+                    )
+                elif known[0] == "consumed":
+                    raise UserError(
+                        f"prompt {prompt.id!r} was already trained on at step {known[2]} according to {self._path}; "
+                        "resume from the checkpoint of that run or choose another run.directory"
+                    )
+            return new
+
+    def take_pending(self, limit: int) -> list[Prompt]:
+        """Put up to `limit` pending groups in flight, oldest first, and return their prompts; none when `limit` is not positive."""
+        chosen = "state = 'pending' ORDER BY position LIMIT ?"
+        with self._transaction() as connection:
+            found = connection.execute(f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE {chosen}", (max(limit, 0),)).fetchall()
+            prompts = [rows.read_prompt(row) for row in found]
+            self._move([prompt.id for prompt in prompts], "in_flight")
+        return prompts
+
+    def put_sample(self, sample: Sample) -> None:
+        """Keep one finished sample of a group in flight, so that it survives the process. Raises ValueError when it is not in flight."""
+        with self._transaction() as connection:
+            self._check_in_flight(sample.group_id)
+            connection.execute(rows.INSERT_SAMPLE, rows.sample_row(sample))
+
+    def finished_samples(self, prompt: Prompt) -> tuple[Sample, ...]:
+        """The samples of a prompt in flight that are already here, by index: an interrupted run need not generate them again."""
+        with self._transaction() as connection:
+            found = connection.execute(f"SELECT {rows.SAMPLE_COLUMNS} FROM samples WHERE group_id = ? ORDER BY sample_index", (prompt.id,))
+            return tuple(rows.read_sample(row, prompt=prompt) for row in found)
+
+    def put_done(self, group: Group) -> None:
+        """Keep a finished group: in flight -> done. Raises ValueError when it is not in flight or has no sample."""
+        if not group.samples:
+            raise ValueError(f"group {group.id!r} has no samples, needs at least one")
+        encoded = [rows.sample_row(sample) for sample in group.samples]
+        with self._transaction() as connection:
+            self._check_in_flight(group.id)
+            connection.execute("DELETE FROM samples WHERE group_id = ?", (group.id,))
+            connection.executemany(rows.INSERT_SAMPLE, encoded)
+            self._move([group.id], "done")
+
+    def release(self, group_ids: Sequence[str]) -> None:
+        """Give groups back, in flight -> pending, because their generation failed; their finished samples stay."""
+        with self._transaction():
+            for group_id in group_ids:
+                self._check_in_flight(group_id)
+            self._move(group_ids, "pending")
+
+    def take_done(self, limit: int, *, step: int) -> list[Group]:
+        """Hand out up to `limit` done groups, in the order of their prompts, as consumed by `step`; none when `limit` is not positive."""
+        chosen = "SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?"
+        with self._transaction() as connection:
+            found = connection.execute(
+                f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id IN ({chosen}) ORDER BY position", (max(limit, 0),)
+            ).fetchall()
+            prompts = {row[0]: rows.read_prompt(row) for row in found}
+            samples: dict[str, list[Sample]] = {group_id: [] for group_id in prompts}
+            for row in connection.execute(
+                f"SELECT {rows.SAMPLE_COLUMNS} FROM samples WHERE group_id IN ({chosen}) ORDER BY group_id, sample_index", (max(limit, 0),)
+            ):
+                samples[row[0]].append(rows.read_sample(row, prompt=prompts[row[0]]))
+            self._move(list(prompts), "consumed", step=step)
+        return [Group(id=group_id, prompt=prompt, samples=tuple(samples[group_id])) for group_id, prompt in prompts.items()]
+
+    def counts(self) -> BufferCounts:
+        """How many groups are in each state."""
+        with self._database_errors():
+            found = dict(self._connection.execute("SELECT state, count(*) FROM groups GROUP BY state"))
+        return BufferCounts(**{state: found.get(state, 0) for state in BufferCounts.__slots__})
+
+    def recover(self) -> int:
+        """Put every group in flight back to pending, for nobody generates them any more, and return how many there were."""
+        with self._transaction() as connection:
+            return connection.execute(
+                "UPDATE groups SET state = 'pending', updated_at = ? WHERE state = 'in_flight'", (time.time(),)
+            ).rowcount
+
+    def rewind(self, step: int, *, version: int) -> None:
+        """Go back to the checkpoint made after `step` steps (0 to step - 1), when the weights had `version`.
+
+        Groups consumed at `step` or later are handed out again. Samples with a token of weights newer than `version`, which no
+        longer exist, or pruned, are dropped; their groups become pending, all others done. Call it before generation starts.
+        """
+        gone = "(max_version > :version OR response_ids IS NULL)"
+        undone = "(state = 'done' OR consumed_step >= :step)"
+        values = {"step": step, "version": version, "now": time.time()}
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE groups SET state = 'pending', consumed_step = NULL, updated_at = :now "
+                f"WHERE {undone} AND id IN (SELECT group_id FROM samples WHERE {gone})",
+                values,
+            )
+            connection.execute(
+                "UPDATE groups SET state = 'done', consumed_step = NULL, updated_at = :now WHERE consumed_step >= :step", values
+            )
+            connection.execute(
+                f"DELETE FROM samples WHERE {gone} AND group_id IN (SELECT id FROM groups WHERE state IN ('pending', 'in_flight'))", values
+            )
+
+    def prune(self, before_step: int) -> None:
+        """Drop the token arrays of groups consumed before `before_step`, to which no kept checkpoint goes back; the rest stays."""
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE samples SET response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL "
+                "WHERE response_ids IS NOT NULL AND group_id IN (SELECT id FROM groups WHERE consumed_step < ?)",
+                (before_step,),
+            )
+
+    def flush(self) -> None:
+        """Bring every move so far to the disk itself, so that a power failure cannot undo it."""
+        log = self._path.with_name(f"{self._path.name}-wal")
+        # Not by a checkpoint of SQLite, which would wait for whoever is reading the file.
+        if log.exists():
+            with disk_errors(log):
+                sync_file(log)
+                sync_directory(log.parent)
+
+    def close(self) -> None:
+        """Flush and let another process open the buffer."""
+        self.flush()
+        self._connection.close()
+        self._lock.close()
+
+    def __enter__(self) -> "Buffer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        """Make the tables in a new file, or check that the file is a buffer of this version."""
+        # Where a file system cannot do WAL, SQLite stays with its rollback journal: as safe, slower.
+        self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        self._connection.execute("PRAGMA synchronous = NORMAL")
+        (application,), (version,) = (self._connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version"))
+        (num_tables,) = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if not num_tables:
+            self._connection.executescript(f"BEGIN IMMEDIATE; {rows.SCHEMA} COMMIT;")
+        elif application != rows.APPLICATION_ID:
+            raise UserError(f"{self._path} is the database of another program; choose another run.directory")
+        elif version != rows.SCHEMA_VERSION:
+            raise UserError(
+                f"{self._path} has schema version {version}, this release reads {rows.SCHEMA_VERSION}: choose another run.directory "
+                "or use the release that wrote it"
+            )
+
+    def _move(self, group_ids: Sequence[str], state: str, *, step: int | None = None) -> None:
+        now = time.time()
+        self._connection.executemany(
+            "UPDATE groups SET state = ?, consumed_step = ?, updated_at = ? WHERE id = ?",
+            [(state, step, now, group_id) for group_id in group_ids],
+        )
+
+    def _check_in_flight(self, group_id: str) -> None:
+        found = self._connection.execute("SELECT state FROM groups WHERE id = ?", (group_id,)).fetchone()
+        if found is None or found[0] != "in_flight":
+            raise ValueError(f"group {group_id!r} is {found[0] if found else 'not in the buffer'}, needs to be in_flight")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._database_errors():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                # A full disk ends the transaction by itself.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _database_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            if str(error) not in _FIXES:
+                raise
+            raise UserError(f"cannot use the buffer {self._path}: {error}; {_FIXES[str(error)]}") from error
+
+
+def _lock(path: Path) -> TextIOWrapper:
+    """Claim the buffer for this process until the returned file is closed or the process ends, however it ends.
+
+    A POSIX record lock, because children that are forked do not inherit it: a worker that outlives a killed run cannot hold it.
+    """
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_name(f"{path.name}.lock").open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.seek(0)
+        owner = file.read().strip()
+        file.close()
+        raise UserError(f"the buffer {path} is in use by process {owner}; wait for that run or choose another run.directory") from error
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file

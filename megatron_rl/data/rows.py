@@ -1,0 +1,134 @@
+"""How prompts and samples are written into, and read from, the rows of the buffer's database. The schema is told in `buffer`."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rl.errors import UserError
+from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
+
+APPLICATION_ID = 0x4D52_4C42
+SCHEMA_VERSION = 1
+
+SCHEMA = f"""
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+CREATE TABLE groups (
+    position INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    state TEXT NOT NULL CHECK (state IN ('pending', 'in_flight', 'done', 'consumed')),
+    consumed_step INTEGER CHECK ((consumed_step IS NOT NULL) = (state = 'consumed')),
+    prompt_text TEXT NOT NULL,
+    label TEXT,
+    prompt_ids BLOB NOT NULL,
+    metadata TEXT NOT NULL,
+    updated_at REAL NOT NULL
+);
+CREATE INDEX groups_by_state ON groups (state, position);
+CREATE TABLE samples (
+    group_id TEXT NOT NULL REFERENCES groups (id),
+    sample_index INTEGER NOT NULL,
+    outcome TEXT CHECK (outcome IN ('scored', 'error', 'timeout')),
+    reward REAL CHECK ((reward IS NOT NULL) = (outcome IS 'scored')),
+    reward_message TEXT,
+    reward_components TEXT,
+    stop_reason TEXT NOT NULL CHECK (stop_reason IN ('stop', 'length', 'abort')),
+    response_text TEXT NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    num_trainable_tokens INTEGER NOT NULL,
+    min_version INTEGER,
+    max_version INTEGER,
+    response_ids BLOB,
+    loss_mask BLOB,
+    rollout_log_probs BLOB,
+    weight_versions BLOB,
+    metadata TEXT NOT NULL,
+    PRIMARY KEY (group_id, sample_index)
+);
+"""
+
+INSERT_GROUP = "INSERT INTO groups (id, state, prompt_text, label, prompt_ids, metadata, updated_at) VALUES (?, 'pending', ?, ?, ?, ?, ?)"
+GROUP_COLUMNS = "id, prompt_text, label, prompt_ids, metadata"
+SAMPLE_COLUMNS = (
+    "group_id, sample_index, outcome, reward, reward_message, reward_components, stop_reason, response_text, num_tokens, "
+    "num_trainable_tokens, min_version, max_version, response_ids, loss_mask, rollout_log_probs, weight_versions, metadata"
+)
+INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', '.join('?' * 17)})"
+
+
+def prompt_row(prompt: Prompt) -> tuple[Any, ...]:
+    """The values of INSERT_GROUP. Raises UserError for metadata that JSON cannot hold."""
+    owner = f"prompt {prompt.id!r}"
+    return prompt.id, prompt.text, prompt.label, _int32_bytes(prompt.token_ids, owner), _json(prompt.metadata, owner), time.time()
+
+
+def read_prompt(row: Sequence[Any]) -> Prompt:
+    """The prompt of a row of GROUP_COLUMNS."""
+    group_id, text, label, token_ids, metadata = row
+    return Prompt(id=group_id, token_ids=np.frombuffer(token_ids, "<i4"), text=text, label=label, metadata=json.loads(metadata))
+
+
+def sample_row(sample: Sample) -> tuple[Any, ...]:
+    """The values of INSERT_SAMPLE. Raises UserError for metadata or reward components that JSON cannot hold."""
+    owner = f"sample {sample.index} of group {sample.group_id!r}"
+    made = sample.weight_versions[sample.weight_versions >= 0]
+    reward = sample.reward
+    return (
+        sample.group_id,
+        sample.index,
+        reward.outcome.value if reward else None,
+        reward.value if reward else None,
+        reward.message if reward else None,
+        _json(reward.components, owner) if reward else None,
+        sample.stop_reason.value,
+        sample.response_text,
+        len(sample.response_ids),
+        int(sample.loss_mask.sum()),
+        int(made.min()) if len(made) else None,
+        int(made.max()) if len(made) else None,
+        _int32_bytes(sample.response_ids, owner),
+        sample.loss_mask.astype("u1").tobytes(),
+        sample.rollout_log_probs.astype("<f4").tobytes(),
+        _int32_bytes(sample.weight_versions, owner),
+        _json(sample.metadata, owner),
+    )
+
+
+def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
+    """The sample of a row of SAMPLE_COLUMNS, equal to the one that was written down to the last bit."""
+    group_id, index, outcome, value, message, components, stop_reason, text, *_, ids, mask, log_probs, versions, metadata = row
+    reward = None
+    if outcome is not None:
+        reward = Reward(outcome=RewardOutcome(outcome), value=value, message=message, components=json.loads(components))
+    return Sample(
+        group_id=group_id,
+        index=index,
+        prompt=prompt,
+        response_ids=np.frombuffer(ids, "<i4"),
+        loss_mask=np.frombuffer(mask, "u1"),
+        rollout_log_probs=np.frombuffer(log_probs, "<f4"),
+        weight_versions=np.frombuffer(versions, "<i4"),
+        stop_reason=StopReason(stop_reason),
+        response_text=text,
+        reward=reward,
+        metadata=json.loads(metadata),
+    )
+
+
+def _int32_bytes(values: NDArray[np.int64], owner: str) -> bytes:
+    if len(values) and (values.min() < -(2**31) or values.max() >= 2**31):
+        raise ValueError(f"{owner} has an integer outside of 32 bits among {values.min()} to {values.max()}")
+    return values.astype("<i4").tobytes()
+
+
+def _json(values: Mapping[str, Any], owner: str) -> str:
+    try:
+        return json.dumps(dict(values), ensure_ascii=False)
+    except TypeError as error:
+        raise UserError(
+            f"the metadata of {owner} cannot be stored ({error}): use strings, numbers, booleans, lists and mappings"
+        ) from error

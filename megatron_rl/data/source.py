@@ -1,0 +1,183 @@
+"""Where prompts come from: a data file, shuffled anew every epoch, that can stop anywhere and go on from there.
+
+R response tokens.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from megatron_rl.config.settings import DataSettings
+from megatron_rl.data.reading import Row, read_rows
+from megatron_rl.errors import UserError
+from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Below this number every prompt is tokenized at the start, so that one that is too long is found before anything is launched.
+_CHECKED_ROWS = 100_000
+_ENCODED_AT_ONCE = 1024
+
+
+class PromptSource:
+    """The prompts of one data file, in an order that follows from the seed alone.
+
+    A string prompt is tokenized as it stands; chat messages are rendered by the tokenizer's chat template, up to the point where the
+    assistant speaks. The tokenizer adds no special tokens to either: what the model sees is what the file and the template say.
+
+    `need_response` says that the rows are for supervised training and each needs a target. Raises UserError, with file and line, for
+    any row that cannot be used; in files above 100,000 rows the length of a prompt is checked when the prompt is taken.
+    """
+
+    def __init__(
+        self, path: Path, tokenizer: "PreTrainedTokenizerBase", *, settings: DataSettings, seed: int, need_response: bool = False
+    ) -> None:
+        self._path = path
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._seed = seed
+        self._rows = read_rows(path, settings=settings, need_response=need_response)
+        self._digest = _file_digest(path)
+        self._epoch = 0
+        self._cursor = 0
+        self._order = self._epoch_order()
+        if len(self._rows) <= _CHECKED_ROWS:
+            for first in range(0, len(self._rows), _ENCODED_AT_ONCE):
+                self._encode(self._rows[first : first + _ENCODED_AT_ONCE])
+
+    def __len__(self) -> int:
+        """Rows of the file, one epoch."""
+        return len(self._rows)
+
+    def next_prompts(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; a new epoch starts where the file ends. Ids are EPOCH-ROW, rows counted from 0."""
+        return [prompt for prompt, _ in self._next(count)]
+
+    def next_supervised(self, count: int) -> list[Group]:
+        """The next `count` rows as groups of one sample: the target and the end-of-sequence token, every token trained on.
+
+        Raises UserError for a row without a target and for a tokenizer without an end-of-sequence token.
+        """
+        return [_supervised_group(prompt, self._target_ids(row), text=row.response or "") for prompt, row in self._next(count)]
+
+    def all(self) -> list[Prompt]:
+        """Every prompt once in the order of the file, for evaluation. Ids are eval-ROW. Does not move the source."""
+        return self.first(len(self._rows))
+
+    def first(self, count: int) -> list[Prompt]:
+        """At most `count` prompts from the start of the file, as `all` gives them, for probes. Does not move the source."""
+        rows = self._rows[:count]
+        encoded = self._encode(rows)
+        return [
+            _prompt(f"eval-{index}", row, text=text, token_ids=ids)
+            for index, (row, (text, ids)) in enumerate(zip(rows, encoded, strict=True))
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """Where the source stands, as JSON values."""
+        return {"epoch": self._epoch, "cursor": self._cursor, "seed": self._seed, "shuffle": self._settings.shuffle, "digest": self._digest}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state()`. Raises UserError when the file, the seed or data.shuffle is another one than then."""
+        now = self.state()
+        for key, name in (("digest", f"content of {self._path}"), ("seed", "run.seed"), ("shuffle", "data.shuffle")):
+            if state[key] != now[key]:
+                raise UserError(
+                    f"cannot resume: {name} is {str(now[key])[:12]}, was {str(state[key])[:12]} when the checkpoint was written; "
+                    "restore it or start a new run"
+                )
+        self._epoch, self._cursor = state["epoch"], state["cursor"]
+        self._order = self._epoch_order()
+
+    def _next(self, count: int) -> list[tuple[Prompt, Row]]:
+        taken: list[tuple[str, Row]] = []
+        while len(taken) < count:
+            if self._cursor == len(self._rows):
+                self._epoch, self._cursor = self._epoch + 1, 0
+                self._order = self._epoch_order()
+            indices = self._order[self._cursor : self._cursor + count - len(taken)]
+            taken += [(f"{self._epoch}-{index}", self._rows[index]) for index in indices]
+            self._cursor += len(indices)
+        encoded = self._encode([row for _, row in taken])
+        return [(_prompt(name, row, text=text, token_ids=ids), row) for (name, row), (text, ids) in zip(taken, encoded, strict=True)]
+
+    def _epoch_order(self) -> Ints:
+        """The rows in the order of the present epoch."""
+        if not self._settings.shuffle:
+            return np.arange(len(self._rows))
+        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))
+
+    def _encode(self, rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
+        """Text and token ids of each row's prompt; a chat template brings its own special tokens, so the tokenizer adds none."""
+        texts = [self._text(row) for row in rows]
+        encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        limit = self._settings.max_prompt_tokens
+        for row, ids in zip(rows, encoded, strict=True):
+            if not ids:
+                raise UserError(f"{row.place}: the prompt has no tokens, needs at least one")
+            if len(ids) > limit:
+                raise UserError(
+                    f"{row.place}: the prompt has {len(ids)} tokens, the limit is {limit}; shorten it or raise data.max_prompt_tokens"
+                )
+        return list(zip(texts, encoded, strict=True))
+
+    def _text(self, row: Row) -> str:
+        if isinstance(row.prompt, str):
+            return row.prompt
+        if self._tokenizer.chat_template is None:
+            raise UserError(
+                f"{row.place}: the prompt is a chat but the tokenizer has no chat template; use a string prompt or add a template"
+            )
+        try:
+            return self._tokenizer.apply_chat_template(list(row.prompt), add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise UserError(f"{row.place}: the chat template refuses this prompt ({error}); mend its roles and their order") from error
+
+    def _target_ids(self, row: Row) -> list[int]:
+        """Token ids [R] of the row's response, closed by the end-of-sequence token."""
+        if row.response is None:
+            raise UserError(
+                f"{row.place}: no field {self._settings.response_key!r}, which supervised training needs; see data.response_key"
+            )
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            raise UserError(
+                "the tokenizer has no end-of-sequence token, which supervised training needs; set eos_token in its configuration"
+            )
+        ids = list(self._tokenizer(row.response, add_special_tokens=False)["input_ids"])
+        return ids if ids and ids[-1] == end else [*ids, end]
+
+
+def _prompt(name: str, row: Row, *, text: str, token_ids: list[int]) -> Prompt:
+    return Prompt(id=name, token_ids=np.array(token_ids), text=text, label=row.label, metadata=row.metadata)
+
+
+def _supervised_group(prompt: Prompt, response_ids: list[int], *, text: str) -> Group:
+    """A group of one sample whose R tokens no engine made and that are all trained on."""
+    length = len(response_ids)
+    sample = Sample(
+        group_id=prompt.id,
+        index=0,
+        prompt=prompt,
+        response_ids=np.array(response_ids),
+        loss_mask=np.ones(length, np.bool_),
+        rollout_log_probs=np.zeros(length, np.float32),
+        weight_versions=np.full(length, -1),
+        stop_reason=StopReason.STOP,
+        response_text=text,
+        reward=Reward(RewardOutcome.SCORED, 0.0),
+    )
+    return Group(id=prompt.id, prompt=prompt, samples=(sample,))
+
+
+def _file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()

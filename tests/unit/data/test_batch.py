@@ -1,0 +1,69 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.data.batch import make_train_batch
+from megatron_rl.errors import UserError
+from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
+
+
+def group_of(name: str, prompt_ids: list[int], responses: list[list[int]], rewards: list[Reward | None]) -> Group:
+    prompt = Prompt(id=name, token_ids=np.array(prompt_ids), text=name)
+    samples = [
+        Sample(
+            group_id=name,
+            index=index,
+            prompt=prompt,
+            response_ids=np.array(ids),
+            loss_mask=np.arange(len(ids)) != 1,
+            rollout_log_probs=-0.5 * np.array(ids),
+            weight_versions=np.full(len(ids), 6 + index),
+            stop_reason=StopReason.LENGTH if index else StopReason.STOP,
+            reward=reward,
+        )
+        for index, (ids, reward) in enumerate(zip(responses, rewards, strict=True))
+    ]
+    return Group(id=name, prompt=prompt, samples=tuple(samples))
+
+
+def scored(value: float) -> Reward:
+    return Reward(RewardOutcome.SCORED, value)
+
+
+FAILED = Reward(RewardOutcome.ERROR, None, "Traceback: boom")
+
+
+def test_flat_arrays_hold_prompt_and_response_of_every_scored_sample() -> None:
+    groups = [
+        group_of("a", [1, 2, 3], [[10], [11, 12, 13], [14]], [scored(1.0), scored(0.25), FAILED]),
+        group_of("b", [4], [[20]], [Reward(RewardOutcome.TIMEOUT)]),
+        group_of("c", [5, 6], [[30, 31]], [scored(-2.0)]),
+    ]
+    batch = make_train_batch(groups)
+    np.testing.assert_array_equal(batch.tokens, [1, 2, 3, 10, 1, 2, 3, 11, 12, 13, 5, 6, 30, 31])
+    np.testing.assert_array_equal(batch.cu_seqlens, [0, 4, 10, 14])
+    np.testing.assert_array_equal(batch.prompt_lengths, [3, 3, 2])
+    np.testing.assert_array_equal(np.flatnonzero(batch.loss_mask), [3, 7, 9, 12])
+    np.testing.assert_array_equal(batch.rollout_log_probs, [0, 0, 0, -5, 0, 0, 0, -5.5, -6, -6.5, 0, 0, -15, -15.5])
+    np.testing.assert_array_equal(batch.weight_versions, [-1, -1, -1, 6, -1, -1, -1, 7, 7, 7, -1, -1, 6, 6])
+    np.testing.assert_array_equal(batch.rewards, [1.0, 0.25, -2.0])
+    np.testing.assert_array_equal(batch.group_ids, [0, 0, 2])
+    np.testing.assert_array_equal(batch.truncated, [False, True, False])
+
+
+def test_nothing_scored_is_an_error_with_the_first_message() -> None:
+    with pytest.raises(UserError, match=r"none of 2 samples in 1 groups has a reward.*first failure was: Traceback: boom"):
+        make_train_batch([group_of("a", [1], [[2], [3]], [FAILED, FAILED])])
+    with pytest.raises(UserError, match="none of 0 samples"):
+        make_train_batch([])
+
+
+def test_a_sample_without_any_reward_is_a_programming_error() -> None:
+    with pytest.raises(ValueError, match="sample 0 of group 'a' was never given to a reward function"):
+        make_train_batch([group_of("a", [1], [[2]], [None])])
+
+
+def test_masked_tokens_may_hold_anything(make_group: Any) -> None:
+    batch = make_train_batch([make_group("x", num_samples=1)])
+    assert np.isnan(batch.rollout_log_probs[~batch.loss_mask]).any()

@@ -1,0 +1,251 @@
+import dataclasses
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.data.buffer import Buffer, BufferCounts
+from megatron_rl.errors import UserError
+from megatron_rl.types import Group, Prompt, Sample
+
+
+@pytest.fixture
+def buffer(tmp_path: Path) -> Iterator[Buffer]:
+    with Buffer(tmp_path / "buffer.sqlite") as opened:
+        yield opened
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Field by field, arrays to the bit and with their type."""
+    assert type(got) is type(expected)
+    if isinstance(got, np.ndarray):
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
+    elif isinstance(got, tuple):
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    elif dataclasses.is_dataclass(got):
+        for field in dataclasses.fields(got):
+            assert_same(getattr(got, field.name), getattr(expected, field.name))
+    else:
+        assert got == expected
+
+
+def fill(buffer: Buffer, groups: list[Group]) -> None:
+    buffer.add_prompts(group.prompt for group in groups)
+    assert [prompt.id for prompt in buffer.take_pending(len(groups))] == [group.id for group in groups]
+    for group in groups:
+        buffer.put_done(group)
+
+
+def test_a_group_passes_through_all_states_and_comes_back_equal(buffer: Buffer, make_group: Any) -> None:
+    groups = [make_group("0-1"), make_group("0-0", num_samples=3, length=1)]
+    assert buffer.add_prompts(group.prompt for group in groups) == 2
+    assert buffer.take_pending(0) == buffer.take_pending(-3) == []
+    assert buffer.counts() == BufferCounts(pending=2, in_flight=0, done=0, consumed=0)
+    (first,) = buffer.take_pending(1)
+    assert_same(first, groups[0].prompt)
+    assert buffer.counts() == BufferCounts(pending=1, in_flight=1, done=0, consumed=0)
+    assert [prompt.id for prompt in buffer.take_pending(9)] == ["0-0"]
+    assert buffer.take_pending(9) == []
+    buffer.put_done(groups[1])
+    buffer.put_done(groups[0])
+    assert buffer.counts() == BufferCounts(pending=0, in_flight=0, done=2, consumed=0)
+    taken = buffer.take_done(9, step=4)
+    assert_same(tuple(taken), tuple(groups))
+    assert buffer.take_done(9, step=4) == []
+    assert buffer.counts() == BufferCounts(pending=0, in_flight=0, done=0, consumed=2)
+
+
+def test_moves_that_skip_a_state_are_refused_and_change_nothing(buffer: Buffer, make_group: Any) -> None:
+    group = make_group("a")
+    with pytest.raises(ValueError, match="not in the buffer"):
+        buffer.put_done(group)
+    buffer.add_prompts([group.prompt])
+    for move in (lambda: buffer.put_done(group), lambda: buffer.release(["a"]), lambda: buffer.put_sample(group.samples[0])):
+        with pytest.raises(ValueError, match="'a' is pending, needs to be in_flight"):
+            move()
+    buffer.take_pending(1)
+    with pytest.raises(ValueError, match="no samples"):
+        buffer.put_done(Group(id="a", prompt=group.prompt, samples=()))
+    buffer.put_done(group)
+    with pytest.raises(ValueError, match="'a' is done"):
+        buffer.put_done(group)
+    assert len(buffer.take_done(1, step=0)[0].samples) == 2
+
+
+def test_adding_prompts_again_is_harmless_unless_they_were_consumed_or_changed(buffer: Buffer, make_group: Any) -> None:
+    group = make_group("a")
+    assert buffer.add_prompts([group.prompt]) == 1
+    assert buffer.add_prompts([group.prompt, make_group("b").prompt]) == 1
+    changed = Prompt(id="a", token_ids=[1, 2], text="other")
+    with pytest.raises(UserError, match="prompt 'a' has other tokens"):
+        buffer.add_prompts([make_group("c").prompt, changed])
+    assert buffer.counts().pending == 2, "the failed call must not leave c behind"
+    buffer.take_pending(1)
+    buffer.put_done(group)
+    buffer.take_done(1, step=5)
+    with pytest.raises(UserError, match="already trained on at step 5"):
+        buffer.add_prompts([group.prompt])
+
+
+def test_reopening_recovers_what_was_in_flight_and_keeps_its_finished_samples(tmp_path: Path, make_group: Any) -> None:
+    path = tmp_path / "buffer.sqlite"
+    group = make_group("a", num_samples=3)
+    with Buffer(path) as buffer:
+        buffer.add_prompts([group.prompt, make_group("b").prompt])
+        buffer.take_pending(2)
+        buffer.put_sample(group.samples[2])
+        buffer.put_sample(group.samples[0])
+    with Buffer(path) as buffer:
+        assert buffer.counts() == BufferCounts(pending=2, in_flight=0, done=0, consumed=0)
+        (prompt, other) = buffer.take_pending(2)
+        assert_same(buffer.finished_samples(prompt), (group.samples[0], group.samples[2]))
+        assert buffer.finished_samples(other) == ()
+        buffer.release(["b"])
+        assert [again.id for again in buffer.take_pending(2)] == ["b"]
+
+
+def test_rewind_hands_out_again_what_old_weights_made_and_regenerates_the_rest(buffer: Buffer, make_group: Any) -> None:
+    """Step s consumes group g<s> made by version s; g4 is done but unused; g5 is in flight with one sample of version 1, one of 4."""
+    groups = [make_group(f"g{step}", version=step) for step in range(5)]
+    for step, group in enumerate(groups[:4]):
+        fill(buffer, [group])
+        buffer.take_done(1, step=step)
+    fill(buffer, groups[4:])
+    old, new = make_group("g5", version=1), make_group("g5", version=4)
+    buffer.add_prompts([old.prompt])
+    buffer.take_pending(1)
+    buffer.put_sample(old.samples[0])
+    buffer.put_sample(dataclasses.replace(new.samples[1], prompt=old.prompt))
+    buffer.rewind(1, version=1)
+    buffer.recover()
+    assert buffer.counts() == BufferCounts(pending=4, in_flight=0, done=1, consumed=1)
+    assert_same(tuple(buffer.take_done(9, step=1)), (groups[1],))
+    prompts = buffer.take_pending(9)
+    assert [prompt.id for prompt in prompts] == ["g2", "g3", "g4", "g5"]
+    assert [len(buffer.finished_samples(prompt)) for prompt in prompts] == [0, 0, 0, 1]
+
+
+def test_prune_keeps_readable_columns_and_rewinding_beyond_it_regenerates(tmp_path: Path, make_group: Any) -> None:
+    path = tmp_path / "buffer.sqlite"
+    with Buffer(path) as buffer:
+        fill(buffer, [make_group("a"), make_group("b")])
+        buffer.take_done(1, step=0)
+        buffer.take_done(1, step=1)
+        buffer.prune(1)
+        reader = sqlite3.connect(path)
+        query = "SELECT group_id, response_ids IS NULL, num_tokens, reward FROM samples WHERE sample_index = 0 ORDER BY 1"
+        assert reader.execute(query).fetchall() == [("a", 1, 5, 0.0), ("b", 0, 5, 0.0)]
+        reader.close()
+        buffer.rewind(0, version=0)
+        assert buffer.counts() == BufferCounts(pending=1, in_flight=0, done=1, consumed=0)
+        (prompt,) = buffer.take_pending(1)
+        assert prompt.id == "a" and buffer.finished_samples(prompt) == ()
+
+
+def test_anyone_can_query_the_live_file(buffer: Buffer, make_group: Any, tmp_path: Path) -> None:
+    fill(buffer, [make_group("a", num_samples=3)])
+    buffer.take_done(1, step=7)
+    reader = sqlite3.connect(tmp_path / "buffer.sqlite")
+    query = (
+        "select consumed_step, avg(reward), avg(num_tokens) from samples join groups on id = group_id where outcome = 'scored' group by 1"
+    )
+    assert reader.execute(query).fetchall() == [(7, pytest.approx(0.1), 5.0)]
+    (blob,) = reader.execute("select response_ids from samples where sample_index = 0").fetchone()
+    np.testing.assert_array_equal(np.frombuffer(blob, "<i4"), make_group("a", num_samples=3).samples[0].response_ids)
+    assert reader.execute("select outcome, reward, reward_message from samples where sample_index = 1").fetchone() == (
+        "error",
+        None,
+        "Traceback",
+    )
+    reader.close()
+
+
+def test_a_second_process_is_refused_and_told_who_holds_the_file(buffer: Buffer, tmp_path: Path) -> None:
+    script = "import sys; from pathlib import Path; from megatron_rl.data.buffer import Buffer; Buffer(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", script, str(tmp_path / "buffer.sqlite")]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "is in use by process" in refused.stderr
+    buffer.close()
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
+def test_files_that_are_no_buffer_are_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("hello " * 1000)
+    with pytest.raises(UserError, match="file is not a database"):
+        Buffer(text)
+    other = tmp_path / "other.sqlite"
+    connection = sqlite3.connect(other)
+    connection.execute("create table x (y)")
+    connection.close()
+    with pytest.raises(UserError, match="another program"):
+        Buffer(other)
+    newer = tmp_path / "newer.sqlite"
+    Buffer(newer).close()
+    connection = sqlite3.connect(newer)
+    connection.execute("pragma user_version = 9")
+    connection.close()
+    with pytest.raises(UserError, match="schema version 9"):
+        Buffer(newer)
+    with pytest.raises(UserError, match="a part of this path is a file"):
+        Buffer(text / "buffer.sqlite")
+
+
+def test_full_disk_is_one_sentence_and_the_buffer_stays_usable(buffer: Buffer, make_group: Any) -> None:
+    group = make_group("a")
+    buffer.add_prompts([group.prompt])
+    buffer.take_pending(1)
+    connection = buffer._connection
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(UserError, match=r"cannot use the buffer .* disk is full; free space"):
+        buffer.put_done(make_group("a", length=20_000, prompt=group.prompt))
+    assert buffer.counts().in_flight == 1
+    connection.execute("PRAGMA max_page_count = 1000000")
+    buffer.put_done(group)
+    assert_same(tuple(buffer.take_done(1, step=0)), (group,))
+
+
+def test_metadata_that_json_cannot_hold_is_a_user_error(buffer: Buffer) -> None:
+    with pytest.raises(UserError, match=r"metadata of prompt 'a' cannot be stored \(Object of type set"):
+        buffer.add_prompts([Prompt(id="a", token_ids=[1], text="", metadata={"x": {1}})])
+
+
+def test_kill_9_loses_nothing_finished_and_hands_nothing_out_twice(tmp_path: Path) -> None:
+    path, journal = tmp_path / "buffer.sqlite", tmp_path / "journal"
+    script = Path(__file__).with_name("crash_loop.py")
+    subprocess.run([sys.executable, str(script), str(path), str(journal), "40"], check=True, timeout=120)
+    notes = Counter(tuple(line.split()) for line in journal.read_text().splitlines())
+    done = {group_id for kind, group_id in notes if kind == "done"}
+    taken = {group_id: count for (kind, group_id), count in notes.items() if kind == "taken"}
+    assert len(done) > 100 and len(taken) > 50, "the writer was killed too early to show anything"
+    assert set(taken.values()) == {1}
+    with Buffer(path) as buffer:
+        for prompt in buffer.take_pending(10**6):
+            assert prompt.id not in done
+            assert bool(buffer.finished_samples(prompt)) or ("sample", prompt.id) not in notes
+        left = buffer.take_done(10**6, step=0)
+        assert not taken.keys() & {group.id for group in left}
+        lost = done - taken.keys() - {group.id for group in left}
+        assert len(lost) <= 40 * 5, "handed out but not noted: at most the 5 groups of one call per kill"
+        consumed = {row[0] for row in buffer._connection.execute("SELECT id FROM groups WHERE state = 'consumed'")}
+        assert lost <= consumed
+        sizes = {row[0] for row in buffer._connection.execute("SELECT count(*) FROM groups WHERE consumed_step > 0 GROUP BY consumed_step")}
+        assert sizes == {5}, "a call hands out all of its groups or none"
+        for group in left:
+            assert_whole(group)
+
+
+def assert_whole(group: Group) -> None:
+    expected = [np.arange(index + 1) + 1000 * int(group.id) for index in range(3)]
+    samples: tuple[Sample, ...] = group.samples
+    for sample, ids in zip(samples, expected, strict=True):
+        np.testing.assert_array_equal(sample.response_ids, ids)

@@ -1,0 +1,213 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.config.settings import DataSettings
+from megatron_rl.data import source as source_module
+from megatron_rl.data.source import PromptSource
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.errors import UserError
+from megatron_rl.types import RewardOutcome
+
+ALPHABET = "0123456789+=.<> abcdefghijklmnopqrstuvwxyz"
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    vocabulary = {"<eos>": 0} | {letter: index + 1 for index, letter in enumerate(ALPHABET)}
+    core = Tokenizer(models.WordLevel(vocabulary))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", chat_template=TEMPLATE)
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_path: Path) -> Any:
+    return load_tokenizer(tokenizer_path)
+
+
+def ids_of(text: str) -> list[int]:
+    return [ALPHABET.index(letter) + 1 for letter in text]
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+    return path
+
+
+def open_source(path: Path, tokenizer: Any, *, seed: int = 0, need_response: bool = False, **settings: Any) -> PromptSource:
+    return PromptSource(path, tokenizer, settings=DataSettings(train=path, **settings), seed=seed, need_response=need_response)
+
+
+def test_string_prompts_keep_their_exact_tokens_label_and_other_fields(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "12+34=", "label": 46, "level": {"x": [1, 2]}}, "", {"prompt": "1+1=", "label": "2"})
+    source = open_source(path, tokenizer, shuffle=False)
+    first, second = source.next_prompts(2)
+    assert (first.id, first.text, first.label, first.metadata) == ("0-0", "12+34=", "46", {"level": {"x": [1, 2]}})
+    np.testing.assert_array_equal(first.token_ids, ids_of("12+34="))
+    assert (second.id, second.label) == ("0-1", "2")
+    assert [prompt.id for prompt in source.all()] == ["eval-0", "eval-1"]
+    assert [prompt.text for prompt in source.first(1)] == ["12+34="]
+    assert [prompt.id for prompt in source.next_prompts(1)] == ["1-0"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_chat_messages_go_through_the_template_without_more_special_tokens(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+    chats = [
+        [{"role": "user", "content": "hello"}],
+        [{"role": "system", "content": "be kind", "name": "x"}, {"role": "user", "content": "hi"}],
+    ]
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        write(path, *({"prompt": chat} for chat in chats))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": chat, "level": 3} for chat in chats]), path)
+    first, second = open_source(path, tokenizer, shuffle=False).next_prompts(2)
+    assert first.text == "<user>hello<assistant>"
+    np.testing.assert_array_equal(first.token_ids, ids_of("<user>hello<assistant>"))
+    assert second.text == "<system>be kind<user>hi<assistant>"
+    assert first.metadata == ({} if kind == "jsonl" else {"level": 3})
+
+
+def test_every_epoch_is_a_new_complete_order_that_only_the_seed_decides(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", *({"prompt": str(row)} for row in range(20)))
+    ids = [prompt.id for prompt in open_source(path, tokenizer, seed=1).next_prompts(50)]
+    assert len(set(ids)) == 50
+    epochs = [[name.split("-")[1] for name in ids if name.startswith(f"{epoch}-")] for epoch in range(3)]
+    assert sorted(epochs[0], key=int) == sorted(epochs[1], key=int) == [str(row) for row in range(20)]
+    assert epochs[0] != epochs[1] and len(epochs[2]) == 10
+    one_by_one = open_source(path, tokenizer, seed=1)
+    assert [one_by_one.next_prompts(1)[0].id for _ in range(50)] == ids
+    assert [prompt.id for prompt in open_source(path, tokenizer, seed=2).next_prompts(50)] != ids
+
+
+def test_a_restored_source_goes_on_where_the_other_stopped(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", *({"prompt": str(row)} for row in range(7)))
+    source = open_source(path, tokenizer)
+    for taken in (3, 4, 7, 11):
+        source.next_prompts(taken)
+        state = json.loads(json.dumps(source.state()))
+        other = open_source(path, tokenizer)
+        other.restore(state)
+        source.all()
+        expected = [prompt.id for prompt in source.next_prompts(9)]
+        assert [prompt.id for prompt in other.next_prompts(9)] == expected
+    with pytest.raises(UserError, match=r"run\.seed is 5, was 0"):
+        open_source(path, tokenizer, seed=5).restore(state)
+    with pytest.raises(UserError, match=r"data\.shuffle is False, was True"):
+        open_source(path, tokenizer, shuffle=False).restore(state)
+    write(path, {"prompt": "9"})
+    with pytest.raises(UserError, match="cannot resume: content of"):
+        open_source(path, tokenizer).restore(state)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "1+1="', r"a\.jsonl:2: not a JSON object \(Expecting ',' delimiter at column \d+\)"),
+        ("[1]", r"a\.jsonl:2: is a JSON list, needs an object"),
+        ({"promt": "1", "label": "2"}, r"a\.jsonl:2: no field 'prompt', only 'promt', 'label'; name the right one in data\.prompt_key"),
+        ({}, r":2: no field 'prompt', only none"),
+        ({"prompt": None}, r":2: no field 'prompt'"),
+        ({"prompt": ""}, r":2: the prompt has no tokens"),
+        ({"prompt": 7}, r":2: 'prompt' is 7, needs a string or a list of chat messages"),
+        ({"prompt": []}, r":2: 'prompt' is \[\], needs"),
+        ({"prompt": [{"role": "user"}]}, r":2: chat message \{'role': 'user'\} needs the strings"),
+        ({"prompt": [{"role": "bad", "content": ""}]}, r":2: the chat template refuses this prompt \(no such role\)"),
+        ({"prompt": "1", "label": [1]}, r":2: 'label' is \[1\], needs a string or a number"),
+        ({"prompt": "1", "label": True}, r":2: 'label' is True"),
+        ({"prompt": "1", "response": 4}, r":2: 'response' has type int, needs a string"),
+        ({"prompt": "123456789"}, r":2: the prompt has 9 tokens, the limit is 8; shorten it or raise data\.max_prompt_tokens"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(tmp_path: Path, tokenizer: Any, line: Any, message: str) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "1"}, line)
+    limit = 8 if "limit is" in message else 100
+    with pytest.raises(UserError, match=message):
+        open_source(path, tokenizer, max_prompt_tokens=limit)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=r"missing\.jsonl does not exist"):
+        open_source(tmp_path / "missing.jsonl", tokenizer)
+    with pytest.raises(UserError, match=r"ends in '\.csv', needs \.jsonl or \.parquet"):
+        open_source(write(tmp_path / "a.csv", "prompt"), tokenizer)
+    with pytest.raises(UserError, match="has no rows"):
+        open_source(write(tmp_path / "empty.jsonl", ""), tokenizer)
+    with pytest.raises(UserError, match="is not a parquet file"):
+        open_source(write(tmp_path / "a.parquet", "prompt"), tokenizer)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "1"}\n{"prompt": "\xe9"}\n')
+    with pytest.raises(UserError, match=r"latin\.jsonl:2: not UTF-8"):
+        open_source(tmp_path / "latin.jsonl", tokenizer)
+    table = pyarrow.table({"prompt": ["1", "2"], "image": [b"x", b"y"]})
+    pyarrow.parquet.write_table(table, tmp_path / "image.parquet")
+    with pytest.raises(UserError, match=r"image\.parquet:1: 'image' has type bytes"):
+        open_source(tmp_path / "image.parquet", tokenizer)
+
+
+def test_chat_without_a_template_is_refused(tmp_path: Path, tokenizer_path: Path) -> None:
+    bare = load_tokenizer(tokenizer_path)
+    bare.chat_template = None
+    path = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
+    with pytest.raises(UserError, match=r":1: the prompt is a chat but the tokenizer has no chat template"):
+        open_source(path, bare)
+
+
+def test_lengths_in_a_huge_file_are_checked_when_the_prompt_is_taken(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "_CHECKED_ROWS", 1)
+    path = write(tmp_path / "a.jsonl", {"prompt": "1"}, {"prompt": "123"})
+    source = open_source(path, tokenizer, max_prompt_tokens=2, shuffle=False)
+    source.next_prompts(1)
+    with pytest.raises(UserError, match=r":2: the prompt has 3 tokens"):
+        source.next_prompts(1)
+
+
+def test_supervised_rows_train_on_the_target_and_one_end_token(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        {"prompt": "1+1=", "response": "2.", "label": "2"},
+        {"prompt": [{"role": "user", "content": "hi"}], "response": "yo<eos>"},
+    )
+    first, second = open_source(path, tokenizer, shuffle=False, need_response=True).next_supervised(2)
+    (sample,) = first.samples
+    assert first.id == sample.group_id == sample.prompt.id == "0-0"
+    np.testing.assert_array_equal(sample.response_ids, [*ids_of("2."), 0])
+    assert sample.loss_mask.all() and (sample.weight_versions == -1).all() and (sample.rollout_log_probs == 0).all()
+    assert sample.reward is not None and sample.reward.outcome is RewardOutcome.SCORED and sample.reward.value == 0.0
+    np.testing.assert_array_equal(second.samples[0].prompt.token_ids, ids_of("<user>hi<assistant>"))
+    np.testing.assert_array_equal(second.samples[0].response_ids, [*ids_of("yo"), 0])
+
+
+def test_supervised_rows_need_a_target_and_an_end_token(tmp_path: Path, tokenizer_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "1", "response": "1"}, {"prompt": "2", "answer": "2"})
+    tokenizer = load_tokenizer(tokenizer_path)
+    with pytest.raises(UserError, match=r":2: no field 'response', only 'prompt', 'answer'; name the right one in data\.response_key"):
+        open_source(path, tokenizer, need_response=True)
+    with pytest.raises(UserError, match=r":2: no field 'response', which supervised training needs"):
+        open_source(path, tokenizer, shuffle=False).next_supervised(2)
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        open_source(path, tokenizer, shuffle=False).next_supervised(1)
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        load_tokenizer(tmp_path / "missing")
+    with pytest.raises(UserError, match="cannot load a tokenizer from"):
+        load_tokenizer(tmp_path)
