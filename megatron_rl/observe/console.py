@@ -1,0 +1,197 @@
+"""What a user sees while a run goes on: a live line per phase and a table row per step.
+
+On a terminal the phase is a line that moves. Elsewhere (a log file, CI) lines are plain; the first run of each phase is announced, and
+whenever nothing was printed for a while a heartbeat says what the run is doing, so that there is never a silent minute.
+"""
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TextIO
+
+import rich.console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+_ROWS_PER_HEADER = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table: title, metric, format of the number, width in characters."""
+
+    title: str
+    metric: str
+    format: str
+    width: int
+
+
+RL_COLUMNS = (
+    Column("reward", "rollout/reward", ".3f", 7),
+    Column("greedy", "eval/accuracy_greedy", ".3f", 7),
+    Column("sampled", "eval/accuracy_sampled", ".3f", 7),
+    Column("entropy", "train/entropy", ".3f", 7),
+    Column("KL ref", "train/kl_reference", ".4f", 8),
+    Column("|dlogp|", "train/log_prob_diff", ".1e", 8),
+    Column("grad", "train/grad_norm", ".3f", 8),
+    Column("tok/s", "rollout/tokens_per_second", ",.0f", 8),
+    Column("rollout s", "time/rollout", ".2f", 9),
+    Column("train s", "time/train", ".2f", 8),
+    Column("sync s", "time/sync", ".2f", 7),
+)
+
+SUPERVISED_COLUMNS = (
+    Column("loss", "train/loss", ".4f", 9),
+    Column("entropy", "train/entropy", ".3f", 8),
+    Column("grad", "train/grad_norm", ".3f", 8),
+    Column("lr", "train/lr", ".1e", 8),
+    Column("tokens", "train/num_tokens", ",.0f", 9),
+    Column("train s", "time/train", ".2f", 8),
+)
+
+
+class PhaseProgress:
+    """How far a phase has come; given by `RunConsole.phase`."""
+
+    def __init__(self, name: str, *, total: int | None, unit: str) -> None:
+        self.name = name
+        self.total = total
+        self.unit = unit
+        self.completed = 0
+        self.note = ""
+        self.started_s = time.monotonic()
+
+    def advance(self, count: int = 1) -> None:
+        """Count `count` more units as finished."""
+        self.completed += count
+
+    def say(self, note: str) -> None:
+        """Show `note` behind the count, in place of the last one."""
+        self.note = note
+
+    def text(self) -> str:
+        """Count, unit and note, as far as they are known."""
+        count = f"{self.completed}/{self.total}" if self.total is not None else str(self.completed) if self.completed else ""
+        return " ".join(part for part in (count, self.unit if count else "", self.note) if part)
+
+
+class RunConsole:
+    """The console of a run of `num_steps` steps. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        columns: tuple[Column, ...] = RL_COLUMNS,
+        stream: TextIO | None = None,
+        heartbeat_s: float = 20.0,
+    ) -> None:
+        self._num_steps = num_steps
+        self._columns = columns
+        self._console = rich.console.Console(file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True)
+        self._heartbeat_s = heartbeat_s
+        self._lock = threading.RLock()
+        self._started_s = self._printed_s = time.monotonic()
+        self._num_rows = 0
+        self._active: list[PhaseProgress] = []
+        self._announced: set[str] = set()
+        self._stop = threading.Event()
+        self._live = self._console.is_terminal
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+            disable=not self._live,
+        )
+        self._heartbeat = threading.Thread(target=self._beat, name="console", daemon=True)
+
+    def __enter__(self) -> "RunConsole":
+        self._progress.start()
+        self._heartbeat.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop.set()
+        self._heartbeat.join()
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        with self._lock:
+            self._console.print(text)
+            self._printed_s = time.monotonic()
+
+    def row(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the table row of a step; a metric that was not measured leaves its cell empty. The header comes every 20 rows."""
+        with self._lock:
+            if self._num_rows % _ROWS_PER_HEADER == 0:
+                self.say(self._line("step", [column.title for column in self._columns]))
+            self._num_rows += 1
+            self.say(self._line(f"{step}/{self._num_steps}", [_cell(column, metrics) for column in self._columns]))
+
+    @contextmanager
+    def phase(self, name: str, *, total: int | None = None, unit: str = "") -> Iterator[PhaseProgress]:
+        """Show that the phase `name` runs, with a count of `total` units when there is something to count."""
+        progress = PhaseProgress(name, total=total, unit=unit)
+        first = name not in self._announced
+        self._announced.add(name)
+        task = self._begin(progress, announce=first)
+        try:
+            yield progress
+        except BaseException:
+            self._end(progress, task, announce=False)
+            raise
+        self._end(progress, task, announce=first)
+
+    def _begin(self, progress: PhaseProgress, *, announce: bool) -> TaskID:
+        with self._lock:
+            self._active.append(progress)
+            if announce and not self._live:
+                self.say(f"{self._clock()} {progress.name} ...")
+            return self._progress.add_task(progress.name, total=None)
+
+    def _end(self, progress: PhaseProgress, task: TaskID, *, announce: bool) -> None:
+        with self._lock:
+            self._active.remove(progress)
+            self._progress.remove_task(task)
+            # Without a refresh the next print would draw the line of the finished phase once more.
+            self._progress.refresh()
+            if announce and not self._live:
+                self.say(f"{self._clock()} {progress.name}: {_described(progress)}")
+
+    def _beat(self) -> None:
+        """Refresh the live lines, or print a heartbeat when nothing was printed for `heartbeat_s` seconds of a phase."""
+        while not self._stop.wait(min(0.25, self._heartbeat_s)):
+            with self._lock:
+                if self._live:
+                    for task, progress in zip(self._progress.tasks, self._active, strict=True):
+                        self._progress.update(task.id, description=f"{progress.name} {progress.text()}".rstrip())
+                elif self._active and time.monotonic() - self._printed_s >= self._heartbeat_s:
+                    doing = "; ".join(f"{progress.name} {_described(progress)}" for progress in self._active)
+                    self.say(f"{self._clock()} still {doing}")
+
+    def _clock(self) -> str:
+        return f"[{time.monotonic() - self._started_s:7.1f} s]"
+
+    def _line(self, first: str, cells: list[str]) -> str:
+        padded = [f"{cell:>{column.width}}" for column, cell in zip(self._columns, cells, strict=True)]
+        return " ".join([f"{first:>9}", *padded])
+
+
+def _cell(column: Column, metrics: Mapping[str, float]) -> str:
+    if column.metric not in metrics:
+        return ""
+    value = metrics[column.metric]
+    return format(value, column.format) if math.isfinite(value) else str(value)
+
+
+def _described(progress: PhaseProgress) -> str:
+    seconds = f"{time.monotonic() - progress.started_s:.1f} s"
+    return f"{progress.text()}, {seconds}" if progress.text() else seconds

@@ -1,0 +1,150 @@
+"""The picture of a run's curves."""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+Steps = Mapping[int, Mapping[str, float]]
+
+_COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#64748b", "#ca8a04")
+_GREY = "#475569"
+# A curve with more points than this is drawn faintly, with a smoothed line over it.
+_SMOOTHED_ABOVE = 30
+# Accuracy between two labels so that one does not cover the other.
+_LABEL_GAP = 0.065
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line of a panel: the metric and the name that the legend gives it."""
+
+    metric: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One small diagram. `sparse` curves have few points, which are marked; `zero` makes the axis start at 0."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    sparse: bool = False
+    zero: bool = False
+
+
+PANELS = (
+    Panel("Reward, mean of the batch", (Curve("rollout/reward", "reward"),)),
+    Panel("Held-out accuracy", (Curve("eval/accuracy_greedy", "greedy"), Curve("eval/accuracy_sampled", "sampled")), sparse=True),
+    Panel("Loss", (Curve("train/loss", "loss"),)),
+    Panel("Entropy, nats per token", (Curve("train/entropy", "entropy"),), zero=True),
+    Panel("KL to the reference, nats per token", (Curve("train/kl_reference", "KL"),), zero=True),
+    Panel("Gradient norm before clipping", (Curve("train/grad_norm", "gradient norm"),), zero=True),
+    Panel(
+        "Engine against trainer, mean |\N{GREEK CAPITAL LETTER DELTA} log-prob|", (Curve("train/log_prob_diff", "difference"),), zero=True
+    ),
+    Panel("Response length, tokens", (Curve("rollout/response_length", "mean"), Curve("rollout/response_length_max", "longest"))),
+    Panel(
+        "Seconds per step",
+        tuple(Curve(f"time/{name}", name) for name in ("rollout", "train", "sync", "eval", "save")),
+        zero=True,
+    ),
+)
+
+
+def draw_curves(steps: Steps, *, title: str, panels: Sequence[Panel] = PANELS) -> bytes:
+    """A PNG with every panel for which something was measured, three in a row. Raises ValueError when nothing was."""
+    shown = [panel for panel in panels if any(_points(steps, curve.metric)[0] for curve in panel.curves)]
+    if not shown:
+        raise ValueError("nothing was measured in this run, so there are no curves to draw")
+    columns = min(3, len(shown))
+    num_rows = math.ceil(len(shown) / columns)
+    figure = Figure(figsize=(4.6 * columns, 2.9 * num_rows + 0.5), dpi=110, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+    axes = figure.subplots(num_rows, columns, squeeze=False).flatten()
+    for axis, panel in zip(axes, shown, strict=False):
+        _draw_panel(axis, panel, steps)
+    for axis in axes[len(shown) :]:
+        axis.set_visible(False)
+    for axis in axes[max(0, len(shown) - columns) : len(shown)]:
+        axis.set_xlabel("step", fontsize=9, color=_GREY)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _draw_panel(axis: Axes, panel: Panel, steps: Steps) -> None:
+    for color, curve in zip(_COLORS, panel.curves, strict=False):
+        numbers, values = _points(steps, curve.metric)
+        if not numbers:
+            continue
+        if panel.sparse or len(numbers) <= _SMOOTHED_ABOVE:
+            axis.plot(numbers, values, color=color, linewidth=1.6, marker="o", markersize=4 if panel.sparse else 2.5, label=curve.label)
+        else:
+            axis.plot(numbers, values, color=color, linewidth=0.7, alpha=0.3)
+            axis.plot(numbers, _smooth(values, width=max(3, len(values) // 20)), color=color, linewidth=1.7, label=curve.label)
+    if panel.sparse:
+        _write_ends(axis, panel, steps)
+    _dress(axis, panel)
+
+
+def _write_ends(axis: Axes, panel: Panel, steps: Steps) -> None:
+    """Write the first and the last value beside their points, before and after, far enough apart to be read."""
+    for index, align, offset in ((0, "right", -7), (-1, "left", 7)):
+        ends = []
+        for color, curve in zip(_COLORS, panel.curves, strict=False):
+            numbers, values = _points(steps, curve.metric)
+            if numbers and (index == 0 or len(numbers) > 1):
+                ends.append((values[index], numbers[index], color))
+        height = -math.inf
+        for value, number, color in sorted(ends):
+            height = max(value, height + _LABEL_GAP)
+            style: dict[str, Any] = {"fontsize": 8.5, "fontweight": "bold", "color": color, "ha": align, "va": "center"}
+            axis.annotate(f"{value:.3f}", (number, height), textcoords="offset points", xytext=(offset, 0), **style)
+
+
+def _dress(axis: Axes, panel: Panel) -> None:
+    axis.set_title(panel.title, fontsize=10, loc="left", color="#0f172a")
+    axis.grid(True, color="#e2e8f0", linewidth=0.7)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8, colors=_GREY, length=0)
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axis.margins(x=0.14 if panel.sparse else 0.02)
+    for side, spine in axis.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color("#cbd5e1")
+    axis.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5))
+    axis.yaxis.get_offset_text().set_fontsize(8)
+    if panel.sparse:
+        axis.set_ylim(0, 1.05)
+    elif panel.zero:
+        axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]) if axis.dataLim.ymin < 0 else 0.0)
+    if len(axis.get_legend_handles_labels()[1]) > 1:
+        axis.legend(fontsize=8, frameon=False, loc="best")
+
+
+def _points(steps: Steps, metric: str) -> tuple[list[int], list[float]]:
+    """The steps at which a metric is finite, and its values there."""
+    found = [(step, metrics[metric]) for step, metrics in steps.items() if math.isfinite(metrics.get(metric, math.nan))]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _smooth(values: Sequence[float], *, width: int) -> list[float]:
+    """A straight line fitted to up to `width` values on each side of every point, read off at the point: no bend at the ends."""
+    smoothed = []
+    for index in range(len(values)):
+        first = max(0, index - width)
+        window = np.asarray(values[first : index + width + 1])
+        offsets = np.arange(first, first + len(window)) - index
+        centred = offsets - offsets.mean()
+        slope = (centred * window).sum() / (centred**2).sum()
+        smoothed.append(float(window.mean() - slope * offsets.mean()))
+    return smoothed

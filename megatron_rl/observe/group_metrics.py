@@ -1,0 +1,68 @@
+"""What a batch of generated groups says about the rollout."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl.observe.metrics import Max, Mean, Metric, Sum
+from megatron_rl.types import Group, RewardOutcome, Sample, StopReason
+
+
+def rollout_metrics(groups: Sequence[Group], *, version: int, seconds: float) -> dict[str, Metric]:
+    """Metrics `rollout/*` of the groups that one step trains on, generated in `seconds`, when the engines serve `version`."""
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = [len(sample.response_ids) for sample in samples]
+    num_tokens = sum(lengths)
+    ages = np.concatenate([version - sample.weight_versions[sample.weight_versions >= 0] for sample in samples]) if samples else np.empty(0)
+    metrics: dict[str, Metric] = {
+        "rollout/num_samples": Sum(len(samples)),
+        "rollout/num_tokens": Sum(num_tokens),
+        "rollout/response_length": Mean(num_tokens, len(samples)),
+        "rollout/response_length_max": Max(max(lengths, default=0)),
+        "rollout/prompt_length": Mean(sum(len(group.prompt.token_ids) for group in groups), len(groups)),
+        "rollout/tokens_per_second": Mean(num_tokens, seconds),
+        "rollout/truncated_fraction": Mean(sum(sample.truncated for sample in samples), len(samples)),
+        "rollout/aborted_fraction": Mean(sum(sample.stop_reason is StopReason.ABORT for sample in samples), len(samples)),
+        "rollout/zero_variance_fraction": Mean(sum(has_one_reward(group) for group in groups), len(groups)),
+    }
+    if len(ages):
+        metrics |= {"rollout/staleness": Mean(float(ages.sum()), len(ages)), "rollout/staleness_max": Max(float(ages.max()))}
+    return metrics | reward_metrics(samples, prefix="rollout")
+
+
+def has_one_reward(group: Group) -> bool:
+    """True when all scored samples of the group have the same reward, so that it holds no signal. Decided by equality, not by a deviation."""
+    values = {sample.reward.value for sample in group.samples if sample.reward is not None and sample.reward.value is not None}
+    return len(values) <= 1
+
+
+def reward_metrics(samples: Sequence[Sample], *, prefix: str) -> dict[str, Metric]:
+    """Mean reward of the scored samples, its components, and the two ways in which a reward call can fail."""
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    scored = [reward for reward in rewards if reward.outcome is RewardOutcome.SCORED]
+    metrics: dict[str, Metric] = {
+        f"{prefix}/reward": Mean(sum(reward.value for reward in scored if reward.value is not None), len(scored)),
+        f"{prefix}/reward_errors": Sum(sum(reward.outcome is RewardOutcome.ERROR for reward in rewards)),
+        f"{prefix}/reward_timeouts": Sum(sum(reward.outcome is RewardOutcome.TIMEOUT for reward in rewards)),
+    }
+    for name in sorted({name for reward in scored for name in reward.components}):
+        values = [reward.components[name] for reward in scored if name in reward.components]
+        metrics[f"{prefix}/reward_component/{name}"] = Mean(sum(values), len(values))
+    return metrics
+
+
+def evaluation_metrics(samples: Sequence[Sample], *, kind: str) -> dict[str, Metric]:
+    """Metrics `eval/*` of one sample per held-out prompt; `kind` is greedy or sampled.
+
+    Accuracy is the mean of the reward's component `accuracy` where the reward function gives one, else of the reward itself.
+    """
+    scored = [sample.reward for sample in samples if sample.reward is not None and sample.reward.value is not None]
+    solved = [reward.components.get("accuracy", reward.value) for reward in scored]
+    return {
+        f"eval/accuracy_{kind}": Mean(sum(value for value in solved if value is not None), len(solved)),
+        f"eval/reward_{kind}": Mean(sum(reward.value for reward in scored if reward.value is not None), len(scored)),
+        "eval/response_length": Mean(sum(len(sample.response_ids) for sample in samples), len(samples)),
+        "eval/truncated_fraction": Mean(sum(sample.truncated for sample in samples), len(samples)),
+        "eval/reward_errors": Sum(len(samples) - len(scored)),
+        "eval/num_samples": Sum(len(samples)),
+    }

@@ -1,0 +1,231 @@
+"""Metrics: values that know how they are reduced, and the one table that says what each name means.
+
+A metric is a share of a number that many ranks, micro-batches or samples make together. Merging two shares is associative, so
+the order and the grouping of merges change nothing, and a mean is never taken of means.
+"""
+
+import difflib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+Other = TypeVar("Other", bound="Metric")
+
+
+class Metric(ABC):
+    """A share of a number together with the rule by which shares become the number."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def value(self) -> float:
+        """The number, NaN when nothing was measured."""
+
+    @abstractmethod
+    def _combine(self: Other, other: Other) -> Other:
+        """The share that both shares make together; `other` has this very type."""
+
+    def merge(self: Other, other: "Metric") -> Other:
+        """The share that both shares make together. Raises TypeError when their reductions differ."""
+        if type(other) is not type(self):
+            raise TypeError(f"cannot merge the reductions {type(self).__name__} and {type(other).__name__} of one metric")
+        return self._combine(other)
+
+
+@dataclass(frozen=True, slots=True)
+class Mean(Metric):
+    """The weighted mean sum / weight. A weight of 0 means that nothing was measured."""
+
+    sum: float
+    weight: float
+
+    @property
+    def value(self) -> float:
+        """Sum / weight."""
+        return self.sum / self.weight if self.weight else math.nan
+
+    def _combine(self, other: "Mean") -> "Mean":
+        return Mean(self.sum + other.sum, self.weight + other.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Single(Metric):
+    """A share that is one number."""
+
+    number: float
+
+    @property
+    def value(self) -> float:
+        """The number."""
+        return self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Sum(_Single):
+    """A total."""
+
+    def _combine(self, other: "Sum") -> "Sum":
+        return Sum(self.number + other.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Max(_Single):
+    """The largest; NaN wins, because a maximum that hides a NaN would lie."""
+
+    def _combine(self, other: "Max") -> "Max":
+        return other if math.isnan(other.number) or other.number > self.number else self
+
+
+@dataclass(frozen=True, slots=True)
+class Min(_Single):
+    """The smallest; NaN wins."""
+
+    def _combine(self, other: "Min") -> "Min":
+        return other if math.isnan(other.number) or other.number < self.number else self
+
+
+@dataclass(frozen=True, slots=True)
+class Last(_Single):
+    """The newest: in a merge the argument is the newer one. For numbers that all ranks agree on, such as a learning rate."""
+
+    def _combine(self, other: "Last") -> "Last":
+        return other
+
+
+def merge_metrics(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Merge the shares of many ranks or micro-batches by name, in the order given; each may lack names that others have.
+
+    Raises TypeError when two shares of one name have different reductions.
+    """
+    merged: dict[str, Metric] = {}
+    for share in shares:
+        for name, metric in share.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
+
+
+def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers of merged metrics, sorted by name. A mean over nothing is left out: what was not measured is not a number."""
+    return {name: float(metric.value) for name, metric in sorted(metrics.items()) if not (isinstance(metric, Mean) and metric.weight == 0)}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricInfo:
+    """One line of the table of metrics. A name that ends in `*` stands for all names that begin like it."""
+
+    name: str
+    reduction: type[Metric]
+    unit: str
+    meaning: str
+    healthy: str
+
+
+# Legend of the columns: name, reduction, unit, meaning, healthy range or what to do outside of it.
+_TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
+    ("rollout/reward", Mean, "reward", "Reward of the scored samples", "rises; flat from the start: look at zero_variance_fraction"),
+    ("rollout/reward_component/*", Mean, "reward", "One part of a composite reward", "the parts that you want rise, no other"),
+    ("rollout/reward_errors", Sum, "samples", "Reward calls that raised; not trained on", "0; the first traceback is in the log"),
+    ("rollout/reward_timeouts", Sum, "samples", "Reward calls killed at their deadline; not trained on", "0; raise reward.timeout_s"),
+    ("rollout/zero_variance_fraction", Mean, "fraction", "Groups with one reward throughout: no signal", "< 0.5; above: other prompts"),
+    ("rollout/prompt_length", Mean, "tokens", "Prompt length", "that of the data"),
+    ("rollout/response_length", Mean, "tokens", "Response length", "no drift to the limit or to 0"),
+    ("rollout/response_length_max", Max, "tokens", "Longest response", "below rollout.sampling.max_response_tokens"),
+    ("rollout/truncated_fraction", Mean, "fraction", "Responses cut by the token budget", "< 0.1; above: raise max_response_tokens"),
+    ("rollout/aborted_fraction", Mean, "fraction", "Responses whose request was aborted", "0 in synchronous runs"),
+    ("rollout/num_samples", Sum, "samples", "Samples generated", "prompts_per_step x samples_per_prompt"),
+    ("rollout/num_tokens", Sum, "tokens", "Response tokens generated", "num_samples x response_length"),
+    ("rollout/tokens_per_second", Mean, "tokens/s", "Response tokens per second of rollout", "steady; falls with longer responses"),
+    ("rollout/retries", Sum, "requests", "Requests sent again after a failure", "0; see the engines' logs"),
+    ("rollout/staleness", Mean, "versions", "Weight versions between a token and the step that trains on it", "0 in synchronous runs"),
+    ("rollout/staleness_max", Max, "versions", "The same for the oldest token", "at most the staleness bound"),
+    ("eval/accuracy_greedy", Mean, "fraction", "Held-out prompts solved at temperature 0", "rises with the reward; else reward hacking"),
+    ("eval/accuracy_sampled", Mean, "fraction", "Held-out prompts solved at the training temperature", "below greedy, and rises faster"),
+    ("eval/reward_greedy", Mean, "reward", "Reward on held-out prompts at temperature 0", "as accuracy_greedy"),
+    ("eval/reward_sampled", Mean, "reward", "Reward on held-out prompts at the training temperature", "close to rollout/reward"),
+    ("eval/response_length", Mean, "tokens", "Response length in evaluation", "close to rollout/response_length"),
+    ("eval/truncated_fraction", Mean, "fraction", "Responses in evaluation that the token budget cut", "< 0.1; truncated counts as wrong"),
+    ("eval/reward_errors", Sum, "samples", "Reward calls in evaluation that raised or timed out", "0"),
+    ("eval/num_samples", Sum, "samples", "Samples evaluated", "the same every time"),
+    ("train/loss", Mean, "loss", "All terms with their coefficients", "near 0 for policy gradients; its height means little"),
+    ("train/policy_loss", Mean, "loss", "Policy term alone, when there are others", "near 0"),
+    ("train/empty_step", Mean, "fraction", "Steps without a single trainable token", "0; mend the data or the filters"),
+    ("train/entropy", Mean, "nats", "Entropy per trainable token", "slow decline; fast: lower lr, raise clip_high or entropy_coef"),
+    ("train/top_entropy", Mean, "nats", "Entropy of the tokens kept by top_entropy_fraction", "above entropy"),
+    ("train/varentropy", Mean, "nats^2", "Variance of the surprise per trainable token", "of the order of the entropy"),
+    ("train/entropy_coef", Last, "", "Coefficient of the entropy bonus in use", "steady unless a controller moves it"),
+    ("train/clip_high", Last, "", "Upper clip range in use", "steady unless a controller moves it"),
+    ("train/kl_loss_coef", Last, "", "Coefficient of the KL term in use", "steady unless a controller moves it"),
+    ("train/kl_reference", Mean, "nats", "KL to the initial policy per trainable token (k3)", "rises slowly, < 0.5; jumps: lower lr"),
+    ("train/kl_k1", Mean, "nats", "KL to the initial policy, estimator k1", "as kl_reference, noisier, may be negative"),
+    ("train/kl_k2", Mean, "nats", "KL to the initial policy, estimator k2", "as kl_reference"),
+    ("train/kl_k3", Mean, "nats", "KL to the initial policy, estimator k3", "as kl_reference"),
+    ("train/kl_per_sequence", Mean, "nats", "KL to the initial policy, mean over sequences of their token means", "as kl_reference"),
+    ("train/ppo_kl", Mean, "nats", "KL from the old policy, mean of old - new log-prob", "0 in a batch's first step, then < 0.02"),
+    ("train/ratio", Mean, "", "Importance ratio new / old", "1 in a batch's first step, then within 0.1 of it"),
+    ("train/clip_fraction_low", Mean, "fraction", "Tokens clipped at the lower bound", "< 0.1; above: lower lr or fewer optimizer steps"),
+    ("train/clip_fraction_high", Mean, "fraction", "Tokens clipped at the upper bound", "< 0.1; above: lower lr or fewer optimizer steps"),
+    ("train/dual_clip_fraction", Mean, "fraction", "Tokens clipped by the second bound of negative advantages", "< 0.01"),
+    ("train/covariance_fraction", Mean, "fraction", "Tokens chosen by their covariance", "as set in the objective"),
+    ("train/log_prob_diff", Mean, "nats", "Mean |engine - trainer| log-prob of trainable tokens", "fp32 < 1e-4, bf16 0.01; no growth"),
+    ("train/off_policy_ratio", Mean, "", "Trainer / engine probability of trainable tokens", "1 within 0.01"),
+    ("train/off_policy_ratio_square", Mean, "", "Its square; 1 / this is the effective sample share", "1 within 0.02"),
+    ("train/off_policy_weight_mean", Mean, "", "Weight of the off-policy correction", "1 within 0.05"),
+    ("train/off_policy_weight_square", Mean, "", "Its square", "1 within 0.1"),
+    ("train/off_policy_bounded_fraction", Mean, "fraction", "Tokens whose correction hit a bound", "< 0.01"),
+    ("train/off_policy_rejected_fraction", Mean, "fraction", "Tokens that the correction rejected", "< 0.01; above: fresher rollouts"),
+    ("train/value_mean", Mean, "reward", "The critic's value per token", "follows return_mean"),
+    ("train/return_mean", Mean, "reward", "Return per token", "rises with the reward"),
+    ("train/value_clip_fraction", Mean, "fraction", "Tokens whose value was clipped", "< 0.2"),
+    ("train/value_loss", Mean, "loss", "Critic term", "falls, then flat"),
+    ("train/zero_variance_fraction", Mean, "fraction", "Groups without a learning signal", "< 0.5"),
+    ("train/grad_norm", Mean, "", "Gradient norm before clipping", "steady; spikes over 10 times the median: lower lr"),
+    ("train/lr", Last, "", "Learning rate", "the schedule"),
+    ("train/num_tokens", Sum, "tokens", "Trainable tokens", "rollout/num_tokens less what was not scored"),
+    ("train/num_sequences", Sum, "samples", "Sequences with a trainable token", "close to rollout/num_samples"),
+    ("train/num_micro_batches", Sum, "", "Micro-batches over all data-parallel ranks", "many: raise max_tokens_per_micro_batch"),
+    ("train/skipped_steps", Sum, "steps", "Optimizer steps left out: non-finite loss or gradient", "0; replay the dumped micro-batch"),
+    ("train/tokens_per_second", Mean, "tokens/s", "Prompt and response tokens trained on per second", "steady"),
+    ("time/*", Sum, "s", "Seconds in one phase of the step", "the longest is the bottleneck"),
+    ("weights/version", Last, "version", "Weights that the engines serve", "rises by one per step"),
+    ("weights/bytes", Sum, "bytes", "Bytes sent in a weight sync", "the model's size"),
+    ("weights/parity_mean", Last, "nats", "Mean |engine - trainer| log-prob of the probe after a sync", "below weights.parity_threshold"),
+    ("weights/parity_max", Last, "nats", "Largest |engine - trainer| log-prob of the probe", "within 100 times the mean"),
+    ("buffer/pending", Last, "groups", "Prompts that wait for generation", ""),
+    ("buffer/in_flight", Last, "groups", "Prompts being generated", "0 between steps of a synchronous run"),
+    ("buffer/done", Last, "groups", "Finished groups that wait for training", "0 between steps of a synchronous run"),
+    ("buffer/consumed", Last, "groups", "Groups trained on", "rises by prompts_per_step"),
+    ("memory/peak_bytes", Max, "bytes", "Largest memory of all processes of the run so far (PSS)", "well below the machine's"),
+)
+
+METRICS: Mapping[str, MetricInfo] = {row[0]: MetricInfo(*row) for row in _TABLE}
+
+
+def metric_info(name: str) -> MetricInfo:
+    """The line of METRICS for `name`. Raises KeyError with the closest name when there is none."""
+    if name in METRICS:
+        return METRICS[name]
+    for pattern, info in METRICS.items():
+        if pattern.endswith("*") and name.startswith(pattern[:-1]) and len(name) >= len(pattern):
+            return info
+    closest = difflib.get_close_matches(name, METRICS, n=1)
+    raise KeyError(f"metric {name!r} is not in the table of metrics" + (f"; the closest is {closest[0]!r}" if closest else ""))
+
+
+def check_metrics(metrics: Mapping[str, Metric]) -> None:
+    """Raise KeyError for a name that the table lacks and TypeError for a reduction other than the declared one."""
+    for name, metric in metrics.items():
+        declared = metric_info(name).reduction
+        if type(metric) is not declared:
+            raise TypeError(f"metric {name!r} has reduction {type(metric).__name__}, the table declares {declared.__name__}")
+
+
+def metrics_table_markdown() -> str:
+    """The table of metrics for the documentation."""
+    lines = ["| metric | reduction | unit | meaning | healthy |", "|---|---|---|---|---|"]
+    for info in METRICS.values():
+        cells = (f"`{info.name}`", info.reduction.__name__.lower(), info.unit, info.meaning, info.healthy)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,37 @@
+"""How long the phases of a step take."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron_rl.observe.metrics import Metric, Sum
+
+
+class PhaseTimer:
+    """Seconds per named phase, for one step and for the whole run. Phases may nest or overlap; each has a clock of its own."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._step: dict[str, float] = {}
+        self._run: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the seconds of the body to the phase `name`, also when the body raises."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._step[name] = self._step.get(name, 0.0) + self._clock() - start
+
+    def take(self) -> dict[str, Metric]:
+        """Seconds per phase since the last call, as metrics `time/NAME`."""
+        taken, self._step = self._step, {}
+        for name, seconds in taken.items():
+            self._run[name] = self._run.get(name, 0.0) + seconds
+        return {f"time/{name}": Sum(seconds) for name, seconds in taken.items()}
+
+    def totals(self) -> dict[str, float]:
+        """Seconds per phase of the whole run so far."""
+        names = self._run.keys() | self._step.keys()
+        return {name: self._run.get(name, 0.0) + self._step.get(name, 0.0) for name in sorted(names)}

@@ -1,0 +1,93 @@
+import io
+import re
+import threading
+import time
+
+import pytest
+
+from megatron_rl.observe.console import RL_COLUMNS, SUPERVISED_COLUMNS, RunConsole
+from megatron_rl.observe.metrics import metric_info
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+ROW = {
+    "rollout/reward": 0.4567,
+    "eval/accuracy_greedy": 0.9,
+    "train/entropy": 1.25,
+    "train/kl_reference": float("nan"),
+    "train/log_prob_diff": 3.2e-6,
+    "rollout/tokens_per_second": 12345.6,
+    "time/rollout": 1.5,
+}
+
+
+def test_columns_show_metrics_that_exist() -> None:
+    for column in (*RL_COLUMNS, *SUPERVISED_COLUMNS):
+        metric_info(column.metric)
+        assert len(column.title) <= column.width
+
+
+def test_rows_line_up_under_a_header_that_comes_back() -> None:
+    stream = io.StringIO()
+    with RunConsole(150, stream=stream) as console:
+        for step in range(21):
+            console.row(step, ROW if step else {})
+    lines = stream.getvalue().splitlines()
+    headers = [index for index, line in enumerate(lines) if "reward" in line]
+    assert headers == [0, 21] and len(lines) == 23
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2].split() == ["1/150", "0.457", "0.900", "1.250", "nan", "3.2e-06", "12,346", "1.50"]
+    assert lines[2].index("0.457") + 5 == lines[0].index("reward") + 6
+
+
+def test_a_log_file_hears_of_the_first_run_of_a_phase_and_nothing_of_short_later_ones() -> None:
+    stream = io.StringIO()
+    with RunConsole(2, stream=stream) as console:
+        for _ in range(3):
+            with console.phase("rollout", total=8, unit="groups") as progress:
+                progress.advance(8)
+    first, second = stream.getvalue().splitlines()
+    assert re.fullmatch(r"\[ +\d+\.\d s\] rollout \.\.\.", first)
+    assert re.fullmatch(r"\[ +\d+\.\d s\] rollout: 8/8 groups, \d+\.\d s", second)
+
+
+def test_a_long_phase_is_never_silent_in_a_log_file() -> None:
+    stream = io.StringIO()
+    with RunConsole(1, stream=stream, heartbeat_s=0.02) as console, console.phase("start engines") as outer:
+        outer.say("loading weights")
+        with console.phase("rollout", total=64, unit="groups") as progress:
+            progress.advance(12)
+            deadline = time.monotonic() + 10
+            while stream.getvalue().count("still") < 2 and time.monotonic() < deadline:
+                time.sleep(0.005)
+    beats = [line for line in stream.getvalue().splitlines() if "still" in line]
+    assert len(beats) >= 2
+    assert re.search(r"still start engines loading weights, \d+\.\d s; rollout 12/64 groups, \d+\.\d s$", beats[0])
+
+
+def test_between_phases_there_is_no_heartbeat_and_an_error_is_not_announced_as_an_end() -> None:
+    stream = io.StringIO()
+    with RunConsole(1, stream=stream, heartbeat_s=0.01) as console:
+        with pytest.raises(RuntimeError), console.phase("rollout"):
+            raise RuntimeError
+        time.sleep(0.05)
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_a_terminal_gets_a_live_line_that_goes_away() -> None:
+    stream = Terminal()
+    with RunConsole(1, stream=stream) as console:
+        with console.phase("rollout", total=4, unit="groups") as progress:
+            progress.advance(3)
+            deadline = time.monotonic() + 10
+            while "rollout 3/4 groups" not in stream.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        console.say("a line that stays")
+    written = stream.getvalue()
+    assert "rollout 3/4 groups" in written and "a line that stays" in written
+    assert "\x1b[2K" in written, "the live line is erased"
+    assert not [thread for thread in threading.enumerate() if thread.name == "console"]

@@ -1,0 +1,88 @@
+import base64
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from megatron_rl.config.settings import ObserveSettings
+from megatron_rl.errors import UserError
+from megatron_rl.observe.curves import PANELS, _smooth, draw_curves
+from megatron_rl.observe.metrics import metric_info
+from megatron_rl.observe.report import write_report
+from megatron_rl.observe.sinks import METRICS_FILE, Sinks
+
+
+class Tags(HTMLParser):
+    """Counts what is opened and not closed, and collects where the page would load things from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.sources: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def log_run(directory: Path, *, num_steps: int) -> None:
+    with Sinks(directory, ObserveSettings()) as sinks:
+        for step in range(num_steps):
+            metrics = {"rollout/reward": 0.1 * step, "train/entropy": math.nan if step == 1 else 1.0, "time/train": 12345.6}
+            sinks.log(step, metrics | ({"eval/accuracy_greedy": 0.5 + 0.01 * step} if step % 2 == 0 else {}))
+
+
+def test_report_is_one_page_that_loads_nothing_and_holds_the_picture(tmp_path: Path) -> None:
+    log_run(tmp_path, num_steps=5)
+    path = write_report(tmp_path, title="A <b> & c", facts={"seed": "<1>"}, commands=["megatron-rl train x.yaml --resume", "a && b"])
+    page = path.read_text()
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert "A &lt;b&gt; &amp; c" in page and "&lt;1&gt;" in page and "a &amp;&amp; b" in page and "<b>" not in page
+    (source,) = tags.sources
+    picture = (tmp_path / "curves.png").read_bytes()
+    assert base64.b64decode(source.removeprefix("data:image/png;base64,")) == picture
+    assert re.search(r"eval/accuracy_greedy</td>\s*<td class=\"number\">0.5</td>\s*<td class=\"number\">0.54</td>", page)
+    assert '<td class="number">12,346</td>' in page
+    assert picture.startswith(b"\x89PNG")
+
+
+def test_only_measured_panels_are_drawn(tmp_path: Path) -> None:
+    for panel in PANELS:
+        for curve in panel.curves:
+            metric_info(curve.metric)
+    one = {0: {"rollout/reward": 1.0}, 1: {"rollout/reward": math.nan}}
+    many = {step: {"rollout/reward": 1.0, "train/entropy": 2.0, "train/loss": float(step)} for step in range(50)}
+    sizes = []
+    for name, steps in (("one", one), ("many", many)):
+        (tmp_path / name).write_bytes(draw_curves(steps, title=name))
+        image = imread(tmp_path / name, format="png")
+        sizes.append(image.shape[1])
+        assert image.std() > 0.01
+    assert sizes[1] == pytest.approx(3 * sizes[0], rel=0.01)
+    with pytest.raises(ValueError, match="no curves to draw"):
+        draw_curves({0: {"weights/version": 1.0}}, title="none")
+
+
+def test_smoothing_leaves_a_straight_line_straight_and_halves_noise() -> None:
+    line = [0.5 * index - 3 for index in range(40)]
+    np.testing.assert_allclose(_smooth(line, width=3), line, atol=1e-12)
+    noise = np.random.default_rng(0).normal(size=400)
+    assert np.std(_smooth(list(noise), width=10)) < 0.5
+
+
+def test_a_run_without_metrics_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no metrics"):
+        write_report(tmp_path, title="", facts={}, commands=[])
+    (tmp_path / METRICS_FILE).write_text('{"step": 0, "time": 1}\n')
+    with pytest.raises(UserError, match="holds no metrics"):
+        write_report(tmp_path, title="", facts={}, commands=[])

@@ -1,0 +1,118 @@
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.settings import ObserveSettings
+from megatron_rl.errors import UserError
+from megatron_rl.observe import sinks as sinks_module
+from megatron_rl.observe.sinks import METRICS_FILE, Sinks, read_metrics
+
+
+def test_json_lines_are_readable_while_the_run_goes_on(tmp_path: Path) -> None:
+    sinks = Sinks(tmp_path / "run", ObserveSettings())
+    sinks.log(0, {"eval/accuracy_greedy": 0.5})
+    sinks.log(1, {"train/loss": math.nan, "train/grad_norm": math.inf, "train/lr": 1e-5})
+    lines = (tmp_path / "run" / METRICS_FILE).read_text().splitlines()
+    assert json.loads(lines[0])["eval/accuracy_greedy"] == 0.5 and json.loads(lines[0])["time"] > 1e9
+    assert json.loads(lines[1])["train/loss"] is None and json.loads(lines[1])["train/grad_norm"] is None
+    sinks.close()
+    steps = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert list(steps) == [0, 1] and math.isnan(steps[1]["train/loss"]) and steps[1]["train/lr"] == 1e-5
+
+
+def test_calls_for_one_step_add_up_and_a_resumed_run_replaces_what_came_after(tmp_path: Path) -> None:
+    for first, values in ((0, [1.0, 2.0, 3.0, 4.0]), (2, [30.0])):
+        with Sinks(tmp_path, ObserveSettings(), first_step=first) as sinks:
+            for step, value in enumerate(values, start=first):
+                sinks.log(step, {"train/loss": value})
+                sinks.log(step, {"train/lr": 0.1})
+    steps = read_metrics(tmp_path / METRICS_FILE)
+    assert steps == {
+        0: {"train/loss": 1.0, "train/lr": 0.1},
+        1: {"train/loss": 2.0, "train/lr": 0.1},
+        2: {"train/loss": 30.0, "train/lr": 0.1},
+    }
+
+
+def test_a_torn_last_line_is_ignored_and_then_dropped(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    path.write_text('{"step": 0, "train/loss": 1.0}\n{"step": 1, "train/lo')
+    assert read_metrics(path) == {0: {"train/loss": 1.0}}
+    with Sinks(tmp_path, ObserveSettings()) as sinks:
+        sinks.log(1, {"train/loss": 2.0})
+    assert read_metrics(path) == {0: {"train/loss": 1.0}, 1: {"train/loss": 2.0}}
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"time": 1}'])
+def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / METRICS_FILE
+    path.write_text('{"step": 0}\n' + line + "\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a line of metrics"):
+        read_metrics(path)
+
+
+def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with Sinks(tmp_path, ObserveSettings(tensorboard=True)) as sinks:
+        sinks.log(3, {"train/loss": 0.5})
+        sinks.log(4, {"train/loss": 0.25})
+    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 0.5), (4, 0.25)]
+
+
+class FakeWandb(types.ModuleType):
+    """The three calls of wandb that are made, recorded."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls: list[Any] = []
+        self.id = "abc"
+
+    def init(self, **arguments: Any) -> "FakeWandb":
+        self.calls.append(arguments)
+        return self
+
+    def log(self, metrics: Any, *, step: int) -> None:
+        self.calls.append((step, metrics))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+def test_wandb_run_is_continued_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):
+        with Sinks(tmp_path, ObserveSettings(wandb_project="p"), config={"a": 1}) as sinks:
+            sinks.log(1, {"train/loss": 0.5})
+    first, logged, finished, second, *_ = fake.calls
+    assert first["project"] == "p" and first["id"] is None and first["config"] == {"a": 1} and first["name"] == tmp_path.name
+    assert logged == (1, {"train/loss": 0.5}) and finished == "finish"
+    assert second["id"] == "abc" and second["resume"] == "allow"
+
+
+@pytest.mark.parametrize("settings", [{"tensorboard": True}, {"wandb_project": "p"}])
+def test_a_sink_whose_package_is_missing_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(sinks_module.importlib, "import_module", missing)
+    with pytest.raises(UserError, match=r"is not installed; pip install (tensorboard|wandb)"):
+        Sinks(tmp_path, ObserveSettings(**settings))
+
+
+def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
+    sinks = Sinks(tmp_path, ObserveSettings())
+    sinks._sinks[0]._file.close()  # type: ignore[attr-defined]
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        sinks._sinks[0]._file = full  # type: ignore[attr-defined]
+        with pytest.raises(UserError, match="No space left on device"):
+            sinks.log(0, {"train/loss": 1.0})
