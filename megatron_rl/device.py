@@ -1,0 +1,275 @@
+"""The device layer: CPU or GPU, gloo or NCCL, default dtype, and what megatron-core needs to run without CUDA.
+
+Released megatron-core (0.16 to 0.19) assumes CUDA in a handful of places. On a machine without a GPU `prepare_megatron` applies
+`CPU_SHIMS`: each entry names the upstream behaviour that it works around, touches megatron's own modules only, and changes nothing
+for any other caller. On a GPU none of them is applied.
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from megatron_rl.errors import UserError
+
+OLDEST_MEGATRON = (0, 16)
+NEWEST_MEGATRON = (0, 19)
+
+_TENSOR_FACTORIES = (
+    *("empty", "full", "ones", "rand", "randn", "zeros", "arange", "tensor", "as_tensor"),
+    *("empty_like", "full_like", "ones_like", "zeros_like"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one process computes on: `backend` is the process group backend, `default_dtype` the parameters' dtype for dtype "auto"."""
+
+    kind: Literal["cpu", "cuda"]
+    torch_device: torch.device
+    backend: Literal["gloo", "nccl"]
+    default_dtype: torch.dtype
+
+
+def local_device(local_rank: int = 0) -> Device:
+    """The device of the process with this rank on its machine: its GPU where CUDA is available, else the CPU."""
+    if torch.cuda.is_available():
+        return Device("cuda", torch.device("cuda", local_rank), "nccl", torch.bfloat16)
+    return Device("cpu", torch.device("cpu"), "gloo", torch.float32)
+
+
+def megatron_version() -> tuple[int, int]:
+    """Major and minor version of the installed megatron-core. Raises UserError outside the releases that were verified."""
+    try:
+        text = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError("megatron-core is not installed, training needs it; install it with: pip install megatron-core") from error
+    major, minor = (int(part) for part in text.split(".")[:2])
+    if not OLDEST_MEGATRON <= (major, minor) <= NEWEST_MEGATRON:
+        raise UserError(f"megatron-core {text} is installed, needs 0.16 to 0.19; install one with: pip install 'megatron-core>=0.16,<0.20'")
+    return major, minor
+
+
+def chosen_backends() -> dict[str, str]:
+    """Versions of the optional accelerators, for printing: package name to version or "not installed".
+
+    Apex is recognised by its extension `amp_C`, because the package named apex on PyPI is another project.
+    """
+    chosen = {"torch": torch.__version__, "megatron-core": importlib.metadata.version("megatron-core")}
+    for package, module in (("transformer-engine", "transformer_engine"), ("apex", "amp_C")):
+        if importlib.util.find_spec(module) is None:
+            chosen[package] = "not installed"
+            continue
+        try:
+            chosen[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            chosen[package] = "installed from source"
+    return chosen
+
+
+@contextlib.contextmanager
+def quiet_megatron_imports() -> Iterator[None]:
+    """Hide megatron-core's import-time warnings that Transformer Engine or Apex is missing: `chosen_backends` prints that once instead."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*not installed.*")
+        yield
+
+
+def import_megatron() -> None:
+    """Import what this package uses of megatron-core, without those warnings. Raises UserError for a release that was not verified."""
+    megatron_version()
+    with quiet_megatron_imports():
+        import megatron.core.dist_checkpointing
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.optimizer  # noqa: F401
+
+
+def prepare_megatron(device: Device) -> None:
+    """Import megatron-core quietly and make it usable on `device`. Call it before building anything; further calls are harmless.
+
+    A call after more megatron modules were imported prepares those too. Raises UserError for a release that was not verified.
+    """
+    import_megatron()
+    if device.kind == "cuda":
+        torch.cuda.set_device(device.torch_device)
+        return
+    for shim in CPU_SHIMS:
+        shim.apply()
+
+
+@dataclass(frozen=True, slots=True)
+class Shim:
+    """One workaround: `behaviour` says what megatron-core does without a GPU that makes it necessary. `apply` is idempotent."""
+
+    name: str
+    behaviour: str
+    apply: Callable[[], None]
+
+
+def _megatron_modules() -> list[types.ModuleType]:
+    return [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core") and module is not None]
+
+
+class _Delegate(types.ModuleType):
+    """A module that answers its own attributes first and those of `target` otherwise."""
+
+    def __init__(self, target: types.ModuleType, attributes: dict[str, Any]) -> None:
+        super().__init__(target.__name__)
+        self.__dict__.update(attributes, _delegate_target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_delegate_target"], name)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+class _Inert:
+    """Stands for a CUDA stream or event: every method does nothing and answers another one, and it can be entered."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> "type[_Inert]":
+        return _Inert
+
+    def __enter__(self) -> "_Inert":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _get_cpu_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_cpu_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _cpu_torch() -> types.ModuleType:
+    """A stand-in for the name `torch` inside megatron's modules: CUDA calls land on the CPU, everything else is torch's own."""
+    random = {"get_rng_state": _get_cpu_rng_state, "set_rng_state": _set_cpu_rng_state, "manual_seed": torch.manual_seed}
+    inert = dict.fromkeys(("Stream", "Event", "stream", "current_stream", "default_stream"), _Inert)
+    nothing = dict.fromkeys(("synchronize", "empty_cache", "set_stream", "set_device"), _nothing)
+    cuda = _Delegate(
+        torch.cuda,
+        {
+            **random,
+            **inert,
+            **nothing,
+            "current_device": lambda: torch.device("cpu"),
+            "nvtx": types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=_Inert),
+            "random": _Delegate(torch.cuda.random, dict(random)),
+        },
+    )
+    return _Delegate(torch, {"cuda": cuda} | {name: _on_cpu(getattr(torch, name)) for name in _TENSOR_FACTORIES})
+
+
+def _redirect_torch() -> None:
+    stand_in = None
+    for module in _megatron_modules():
+        if vars(module).get("torch") is torch:
+            stand_in = stand_in or _cpu_torch()
+            module.__dict__["torch"] = stand_in
+
+
+def _redirect_rng() -> None:
+    random = sys.modules["megatron.core.tensor_parallel.random"]
+    vars(random).update(_get_cuda_rng_state=_get_cpu_rng_state, _set_cuda_rng_state=_set_cpu_rng_state)
+
+
+def _called_by_megatron() -> bool:
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.core")
+
+
+def _answer_cuda_type_names() -> None:
+    original = torch.Tensor.type
+    if isinstance(original, types.FunctionType):  # not the C method any more: already replaced
+        return
+
+    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if not args and not kwargs and _called_by_megatron() else answer
+
+    torch.Tensor.type = tensor_type  # type: ignore[assignment,method-assign]
+
+
+def _keep_tensors_on_cpu() -> None:
+    original = torch.Tensor.cuda
+    if isinstance(original, types.FunctionType):  # not the C method any more: already replaced
+        return
+
+    def tensor_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _called_by_megatron() else original(self, *args, **kwargs)
+
+    torch.Tensor.cuda = tensor_cuda  # type: ignore[assignment,method-assign]
+
+
+def _run_uncompiled() -> None:
+    for module in _megatron_modules():
+        classes = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+        for owner in (module, *classes):
+            for name, value in list(vars(owner).items()):
+                if isinstance(value, types.FunctionType) and "_torchdynamo_orig_callable" in vars(value):
+                    setattr(owner, name, vars(value)["_torchdynamo_orig_callable"])
+
+
+_MOE_TE_NAMES = (
+    "te_general_gemm",
+    "fused_permute",
+    "fused_permute_with_probs",
+    "fused_unpermute",
+    "fused_sort_chunks_by_index",
+    "fused_sort_chunks_by_index_with_probs",
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
+)
+
+
+def _define_missing_te_names() -> None:
+    moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    for name in _MOE_TE_NAMES if moe_utils is not None else ():
+        vars(moe_utils).setdefault(name, None)
+
+
+CPU_SHIMS = (
+    Shim(
+        "torch stand-in",
+        "buffers, p2p, schedules, gradient clipping and the RNG tracker ask torch.cuda for device, streams and pinned memory",
+        _redirect_torch,
+    ),
+    Shim("rng state", "the RNG tracker and activation recompute read and write the generator of a CUDA device", _redirect_rng),
+    Shim(
+        "tensor type names",
+        "the optimizers select parameters by Tensor.type() == 'torch.cuda.FloatTensor', so they refuse those on the CPU",
+        _answer_cuda_type_names,
+    ),
+    Shim("tensor.cuda", "tied embeddings under pipeline parallelism move their weight with Tensor.cuda()", _keep_tensors_on_cpu),
+    Shim(
+        "compiled helpers",
+        "small functions are wrapped in torch.compile at import, which on a CPU costs seconds each and needs a C++ compiler",
+        _run_uncompiled,
+    ),
+    Shim("moe names", "the MoE layers import names of Transformer Engine from moe_utils without a guard", _define_missing_te_names),
+)

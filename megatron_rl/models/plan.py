@@ -1,0 +1,195 @@
+"""How packed sequences become a few rectangular attention calls. Pure index arithmetic in numpy, made once per micro-batch.
+
+Legend: T tokens on this context parallel rank, S sequences of a bucket, L padded tokens of a whole sequence in it, C = L / (2 cp)
+tokens of a chunk. Context parallelism is Megatron's zigzag: of the 2 cp chunks of every sequence a rank holds chunk r and chunk
+2 cp - 1 - r, in that order.
+
+Sequences of similar length share a bucket [S, L]; thousands of short ones cost a handful of calls. Padding sits at the end of a
+row, where causality hides it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The queries of one chunk of every sequence of a bucket: `query_length` C of them against the first `key_length` keys.
+
+    `mask` is True where a query sees a key, [S or 1, 1, query_length, key_length]; None is the plain causal triangle.
+    """
+
+    query_length: int
+    key_length: int
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """`num_sequences` S sequences of at most `length` L tokens, stored consecutively from `first_query` and `first_key`.
+
+    Queries are laid out [S, parts, C], keys [S, L].
+    """
+
+    num_sequences: int
+    length: int
+    first_query: int
+    first_key: int
+    parts: tuple[Part, ...]
+
+    @property
+    def num_queries(self) -> int:
+        """Query slots, padding included."""
+        return self.num_sequences * sum(part.query_length for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionPlan:
+    """Where every token goes and comes from. Index tensors are int64 on the model's device.
+
+    `positions` [T] position of each local token in its sequence. `query_tokens` [slots] local token of each query slot (padding
+    reads token 0), `token_queries` [T] its inverse, `query_padding` the slots that are padding. `key_tokens` [slots] row of the
+    keys gathered over context parallel ranks, [cp T], and `token_keys` [cp T] its inverse. `identity` is True when slots are
+    tokens in order, so that nothing has to move.
+    """
+
+    positions: torch.Tensor
+    query_tokens: torch.Tensor
+    token_queries: torch.Tensor
+    query_padding: torch.Tensor
+    key_tokens: torch.Tensor
+    token_keys: torch.Tensor
+    buckets: tuple[Bucket, ...]
+    identity: bool
+
+
+def plan_attention(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0, device: torch.device | str = "cpu") -> AttentionPlan:
+    """The plan of one micro-batch on one context parallel rank.
+
+    `cu_seqlens` [sequences + 1] are the offsets of the whole (unsharded) sequences, padding included. Raises ValueError when a length
+    is not a multiple of 2 cp under context parallelism.
+    """
+    cu_seqlens = np.asarray(cu_seqlens, np.int64)
+    lengths = np.diff(cu_seqlens)
+    if cp_size > 1 and (lengths % (2 * cp_size)).any():
+        raise ValueError(f"a sequence of {lengths[lengths % (2 * cp_size) > 0][0]} tokens cannot be split in {2 * cp_size} chunks; pad it")
+    buckets: list[Bucket] = []
+    queries: list[Ints] = []
+    keys: list[Ints] = []
+    for rows in _similar_lengths(lengths):
+        layout = _Rows(lengths[rows], cu_seqlens[rows] // cp_size, int(cu_seqlens[-1]) // cp_size, cp_size, cp_rank)
+        first_query, first_key = sum(map(len, queries)), sum(map(len, keys))
+        buckets.append(Bucket(len(rows), int(layout.lengths.max()), first_query, first_key, layout.parts(device)))
+        queries.append(layout.query_tokens().reshape(-1))
+        keys.append(layout.key_tokens().reshape(-1))
+    query_tokens = np.concatenate(queries) if queries else np.empty(0, np.int64)
+    key_tokens = np.concatenate(keys) if keys else np.empty(0, np.int64)
+    num_tokens = int(cu_seqlens[-1]) // cp_size
+    padding = np.flatnonzero(query_tokens < 0)
+    identity = cp_size == 1 and np.array_equal(query_tokens, np.arange(num_tokens))
+
+    def tensor(array: Ints) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+    return AttentionPlan(
+        positions=tensor(local_positions(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)),
+        query_tokens=tensor(np.maximum(query_tokens, 0)),
+        token_queries=tensor(_inverse(query_tokens, num_tokens)),
+        query_padding=tensor(padding),
+        key_tokens=tensor(np.maximum(key_tokens, 0)),
+        token_keys=tensor(_inverse(key_tokens, num_tokens * cp_size)),
+        buckets=tuple(buckets),
+        identity=identity,
+    )
+
+
+def local_positions(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0) -> Ints:
+    """Position in its sequence of each token that a context parallel rank holds, in the rank's order, [T]."""
+    lengths: Ints = np.diff(np.asarray(cu_seqlens, np.int64)).astype(np.int64)
+    local = lengths // cp_size
+    position = np.arange(local.sum()) - np.repeat(np.cumsum(local) - local, local)
+    if cp_size == 1:
+        return position
+    chunk = np.repeat(local // 2, local)
+    second = position >= chunk
+    return np.where(second, position - chunk + (2 * cp_size - 1 - cp_rank) * chunk, position + cp_rank * chunk)
+
+
+def _similar_lengths(lengths: Ints) -> list[Ints]:
+    """Rows grouped so that no row of a group is shorter than its longest by more than an eighth (or by four tokens)."""
+    order = np.argsort(-lengths, kind="stable")
+    ordered = lengths[order]
+    groups, start = [], 0
+    while start < len(order):
+        longest = int(ordered[start])
+        stop = int(np.searchsorted(-ordered, -(longest - max(4, longest // 8)), side="right"))
+        groups.append(np.sort(order[start:stop]))
+        start = stop
+    return groups
+
+
+def _inverse(slot_tokens: Ints, num_tokens: int) -> Ints:
+    inverse = np.full(num_tokens, -1, np.int64)
+    real = np.flatnonzero(slot_tokens >= 0)
+    inverse[slot_tokens[real]] = real
+    assert (inverse >= 0).all(), "every token needs exactly one slot"
+    return inverse
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """The sequences of one bucket: whole lengths [S], offsets [S] of their shards on each rank, and the rank's T."""
+
+    lengths: Ints
+    offsets: Ints
+    num_tokens: int
+    cp_size: int
+    cp_rank: int
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return (0,) if self.cp_size == 1 else (self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank)
+
+    @property
+    def num_chunks(self) -> int:
+        return 1 if self.cp_size == 1 else 2 * self.cp_size
+
+    def query_tokens(self) -> Ints:
+        """Local token of each query slot, [S, parts, C]; -1 is padding."""
+        chunk = self.lengths[:, None, None] // self.num_chunks
+        column = np.arange(self.lengths.max() // self.num_chunks)
+        part = np.arange(len(self.chunks))[:, None]
+        return np.where(column < chunk, self.offsets[:, None, None] + part * chunk + column, -1)
+
+    def key_tokens(self) -> Ints:
+        """Row of each key slot among the gathered keys, natural order, [S, L]; -1 is padding."""
+        position = np.arange(self.lengths.max())
+        if self.cp_size == 1:
+            return np.where(position < self.lengths[:, None], self.offsets[:, None] + position, -1)
+        chunk_length = self.lengths[:, None] // self.num_chunks
+        chunk, within = position // chunk_length, position % chunk_length
+        late = chunk >= self.cp_size
+        rank = np.where(late, 2 * self.cp_size - 1 - chunk, chunk)
+        row = rank * self.num_tokens + self.offsets[:, None] + late * chunk_length + within
+        return np.where(position < self.lengths[:, None], row, -1)
+
+    def parts(self, device: torch.device | str) -> tuple[Part, ...]:
+        longest = int(self.lengths.max())
+        if self.cp_size == 1:
+            return (Part(longest, longest, None),)
+        chunk_length = longest // self.num_chunks
+        return tuple(Part(chunk_length, (chunk + 1) * chunk_length, self._mask(chunk, device)) for chunk in self.chunks)
+
+    def _mask(self, chunk: int, device: torch.device | str) -> torch.Tensor:
+        """Query j of chunk c is at position c C_i + j of row i and sees the keys up to itself; a padded query sees key 0."""
+        lengths = np.unique(self.lengths) if len(np.unique(self.lengths)) == 1 else self.lengths
+        chunk_length = torch.from_numpy(lengths // self.num_chunks).to(device)[:, None, None, None]
+        longest = int(lengths.max()) // self.num_chunks
+        query = torch.arange(longest, device=device)[:, None]
+        position = torch.where(query < chunk_length, chunk * chunk_length + query, 0)
+        return torch.arange((chunk + 1) * longest, device=device) <= position

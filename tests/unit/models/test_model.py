@@ -1,0 +1,215 @@
+"""The Megatron model against transformers' with the same weights, and weights there and back, on one rank."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.config.settings import TopologySettings
+from megatron_rl.errors import UserError
+from megatron_rl.models.attention import packed_sequences
+from megatron_rl.models.build import build_model, forward_selected
+from megatron_rl.models.spec import read_model_spec, transformer_config
+from megatron_rl.models.weights import export_hf_weights, hf_shapes, load_hf_weights, save_hf
+
+LENGTHS = (9, 10, 1, 10, 80, 3, 12)
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES = {
+    "qwen3 tied": {},
+    "qwen3 untied, odd vocabulary": {"tied": False, "vocab": 33},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "llama, scaled rotary": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rope_parameters": {"rope_theta": 500.0, **LLAMA3_SCALING},
+        "tied": False,
+    },
+    "llama, transformers 4 spelling": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rope_theta": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "qwen3 moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+
+
+def load(path, **overrides):
+    spec = read_model_spec(path)
+    config = transformer_config(spec, topology=TopologySettings(), dtype=torch.float32, overrides=overrides)
+    chunks = build_model(spec, config, attention="torch")
+    load_hf_weights(chunks, spec, path)
+    return spec, chunks
+
+
+def packed_input(vocab, lengths=LENGTHS):
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    input_ids = torch.randint(0, vocab, (1, int(cu_seqlens[-1])), generator=torch.Generator().manual_seed(1))
+    return cu_seqlens, input_ids, packed_sequences(cu_seqlens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family, tiny_model, one_rank):
+    path = tiny_model(**FAMILIES[family])
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    spec, (model,) = load(path)
+    cu_seqlens, input_ids, packed = packed_input(spec.vocab_size)
+    log_probs = model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed).double().log_softmax(-1)
+    for start, stop in itertools.pairwise(cu_seqlens):
+        with torch.no_grad():
+            expected = reference(input_ids[:, start:stop]).logits.log_softmax(-1)
+        assert expected.std() > 0.1, "the reference must depend on its input for this test to be able to fail"
+        torch.testing.assert_close(log_probs[:, start:stop], expected, rtol=0, atol=1e-5)
+
+
+def test_gradients_equal_transformers(tiny_model, one_rank):
+    # transformers gives the embedding of a padding token no gradient.
+    path = tiny_model(tied=True, pad_token_id=None)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    spec, (model,) = load(path)
+    cu_seqlens, input_ids, packed = packed_input(spec.vocab_size)
+    weights = torch.randn(input_ids.shape[1], spec.vocab_size, generator=torch.Generator().manual_seed(2))
+    logits = model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed)
+    (logits[0].log_softmax(-1) * weights).sum().backward()
+    for start, stop in itertools.pairwise(cu_seqlens):
+        (reference(input_ids[:, start:stop]).logits[0].log_softmax(-1) * weights[start:stop].double()).sum().backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    for name, gradient in export_hf_weights([model], spec):
+        scale = expected[name].abs().max()
+        torch.testing.assert_close(gradient.double() / scale, expected[name] / scale, rtol=0, atol=1e-5)
+
+
+def test_full_recompute_gives_the_same_gradients(tiny_model, one_rank):
+    path = tiny_model()
+    gradients = []
+    for overrides in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
+        _, (model,) = load(path, **overrides)
+        _, input_ids, packed = packed_input(32)
+        model.train()
+        model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed).square().mean().backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert torch.equal(*gradients)
+    assert gradients[0].abs().max() > 0
+
+
+def test_chosen_positions_get_the_same_logits(tiny_model, one_rank):
+    spec, (model,) = load(tiny_model())
+    _, input_ids, packed = packed_input(spec.vocab_size)
+    positions = torch.tensor([0, 5, 5, 124, 30])
+    whole = model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed)
+    chosen = forward_selected(model, input_ids, packed.plan.positions[None], packed, positions)
+    torch.testing.assert_close(chosen, whole[0, positions], rtol=0, atol=1e-6)
+    none = forward_selected(model, input_ids, packed.plan.positions[None], packed, positions[:0])
+    assert none.shape == (0, 32)
+    none.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters()), "every parameter needs a gradient, also without a token"
+
+
+def test_bfloat16_differs_by_rounding_only(tiny_model, one_rank):
+    path = tiny_model()
+    spec = read_model_spec(path)
+    config = transformer_config(spec, topology=TopologySettings(), dtype=torch.bfloat16, overrides={})
+    (model,) = chunks = build_model(spec, config, attention="torch")
+    load_hf_weights(chunks, spec, path)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    _, input_ids, packed = packed_input(spec.vocab_size)
+    rounded = model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed).double().log_softmax(-1)
+    _, (exact_model,) = load(path)
+    exact = exact_model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed).double().log_softmax(-1)
+    assert 1e-4 < (rounded - exact).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_returns_what_was_loaded(family, tiny_model, one_rank):
+    path = tiny_model(**FAMILIES[family])
+    spec, chunks = load(path)
+    exported = dict(export_hf_weights(chunks, spec))
+    original = load_file(path / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+    assert {name: tuple(tensor.shape) for name, tensor in exported.items()} == hf_shapes(spec)
+
+
+@pytest.mark.parametrize("max_shard_bytes", (2**30, 50_000))
+def test_saved_directory_loads_in_transformers(max_shard_bytes, tiny_model, tmp_path, one_rank):
+    path = tiny_model(torch_dtype="bfloat16")
+    spec, chunks = load(path)
+    save_hf(tmp_path / "saved", export_hf_weights(chunks, spec), source=path, max_shard_bytes=max_shard_bytes)
+    saved, original = (transformers.AutoModelForCausalLM.from_pretrained(place) for place in (tmp_path / "saved", path))
+    assert saved.dtype is torch.float32, "the dtype in config.json must be the one that was written"
+    assert original.dtype is torch.bfloat16
+    state = load_file(path / "model.safetensors")
+    assert all(torch.equal(parameter, state[name]) for name, parameter in saved.named_parameters())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").encode("1+2") == [3, 12, 4]
+    assert (tmp_path / "saved/model.safetensors.index.json").exists() == (max_shard_bytes == 50_000)
+
+
+def change_weights(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_wrong_weights_are_named(tiny_model, one_rank):
+    cases = {
+        "missing": (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "lacks 1 tensors.*model.layers.1.mlp.up_proj.weight"),
+        "extra": (
+            lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}),
+            "has 1 tensors that Qwen3ForCausalLM does not",
+        ),
+        "shape": (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"shape \(3,\), config.json needs \(64,\)"),
+        "head": (lambda t: t.update({"lm_head.weight": torch.zeros(32, 64)}), "ties the embeddings, but lm_head.weight differs"),
+    }
+    for name, (change, message) in cases.items():
+        path = tiny_model(name=name)
+        change_weights(path, change)
+        with pytest.raises(UserError, match=message):
+            load(path)
+    path = tiny_model(name="none")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"has no model\.safetensors"):
+        load(path)
+    (path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(UserError, match="cannot be read"):
+        load(path)
+
+
+def test_redundant_tensors_are_accepted(tiny_model, one_rank):
+    path = tiny_model()
+    change_weights(
+        path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone(), "x.rotary_emb.inv_freq": torch.zeros(8)})
+    )
+    load(path)
+
+
+def test_save_refuses_a_source_without_config(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        save_hf(tmp_path / "saved", {"a": torch.zeros(1)}, source=tmp_path)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_json_of_the_saved_config_is_otherwise_the_source(tiny_model, tmp_path, one_rank):
+    path = tiny_model()
+    save_hf(tmp_path / "saved", {"a": torch.zeros(1)}, source=path)
+    assert json.loads((tmp_path / "saved/config.json").read_text()) == json.loads((path / "config.json").read_text())

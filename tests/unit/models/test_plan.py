@@ -1,0 +1,133 @@
+"""The attention plan, and attention over it, against a plain float64 loop; context parallelism is played by slicing."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.models import attention
+from megatron_rl.models.attention import attend, packed_sequences
+from megatron_rl.models.plan import local_positions, plan_attention
+
+CASES = {
+    "equal": [10] * 6,
+    "ragged short": [7, 13, 1, 9, 10, 12, 2],
+    "one long": [3, 5, 300, 4],
+    "one": [17],
+    "grouped long": [70, 90, 72, 88],
+}
+
+
+def naive(query, key, value, lengths):
+    """Causal attention of each sequence, grouped heads, float64."""
+    outputs = []
+    group = query.shape[1] // key.shape[1]
+    for q, k, v in zip(*(x.double().split(list(lengths)) for x in (query, key, value)), strict=True):
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), float("-inf"))
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(outputs)
+
+
+def zigzag(lengths, cp, rank):
+    tokens, start = [], 0
+    for length in lengths:
+        chunks = np.array_split(np.arange(start, start + length), 2 * cp)
+        tokens += [chunks[rank], chunks[2 * cp - 1 - rank]]
+        start += length
+    return np.concatenate(tokens)
+
+
+def offsets(lengths):
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def random_inputs(num_tokens, heads=4, groups=2, channels=8):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((num_tokens, heads, channels), (num_tokens, groups, channels), (num_tokens, groups, channels))
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("short_keys", (0, 64))
+def test_output_and_gradients_equal_a_plain_loop(case, short_keys, monkeypatch):
+    monkeypatch.setattr(attention, "_SHORT_KEYS", short_keys)
+    lengths = CASES[case]
+    inputs = random_inputs(sum(lengths))
+    output = attend(*inputs, plan_attention(offsets(lengths)))
+    expected = naive(*inputs, lengths)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    got = torch.autograd.grad((output * direction).sum(), inputs)
+    wanted = torch.autograd.grad((expected * direction.double()).sum(), inputs)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("cp", (2, 4))
+@pytest.mark.parametrize("short_keys", (0, 64))
+def test_context_parallel_ranks_together_equal_a_plain_loop(cp, short_keys, monkeypatch):
+    monkeypatch.setattr(attention, "_SHORT_KEYS", short_keys)
+    lengths = [2 * cp * n for n in (1, 3, 5, 1, 12, 13, 2)]
+    inputs = random_inputs(sum(lengths))
+    shards = [torch.from_numpy(zigzag(lengths, cp, rank)) for rank in range(cp)]
+    query, key, value = inputs
+    gathered = torch.cat(shards)
+    whole = torch.zeros(sum(lengths), 4, 8)
+    for rank, tokens in enumerate(shards):
+        plan = plan_attention(offsets(lengths), cp_size=cp, cp_rank=rank)
+        whole = whole.index_copy(0, tokens, attend(query[tokens], key[gathered], value[gathered], plan))
+    expected = naive(*inputs, lengths)
+    torch.testing.assert_close(whole.double(), expected, rtol=0, atol=1e-5)
+    direction = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1))
+    got = torch.autograd.grad((whole * direction).sum(), inputs)
+    wanted = torch.autograd.grad((expected * direction.double()).sum(), inputs)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("cp", (1, 2, 4))
+def test_positions_follow_the_zigzag(cp):
+    lengths = [2 * cp * n for n in (1, 4, 2)]
+    position = np.concatenate([np.arange(length) for length in lengths])
+    for rank in range(cp):
+        tokens = zigzag(lengths, cp, rank) if cp > 1 else np.arange(sum(lengths))
+        assert np.array_equal(local_positions(offsets(lengths), cp_size=cp, cp_rank=rank), position[tokens])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_token_has_one_slot_and_padding_is_bounded(seed):
+    lengths = np.random.default_rng(seed).integers(1, 600, 400)
+    plan = plan_attention(offsets(lengths))
+    assert torch.equal(plan.query_tokens[plan.token_queries], torch.arange(lengths.sum()))
+    padding = torch.zeros(len(plan.query_tokens), dtype=torch.bool).index_fill(0, plan.query_padding, True)
+    assert int((~padding).sum()) == lengths.sum()
+    assert len(plan.query_tokens) <= 1.15 * lengths.sum()
+    assert len(plan.buckets) < 40
+
+
+def test_a_thousand_equal_sequences_are_one_bucket_that_moves_nothing():
+    plan = plan_attention(np.arange(1025) * 10)
+    assert plan.identity
+    assert len(plan.buckets) == 1
+
+
+def test_a_micro_batch_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="has no tokens"):
+        packed_sequences(np.array([0]))
+
+
+def test_lengths_that_context_parallelism_cannot_split_are_refused():
+    with pytest.raises(ValueError, match="6 tokens cannot be split in 4 chunks"):
+        plan_attention(np.array([0, 8, 14]), cp_size=2)
+
+
+def test_values_of_another_sequence_do_not_matter():
+    lengths = CASES["ragged short"]
+    query, key, value = (x.detach() for x in random_inputs(sum(lengths)))
+    plan = plan_attention(offsets(lengths))
+    before = attend(query, key, value, plan)
+    value[:7] += 1.0
+    changed = (attend(query, key, value, plan) != before).flatten(1).any(1)
+    assert changed[:7].all()
+    assert not changed[7:].any()

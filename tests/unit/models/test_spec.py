@@ -1,0 +1,168 @@
+"""Architectures read from config.json, and TransformerConfig for them."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megatron_rl.config.settings import TopologySettings
+from megatron_rl.errors import UserError
+from megatron_rl.models.spec import RotarySpec, parse_model_spec, read_model_spec, resolve_attention, transformer_config
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 33,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+
+
+def spec_of(**changes):
+    return parse_model_spec(QWEN3 | changes, origin="config.json")
+
+
+def config_of(overrides, **topology):
+    return transformer_config(spec_of(), topology=TopologySettings(**topology), dtype=torch.float32, overrides=overrides)
+
+
+def test_qwen3():
+    spec = spec_of()
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.ffn_hidden_size) == (4, 8, 4, 16, 96)
+    assert (spec.tie_embeddings, spec.qk_norm, spec.qkv_bias, spec.norm_epsilon, spec.rotary.theta) == (True, True, False, 1e-5, 1e6)
+    assert spec.padded_vocab_size(1) == 33
+    assert spec.padded_vocab_size(4) == 36
+
+
+def test_missing_head_dim_follows_the_family():
+    assert spec_of(head_dim=None).head_dim == 128
+    assert spec_of(head_dim=None, architectures=["LlamaForCausalLM"]).head_dim == 8
+
+
+@pytest.mark.parametrize("name", ("Qwen3Config", "Qwen2Config", "LlamaConfig", "Qwen3MoeConfig"))
+def test_every_key_that_transformers_writes_is_accounted_for(name, tmp_path):
+    config = getattr(transformers, name)()
+    config.architectures = [name.replace("Config", "ForCausalLM")]
+    config.save_pretrained(tmp_path)
+    spec = read_model_spec(tmp_path)
+    assert spec.num_layers == config.num_hidden_layers
+    assert (spec.moe is not None) == ("Moe" in name)
+
+
+def test_both_spellings_of_rotary_scaling_agree():
+    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    old = spec_of(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
+    new = spec_of(rope_theta=None, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    assert old.rotary == new.rotary == RotarySpec(5e5, "llama3", 32.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize("kind", ("llama3", "linear"))
+def test_scaled_frequencies_equal_transformers(kind):
+    parameters = {"rope_type": kind, "rope_theta": 5e5, "factor": 8.0}
+    if kind == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+    config = transformers.LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=dict(parameters))
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    assert attention_factor == 1.0
+    spec = spec_of(rope_theta=None, rope_parameters=parameters)
+    torch.testing.assert_close(spec.rotary.inverse_frequencies(128), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    (
+        ({"architectures": ["MambaForCausalLM"]}, "names architecture MambaForCausalLM, supported are Qwen3ForCausalLM"),
+        ({"architectures": None}, "names architecture none"),
+        ({"hidden_act": "gelu"}, "sets hidden_act to 'gelu', only 'silu' is supported"),
+        ({"use_sliding_window": True}, "sets use_sliding_window to True"),
+        ({"attention_bias": True}, "sets attention_bias to True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of type sliding_attention"),
+        ({"logit_scale": 0.5}, "has the key logit_scale = 0.5, whose effect on Qwen3ForCausalLM is not known"),
+        ({"num_experts": 8}, "has the key num_experts = 8"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn', supported are default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope type linear without factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "mystery": 2}}, "sets mystery = 2 for rope type default"),
+        ({"vocab_size": "32"}, "has vocab_size = '32', needs a positive integer"),
+        ({"num_key_value_heads": 3}, "8 attention heads for 3 key-value heads"),
+    ),
+)
+def test_what_is_not_supported_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        spec_of(**changes)
+
+
+def test_missing_and_malformed_files(tmp_path):
+    with pytest.raises(UserError, match="not a directory"):
+        read_model_spec(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="holds a list"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    assert read_model_spec(tmp_path) == spec_of()
+
+
+def test_config_follows_checkpoint_topology_and_overrides():
+    config = config_of({"recompute_granularity": "selective", "moe_aux_loss_coeff": 0.5}, num_ranks=4, tp=2, pp=2, sequence_parallel=True)
+    assert (config.num_layers, config.num_query_groups, config.kv_channels, config.layernorm_epsilon) == (4, 4, 16, 1e-5)
+    assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.sequence_parallel) == (2, 2, True)
+    assert (config.recompute_granularity, config.moe_aux_loss_coeff) == ("selective", 0.5)
+    assert config.perform_initialization
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    (
+        ({"recompute_granularty": "full"}, "recompute_granularty is not a field .*closest name is recompute_granularity"),
+        ({"num_layers": 6}, "num_layers is 6, but the checkpoint needs 4"),
+        ({"tensor_model_parallel_size": 2}, "is 2, but the trainer, with this topology, dtype and device, needs 1"),
+        ({"window_size": [128, 0]}, "window_size is .*, but the checkpoint needs None"),
+        ({"perform_initialization": False}, "perform_initialization is False"),
+        ({"calculate_per_token_loss": False}, "calculate_per_token_loss is False, but the trainer"),
+        ({"num_layers_in_first_pipeline_stage": "two"}, "'two': Input should be a valid integer"),
+        ({"recompute_granularity": "full"}, "megatron-core refuses this model configuration"),
+    ),
+)
+def test_overrides_that_cannot_be_are_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        config_of(overrides)
+
+
+def test_pipeline_combinations_that_are_silently_wrong_are_refused(monkeypatch):
+    topology = TopologySettings(num_ranks=2, pp=2, vpp=2)
+    config = transformer_config(spec_of(), topology=topology, dtype=torch.float32, overrides={})
+    assert (config.overlap_p2p_comm, config.batch_p2p_comm) == (True, False)
+    wrong = [{"overlap_p2p_comm": False}, {"batch_p2p_comm": True}]
+    if not torch.cuda.is_available():
+        assert not config.deallocate_pipeline_outputs
+        wrong.append({"deallocate_pipeline_outputs": True})
+    for overrides in wrong:
+        with pytest.raises(UserError, match="but the trainer"):
+            transformer_config(spec_of(), topology=topology, dtype=torch.float32, overrides=overrides)
+
+
+def test_experts_over_ranks_are_refused():
+    with pytest.raises(UserError, match="ep 2"):
+        config_of({}, num_ranks=2, ep=2)
+
+
+def test_attention_choice(monkeypatch):
+    assert resolve_attention("torch") == "torch"
+    monkeypatch.setattr("megatron_rl.models.spec.chosen_backends", lambda: {"transformer-engine": "not installed"})
+    assert resolve_attention("auto") == "torch"
+    with pytest.raises(UserError, match="not installed"):
+        resolve_attention("transformer_engine")
+    monkeypatch.setattr("megatron_rl.models.spec.chosen_backends", lambda: {"transformer-engine": "2.9"})
+    assert resolve_attention("transformer_engine") == "transformer_engine"
