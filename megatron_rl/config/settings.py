@@ -70,7 +70,7 @@ class RolloutSettings(Section):
 
     num_engines: int = Field(1, ge=1, description="SGLang servers.")
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
-    max_concurrent_requests: int = Field(256, ge=1, description="Requests in flight at one engine.")
+    max_concurrent_requests: int = Field(256, ge=1, description="Samples in flight at one engine.")
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one generation request, retries included, in seconds.")
     startup_timeout_s: float = Field(300.0, gt=0, description="Deadline of an engine's start, in seconds.")
     function: str | None = Field(None, description="Your own rollout, package.module:function; the default is one turn.")

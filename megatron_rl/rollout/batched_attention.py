@@ -1,0 +1,64 @@
+"""Causal attention of many requests over a paged cache in a few calls of torch's scaled_dot_product_attention. Pure torch.
+
+Legend: B requests, R requests of one bucket, N new tokens of all requests, Q new tokens and L all tokens of a request, both
+padded, H query heads, G key-value heads, D head size, C cache slots.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Requests of similar length, padded to the longest.
+
+    `slots` [R, L] cache slots, 0 in the padding; `queries` [R, Q] positions among the N new tokens, 0 in the padding;
+    `is_query` [R, Q]; `mask` [R, 1, Q, L], True where a query may look.
+    """
+
+    slots: Tensor
+    queries: Tensor
+    is_query: Tensor
+    mask: Tensor
+
+
+def make_buckets(slots_of_row: Tensor, rows: Tensor, lengths: Tensor, new_lengths: Tensor) -> Iterator[Bucket]:
+    """Buckets over requests that have `lengths` [B] tokens, the last `new_lengths` [B] of them new.
+
+    `slots_of_row` [rows, context] holds the cache slot of each token, `rows` [B] the row of each request. The new tokens of
+    all requests lie one after the other. Requests share a bucket when both lengths agree up to a factor of two, so that
+    padding at most doubles either.
+    """
+    starts = torch.cumsum(new_lengths, 0) - new_lengths
+    sizes = torch.stack([lengths, new_lengths]).double().log2().ceil()
+    _, members = torch.unique(sizes, dim=1, return_inverse=True)
+    for bucket in range(int(members.max()) + 1):
+        chosen = torch.nonzero(members == bucket).flatten()
+        length, new = lengths[chosen, None], new_lengths[chosen, None]
+        position, query = torch.arange(int(length.max())), torch.arange(int(new.max()))
+        # A padding query looks where the last real one does: what it computes is dropped, but must be finite.
+        last_visible = (length - new + query).clamp(max=length - 1)
+        yield Bucket(
+            slots=slots_of_row[rows[chosen], : len(position)].long() * (position < length),
+            queries=torch.where(query < new, starts[chosen, None] + query, 0),
+            is_query=query < new,
+            mask=(position <= last_visible[:, :, None])[:, None],
+        )
+
+
+def attend(query: Tensor, output: Tensor, key_cache: Tensor, value_cache: Tensor, buckets: Iterable[Bucket], scale: float | None) -> None:
+    """Write the attention of `query` [N, H, D] over `key_cache`, `value_cache` [C, G, D] into `output` [N, H, D]."""
+    for bucket in buckets:
+        attended = scaled_dot_product_attention(
+            query[bucket.queries].transpose(1, 2),
+            key_cache[bucket.slots].to(query.dtype).transpose(1, 2),
+            value_cache[bucket.slots].to(query.dtype).transpose(1, 2),
+            attn_mask=bucket.mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != key_cache.shape[1],
+        )
+        output[bucket.queries[bucket.is_query]] = attended.transpose(1, 2)[bucket.is_query]

@@ -1,0 +1,252 @@
+"""One engine, as the driver sees it: token ids in, token ids and log-probs out, and the calls that change its weights.
+
+Legend: P prompt tokens, R response tokens, T tokens of a scored sequence.
+What would bring the whole server down (token ids outside the vocabulary, requests beyond its memory) is refused before it is sent.
+"""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_rl.errors import DeadlineError, EngineError, UserError
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.transport import MAX_ATTEMPTS, EngineRefusal, Transport
+from megatron_rl.types import Floats, Ints, StopReason
+
+CONTROL_TIMEOUT_S = 60.0
+ABORT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """One response. `token_ids`, `log_probs` (nats, of the sampling distribution), `weight_versions` have length R."""
+
+    token_ids: Ints
+    log_probs: Floats
+    weight_versions: Ints
+    stop_reason: StopReason
+
+
+class EngineClient:
+    """Asynchronous calls to one engine; use in an `async with` block.
+
+    Generation and scoring change nothing on the server, so they are tried again after a lost connection until
+    `request_timeout_s`, retries included. Control calls are made once, each within `control_timeout_s`.
+    """
+
+    def __init__(self, address: EngineAddress, *, request_timeout_s: float, control_timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        self.address = address
+        self._request_timeout_s = request_timeout_s
+        self._control_timeout_s = control_timeout_s
+        self._transport = Transport(address.url, address.api_key)
+
+    async def __aenter__(self) -> "EngineClient":
+        await self._transport.open()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._transport.close()
+
+    # Generation
+
+    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
+        """`num_samples` responses to the prompt `token_ids` [P], in one request. Cancelling the call aborts them.
+
+        Raises:
+            UserError: an empty prompt, an id outside the vocabulary, a request longer than the context or the KV pool, or stop
+                strings for an engine without a tokenizer.
+            EngineError: the engine refused or could not be reached. DeadlineError: no answer in time.
+        """
+        self._check_request(token_ids, sampling)
+        # Of one width, because the server may abort every request whose id begins with the given one.
+        request_ids = [f"{uuid.uuid4().hex}-{index:06d}" for index in range(num_samples)]
+        prompt = token_ids.tolist()
+        body = {
+            "rid": request_ids,
+            "input_ids": [prompt] * num_samples,
+            "sampling_params": [sampling.request()] * num_samples,
+            "return_logprob": True,
+        }
+        try:
+            answers = await self._transport.call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
+        except asyncio.CancelledError:
+            # The caller is told of its cancellation, not of an engine that is gone as well.
+            with contextlib.suppress(EngineError, DeadlineError):
+                await asyncio.shield(self.abort(request_ids))
+            raise
+        if not isinstance(answers, list) or len(answers) != num_samples:
+            raise EngineError(f"the engine at {self.address.url} answered {num_samples} samples with {str(answers)[:200]!r}")
+        return tuple(_read_generation(answer) for answer in answers)
+
+    async def score(self, token_ids: Ints) -> Floats:
+        """Log-probs [T] at temperature 1 of the sequence `token_ids` [T] under the current weights; 0 for the first token.
+
+        Raises what `generate` raises.
+        """
+        self._check_request(token_ids, Sampling(max_tokens=1))
+        sampling = {**Sampling(max_tokens=1).request(), "max_new_tokens": 0}
+        body = {"input_ids": token_ids.tolist(), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        answer = await self._transport.call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
+        scored = answer["meta_info"]["input_token_logprobs"]
+        # The server reports the id of the vocabulary's last row as 0 (it takes it for a placeholder); the log-prob is right.
+        reported = np.where(token_ids < self.address.vocab_size - 1, token_ids, 0)
+        if [entry[1] for entry in scored] != reported.tolist():
+            raise EngineError(f"the engine at {self.address.url} scored other tokens than it was sent")
+        return np.array([0.0] + [entry[0] for entry in scored[1:]], np.float32)
+
+    def _check_request(self, token_ids: Ints, sampling: Sampling) -> None:
+        address, length = self.address, len(token_ids)
+        if not length:
+            raise UserError("a prompt has no tokens, needs at least one")
+        stops = sampling.stop_token_ids or (0,)
+        if min(token_ids.min(), *stops) < 0 or max(token_ids.max(), *stops) >= address.vocab_size:
+            raise UserError(
+                f"token ids from {token_ids.min()} to {token_ids.max()} and stop token ids {sampling.stop_token_ids} need to be"
+                f" between 0 and {address.vocab_size - 1} (vocab_size of config.json); use the tokenizer of this model"
+            )
+        limit = min(address.context_length, address.max_total_tokens)
+        if length + sampling.max_tokens > limit:
+            raise UserError(
+                f"a prompt of {length} tokens + {sampling.max_tokens} response tokens = {length + sampling.max_tokens}, the engine takes"
+                f" {limit} (context {address.context_length}, KV pool {address.max_total_tokens}); shorten the prompt,"
+                " lower rollout.sampling.max_response_tokens or raise rollout.sglang.max_total_tokens"
+            )
+        if sampling.stop and not address.has_tokenizer:
+            raise UserError(
+                f"stop strings {list(sampling.stop)} need an engine with a tokenizer; set them in rollout.sampling.stop, not in one request"
+            )
+
+    # Running requests
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort these requests; they answer with what they have. An unknown or finished one is no error."""
+        await asyncio.gather(*(self._control("/abort_request", {"rid": each}, timeout_s=ABORT_TIMEOUT_S) for each in request_ids))
+
+    async def abort_all(self) -> None:
+        """Abort every request; each answers with what it has, as `StopReason.ABORT`."""
+        await self._control("/abort_request", {"abort_all": True})
+
+    async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
+        """Stop generating. `abort` ends running requests, `retract` recomputes them after `resume`, `in_place` keeps their cache."""
+        await self._control("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Generate again; no error when not paused."""
+        await self._control("/continue_generation", {})
+
+    async def flush_cache(self) -> None:
+        """Forget all cached prefixes; waits a few seconds for running requests. Raises EngineRefusal when they do not end."""
+        await self._control("/flush_cache?timeout=5", {})
+
+    # Weights
+
+    async def weight_version(self) -> int:
+        """The version of the weights that the engine serves; 0 are those it was started with."""
+        answer = await self._transport.call("GET", "/model_info", timeout_s=self._control_timeout_s)
+        return _read_version(answer["weight_version"])
+
+    async def begin_weight_update(self) -> None:
+        """Open an update. Pause first: requests may run between two buckets."""
+        await self._control("/begin_weight_update", {"selector": "all"})
+
+    async def end_weight_update(self) -> None:
+        """Close an update."""
+        await self._control("/end_weight_update", {})
+
+    async def join_group(self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str) -> None:
+        """Join the process group `name` with ranks from `rank_offset` on; the trainer joins as rank 0 at the same time."""
+        body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
+        await self._control("/init_weights_update_group", {**body, "group_name": name, "backend": backend})
+
+    async def leave_group(self, name: str) -> None:
+        """Leave the process group `name`. Raises EngineRefusal when the engine is not in it."""
+        await self._control("/destroy_weights_update_group", {"group_name": name})
+
+    async def receive_bucket(
+        self,
+        names: Sequence[str],
+        *,
+        dtypes: Sequence[str],
+        shapes: Iterable[Sequence[int]],
+        group: str,
+        version: int | None = None,
+        flattened: bool = True,
+    ) -> None:
+        """Receive tensors that rank 0 of `group` broadcasts during this call; names and shapes are those of the Hugging Face checkpoint.
+
+        `dtypes` are torch names such as "float32". `flattened`: one uint8 tensor holds all, else one broadcast each, in order.
+        `version`, given with the last bucket, becomes the engine's weight version, and cached prefixes are then forgotten.
+        """
+        body: dict[str, Any] = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
+        body |= {"group_name": group, "load_format": "flattened_bucket" if flattened else None, "flush_cache": version is not None}
+        await self._control("/update_weights_from_distributed", body | _version(version))
+
+    async def load_weights(self, path: Path, *, version: int) -> None:
+        """Read new weights from a Hugging Face directory that the engine's machine sees; cached prefixes are forgotten.
+
+        The tensors need the shapes of the running model: SGLang dies of others.
+        """
+        await self._control("/update_weights_from_disk", {"model_path": str(path), "flush_cache": True} | _version(version))
+
+    async def checksum(self) -> str:
+        """A checksum of all weights; equal weights on equally configured engines have equal checksums.
+
+        Raises EngineRefusal on a CPU before SGLang 0.5.22.
+        """
+        answer = await self._control("/weights_checker", {"action": "checksum"})
+        return str(answer["per_engine_checksum"])
+
+    async def _control(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Any:
+        answer = await self._transport.call("POST", path, body, timeout_s=timeout_s or self._control_timeout_s)
+        # Some calls report a failure with status 200.
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineRefusal(f"the engine at {self.address.url} failed at {path}: {answer.get('message')}", status=200)
+        return answer
+
+
+def _version(version: int | None) -> dict[str, str]:
+    return {} if version is None else {"weight_version": str(version)}
+
+
+def _read_version(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise EngineError(f"an engine serves weight version {text!r}, needs a number; only this program may update its weights") from error
+
+
+def _read_generation(answer: dict[str, Any]) -> Generation:
+    """A response from one element of the server's answer."""
+    meta = answer["meta_info"]
+    finish = meta["finish_reason"]
+    if finish["type"] == "abort" and finish.get("status_code") is not None:
+        raise EngineError(f"the engine failed at a request: {finish.get('message')} ({finish['status_code']})")
+    token_ids = np.array(answer["output_ids"], np.int64)
+    scored = meta["output_token_logprobs"]
+    if [entry[1] for entry in scored] != token_ids.tolist():
+        raise EngineError(f"the engine returned {len(token_ids)} tokens and the log-probs of {len(scored)} others")
+    return Generation(
+        token_ids=token_ids,
+        log_probs=np.array([entry[0] for entry in scored], np.float32),
+        weight_versions=_token_versions(meta, len(token_ids)),
+        stop_reason=StopReason(finish["type"]),
+    )
+
+
+def _token_versions(meta: dict[str, Any], length: int) -> Ints:
+    """The weight version of each of `length` tokens, from the spans that the server reports where its release does."""
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
+    versions = np.full(length, -1, np.int64)
+    for span in spans:
+        versions[span["start"] : span["end"]] = _read_version(span["version"])
+    if (versions < 0).any():
+        raise EngineError(f"the engine reports weight versions for a part of {length} tokens only: {spans}")
+    return versions

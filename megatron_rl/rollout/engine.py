@@ -1,0 +1,273 @@
+"""One SGLang server as a child process: started, waited for, watched, stopped with everything that it started."""
+
+import http.client
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.errors import DeadlineError, EngineError, UserError
+from megatron_rl.rollout.server_args import server_arguments
+
+LOG_TAIL_LINES = 25
+POLL_S = 0.1
+STOP_TIMEOUT_S = 10.0
+FIRST_PORT, LAST_PORT = 20000, 32000
+"""Below the range from which the kernel takes ports for outgoing connections, so that none is taken between choice and bind."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """What a client needs to know of a running engine.
+
+    `context_length` and `max_total_tokens` are in tokens: the longest sequence, and the size of the key-value pool that all
+    running requests share. `has_tokenizer` is False when the server takes and gives token ids only (no stop strings).
+    """
+
+    url: str
+    api_key: str = field(repr=False)
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    has_tokenizer: bool
+
+
+class Engine:
+    """One SGLang server. It goes down with the process that made this object, also when that is killed.
+
+    Args of the constructor: `model_path` a Hugging Face directory; `dtype` float32 or bfloat16; `seed` of the server's
+    sampling; `log_path` gets everything the server prints; `gpu_ids` the GPUs that it may see, one tensor parallel rank
+    each; `host` the address to bind; `port` a fixed port, or None for a free one.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        settings: RolloutSettings,
+        device_kind: Literal["cpu", "cuda"],
+        dtype: str,
+        seed: int,
+        log_path: Path,
+        gpu_ids: Sequence[int] = (),
+        host: str = "127.0.0.1",
+        port: int | None = None,
+    ) -> None:
+        self._settings = settings
+        self._gpu_ids = tuple(gpu_ids)
+        self._log_path = log_path
+        self._host = host
+        self._port = free_port(host) if port is None else check_port(host, port)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch = ""
+        self._vocab_size = _vocab_size(model_path)
+        self.api_key = secrets.token_urlsafe(24)
+        self._arguments = server_arguments(
+            settings.sglang,
+            model_path=model_path,
+            device_kind=device_kind,
+            dtype=dtype,
+            seed=seed,
+            host=host,
+            port=self._port,
+            api_key=self.api_key,
+            num_gpus=max(1, len(self._gpu_ids)),
+            needs_tokenizer=bool(settings.sampling.stop),
+        )
+
+    @property
+    def url(self) -> str:
+        """Base URL of the server."""
+        return f"http://{self._host}:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, None when it does not run."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> EngineAddress:
+        """Start the server and wait until it serves.
+
+        Raises:
+            EngineError: the server died; the message ends with the tail of its log.
+            DeadlineError: it does not serve within `startup_timeout_s` (it is then stopped).
+        """
+        if self._process is not None:
+            raise EngineError(f"the engine at {self.url} was started before; make a new Engine")
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = tempfile.mkdtemp(prefix="sglang-")
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.rollout.sglang_server"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**self._environment(), "TMPDIR": self._scratch},
+            )
+        assert self._process.stdin is not None, "opened as a pipe"
+        try:
+            order = {"arguments": self._arguments, "scratch": self._scratch}
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+            self._wait_until(lambda: self._get("/ready") is not None)
+            return self._read_address()
+        except BaseException:
+            self.stop()
+            raise
+
+    def alive(self) -> bool:
+        """True while the server's main process runs."""
+        return self.pid is not None
+
+    def check(self) -> None:
+        """Raise EngineError with the tail of the server's log when it is not running."""
+        if self._process is None:
+            raise EngineError(f"the engine at {self.url} was not started")
+        status = self._process.poll()
+        if status is not None:
+            cause = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+            raise EngineError(f"the SGLang server at {self.url} died ({cause}); the end of its log {self._log_path}:\n{self.log_tail()}")
+
+    def log_tail(self) -> str:
+        """The last lines of the server's log."""
+        if not self._log_path.exists():
+            return ""
+        return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+    def stop(self) -> None:
+        """Stop the server and every process of its group, and reap it. Harmless when it does not run."""
+        process = self._process
+        if process is None:
+            return
+        # The end of its standard input ends the server (see sglang_server); a server that is stuck or dead is swept up after.
+        assert process.stdin is not None, "opened as a pipe"
+        process.stdin.close()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while time.monotonic() < deadline and (process.poll() is None or _group_members(process.pid)):
+            time.sleep(POLL_S / 5)
+        for member in _group_members(process.pid):
+            _kill(member)
+        process.wait()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _environment(self) -> dict[str, str]:
+        """Variables of the server. A dying scheduler must not wait a minute for dumps of a GPU that is not there."""
+        environment = {**os.environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
+        if self._gpu_ids:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._gpu_ids))
+        if self._arguments["device"] == "cpu":
+            # Two OpenMP threads that spin for shared cores cost up to ten times the throughput.
+            environment["OMP_NUM_THREADS"] = "1"
+            ranks = self._arguments.get("tp_size", 1) * self._arguments.get("dp_size", 1)
+            if ranks > 1:
+                environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
+        return environment
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self._settings.startup_timeout_s
+        while True:
+            self.check()
+            if ready():
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the SGLang server at {self.url} does not serve after {self._settings.startup_timeout_s:.0f} s"
+                    f" (rollout.startup_timeout_s); the end of its log {self._log_path}:\n{self.log_tail()}"
+                )
+            time.sleep(POLL_S)
+
+    def _get(self, path: str) -> bytes | None:
+        """Body of a GET, None while the server does not answer with success."""
+        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.api_key}"})
+        # No proxy: one set in the environment would capture traffic between our own processes.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=10) as response:
+                return bytes(response.read())
+        except (urllib.error.URLError, http.client.HTTPException, OSError):
+            return None
+
+    def _read_address(self) -> EngineAddress:
+        models, server = self._get("/v1/models"), self._get("/server_info")
+        if models is None or server is None:
+            raise EngineError(f"the SGLang server at {self.url} is ready but does not describe itself; see its log {self._log_path}")
+        return EngineAddress(
+            url=self.url,
+            api_key=self.api_key,
+            vocab_size=self._vocab_size,
+            context_length=int(json.loads(models)["data"][0]["max_model_len"]),
+            max_total_tokens=int(json.loads(server)["max_total_num_tokens"]),
+            has_tokenizer=not self._arguments["skip_tokenizer_init"],
+        )
+
+
+def free_port(host: str) -> int:
+    """A port of `host` that nobody listens on. Raises EngineError when a hundred tries find none."""
+    for _ in range(100):
+        port = FIRST_PORT + secrets.randbelow(LAST_PORT - FIRST_PORT)
+        if _can_bind(host, port):
+            return port
+    raise EngineError(f"no free port between {FIRST_PORT} and {LAST_PORT} on {host}")
+
+
+def check_port(host: str, port: int) -> int:
+    """`port` itself. Raises UserError when it cannot be bound."""
+    if not _can_bind(host, port):
+        raise UserError(f"port {port} on {host} is in use, an engine needs a free one; choose another or let the engine choose")
+    return port
+
+
+def _can_bind(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _vocab_size(model_path: Path) -> int:
+    """Rows of the embedding by config.json. A token id at or above it would bring the whole server down."""
+    try:
+        config: dict[str, Any] = json.loads((model_path / "config.json").read_text())
+        return int(config["vocab_size"])
+    except (OSError, json.JSONDecodeError, KeyError) as error:
+        raise UserError(
+            f"{model_path} has no config.json with a vocab_size ({error!r}); give a Hugging Face directory as model.path"
+        ) from error
+
+
+def _group_members(group: int) -> list[int]:
+    """Process ids of the living members of a process group; a zombie is gone already."""
+    members = []
+    for process in psutil.process_iter(["pid", "status"]):
+        try:
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                members.append(process.pid)
+        except ProcessLookupError:
+            continue
+    return members
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,51 @@
+"""How one request draws its tokens. The trainer divides its logits by the same temperature, and nothing else is done to them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.settings import SamplingSettings
+from megatron_rl.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """`temperature` 0 takes the likeliest token; `max_tokens` ends a response; `stop` strings and `stop_token_ids` do too, and are kept."""
+
+    temperature: float = 1.0
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"sampling temperature is {self.temperature}, needs a finite number >= 0")
+        if self.max_tokens < 1:
+            raise UserError(f"sampling max_tokens is {self.max_tokens}, needs at least 1")
+
+    def request(self) -> dict[str, Any]:
+        """Sampling parameters of the server, each one stated: none may come from the checkpoint's generation_config.json."""
+        return {
+            "temperature": self.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "max_new_tokens": self.max_tokens,
+            "stop": list(self.stop) or None,
+            "stop_token_ids": list(self.stop_token_ids) or None,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+
+
+def make_sampling(settings: SamplingSettings, *, eos_token_ids: Sequence[int], greedy: bool = False) -> Sampling:
+    """The sampling of the settings; `eos_token_ids` always end a response; `greedy` draws at temperature 0, for evaluation."""
+    return Sampling(
+        temperature=0.0 if greedy else settings.temperature,
+        max_tokens=settings.max_response_tokens,
+        stop=settings.stop,
+        stop_token_ids=tuple(dict.fromkeys((*settings.stop_token_ids, *eos_token_ids))),
+    )

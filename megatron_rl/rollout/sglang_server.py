@@ -1,0 +1,78 @@
+"""`python -m megatron_rl.rollout.sglang_server`: the SGLang server, told what to do on standard input.
+
+The first line is a JSON object: `arguments`, ServerArgs fields by their own names (so that the API key never shows in a
+process list), and `scratch`, the server's directory for temporary files. Standard input then stays open as a lifeline:
+when it ends, the parent is gone and the server goes too.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_rl.rollout.sglang_shims import fork_server_processes, provide_vllm_operators
+
+STDIN = 0
+
+
+def read_order() -> dict[str, Any]:
+    """The JSON object on the first line of standard input, read without Python's buffer so that the rest stays unread."""
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(STDIN, 1 << 16)
+        if not chunk:
+            raise SystemExit("standard input ended before the line with its orders; the engine starts this program, not a person")
+        line += chunk
+    return dict(json.loads(line))
+
+
+def follow_parent(scratch: str) -> None:
+    """Wait until standard input ends, then end this process group and remove what it would leave behind.
+
+    At once: SGLang's own way out takes 5 seconds and saves nothing.
+    """
+    while os.read(STDIN, 1 << 16):
+        pass
+    for child in psutil.Process().children(recursive=True):
+        # A child may end while it is looked at, and its end must not keep this process from its own.
+        with contextlib.suppress(OSError):
+            for path in {line.split()[-1] for line in Path(f"/proc/{child.pid}/maps").read_text().splitlines()}:
+                if path.startswith("/dev/shm/sgl"):
+                    Path(path).unlink(missing_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Serve until a signal, or until the parent is gone."""
+    order = read_order()
+    threading.Thread(target=follow_parent, args=[order["scratch"]], daemon=True, name="follow-parent").start()
+    arguments = order["arguments"]
+    on_cpu = arguments["device"] == "cpu"
+    if on_cpu:
+        provide_vllm_operators()
+        fork_server_processes()
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    if on_cpu:
+        from megatron_rl.rollout.sglang_attention import register
+
+        register()
+    try:
+        run_server(ServerArgs(**arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

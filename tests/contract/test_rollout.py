@@ -1,0 +1,70 @@
+"""The contract of a rollout function. Check your own: `pytest tests/contract/test_rollout.py --rollout package.module:function`."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from megatron_rl.rollout.client import Generation
+from megatron_rl.rollout.generate import check_samples, load_rollout
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.types import Ints, Prompt, Sample, StopReason
+
+VOCAB_SIZE = 50
+
+
+class ScriptedEngine:
+    """An engine that answers with seeded random tokens, and remembers each token's log-prob and version."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+        self.made: dict[float, tuple[int, int]] = {}
+
+    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
+        await asyncio.sleep(0)
+        return tuple(self._answer(sampling) for _ in range(num_samples))
+
+    def _answer(self, sampling: Sampling) -> Generation:
+        length = int(self.random.integers(1, sampling.max_tokens + 1))
+        tokens = self.random.integers(0, VOCAB_SIZE, length)
+        log_probs = -self.random.random(length).astype(np.float32)
+        versions = np.full(length, 3)
+        self.made.update((float(log_prob), (int(token), 3)) for log_prob, token in zip(log_probs, tokens, strict=True))
+        return Generation(tokens, log_probs, versions, StopReason.STOP)
+
+
+@pytest.fixture
+def path(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--rollout", default="megatron_rl.rollout.generate:single_turn"))
+
+
+def run(path: str, engine: ScriptedEngine, *, num_samples: int) -> tuple[Sample, ...]:
+    prompt = Prompt(id="contract", token_ids=np.array([1, 2, 3]), text="2+2=", label="4")
+    work = load_rollout(path)(
+        prompt, engine=engine, sampling=Sampling(max_tokens=8), num_samples=num_samples, decode=lambda ids: " ".join(map(str, ids))
+    )
+
+    async def wait() -> tuple[Sample, ...]:
+        return check_samples(await work, prompt=prompt, num_samples=num_samples, vocab_size=VOCAB_SIZE)
+
+    return asyncio.run(wait())
+
+
+@pytest.mark.parametrize("num_samples", [1, 4])
+def test_a_prompt_becomes_the_asked_number_of_samples(path: str, num_samples: int) -> None:
+    samples = run(path, ScriptedEngine(), num_samples=num_samples)
+    assert sorted(sample.index for sample in samples) == list(range(num_samples))
+
+
+def test_trained_tokens_are_exactly_what_the_engine_made(path: str) -> None:
+    engine = ScriptedEngine()
+    for sample in run(path, engine, num_samples=4):
+        assert sample.loss_mask.any(), "a sample without a trainable token teaches nothing"
+        made = [engine.made.get(float(log_prob)) for log_prob in sample.rollout_log_probs[sample.loss_mask]]
+        kept = zip(sample.response_ids[sample.loss_mask].tolist(), sample.weight_versions[sample.loss_mask].tolist(), strict=True)
+        assert made == list(kept), "a trained token, its log-prob and its version need to come from the engine together"
+
+
+def test_tokens_that_no_engine_made_are_masked_and_have_no_version(path: str) -> None:
+    for sample in run(path, ScriptedEngine(), num_samples=4):
+        assert (sample.weight_versions[~sample.loss_mask] == -1).all() or sample.loss_mask.all()

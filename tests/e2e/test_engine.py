@@ -1,0 +1,401 @@
+"""The real SGLang server with a tiny random Qwen3: what it generates, scores and loads, and how it goes down."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from packaging.version import Version
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from megatron_rl.config.settings import RolloutSettings, SamplingSettings
+from megatron_rl.errors import EngineError, UserError
+from megatron_rl.rollout.client import EngineClient, Generation
+from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.rollout.generate import single_turn
+from megatron_rl.rollout.loop import generate_groups
+from megatron_rl.rollout.sampling import Sampling, make_sampling
+from megatron_rl.types import Group, Prompt, StopReason
+from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender
+
+VOCAB = 64
+TEMPERATURE = 0.7
+SETTINGS = RolloutSettings(startup_timeout_s=180, sampling=SamplingSettings(max_response_tokens=8))
+
+
+def make_model(directory: Path, *, seed: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config).float().eval()
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Qwen3ForCausalLM]]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: (root / name, make_model(root / name, seed=seed)) for seed, name in enumerate(("first", "second", "third"))}
+
+
+def make_engine(model: Path, log: Path, **options: Any) -> Engine:
+    return Engine(model, settings=SETTINGS, device_kind="cpu", dtype="float32", seed=7, log_path=log, **options)
+
+
+@pytest.fixture(scope="module")
+def engine(
+    models: dict[str, tuple[Path, Qwen3ForCausalLM]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, EngineAddress]]:
+    server = make_engine(models["first"][0], tmp_path_factory.mktemp("log") / "engine.log")
+    address = server.start()
+    family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    yield server, address
+    server.stop()
+    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def ask(engine: tuple[Engine, EngineAddress], models: dict[str, tuple[Path, Qwen3ForCausalLM]]) -> Callable[..., Any]:
+    """Run `work(client)` against the server after it was brought back to the first model's weights, version 1."""
+
+    def run(work: Callable[[EngineClient], Awaitable[Any]]) -> Any:
+        async def session() -> Any:
+            async with EngineClient(engine[1], request_timeout_s=60) as client:
+                await client.load_weights(models["first"][0], version=1)
+                return await work(client)
+
+        return asyncio.run(session())
+
+    return run
+
+
+def reference_log_probs(model: Qwen3ForCausalLM, tokens: list[int], *, temperature: float) -> np.ndarray:
+    """Log-prob of each token but the first, by transformers."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1].double() / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+
+
+def prompts_of_many_lengths() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCAB, length).tolist() for length in (1, 2, 3, 5, 8, 9, 30, 33, 70, 120)]
+
+
+def test_log_probs_of_a_mixed_batch_agree_with_transformers(ask, models) -> None:
+    prompts = prompts_of_many_lengths()
+    sampling = Sampling(temperature=TEMPERATURE, max_tokens=12)
+
+    async def work(client: EngineClient) -> list[tuple[Generation, ...]]:
+        first = [client.generate(np.array(prompt), sampling=sampling, num_samples=3) for prompt in prompts]
+        return await asyncio.gather(*first)
+
+    # The second round finds the prompts in the prefix cache, so that only their last tokens are computed anew.
+    for _ in range(2):
+        for prompt, generations in zip(prompts, ask(work), strict=True):
+            for generation in generations:
+                assert generation.stop_reason is StopReason.LENGTH
+                assert generation.weight_versions.tolist() == [1] * 12
+                expected = reference_log_probs(models["first"][1], prompt + generation.token_ids.tolist(), temperature=TEMPERATURE)
+                np.testing.assert_allclose(generation.log_probs, expected[len(prompt) - 1 :], atol=2e-5)
+
+
+def test_scores_agree_with_transformers(ask, models) -> None:
+    for tokens in prompts_of_many_lengths()[1:]:
+        scores = ask(lambda client, tokens=tokens: client.score(np.array(tokens)))
+        assert scores[0] == 0
+        np.testing.assert_allclose(scores[1:], reference_log_probs(models["first"][1], tokens, temperature=1.0), atol=2e-5)
+
+
+def test_greedy_is_the_argmax_and_a_stop_token_ends_the_response_and_is_kept(ask, models) -> None:
+    tokens = [3, 1, 4]
+    for _ in range(6):
+        with torch.no_grad():
+            tokens.append(int(models["first"][1](torch.tensor([tokens])).logits[0, -1].argmax()))
+    greedy = ask(lambda client: client.generate(np.array([3, 1, 4]), sampling=Sampling(temperature=0.0, max_tokens=6)))
+    assert greedy[0].token_ids.tolist() == tokens[3:]
+    stop = tokens[5]
+    first = tokens[3:].index(stop) + 1
+    sampling = Sampling(temperature=0.0, max_tokens=6, stop_token_ids=(stop,))
+    stopped = ask(lambda client: client.generate(np.array([3, 1, 4]), sampling=sampling))
+    assert stopped[0].token_ids.tolist() == tokens[3 : 3 + first]
+    assert stopped[0].stop_reason is StopReason.STOP
+
+
+def test_weights_from_disk_take_effect_with_their_version(ask, models) -> None:
+    tokens = [5, 6, 7, 8]
+
+    async def work(client: EngineClient) -> tuple[np.ndarray, int]:
+        await client.score(np.array(tokens))
+        await client.load_weights(models["second"][0], version=2)
+        return await client.score(np.array(tokens)), await client.weight_version()
+
+    scores, version = ask(work)
+    np.testing.assert_allclose(scores[1:], reference_log_probs(models["second"][1], tokens, temperature=1.0), atol=2e-5)
+    assert version == 2
+
+
+@pytest.mark.skipif(Version(version("sglang")) < Version("0.5.22"), reason="this release computes checksums on CUDA only")
+def test_the_checksum_follows_the_weights(ask, models) -> None:
+    async def work(client: EngineClient) -> list[str]:
+        checksums = [await client.checksum()]
+        for name in ("second", "first"):
+            await client.load_weights(models[name][0], version=2)
+            checksums.append(await client.checksum())
+        return checksums
+
+    first, second, again = ask(work)
+    assert first == again != second
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_weights_by_broadcast_take_effect_with_their_version(ask, models, flattened: bool) -> None:
+    named = list(models["third"][1].state_dict().items())
+    group = BroadcastGroup(address="127.0.0.1", port=free_port(), world_size=2, name=f"test-{flattened}", backend="gloo")
+
+    def send(process_group: torch.distributed.ProcessGroup) -> None:
+        whole = [torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named])]
+        tensors: list[Tensor] = whole if flattened else [tensor.contiguous() for _, tensor in named]
+        for tensor in tensors:
+            torch.distributed.broadcast(tensor, src=0, group=process_group)
+
+    async def work(client: EngineClient) -> tuple[np.ndarray, int]:
+        joining = asyncio.to_thread(join_as_sender, group, timeout_s=30)
+        place = {"address": group.address, "port": group.port, "rank_offset": 1, "world_size": 2, "name": group.name, "backend": "gloo"}
+        process_group, _ = await asyncio.gather(joining, client.join_group(**place))
+        await client.score(np.array([9, 9, 9, 2]))
+        await client.pause("abort")
+        await client.begin_weight_update()
+        receiving = client.receive_bucket(
+            [name for name, _ in named],
+            dtypes=["float32"] * len(named),
+            shapes=[tensor.shape for _, tensor in named],
+            group=group.name,
+            version=3,
+            flattened=flattened,
+        )
+        await asyncio.gather(receiving, asyncio.to_thread(send, process_group))
+        await client.end_weight_update()
+        await client.resume()
+        await client.leave_group(group.name)
+        torch.distributed.destroy_process_group(process_group)
+        return await client.score(np.array([9, 9, 9, 2])), await client.weight_version()
+
+    scores, version = ask(work)
+    np.testing.assert_allclose(scores[1:], reference_log_probs(models["third"][1], [9, 9, 9, 2], temperature=1.0), atol=2e-5)
+    assert version == 3
+
+
+def test_tokens_of_a_request_that_spans_an_update_carry_both_versions(ask, models) -> None:
+    async def work(client: EngineClient) -> Generation:
+        running = asyncio.create_task(client.generate(np.array([1, 2]), sampling=Sampling(max_tokens=400)))
+        await asyncio.sleep(0.3)
+        await client.pause("retract")
+        await client.load_weights(models["second"][0], version=2)
+        await client.resume()
+        return (await running)[0]
+
+    versions = ask(work).weight_versions.tolist()
+    assert len(versions) == 400
+    assert set(versions) == {1, 2}
+    assert versions == sorted(versions)
+
+
+def test_abort_all_returns_what_there_is_as_aborted(ask) -> None:
+    async def work(client: EngineClient) -> Generation:
+        running = asyncio.create_task(client.generate(np.array([1, 2]), sampling=Sampling(max_tokens=500)))
+        await asyncio.sleep(0.3)
+        await client.abort_all()
+        return (await running)[0]
+
+    generation = ask(work)
+    assert generation.stop_reason is StopReason.ABORT
+    assert 0 < len(generation.token_ids) < 500
+
+
+def test_cancelling_a_call_aborts_its_requests(ask) -> None:
+    async def work(client: EngineClient) -> None:
+        running = asyncio.create_task(client.generate(np.array([1, 2]), sampling=Sampling(max_tokens=500), num_samples=60))
+        await asyncio.sleep(0.5)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        # Waits 5 seconds for running requests, then is refused; all these tokens would take longer.
+        await client.flush_cache()
+
+    ask(work)
+
+
+def test_the_loop_yields_a_group_per_prompt(engine) -> None:
+    prompts = [Prompt(id=str(index), token_ids=np.array([index % VOCAB, 1]), text="") for index in range(50)]
+
+    async def work() -> list[Group]:
+        async with EngineClient(engine[1], request_timeout_s=60) as client:
+            groups = generate_groups(
+                prompts,
+                clients=[client],
+                sampling=Sampling(max_tokens=4),
+                num_samples=4,
+                decode=lambda ids: " ".join(map(str, ids)),
+                score=None,
+                max_concurrent_requests=32,
+                rollout=single_turn,
+            )
+            return [group async for group in groups]
+
+    groups = asyncio.run(work())
+    assert sorted(group.id for group in groups) == sorted(prompt.id for prompt in prompts)
+    for group in groups:
+        assert [sample.index for sample in group.samples] == [0, 1, 2, 3]
+        assert all(sample.response_text == " ".join(map(str, sample.response_ids)) for sample in group.samples)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "message"),
+    [
+        ([1, VOCAB], Sampling(max_tokens=4), "vocab_size"),
+        ([-1], Sampling(max_tokens=4), "vocab_size"),
+        ([1], Sampling(max_tokens=4, stop_token_ids=(VOCAB,)), "vocab_size"),
+        ([], Sampling(max_tokens=4), "no tokens"),
+        ([1] * 500, Sampling(max_tokens=20), "520"),
+        ([1], Sampling(max_tokens=4, stop=("a",)), "tokenizer"),
+    ],
+)
+def test_what_would_kill_the_server_is_refused_before_it_is_sent(ask, tokens, sampling, message) -> None:
+    with pytest.raises(UserError, match=message):
+        ask(lambda client: client.generate(np.array(tokens, np.int64), sampling=sampling))
+
+
+def test_a_wrong_key_is_refused(engine) -> None:
+    server, address = engine
+    stranger = EngineAddress(server.url, "wrong", address.vocab_size, address.context_length, address.max_total_tokens, False)
+
+    async def work() -> None:
+        async with EngineClient(stranger, request_timeout_s=10) as client:
+            await client.weight_version()
+
+    with pytest.raises(EngineError, match="401"):
+        asyncio.run(work())
+
+
+def test_a_port_in_use_is_one_sentence(models, tmp_path) -> None:
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        port = occupied.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} on 127.0.0.1 is in use"):
+            make_engine(models["first"][0], tmp_path / "log", port=port)
+
+
+def test_a_server_that_dies_at_start_is_reported_with_its_log(models, tmp_path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    config = (models["first"][0] / "config.json").read_text().replace("Qwen3ForCausalLM", "NoSuchForCausalLM").replace('"qwen3"', '"none"')
+    (broken / "config.json").write_text(config)
+    server = make_engine(broken, tmp_path / "engine.log")
+    with pytest.raises(EngineError, match=r"died \(exit status \d+\)[\s\S]*ValueError"):
+        server.start()
+    assert not server.alive()
+    server.stop()
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.rollout.engine import Engine
+engine = Engine(Path(sys.argv[1]), settings=RolloutSettings(), device_kind="cpu", dtype="float32", seed=0, log_path=Path(sys.argv[2]))
+engine.start()
+print(engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_server_goes_down_with_a_killed_owner(models, tmp_path) -> None:
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    command = [sys.executable, "-c", OWNER, models["first"][0], tmp_path / "log"]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(scratch)})
+    assert owner.stdout is not None
+    server = psutil.Process(int(owner.stdout.readline()))
+    family = [server, *server.children(recursive=True)]
+    assert len(family) >= 3
+    owner.kill()
+    owner.wait()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.slow
+def test_stop_strings_and_two_tensor_parallel_ranks(models, tmp_path) -> None:
+    model = models["first"][1]
+    words = WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w0")
+    model.save_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(tmp_path / "model")
+    tokens = [3, 1, 4]
+    for _ in range(6):
+        with torch.no_grad():
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    sampling = SamplingSettings(max_response_tokens=6, stop=(f"w{tokens[5]}",))
+    settings = RolloutSettings(startup_timeout_s=240, sampling=sampling, sglang={"tp_size": 2})
+    server = Engine(tmp_path / "model", settings=settings, device_kind="cpu", dtype="float32", seed=0, log_path=tmp_path / "log")
+
+    async def work(address: EngineAddress) -> tuple[Generation, ...]:
+        async with EngineClient(address, request_timeout_s=60) as client:
+            return await client.generate(np.array([3, 1, 4]), sampling=make_sampling(sampling, eos_token_ids=(), greedy=True))
+
+    try:
+        (generation,) = asyncio.run(work(server.start()))
+    finally:
+        server.stop()
+    length = tokens[3:].index(tokens[5]) + 1
+    assert generation.stop_reason is StopReason.STOP
+    assert generation.token_ids.tolist() == tokens[3 : 3 + length]
+    expected = reference_log_probs(model, tokens[: 3 + length], temperature=1.0)
+    np.testing.assert_allclose(generation.log_probs, expected[2:], atol=2e-5)
+
+
+def test_a_killed_server_is_reported(engine) -> None:
+    """The last test of this file: the module's server does not come back."""
+    server, _ = engine
+    server.check()
+    os.kill(server.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while server.alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with pytest.raises(EngineError, match="killed by signal 9"):
+        server.check()

@@ -1,0 +1,248 @@
+"""The client against a server of this file that misbehaves on demand."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from megatron_rl.errors import DeadlineError, EngineError
+from megatron_rl.rollout import transport
+from megatron_rl.rollout.client import EngineClient
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.transport import EngineRefusal, refusal
+from megatron_rl.types import StopReason
+
+Handler = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+ONE = Sampling(max_tokens=3)
+
+
+def answer(request_id: str = "r", **meta: Any) -> dict[str, Any]:
+    scored = [[-0.5, 7, None], [-0.25, 8, None], [-2.0, 9, None]]
+    known = {"id": request_id, "finish_reason": {"type": "length", "length": 3}, "weight_version": "5", "output_token_logprobs": scored}
+    return {"output_ids": [7, 8, 9], "meta_info": {**known, **meta}}
+
+
+def talk(handler: Handler, work: Callable[[EngineClient], Awaitable[Any]], *, timeout_s: float = 20.0) -> tuple[Any, list[Any]]:
+    """Run `work(client)` against `handler`; return its result and the (path, body) of all requests."""
+    seen: list[tuple[str, dict]] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        text = await request.text()
+        seen.append((request.path_qs, json.loads(text) if text else {}))
+        return await handler(request, seen[-1][1])
+
+    async def session() -> Any:
+        application = web.Application()
+        application.router.add_route("*", "/{tail:.*}", handle)
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        address = EngineAddress(f"http://{host}:{port}", "key", vocab_size=16, context_length=64, max_total_tokens=64, has_tokenizer=False)
+        try:
+            async with EngineClient(address, request_timeout_s=timeout_s, control_timeout_s=timeout_s) as client:
+                return await work(client)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(session()), seen
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "FIRST_BACKOFF_S", 0.01)
+
+
+async def generates(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response([answer() for _ in body["input_ids"]])
+
+
+def test_one_request_asks_for_all_samples_of_a_prompt() -> None:
+    generations, seen = talk(generates, lambda client: client.generate(np.array([1, 2]), sampling=ONE, num_samples=3))
+    ((path, body),) = seen
+    assert path == "/generate"
+    assert body["input_ids"] == [[1, 2]] * 3
+    assert body["return_logprob"] is True
+    assert len(set(body["rid"])) == 3 and len({len(rid) for rid in body["rid"]}) == 1
+    assert len(generations) == 3
+    assert generations[0].token_ids.tolist() == [7, 8, 9]
+    assert generations[0].log_probs.tolist() == [-0.5, -0.25, -2.0]
+    assert generations[0].weight_versions.tolist() == [5, 5, 5]
+    assert generations[0].stop_reason is StopReason.LENGTH
+
+
+def test_the_key_is_sent() -> None:
+    keys: list[str | None] = []
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        keys.append(request.headers.get("Authorization"))
+        return web.json_response({"weight_version": "3"})
+
+    assert talk(handler, lambda client: client.weight_version())[0] == 3
+    assert keys == ["Bearer key"]
+
+
+def test_versions_come_from_the_spans() -> None:
+    spans = [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 3}]
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response([answer(weight_versions=spans)])
+
+    generations, _ = talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
+    assert generations[0].weight_versions.tolist() == [4, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"weight_versions": [{"version": "4", "start": 0, "end": 2}]}, "a part of 3 tokens only"),
+        ({"weight_version": "default"}, "weight version 'default', needs a number"),
+        ({"output_token_logprobs": [[-0.5, 7, None]]}, "3 tokens and the log-probs of 1"),
+        ({"finish_reason": {"type": "abort", "message": "out of memory", "status_code": 500}}, "out of memory"),
+    ],
+)
+def test_an_answer_that_cannot_be_trusted_is_an_error(meta: dict[str, Any], message: str) -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response([answer(**meta)])
+
+    with pytest.raises(EngineError, match=message):
+        talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
+
+
+def test_an_abort_keeps_the_partial_tokens() -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response([answer(finish_reason={"type": "abort", "message": "Aborted", "status_code": None})])
+
+    generations, _ = talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
+    assert generations[0].stop_reason is StopReason.ABORT
+    assert len(generations[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("trouble", ["dropped", "busy"])
+def test_generation_is_tried_again_after_a_lost_connection_and_a_full_queue(trouble: str) -> None:
+    calls = 0
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
+        if calls < 3 and trouble == "dropped":
+            assert request.transport is not None
+            request.transport.abort()
+        if calls < 3 and trouble == "busy":
+            return web.json_response({"object": "error", "message": "The request queue is full.", "code": 503}, status=503)
+        return await generates(request, body)
+
+    generations, seen = talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
+    assert len(generations) == 1
+    assert len(seen) == 3
+
+
+def test_an_engine_that_keeps_failing_is_an_error() -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    with pytest.raises(EngineError, match="cannot be reached for /generate"):
+        talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
+
+
+def test_a_refused_request_is_not_tried_again() -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "too long"}}, status=400)
+
+    with pytest.raises(EngineRefusal, match=r"refused /generate: too long \(HTTP 400\)") as caught:
+        talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
+    assert caught.value.status == 400
+
+
+def test_control_calls_are_made_once() -> None:
+    calls = 0
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
+        return web.Response(status=503, text="busy")
+
+    with pytest.raises(EngineRefusal, match="busy"):
+        talk(handler, lambda client: client.pause("abort"))
+    assert calls == 1
+
+
+def test_a_failure_reported_with_status_200_is_an_error() -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"success": False, "message": "unknown group"})
+
+    with pytest.raises(EngineRefusal, match="unknown group"):
+        talk(handler, lambda client: client.receive_bucket(["a"], dtypes=["float32"], shapes=[[1]], group="g"))
+
+
+@pytest.mark.parametrize("call", ["generate", "version"])
+def test_every_wait_has_a_deadline(call: str) -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        return web.Response()
+
+    def work(client: EngineClient) -> Awaitable[Any]:
+        return client.generate(np.array([1]), sampling=ONE) if call == "generate" else client.weight_version()
+
+    with pytest.raises(DeadlineError, match=r"did not answer .* within 0\.2 s"):
+        talk(handler, work, timeout_s=0.2)
+
+
+def test_a_bucket_sets_the_version_and_forgets_prefixes_only_at_the_end() -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"success": True, "message": ""})
+
+    async def work(client: EngineClient) -> None:
+        await client.receive_bucket(["a"], dtypes=["float32"], shapes=[(1, 2)], group="g")
+        await client.receive_bucket(["b"], dtypes=["float32"], shapes=[(3,)], group="g", version=7, flattened=False)
+
+    _, seen = talk(handler, work)
+    (_, first), (_, last) = seen
+    assert first["flush_cache"] is False and "weight_version" not in first and first["load_format"] == "flattened_bucket"
+    assert last["flush_cache"] is True and last["weight_version"] == "7" and last["load_format"] is None
+    assert first["shapes"] == [[1, 2]]
+
+
+def test_cancelling_a_call_aborts_exactly_its_samples() -> None:
+    started = asyncio.Event()
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if request.path == "/generate":
+            started.set()
+            await asyncio.sleep(30)
+        return web.Response()
+
+    async def work(client: EngineClient) -> None:
+        call = asyncio.create_task(client.generate(np.array([1]), sampling=ONE, num_samples=2))
+        await started.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    _, seen = talk(handler, work)
+    (_, generate), *aborts = seen
+    assert [path for path, _ in aborts] == ["/abort_request"] * 2
+    assert {body["rid"] for _, body in aborts} == set(generate["rid"])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error": {"message": "one"}}', "one"),
+        (b'{"error": "two"}', "two"),
+        (b'{"object": "error", "message": "three", "code": 400}', "three"),
+        (b"four", "four"),
+        (b"", "None"),
+        (b'{"detail": "five"}', "{'detail': 'five'}"),
+    ],
+)
+def test_every_shape_of_error_body_gives_its_message(body: bytes, message: str) -> None:
+    assert refusal(body) == message

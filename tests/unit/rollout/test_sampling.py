@@ -1,0 +1,33 @@
+import pytest
+
+from megatron_rl.config.settings import SamplingSettings
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.sampling import Sampling, make_sampling
+
+SETTINGS = SamplingSettings(temperature=0.8, max_response_tokens=5, stop=("x",), stop_token_ids=(4, 2))
+
+
+def test_the_end_of_sequence_token_always_stops() -> None:
+    assert make_sampling(SETTINGS, eos_token_ids=(2, 9)) == Sampling(temperature=0.8, max_tokens=5, stop=("x",), stop_token_ids=(4, 2, 9))
+
+
+def test_greedy_is_temperature_zero() -> None:
+    assert make_sampling(SETTINGS, eos_token_ids=(), greedy=True).temperature == 0.0
+
+
+def test_a_request_leaves_nothing_to_the_checkpoints_generation_config() -> None:
+    request = make_sampling(SETTINGS, eos_token_ids=(9,)).request()
+    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    assert request.items() >= neutral.items()
+    assert request["temperature"] == 0.8
+    assert request["max_new_tokens"] == 5
+    assert request["stop"] == ["x"]
+    assert request["stop_token_ids"] == [4, 2, 9]
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"max_tokens": 0}]
+)
+def test_impossible_sampling_is_refused(options: dict[str, float]) -> None:
+    with pytest.raises(UserError, match="needs"):
+        Sampling(**{"max_tokens": 1, **options})

@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.server_args import OWNED, field_types, server_arguments, validate_server_args
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"max_total_tokens": 1024, "disable_radix_cache": True, "schedule_policy": "lpm", "mem_fraction_static": 0.5},
+        {"mem_fraction_static": 1, "context_length": None, "lora_target_modules": ["q_proj"]},
+    ],
+)
+def test_arguments_of_the_installed_server_are_accepted(arguments: dict[str, object]) -> None:
+    validate_server_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_total_token": 5}, "rollout.sglang.max_total_token is not .*did you mean max_total_tokens"),
+        ({"max_total_tokens": "many"}, "rollout.sglang.max_total_tokens is 'many', needs another type: expected `int | null`, got `str`"),
+        ({"max_total_tokens": 1.5}, "expected `int | null`, got `float`"),
+        ({"disable_radix_cache": 1}, "expected `bool`, got `int`"),
+        ({"schedule_policy": "fastest"}, "is 'fastest', needs one of .*lpm"),
+        ({"port": 3000}, "rollout.sglang.port is 3000 but cannot be set here: each engine takes a free port"),
+        ({"dtype": "float16"}, "model.dtype sets it"),
+    ],
+)
+def test_what_the_server_would_not_take_is_one_sentence(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("|", r"\|")):
+        validate_server_args(arguments)
+
+
+def make_arguments(user: dict[str, object], *, device_kind: str = "cpu", needs_tokenizer: bool = False) -> dict[str, object]:
+    return server_arguments(
+        user,
+        model_path=Path("/model"),
+        device_kind=device_kind,
+        dtype="float32",
+        seed=3,
+        host="127.0.0.1",
+        port=4000,
+        api_key="secret",
+        num_gpus=2,
+        needs_tokenizer=needs_tokenizer,
+    )
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
+def test_everything_that_is_sent_exists_in_the_installed_server(device_kind: str) -> None:
+    assert set(make_arguments({}, device_kind=device_kind)) <= set(field_types())
+    assert set(OWNED) <= set(field_types())
+
+
+def test_the_user_overrides_defaults() -> None:
+    assert make_arguments({})["max_total_tokens"] == 32768
+    assert make_arguments({"max_total_tokens": 100})["max_total_tokens"] == 100
+    assert make_arguments({}, device_kind="cuda")["tp_size"] == 2
+    assert make_arguments({"tp_size": 1}, device_kind="cuda")["tp_size"] == 1
+
+
+def test_a_tokenizer_is_loaded_only_where_stop_strings_need_one() -> None:
+    assert make_arguments({})["skip_tokenizer_init"] is True
+    assert make_arguments({}, needs_tokenizer=True)["skip_tokenizer_init"] is False
+
+
+def test_a_value_that_cannot_be_sent_is_one_sentence() -> None:
+    with pytest.raises(UserError, match="JSON cannot carry"):
+        make_arguments({"max_total_tokens": {1, 2}})
