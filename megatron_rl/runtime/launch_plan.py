@@ -1,0 +1,93 @@
+"""What a run would launch, in words and numbers, for `train --check`. Starts nothing."""
+
+from collections.abc import Mapping
+
+import torch
+
+from megatron_rl.config.derived import Derived, derive
+from megatron_rl.config.settings import Settings
+from megatron_rl.config.yaml_text import format_value
+from megatron_rl.device import Device, chosen_backends, local_device, quiet_megatron_imports
+from megatron_rl.rollout.server_args import server_arguments
+
+with quiet_megatron_imports():
+    from megatron_rl.models.spec import resolve_attention
+    from megatron_rl.training.topology import Topology
+    from megatron_rl.training.trainer import model_dtype
+
+
+def launch_plan(settings: Settings) -> dict[str, Mapping[str, str]]:
+    """Titled tables of what follows from the settings, what would be launched where, and the packages that would be used."""
+    device = local_device()
+    return {
+        "What the settings add up to": _sizes(settings, derive(settings)),
+        "What would be launched": _processes(settings, device),
+        "What it would run on": _backends(settings, device),
+    }
+
+
+def _sizes(settings: Settings, derived: Derived) -> dict[str, str]:
+    data, training, cp = settings.data, settings.training, settings.training.topology.cp
+    group = (
+        f"{data.prompts_per_step} rows" if settings.supervised else f"{data.prompts_per_step} prompts × {data.samples_per_prompt} samples"
+    )
+    rows = {
+        "sequences per step": f"{group} = {derived.sequences_per_step}",
+        "sequences per optimizer step": f"{derived.sequences_per_step} / {training.optimizer_steps_per_batch} optimizer steps = "
+        f"{derived.sequences_per_optimizer_step}",
+        "optimizer steps": f"{settings.run.num_steps} × {training.optimizer_steps_per_batch} = {derived.optimizer_steps}",
+        "sequences in all": f"{settings.run.num_steps} × {derived.sequences_per_step} = {derived.total_sequences}",
+        "tokens per micro-batch": f"at most {training.max_tokens_per_micro_batch} × cp {cp} = {derived.micro_batch_tokens}",
+        "evaluations, checkpoints": f"{derived.evaluations}, {derived.checkpoints}",
+    }
+    if derived.max_sequence_tokens is not None:
+        response = settings.rollout.sampling.max_response_tokens
+        rows["tokens per sequence"] = f"at most {data.max_prompt_tokens} + {response} = {derived.max_sequence_tokens}"
+        rows["tokens per step"] = f"at most {derived.max_sequence_tokens} × {derived.sequences_per_step} = {derived.max_step_tokens}"
+    return rows
+
+
+def _processes(settings: Settings, device: Device) -> dict[str, str]:
+    runtime, topology = settings.runtime, Topology.of(settings.training.topology)
+    place = "one GPU each" if device.kind == "cuda" else "on the CPU"
+    rows = {
+        "Ray": "a local one, on loopback" if runtime.ray_address is None else f"the cluster at {runtime.ray_address}",
+        "Megatron": f"{topology}, {place}, {device.backend}",
+    }
+    if settings.supervised:
+        return rows | {"SGLang": "none: supervised training"}
+    gpus = f", {runtime.num_gpus_per_engine} GPUs each" if device.kind == "cuda" else ", on the CPU"
+    return rows | {
+        "SGLang": f"{settings.rollout.num_engines} servers{gpus}",
+        "SGLang's arguments": _server_arguments(settings, device),
+        "reward workers": f"{settings.reward.num_workers} processes, {settings.reward.function}",
+        "weight sync": f"{settings.weights.transport} ({device.backend})" if settings.weights.transport == "broadcast" else "disk",
+    }
+
+
+def _server_arguments(settings: Settings, device: Device) -> str:
+    """What each server is started with, apart from its own address and key."""
+    arguments = server_arguments(
+        settings.rollout.sglang,
+        model_path=settings.model.path,
+        device_kind=device.kind,
+        dtype=_dtype_name(settings, device),
+        seed=settings.run.seed,
+        host="",
+        port=0,
+        api_key="",
+        num_gpus=settings.runtime.num_gpus_per_engine,
+        needs_tokenizer=bool(settings.rollout.sampling.stop),
+    )
+    return " ".join(f"{name}={format_value(value)}" for name, value in arguments.items() if name not in ("host", "port", "api_key"))
+
+
+def _dtype_name(settings: Settings, device: Device) -> str:
+    return str(model_dtype(settings, device)).removeprefix("torch.")
+
+
+def _backends(settings: Settings, device: Device) -> dict[str, str]:
+    chosen = {"device": f"{device.kind}, {_dtype_name(settings, device)}", "attention": resolve_attention(settings.model.attention)}
+    if device.kind == "cuda":
+        chosen["GPUs here"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
+    return chosen | chosen_backends()

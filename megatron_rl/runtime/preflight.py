@@ -1,0 +1,212 @@
+"""Everything about a run that can be known before it starts a process: asked here, so that it does not fail an hour later.
+
+Nothing is written and no process of the run is started. Upstream libraries are asked what they accept, so importing them is
+the greatest cost: a few seconds.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config.checks import without_effect
+from megatron_rl.config.messages import joined_error
+from megatron_rl.config.settings import Settings
+from megatron_rl.data.source import PromptSource
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.device import local_device, quiet_megatron_imports
+from megatron_rl.errors import UserError
+from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rollout.generate import load_rollout
+from megatron_rl.rollout.server_args import validate_server_args
+from megatron_rl.runtime.resources import available_memory_bytes
+
+with quiet_megatron_imports():
+    from megatron_rl.models.spec import ModelSpec, read_model_spec, resolve_attention, transformer_config
+    from megatron_rl.models.weights import Checkpoint, hf_shapes
+    from megatron_rl.training.optimizer import make_configs
+    from megatron_rl.training.topology import Topology
+    from megatron_rl.training.trainer import check_layout, model_dtype
+
+GIB = 2**30
+OPTIMIZER_BYTES = 12
+"""Bytes per parameter of an fp32 main weight and Adam's two moments."""
+RANK_BYTES = int(0.5 * GIB)
+ENGINE_BYTES = int(1.6 * GIB)
+"""What a Megatron rank and an SGLang server take on the CPU before any weight, mostly imported code."""
+
+
+def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -> list[str]:
+    """Check model, layout, upstream fields, reward function, data, run directory and resources; return what is worth noting.
+
+    `probe` False leaves out reading the data files and calling the reward function on a row of them, for a caller that does
+    both anyway before it starts anything.
+    Raises UserError with one line for every problem found.
+    """
+    checks: list[Callable[[], list[str]]] = [
+        partial(check_run_directory, settings.run.directory, resume=resume),
+        partial(_check_model, settings),
+        partial(_check_optimizer, settings),
+        partial(_check_data, settings, probe=probe),
+        partial(_check_resources, settings),
+    ]
+    if not settings.supervised:
+        checks += [partial(_check_rollout, settings)]
+    problems: list[str] = []
+    notes = without_effect(settings)
+    for check in checks:
+        try:
+            notes += check()
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise joined_error(problems, origin="before the start")
+    return notes
+
+
+def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
+    """Refuse a directory that cannot be written, or that holds another run; a note when there is nothing to resume."""
+    for folder in (directory, *directory.absolute().parents):
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"run.directory is {directory}, but {folder} is a file; choose another directory")
+        if folder.is_dir():
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise UserError(
+                    f"run.directory is {directory}, but {folder} is not writable; choose another directory, or mend its permissions"
+                )
+            break
+    present = directory.is_dir() and any(directory.iterdir())
+    if present and not resume:
+        raise UserError(
+            f"run.directory {directory} holds a run already, needs an empty or new directory; continue that run with --resume, "
+            f"or set another run.directory"
+        )
+    return [f"there is nothing to resume in {directory}: a new run starts"] if resume and not present else []
+
+
+def _check_model(settings: Settings) -> list[str]:
+    spec = read_model_spec(settings.model.path)
+    topology = Topology.of(settings.training.topology)
+    check_layout(topology, spec)
+    transformer_config(
+        spec,
+        topology=settings.training.topology,
+        dtype=model_dtype(settings, local_device()),
+        overrides=settings.model.megatron,
+        attention=resolve_attention(settings.model.attention),
+    )
+    with Checkpoint(settings.model.path) as checkpoint:
+        missing = sorted(set(hf_shapes(spec)) - checkpoint.names())
+    if missing:
+        raise UserError(
+            f"model.path {settings.model.path} lacks {len(missing)} tensors that its config.json asks for, the first is {missing[0]}; "
+            f"use the config.json that belongs to these weights"
+        )
+    return [] if settings.supervised else _check_context(settings, spec)
+
+
+def _check_context(settings: Settings, spec: ModelSpec) -> list[str]:
+    prompt, response = settings.data.max_prompt_tokens, settings.rollout.sampling.max_response_tokens
+    context = spec.max_position_embeddings
+    if prompt + response > context:
+        raise UserError(
+            f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = {prompt + response} tokens, more than "
+            f"the {context} that the model at {settings.model.path} can attend to (max_position_embeddings); allow fewer tokens"
+        )
+    return []
+
+
+def _check_optimizer(settings: Settings) -> list[str]:
+    make_configs(settings.training.optimizer, settings.training.ddp, dtype=model_dtype(settings, local_device()))
+    if "lr" not in settings.training.optimizer:
+        return ["training.optimizer.lr is not set: the learning rate is 1e-6"]
+    return []
+
+
+def _check_data(settings: Settings, *, probe: bool) -> list[str]:
+    """The tokenizer, every row of the data files, and the reward function on the first row."""
+    tokenizer = load_tokenizer(settings.model.path)
+    data = settings.data
+    if probe:
+        seed = settings.run.seed
+        train = PromptSource(data.train, tokenizer, settings=data, seed=seed, need_response=settings.supervised)
+        if data.eval is not None:
+            PromptSource(data.eval, tokenizer, settings=data, seed=seed)
+        if not settings.supervised:
+            with RewardRunner(settings.reward) as runner:
+                runner.probe(train.next_prompts(1)[0])
+    if data.eval is not None and data.eval.resolve() == data.train.resolve():
+        return [f"data.eval is data.train ({data.train}): the run is evaluated on rows that it trains on"]
+    return []
+
+
+def _check_rollout(settings: Settings) -> list[str]:
+    with warnings.catch_warnings():
+        # SGLang imports torchvision, whose image part is not used and cannot load next to a CPU build of torch.
+        warnings.filterwarnings("ignore", message="Failed to load image Python extension")
+        # Seconds of imports when arguments were given, nothing when there are none.
+        validate_server_args(settings.rollout.sglang)
+    load_rollout(settings.rollout.function)
+    return []
+
+
+def _check_resources(settings: Settings) -> list[str]:
+    spec = read_model_spec(settings.model.path)
+    parameters = sum(prod(shape) for shape in hf_shapes(spec).values())
+    notes = check_disk(settings.run.directory, checkpoint_bytes=parameters * (OPTIMIZER_BYTES + 4), keep=settings.run.keep_checkpoints)
+    if settings.runtime.ray_address is not None:
+        return notes
+    if local_device().kind == "cuda":
+        check_gpus(settings, available=torch.cuda.device_count())
+        return notes
+    return notes + check_cpu_memory(settings, parameters=parameters, available=available_memory_bytes())
+
+
+def check_disk(directory: Path, *, checkpoint_bytes: int, keep: int) -> list[str]:
+    """Refuse a disk on which not even one checkpoint has room; a note when the `keep` newest and one being written have none."""
+    present = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(present).free
+    if free < checkpoint_bytes:
+        raise UserError(
+            f"{present} has {free / GIB:.1f} GiB free, a checkpoint of this model takes about {checkpoint_bytes / GIB:.1f} GiB; "
+            f"free space, or set run.directory to another disk"
+        )
+    needed = checkpoint_bytes * (keep + 1)
+    if free < needed:
+        return [
+            f"{present} has {free / GIB:.1f} GiB free, run.keep_checkpoints {keep} and one being written take about {needed / GIB:.1f} GiB"
+        ]
+    return []
+
+
+def check_gpus(settings: Settings, *, available: int) -> None:
+    """Refuse more GPUs than this machine has; a Ray cluster is asked by the run itself."""
+    ranks = settings.training.topology.num_ranks
+    engines = 0 if settings.supervised else settings.rollout.num_engines
+    per_engine = settings.runtime.num_gpus_per_engine
+    needed = ranks + engines * per_engine
+    if needed > available:
+        raise UserError(
+            f"{ranks} Megatron ranks + {engines} engines × {per_engine} GPUs = {needed} GPUs, this machine has {available}; "
+            f"lower training.topology.num_ranks, rollout.num_engines or runtime.num_gpus_per_engine, or use a cluster with --ray-address"
+        )
+
+
+def check_cpu_memory(settings: Settings, *, parameters: int, available: int) -> list[str]:
+    """A note when weights, gradients, optimizer, reference and the processes themselves take more memory than there is, in bytes."""
+    topology = settings.training.topology
+    engines = 0 if settings.supervised else settings.rollout.num_engines
+    model_copies = topology.num_ranks // (topology.tp * topology.pp)
+    per_parameter = OPTIMIZER_BYTES + 4 + 4 + (0 if settings.supervised else 4)
+    needed = topology.num_ranks * RANK_BYTES + engines * (ENGINE_BYTES + 4 * parameters) + model_copies * parameters * per_parameter
+    if needed <= available:
+        return []
+    return [
+        f"{topology.num_ranks} ranks and {engines} engines take at least {needed / GIB:.1f} GiB of memory, {available / GIB:.1f} GiB are "
+        f"available; fewer ranks or engines, or a smaller model, avoid that the system ends one of them"
+    ]

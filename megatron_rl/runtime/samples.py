@@ -1,0 +1,196 @@
+"""Where a run's training samples come from: engines that generate, or a file with the answers."""
+
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.data.batch import make_train_batch
+from megatron_rl.data.source import PromptSource
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.observe.console import PhaseProgress
+from megatron_rl.observe.metrics import Last, Metric
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.runtime.background import BackgroundLoop
+from megatron_rl.runtime.publish import Publisher
+from megatron_rl.runtime.rollouts import Rollouts
+from megatron_rl.runtime.trainers import TrainerGroup
+from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.types import TrainBatch
+from megatron_rl.weights.parity import ParityReport, check_parity, make_probe
+
+Result = TypeVar("Result")
+
+START_TIMEOUT_S = 300.0
+CONTROL_TIMEOUT_S = 60.0
+PROBE_SEQUENCES = 8
+PROBE_TOKENS = 64
+PARITY_THRESHOLDS = {"float32": 1e-4, "bfloat16": 2e-2}
+"""Mean |difference| in nats that rounding explains, by the engines' dtype."""
+
+
+class SampleSource(Protocol):
+    """What the loop needs of the side that makes samples."""
+
+    def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
+        """The sequences of one step, and what they say of the rollout."""
+        ...
+
+    @property
+    def generates(self) -> bool:
+        """True when engines take part, which need weights and can be evaluated; `num_eval_prompts` to `check_parity` are about them."""
+        ...
+
+    @property
+    def num_eval_prompts(self) -> int:
+        """Held-out prompts; 0 when there is nothing to evaluate on."""
+        ...
+
+    def evaluate(self, *, progress: PhaseProgress) -> dict[str, Metric]:
+        """Metrics `eval/*` of the weights published last."""
+        ...
+
+    def publish(self, *, version: int) -> dict[str, Metric]:
+        """Give the trainer's weights to whoever generates, as `version`."""
+        ...
+
+    def check_parity(self) -> dict[str, Metric]:
+        """Compare the trainer with whoever generates; ParityError when they disagree."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Where the data continue, as JSON values, on disk before this returns."""
+        ...
+
+    def rewind(self, *, step: int, state: dict[str, Any]) -> None:
+        """Continue where the checkpoint after `step` steps stood."""
+        ...
+
+    def forget(self, *, before_step: int) -> None:
+        """Free what only a checkpoint older than `before_step` could come back to."""
+        ...
+
+
+class SupervisedSamples:
+    """Rows with answers, from a file. Nobody generates, so there is nothing to evaluate, to publish to or to compare with."""
+
+    generates = False
+    num_eval_prompts = 0
+
+    def __init__(self, settings: Settings) -> None:
+        tokenizer = load_tokenizer(settings.model.path)
+        self._source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed, need_response=True)
+        self._count = settings.data.prompts_per_step
+
+    def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
+        """The next rows of the file."""
+        return make_train_batch(self._source.next_supervised(self._count)), {}
+
+    def evaluate(self, *, progress: PhaseProgress) -> dict[str, Metric]:
+        """Not for supervised training."""
+        raise NotImplementedError("nobody generates in supervised training")
+
+    def publish(self, *, version: int) -> dict[str, Metric]:
+        """Not for supervised training."""
+        raise NotImplementedError("nobody generates in supervised training")
+
+    def check_parity(self) -> dict[str, Metric]:
+        """Not for supervised training."""
+        raise NotImplementedError("nobody generates in supervised training")
+
+    def state(self) -> dict[str, Any]:
+        """The position in the file."""
+        return self._source.state()
+
+    def rewind(self, *, step: int, state: dict[str, Any]) -> None:
+        """Go back to a position."""
+        self._source.restore(state)
+
+    def forget(self, *, before_step: int) -> None:
+        """Nothing is kept."""
+
+
+class GeneratedSamples:
+    """Prompts from a file, answers from the engines. Waits for the coroutines of `Rollouts` under the watchdog's eyes."""
+
+    generates = True
+
+    def __init__(self, settings: Settings, *, background: BackgroundLoop, watchdog: Watchdog) -> None:
+        self._settings = settings
+        self.background, self._watchdog = background, watchdog
+        self.rollouts = Rollouts(settings)
+        self._publisher: Publisher
+        self._trainers: TrainerGroup
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Result], *, name: str, timeout_s: float) -> Result:
+        result: Result = self._watchdog.wait([self.background.submit(coroutine)], name=name, timeout_s=timeout_s)[0]
+        return result
+
+    def open(self, buffer: Path | None) -> None:
+        """Check the reward function on a probe and open the buffer; nothing expensive has started yet."""
+        self._wait(self.rollouts.start_rewards(), name="checking the reward function", timeout_s=START_TIMEOUT_S)
+        if buffer is not None:
+            self._wait(self.rollouts.open_buffer(buffer), name="opening the buffer", timeout_s=START_TIMEOUT_S)
+
+    def connect(self, addresses: list[EngineAddress]) -> None:
+        """Open clients to the engines."""
+        self._wait(self.rollouts.connect(addresses), name="connecting to the engines", timeout_s=CONTROL_TIMEOUT_S)
+
+    def attach(self, publisher: Publisher, trainers: TrainerGroup, *, dtype: str) -> None:
+        """Name the trainer whose weights the engines serve, in `dtype`."""
+        self._publisher, self._trainers, self._dtype = publisher, trainers, dtype
+
+    def close(self) -> None:
+        """Close clients, reward workers and buffer."""
+        self.background.submit(self.rollouts.close()).result(timeout=CONTROL_TIMEOUT_S)
+
+    @property
+    def num_eval_prompts(self) -> int:
+        """Rows of data.eval."""
+        return len(self.rollouts.eval_prompts)
+
+    def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
+        """Generate what the buffer does not hold yet."""
+        timeout_s = 2 * self._settings.rollout.request_timeout_s + self._settings.reward.timeout_s
+        return self._wait(self.rollouts.next_batch(step, progress=progress), name=f"rollout of step {step}", timeout_s=timeout_s)
+
+    def evaluate(self, *, progress: PhaseProgress) -> dict[str, Metric]:
+        """Greedy and sampled answers to every held-out prompt."""
+        timeout_s = 2 * self._settings.rollout.request_timeout_s
+        return self._wait(self.rollouts.evaluate(progress=progress), name="evaluation", timeout_s=timeout_s)
+
+    def publish(self, *, version: int) -> dict[str, Metric]:
+        """Sync the engines' weights."""
+        return self._publisher.publish(version=version)
+
+    def check_parity(self) -> dict[str, Metric]:
+        """Score fixed tokens on every engine and on the trainer."""
+        address = self.rollouts.clients[0].address
+        probe = make_probe(
+            self.rollouts.eval_prompts,
+            vocab_size=self.rollouts.vocab_size,
+            num_sequences=PROBE_SEQUENCES,
+            length=min(PROBE_TOKENS, address.context_length // 2),
+            seed=self._settings.run.seed,
+        )
+        by_engines = self._wait(self.rollouts.score(probe), name="parity probe of the engines", timeout_s=CONTROL_TIMEOUT_S)
+        by_trainer = self._trainers.log_probs(probe, temperature=1.0)
+        threshold = self._settings.weights.parity_threshold or PARITY_THRESHOLDS[self._dtype]
+        reports: list[ParityReport] = [
+            check_parity(by_engine, by_trainer, mask_T=probe.loss_mask, threshold=threshold) for by_engine in by_engines
+        ]
+        worst = max(reports, key=lambda report: report.mean)
+        return {"weights/parity_mean": Last(worst.mean), "weights/parity_max": Last(worst.maximum)}
+
+    def state(self) -> dict[str, Any]:
+        """The position in the prompts; the buffer is flushed to disk first, so that a checkpoint never knows more than it."""
+        self._wait(self.rollouts.flush(), name="flushing the buffer", timeout_s=CONTROL_TIMEOUT_S)
+        return self.rollouts.source.state()
+
+    def rewind(self, *, step: int, state: dict[str, Any]) -> None:
+        """Take back what was consumed after the checkpoint."""
+        self._wait(self.rollouts.rewind(step=step, source_state=state), name="rewinding the buffer", timeout_s=CONTROL_TIMEOUT_S)
+
+    def forget(self, *, before_step: int) -> None:
+        """Drop the token arrays of older groups from the buffer."""
+        self._wait(self.rollouts.prune(before_step), name="pruning the buffer", timeout_s=CONTROL_TIMEOUT_S)

@@ -1,0 +1,129 @@
+"""From settings to a finished run: everything is checked, then placed, then started, and stopped whatever happens."""
+
+import os
+import sys
+from contextlib import ExitStack
+from typing import Literal
+
+from ray.util.placement_group import PlacementGroup
+
+from megatron_rl.config.load import dump_settings
+from megatron_rl.config.settings import Settings
+from megatron_rl.files import write_atomic
+from megatron_rl.observe.console import RL_COLUMNS, SUPERVISED_COLUMNS, RunConsole
+from megatron_rl.observe.memory import PeakMemory
+from megatron_rl.observe.metrics import metric_values
+from megatron_rl.observe.sinks import Sinks
+from megatron_rl.observe.timing import PhaseTimer
+from megatron_rl.runtime.background import BackgroundLoop
+from megatron_rl.runtime.cluster import Needs, cluster_device_kind, ray_cluster, reserved_places
+from megatron_rl.runtime.engines import EngineGroup, engine_dtype, ranks_per_engine
+from megatron_rl.runtime.loop import train_loop
+from megatron_rl.runtime.publish import BroadcastPublisher, DiskPublisher, Publisher
+from megatron_rl.runtime.samples import GeneratedSamples, SampleSource, SupervisedSamples
+from megatron_rl.runtime.trainers import TrainerGroup
+from megatron_rl.runtime.training_run import SETTINGS_FILE, TrainingRun
+from megatron_rl.runtime.watchdog import Watchdog
+
+DeviceKind = Literal["cpu", "cuda"]
+
+PLACE_TIMEOUT_S = 120.0
+BUFFER_FILE = "buffer.sqlite"
+
+
+def train(settings: Settings, *, resume: bool) -> None:
+    """Train; see `run.run_training`."""
+    directory = settings.run.directory
+    timer = PhaseTimer()
+    with ExitStack() as stack:
+        columns = SUPERVISED_COLUMNS if settings.supervised else RL_COLUMNS
+        console = stack.enter_context(RunConsole(settings.run.num_steps, columns=columns))
+        memory = stack.enter_context(PeakMemory([os.getpid()]))
+        write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
+        with timer.measure("start"), console.phase("start"):
+            samples, trainers = _start(settings, stack)
+        sinks = stack.enter_context(Sinks(directory, settings.observe, config=settings.model_dump(mode="json")))
+        run = TrainingRun(settings, samples=samples, trainers=trainers, console=console, sinks=sinks, memory=memory, timer=timer)
+        first_step = run.resume() if resume else 0
+        train_loop(run, first_step=first_step)
+        run.finish(resume_command=_resume_command(settings))
+
+
+def evaluate(settings: Settings) -> None:
+    """Evaluate; see `run.run_evaluation`."""
+    with ExitStack() as stack:
+        console = stack.enter_context(RunConsole(1))
+        with console.phase("start"):
+            samples = _open_samples(settings, stack, watchdog := Watchdog(), buffer=False)
+            places, device_kind = _reserve(settings, stack, Needs(0, settings.rollout.num_engines, settings.runtime.num_gpus_per_engine))
+            engines = EngineGroup(settings, places=places, first_place=0, device_kind=device_kind, watchdog=watchdog)
+            stack.callback(engines.stop)
+            samples.connect(engines.finish_start(engines.begin_start()))
+        with console.phase("eval", total=2 * samples.num_eval_prompts, unit="prompts") as progress:
+            metrics = samples.evaluate(progress=progress)
+        for name, value in metric_values(metrics).items():
+            console.say(f"{name:<28} {value:.4f}")
+
+
+def _start(settings: Settings, stack: ExitStack) -> tuple[SampleSource, TrainerGroup]:
+    """Check what is cheap to check, then start every process at once and wait for all."""
+    watchdog = Watchdog()
+    num_ranks = settings.training.topology.num_ranks
+    if settings.supervised:
+        samples = SupervisedSamples(settings)
+        places, device_kind = _reserve(settings, stack, Needs(num_ranks, 0, 0))
+        trainers = TrainerGroup(settings, places=places, device_kind=device_kind, watchdog=watchdog)
+        trainers.finish_start(trainers.begin_start())
+        return samples, trainers
+    generated = _open_samples(settings, stack, watchdog, buffer=True)
+    places, device_kind = _reserve(settings, stack, Needs(num_ranks, settings.rollout.num_engines, settings.runtime.num_gpus_per_engine))
+    engines = EngineGroup(settings, places=places, first_place=num_ranks, device_kind=device_kind, watchdog=watchdog)
+    stack.callback(engines.stop)
+    trainers = TrainerGroup(settings, places=places, device_kind=device_kind, watchdog=watchdog)
+    engines_starting, trainers_starting = engines.begin_start(), trainers.begin_start()
+    trainers.finish_start(trainers_starting)
+    generated.connect(engines.finish_start(engines_starting))
+    publisher = _publisher(settings, generated, trainers, watchdog, device_kind=device_kind)
+    generated.attach(publisher, trainers, dtype=engine_dtype(settings, device_kind=device_kind))
+    return generated, trainers
+
+
+def _open_samples(settings: Settings, stack: ExitStack, watchdog: Watchdog, *, buffer: bool) -> GeneratedSamples:
+    background = BackgroundLoop()
+    stack.callback(background.close)
+    samples = GeneratedSamples(settings, background=background, watchdog=watchdog)
+    stack.callback(samples.close)
+    samples.open(settings.run.directory / BUFFER_FILE if buffer else None)
+    return samples
+
+
+def _reserve(settings: Settings, stack: ExitStack, needs: Needs) -> tuple[PlacementGroup, DeviceKind]:
+    stack.enter_context(ray_cluster(address=settings.runtime.ray_address, needs=needs))
+    device_kind = cluster_device_kind()
+    return stack.enter_context(reserved_places(needs, device_kind=device_kind, timeout_s=PLACE_TIMEOUT_S)), device_kind
+
+
+def _publisher(
+    settings: Settings, samples: GeneratedSamples, trainers: TrainerGroup, watchdog: Watchdog, *, device_kind: DeviceKind
+) -> Publisher:
+    clients, background, timeout_s = samples.rollouts.clients, samples.background, settings.weights.sync_timeout_s
+    if settings.weights.transport == "disk":
+        directory = settings.run.directory / "weights"
+        return DiskPublisher(
+            trainers=trainers, clients=clients, background=background, watchdog=watchdog, directory=directory, timeout_s=timeout_s
+        )
+    return BroadcastPublisher(
+        trainers=trainers,
+        clients=clients,
+        background=background,
+        watchdog=watchdog,
+        backend="nccl" if device_kind == "cuda" else "gloo",
+        ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
+        timeout_s=timeout_s,
+    )
+
+
+def _resume_command(settings: Settings) -> str:
+    """The command that trains this run for half as many steps again."""
+    steps = settings.run.num_steps + max(1, settings.run.num_steps // 2)
+    return f"{sys.executable} -m megatron_rl train {settings.run.directory / SETTINGS_FILE} --resume run.num_steps={steps}"

@@ -1,0 +1,77 @@
+"""Waiting with a name and a deadline, while watching that everybody who must live does.
+
+Ray reports the death of an actor only to who asks it something. So every actor has one call that never returns; when it
+does, the actor is dead, and whoever waits for anything at all learns it at once.
+"""
+
+import concurrent.futures
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from megatron_rl.errors import DeadlineError, EngineError, MegatronRLError
+
+Future = concurrent.futures.Future[Any]
+
+
+def _raise_own(error: BaseException) -> None:
+    """Raise what an actor raised as itself where it is ours, so that a user's mistake prints as one sentence."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, MegatronRLError):
+        raise error.cause from error
+    raise error
+
+
+class Watchdog:
+    """Waits for futures; the death of any watched actor ends every wait with that actor's own error."""
+
+    def __init__(self) -> None:
+        self._vital: dict[Future, str] = {}
+
+    def watch(self, name: str, future: Future) -> None:
+        """Watch an actor through the future of a call that returns only when the actor fails."""
+        self._vital[future] = name
+
+    def forget(self) -> None:
+        """Watch nobody any more, because they are about to be stopped on purpose."""
+        self._vital.clear()
+
+    def wait(self, futures: Sequence[Future], *, name: str, timeout_s: float, blame: Mapping[int, str] | None = None) -> list[Any]:
+        """Wait for all futures and return their results in order.
+
+        `name` says what is waited for; `blame` names the owner of each future by position, for the message at the deadline.
+
+        Raises:
+            DeadlineError: `timeout_s` seconds went by; the message names who is still missing.
+            Exception: whatever the first failing future or watched actor raised.
+        """
+        deadline = time.monotonic() + timeout_s
+        pending = set(futures)
+        while pending:
+            done, _ = concurrent.futures.wait(
+                pending | set(self._vital), timeout=max(0.0, deadline - time.monotonic()), return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            if not done:
+                for item in pending:
+                    item.cancel()
+                missing = [(blame or {}).get(position, f"part {position}") for position, item in enumerate(futures) if item in pending]
+                raise DeadlineError(f"{name} did not finish within {timeout_s:.0f} s, still waiting for: {', '.join(missing)}")
+            for item in sorted(done, key=lambda item: item in self._vital):
+                self._check(item)
+            pending -= done
+        return [item.result() for item in futures]
+
+    def _check(self, item: Future) -> None:
+        error = item.exception()
+        if error is not None:
+            _raise_own(error)
+        if item in self._vital:
+            raise EngineError(f"{self._vital[item]} ended although nobody asked it to")
+
+    def wait_refs(self, refs: Sequence[ray.ObjectRef], *, name: str, timeout_s: float) -> list[Any]:
+        """Wait for Ray calls, one per rank."""
+        return self.wait(
+            [ref.future() for ref in refs], name=name, timeout_s=timeout_s, blame={rank: f"rank {rank}" for rank in range(len(refs))}
+        )

@@ -1,0 +1,118 @@
+"""Starting `megatron-rl` as its user does, and looking at everything it starts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 240.0
+
+
+class Command:
+    """A running `megatron-rl` in a process group of its own; `output` grows in a file."""
+
+    def __init__(self, arguments: list[str], *, log: Path) -> None:
+        self._log = log
+        self._seen: set[psutil.Process] = set()
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl", *arguments],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def descendants(self) -> set[psutil.Process]:
+        """Every process that the command has started and that this object has seen."""
+        try:
+            self._seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            pass
+        return self._seen
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the output contains `text`."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while text not in self.output:
+            self.descendants()
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {text!r}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {text!r} within {TIMEOUT_S} s:\n{self.output}"
+            time.sleep(0.2)
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit status."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.process.poll() is None:
+            self.descendants()
+            assert time.monotonic() < deadline, f"still running after {TIMEOUT_S} s:\n{self.output}"
+            time.sleep(0.2)
+        return self.process.returncode
+
+    def survivors(self) -> list[str]:
+        """What the command started and left running, as command lines."""
+        _, alive = psutil.wait_procs([process for process in self._seen if process.is_running()], timeout=15)
+        found = []
+        for process in alive:
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def reap(self) -> None:
+        """End whatever is left, whatever the test found."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        for process in self._seen:
+            if process.is_running():
+                process.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """`start("train", "config.yaml", "key=value", ...)` starts the command line; everything it started ends with the test."""
+    started: list[Command] = []
+
+    def run(*arguments: object) -> Command:
+        command = Command([str(argument) for argument in arguments], log=tmp_path / f"output-{len(started)}.txt")
+        started.append(command)
+        return command
+
+    yield run
+    for command in started:
+        command.reap()
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file."""
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The arithmetic example's model and data."""
+    directory = tmp_path_factory.mktemp("arithmetic") / "task"
+    subprocess.run(
+        [sys.executable, "examples/arithmetic/make_task.py", str(directory), "--seed", "1"], cwd=ROOT, check=True, timeout=TIMEOUT_S
+    )
+    # Fewer held-out problems: each evaluation then takes a tenth of the time.
+    held_out = directory / "held_out.jsonl"
+    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:50]))
+    return directory

@@ -1,0 +1,125 @@
+"""The main job with all its real parts: Megatron ranks over gloo, an SGLang server, Ray, the buffer. Small, but nothing is replaced."""
+
+import json
+import os
+import re
+import signal
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM
+
+RL_SETTINGS = ("data.prompts_per_step=16", "data.samples_per_prompt=4", "run.eval_interval=2", "training.schedule.warmup_steps=1")
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+
+
+def rl_arguments(task: Path, directory: Path, *overrides: str) -> list[str]:
+    paths = (f"model.path={task}/model", f"data.train={task}/train.jsonl", f"data.eval={task}/held_out.jsonl")
+    return ["train", "examples/arithmetic/grpo.yaml", f"run.directory={directory}", *paths, *RL_SETTINGS, *overrides]
+
+
+def metrics(directory: Path) -> dict[int, dict[str, float]]:
+    steps: dict[int, dict[str, float]] = {}
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        steps.setdefault(row["step"], {}).update(row)
+    return steps
+
+
+def test_supervised_start_then_rl_then_resume(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    sft, rl = tmp_path / "sft", tmp_path / "rl"
+    warm = start(
+        "train", "examples/arithmetic/sft.yaml", f"run.directory={sft}", f"model.path={task}/model", f"data.train={task}/supervised.jsonl",
+        "run.num_steps=12", "training.schedule.warmup_steps=2",
+    )  # fmt: skip
+    assert warm.wait() == 0, warm.output
+    losses = [row["train/loss"] for step, row in sorted(metrics(sft).items()) if step]
+    assert losses[-1] < losses[0] - 0.3
+
+    overrides = (f"model.path={sft}/huggingface", "run.save_interval=2")
+    first = start(*rl_arguments(task, rl, "run.num_steps=2", *overrides))
+    assert first.wait() == 0, first.output
+    assert first.survivors() == []
+    summary = json.loads((rl / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert 0 <= summary["accuracy_before"] <= 1
+    assert summary["peak_memory_bytes"] > 2**29
+    assert AutoModelForCausalLM.from_pretrained(summary["checkpoint"]).num_parameters() > 0
+    assert (rl / "curves.png").stat().st_size > 10_000
+    steps = metrics(rl)
+    assert steps[0]["weights/parity_mean"] <= 1e-4
+    assert [steps[step]["weights/version"] for step in (0, 1, 2)] == [0, 1, 2]
+    assert all(steps[step]["train/log_prob_diff"] <= 1e-4 for step in (1, 2))
+    assert all(steps[step]["rollout/num_samples"] == 64 for step in (1, 2))
+    assert all(steps[step]["rollout/staleness_max"] == 0 for step in (1, 2))
+
+    second = start("train", rl / "settings.yaml", "--resume", "run.num_steps=4")
+    assert second.wait() == 0, second.output
+    assert "after 2 steps" in second.output
+    steps = metrics(rl)
+    assert [steps[step]["weights/version"] for step in (3, 4)] == [3, 4]
+    # The moments of the optimizer and the weights came back: engine and trainer agree and the learning rate went on.
+    assert steps[3]["train/log_prob_diff"] <= 1e-4
+    assert json.loads((rl / "summary.json").read_text())["accuracy_before"] == summary["accuracy_before"]
+    with sqlite3.connect(f"file:{rl}/buffer.sqlite?mode=ro", uri=True) as buffer:
+        consumed = buffer.execute("SELECT consumed_step, count(*) FROM groups WHERE state = 'consumed' GROUP BY 1").fetchall()
+    assert consumed == [(0, 16), (1, 16), (2, 16), (3, 16)]
+
+
+def test_interrupt_stops_everything(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    run = start(*rl_arguments(task, tmp_path / "run", "run.num_steps=1000", "run.save_interval=0"))
+    run.wait_for("  1/1000")
+    # As a terminal does it: the whole foreground process group gets the signal.
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait() == 130, run.output
+    assert "interrupted" in run.output
+    assert run.survivors() == []
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        # The actor's name is its process title; the server is the one with the module on its command line.
+        pytest.param("ray::TrainerWorker", r"ActorDiedError|actor died|died unexpectedly", id="rank"),
+        pytest.param("megatron_rl.rollout.sglang_server", r"SGLang server at http\S+ died \(killed by signal 9\)", id="engine"),
+    ],
+)
+def test_death_of_a_process_surfaces_and_leaves_nothing(
+    task: Path, tmp_path: Path, start: Callable[..., Any], pattern: str, message: str
+) -> None:
+    run = start(*rl_arguments(task, tmp_path / "run", "run.num_steps=1000", "run.save_interval=0"))
+    run.wait_for("  1/1000")
+    victims = [process for process in run.descendants() if process.is_running() and pattern in " ".join(process.cmdline())]
+    min(victims, key=psutil.Process.create_time).kill()
+    assert run.wait() == 1, run.output
+    assert re.search(message, run.output), run.output
+    assert run.survivors() == []
+
+
+def test_killed_run_loses_no_finished_group(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    directory = tmp_path / "run"
+    run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=2", "run.eval_interval=0"))
+    run.wait_for("  4/1000")
+    run.descendants()
+    run.process.kill()
+    assert run.wait() == -signal.SIGKILL
+    # Nobody is left to clean up. Ray's own agents look for their raylet once a minute; all else goes down at once.
+    assert [name for name in run.survivors() if not name.startswith(RAY_AGENTS)] == []
+    again = start("train", directory / "settings.yaml", "--resume", "run.num_steps=8")
+    assert again.wait() == 0, again.output
+    with sqlite3.connect(f"file:{directory}/buffer.sqlite?mode=ro", uri=True) as buffer:
+        rows = buffer.execute("SELECT consumed_step, count(*), count(DISTINCT id) FROM groups WHERE state = 'consumed' GROUP BY 1").fetchall()
+    assert [row for row in rows if row[0] < 8] == [(step, 16, 16) for step in range(8)]
+
+
+def test_reward_that_keeps_failing_stops_the_run_with_its_traceback(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    run = start(*rl_arguments(task, tmp_path / "run", "run.num_steps=5"), "--reward", "tests.e2e.failing_reward:score")
+    assert run.wait() == 2, run.output
+    assert "more than reward.max_error_rate 5.0%" in run.output
+    assert "this grader is broken" in run.output
+    assert run.survivors() == []

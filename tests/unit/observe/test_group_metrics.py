@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+
+from megatron_rl.observe.group_metrics import evaluation_metrics, has_one_reward, rollout_metrics
+from megatron_rl.observe.metrics import check_metrics, metric_values
+from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
+
+PROMPT = Prompt(id="p", token_ids=np.array([1, 2, 3]), text="abc")
+
+
+def sample(reward: Reward, *, length: int = 2, stop: StopReason = StopReason.STOP, version: int = 4) -> Sample:
+    return Sample(
+        group_id="p",
+        index=0,
+        prompt=PROMPT,
+        response_ids=np.zeros(length, np.int64),
+        loss_mask=np.ones(length, np.bool_),
+        rollout_log_probs=np.zeros(length, np.float32),
+        weight_versions=np.full(length, version),
+        stop_reason=stop,
+        reward=reward,
+    )
+
+
+def scored(value: float, **components: float) -> Reward:
+    return Reward(RewardOutcome.SCORED, value, components=components)
+
+
+def test_failed_rewards_are_counted_and_not_averaged() -> None:
+    failed = [Reward(RewardOutcome.ERROR, message="boom"), Reward(RewardOutcome.TIMEOUT, message="late")]
+    group = Group("p", PROMPT, tuple(map(sample, [scored(1.0), scored(0.5), *failed])))
+    metrics = rollout_metrics([group], version=4, seconds=2.0)
+    check_metrics(metrics)
+    values = metric_values(metrics)
+    assert values["rollout/reward"] == 0.75
+    assert values["rollout/reward_errors"] == values["rollout/reward_timeouts"] == 1
+    assert values["rollout/num_samples"] == 4
+    assert values["rollout/tokens_per_second"] == 4
+
+
+def test_lengths_truncation_and_staleness() -> None:
+    samples = (sample(scored(0), length=3, stop=StopReason.LENGTH, version=2), sample(scored(1), length=1))
+    values = metric_values(rollout_metrics([Group("p", PROMPT, samples)], version=4, seconds=1.0))
+    assert values["rollout/truncated_fraction"] == 0.5
+    assert values["rollout/response_length"] == 2
+    assert values["rollout/response_length_max"] == 3
+    assert values["rollout/staleness"] == pytest.approx(1.5)
+    assert values["rollout/staleness_max"] == 2
+
+
+@pytest.mark.parametrize(("rewards", "expected"), [((0.3,) * 8, True), ((0.3, 0.3, 0.30000001), False), ((1.0,), True)])
+def test_a_group_without_signal_is_one_of_equal_rewards(rewards: tuple[float, ...], expected: bool) -> None:
+    assert has_one_reward(Group("p", PROMPT, tuple(sample(scored(value)) for value in rewards))) is expected
+
+
+def test_accuracy_is_the_component_where_there_is_one() -> None:
+    metrics = evaluation_metrics([sample(scored(0.7, accuracy=0.0)), sample(scored(1.0, accuracy=1.0))], kind="greedy")
+    check_metrics(metrics)
+    values = metric_values(metrics)
+    assert values["eval/accuracy_greedy"] == 0.5
+    assert values["eval/reward_greedy"] == pytest.approx(0.85)

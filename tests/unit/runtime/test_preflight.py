@@ -1,0 +1,184 @@
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.config.load import load_settings
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import UserError
+from megatron_rl.runtime import preflight as module
+from megatron_rl.runtime.launch_plan import launch_plan
+from megatron_rl.runtime.preflight import GIB, check_cpu_memory, check_disk, check_gpus, check_run_directory, preflight
+
+REWARD = """
+def score(*, prompt, response, label, metadata):
+    return float(response == label)
+
+def broken(*, prompt, response, label, metadata):
+    return 1 / 0
+"""
+
+
+@pytest.fixture
+def words(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Overrides that make a run which passes every check."""
+    rows = [{"prompt": f"{number}+1=", "label": str(number + 1), "response": str(number + 1)} for number in range(20)]
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "preflight_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return [
+        f"run.directory={tmp_path / 'runs' / 'one'}",
+        f"model.path={tiny_model()}",
+        f"data={{train: {data}, max_prompt_tokens: 16, prompts_per_step: 4, samples_per_prompt: 2}}",
+        "rollout.sampling.max_response_tokens=8",
+        "reward.function=preflight_reward:score",
+        "training.optimizer.lr=1e-4",
+    ]
+
+
+@pytest.fixture
+def check(words: list[str]) -> Callable[..., list[str]]:
+    def run(*overrides: str, **keywords: Any) -> list[str]:
+        return preflight(load_settings(None, [*words, *overrides]), **keywords)
+
+    return run
+
+
+def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> None:
+    assert check() == []
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("model.path=nowhere", ["model.path is nowhere"]),
+        ("model.megatron.num_layers=3", ["model.megatron.num_layers is 3", "needs 2"]),
+        ("model.megatron.recompute_granularty=full", ["recompute_granularity"]),
+        ("model.attention=transformer_engine", ["not installed"]),
+        ("training.topology={num_ranks: 8, tp: 8}", ["not divisible by tp 8"]),
+        ("training.optimizer.learning_rate=1", ["training.optimizer.learning_rate"]),
+        ("training.optimizer.adam_bta1=0.8", ["adam_beta1"]),
+        ("training.ddp.overlap_grad_reduc=true", ["overlap_grad_reduce"]),
+        ("data.train=nowhere.jsonl", ["nowhere.jsonl"]),
+        ("data.prompt_key=question", ["train.jsonl:1", "question"]),
+        ("data.max_prompt_tokens=4", ["train.jsonl:11", "the limit is 4"]),
+        ("rollout.sampling.max_response_tokens=500", ["16 + rollout.sampling.max_response_tokens 500 = 516", "512"]),
+        ("rollout.sglang.mem_fraction_statc=0.5", ["rollout.sglang.mem_fraction_statc", "mem_fraction_static"]),
+        ("rollout.function=no_such_module:roll", ["rollout.function", "no_such_module"]),
+        ("rollout.function=preflight_reward:nothing", ["rollout.function", "it has: score"]),
+        ("reward.function=preflight_reward:scoer", ["scoer"]),
+        ("reward.function=preflight_reward:broken", ["gave no reward for a probe", "ZeroDivisionError"]),
+    ],
+)
+def test_problems_are_found(check: Callable[..., list[str]], override: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        check(override)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_problems_are_told_together(check: Callable[..., list[str]]) -> None:
+    with pytest.raises(UserError, match="2 things are wrong"):
+        check("training.ddp.x=1", "data.train=nowhere.jsonl")
+
+
+def test_missing_weights_are_found(check: Callable[..., list[str]], words: list[str]) -> None:
+    path = Path(words[1].partition("=")[2]) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 3}))
+    with pytest.raises(UserError, match=r"lacks \d+ tensors .* model\.layers\.2\."):
+        check()
+
+
+def test_data_and_reward_are_left_alone_on_request(check: Callable[..., list[str]]) -> None:
+    assert check("data.prompt_key=question", "reward.function=no_such_module:score", probe=False) == []
+
+
+def test_notes(check: Callable[..., list[str]], words: list[str]) -> None:
+    train = load_settings(None, words).data.train
+    notes = check(f"data.eval={train}", "model.dtype=bfloat16", "training.optimizer={}", resume=True)
+    expected = ["there is nothing to resume", "training.optimizer.lr is not set", "rows that it trains on"]
+    assert [any(part in note for note in notes) for part in expected] == [True] * 3
+    assert len(notes) == 3
+
+
+def test_run_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    assert check_run_directory(directory, resume=False) == []
+    assert "nothing to resume" in check_run_directory(directory, resume=True)[0]
+    directory.mkdir()
+    assert check_run_directory(directory, resume=False) == []
+    (directory / "settings.yaml").write_text("x")
+    assert check_run_directory(directory, resume=True) == []
+    with pytest.raises(UserError, match=r"holds a run already.*--resume"):
+        check_run_directory(directory, resume=False)
+    with pytest.raises(UserError, match=r"settings\.yaml is a file"):
+        check_run_directory(directory / "settings.yaml" / "below", resume=False)
+
+
+def test_read_only_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UserError, match="not writable"):
+        check_run_directory(tmp_path / "run", resume=False)
+
+
+def test_disk(tmp_path: Path) -> None:
+    assert check_disk(tmp_path / "run", checkpoint_bytes=1, keep=2) == []
+    with pytest.raises(UserError, match="a checkpoint of this model takes about"):
+        check_disk(tmp_path / "run", checkpoint_bytes=2**60, keep=2)
+    assert "run.keep_checkpoints 1000000000" in check_disk(tmp_path, checkpoint_bytes=2**20, keep=10**9)[0]
+
+
+def test_gpus_and_memory_are_added_up(words: list[str]) -> None:
+    settings = load_settings(
+        None, [*words, "training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2", "runtime.num_gpus_per_engine=2"]
+    )
+    check_gpus(settings, available=8)
+    with pytest.raises(UserError, match=r"4 Megatron ranks \+ 2 engines × 2 GPUs = 8 GPUs, this machine has 7"):
+        check_gpus(settings, available=7)
+    # 4 ranks x 0.5 + 2 engines x (1.6 + 4 x 0.25) + 2 copies x 0.25 x 24 bytes
+    needed = 4 * 0.5 + 2 * (1.6 + 4 * 0.25) + 2 * 0.25 * 24
+    assert check_cpu_memory(settings, parameters=GIB // 4, available=int((needed + 0.1) * GIB)) == []
+    assert f"at least {needed:.1f} GiB" in check_cpu_memory(settings, parameters=GIB // 4, available=int((needed - 0.1) * GIB))[0]
+
+
+def test_plan_says_what_would_be_launched(words: list[str]) -> None:
+    settings = load_settings(None, [*words, "training.topology={num_ranks: 2, tp: 2}", "rollout.sglang.mem_fraction_static=0.5"])
+    sizes, processes, backends = launch_plan(settings).values()
+    assert sizes["sequences per step"] == "4 prompts × 2 samples = 8"
+    assert sizes["tokens per step"] == "at most 24 × 8 = 192"
+    assert "tp 2" in processes["Megatron"]
+    assert "mem_fraction_static=0.5" in processes["SGLang's arguments"]
+    assert "api_key" not in processes["SGLang's arguments"]
+    assert backends["torch"]
+
+
+def test_plan_of_supervised_training_has_no_engine(words: list[str]) -> None:
+    _, processes, _ = launch_plan(load_settings(None, [*words, "objective.policy_loss=sft"])).values()
+    assert processes["SGLang"].startswith("none")
+    assert "reward workers" not in processes
+
+
+def test_check_prints_settings_that_can_be_read_back(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["train", "--check", *words]) == 0
+    text = capsys.readouterr().out
+    assert "sequences per step" in text
+    assert text.endswith("nothing was started, nothing was written.\n")
+    assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)] == before
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(text)
+    assert load_settings(printed) == load_settings(None, words)
+
+
+def test_supervised_runs_ask_nothing_of_engine_and_reward(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(settings: Settings) -> list[str]:
+        raise AssertionError("not needed for supervised training")
+
+    monkeypatch.setattr(module, "RewardRunner", refuse)
+    monkeypatch.setattr(module, "_check_rollout", refuse)
+    notes = preflight(load_settings(None, [*words, "objective.policy_loss=sft"]))
+    assert [note.split(" has no effect")[0] for note in notes] == ["data.samples_per_prompt 2", "the section rollout", "the section reward"]
