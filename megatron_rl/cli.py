@@ -1,0 +1,170 @@
+"""The command line: `megatron-rl train`, `eval` and `doctor`.
+
+Exit status: 0 done; 2 input that the user can mend, told in one sentence; 1 any other failure; 130 after Ctrl-C, 143 after
+SIGTERM. What is heavy is imported inside the command that needs it, so that help and mistakes answer at once.
+"""
+
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from megatron_rl.config.load import dump_settings, load_settings
+from megatron_rl.config.overrides import split_words
+from megatron_rl.config.reference import SettingField, section_description, setting_fields
+from megatron_rl.config.settings import Settings
+from megatron_rl.config.yaml_text import format_value
+from megatron_rl.errors import MegatronRLError, UserError
+
+_OVERRIDES = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+
+
+class SettingsCommand(click.Command):
+    """A command whose help ends with every setting: name, type, default and description."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the settings, one list per section."""
+        sections: dict[str, list[SettingField]] = {}
+        for field in setting_fields():
+            sections.setdefault(field.path.rpartition(".")[0], []).append(field)
+        for section, fields in sections.items():
+            with formatter.section(f"{section}: {section_description(section).rstrip('.')}"):
+                formatter.write_dl([(field.path, _help(field)) for field in fields], col_max=48)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="megatron-rl")
+def cli() -> None:
+    """RL post-training for large language models: Megatron-Core trains, SGLang generates."""
+
+
+@cli.command(cls=SettingsCommand, short_help="Train a policy.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [key.path=value | --key.path value]...")
+@click.option("--check", is_flag=True, help="Resolve and check everything, print what would be launched, start nothing.")
+@click.option("--resume", is_flag=True, help="Continue the run in run.directory from its last checkpoint.")
+@click.option("--reward", metavar="MODULE:FUNCTION", help="Short for reward.function=MODULE:FUNCTION.")
+@click.option("--ray-address", metavar="ADDRESS", help="Short for runtime.ray_address=ADDRESS: use a running Ray cluster.")
+def train(words: tuple[str, ...], check: bool, resume: bool, reward: str | None, ray_address: str | None) -> int:
+    """Train a policy.
+
+    Settings come from CONFIG.yaml and from overrides, whose values are YAML; a later override wins. Example:
+
+    megatron-rl train grpo.yaml run.seed=2 --training.optimizer.lr 2e-6
+    """
+    settings = _settings(words, reward=reward, ray_address=ray_address)
+    # Heavy from here on: megatron-core and transformers are asked what they know.
+    from megatron_rl.runtime.preflight import preflight
+
+    if check:
+        return _check(settings, resume=resume)
+    _print_notes(preflight(settings, resume=resume, probe=False))
+    from megatron_rl.runtime.run import run_training
+
+    run_training(settings, resume=resume)
+    return 0
+
+
+@cli.command(name="eval", short_help="Evaluate a model on data.eval.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [key.path=value | --key.path value]...")
+@click.option("--reward", metavar="MODULE:FUNCTION", help="Short for reward.function=MODULE:FUNCTION.")
+@click.option("--ray-address", metavar="ADDRESS", help="Short for runtime.ray_address=ADDRESS: use a running Ray cluster.")
+def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None) -> int:
+    """Evaluate the model at model.path on data.eval, with the settings of a training run (`megatron-rl train --help` lists them)."""
+    settings = _settings(words, reward=reward, ray_address=ray_address)
+    if settings.data.eval is None:
+        raise UserError("data.eval is not set, so there is nothing to evaluate on; set it to a file of held-out rows with data.eval=PATH")
+    from megatron_rl.runtime.run import run_evaluation
+
+    run_evaluation(settings)
+    return 0
+
+
+@cli.command(short_help="Check this machine and its packages.")
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Where runs are to be written; the working directory when not given.",
+)
+def doctor(directory: Path) -> int:
+    """Compare this machine and its packages with what was tested; print the command that mends each difference."""
+    from megatron_rl.doctor import examine, report
+
+    return report(examine(directory))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line on `arguments` (those of the process when None) and return the exit status."""
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, _leave) for number in signals}
+    try:
+        return _run(arguments)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """The command, with every way that it can end turned into an exit status."""
+    try:
+        status = cli.main(args=None if arguments is None else list(arguments), prog_name="megatron-rl", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        print("megatron-rl: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except UserError as error:
+        print(f"megatron-rl: {error}", file=sys.stderr)
+        return 2
+    except MegatronRLError as error:
+        print(f"megatron-rl: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except Exception:
+        # The third of the named boundaries: whatever nobody foresaw ends with its traceback and a status that scripts notice.
+        traceback.print_exc()
+        return 1
+    return int(status or 0)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Turn a signal into an exception, so that every `finally` on the way out stops the processes that it started."""
+    raise SystemExit(128 + number)
+
+
+def _settings(words: Sequence[str], *, reward: str | None, ray_address: str | None) -> Settings:
+    given = split_words(words, options=("check", "resume", "reward", "ray-address", "help"))
+    short = {"reward.function": reward, "runtime.ray_address": ray_address}
+    overrides = [*given.overrides, *(f"{key}={format_value(value)}" for key, value in short.items() if value is not None)]
+    return load_settings(given.config, overrides)
+
+
+def _check(settings: Settings, *, resume: bool) -> int:
+    """Print the resolved settings as YAML with everything else as comments, so that the output is itself a settings file."""
+    from megatron_rl.runtime.launch_plan import launch_plan
+    from megatron_rl.runtime.preflight import preflight
+
+    print(dump_settings(settings))
+    for title, rows in launch_plan(settings).items():
+        print(f"# {title}")
+        for name, value in rows.items():
+            print(f"#   {name:<34} {value}")
+        print("#")
+    sys.stdout.flush()
+    _print_notes(preflight(settings, resume=resume))
+    print("# Check passed: nothing was started, nothing was written.")
+    return 0
+
+
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"megatron-rl: note: {note}", file=sys.stderr)
+
+
+def _help(field: SettingField) -> str:
+    default = "required" if field.required else f"default {field.default}"
+    return f"{field.description} [{field.type}; {default}]"

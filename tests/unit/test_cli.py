@@ -1,0 +1,178 @@
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.config.load import load_settings
+from megatron_rl.config.reference import setting_fields
+from megatron_rl.errors import EngineError, UserError
+
+SETTINGS = "run: {directory: runs/x}\nmodel: {path: model}\ndata: {train: train.jsonl, eval: eval.jsonl}\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "settings.yaml"
+    path.write_text(SETTINGS)
+    return str(path)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What the command line asks of the runtime, which is replaced: these tests are about the command line alone."""
+    made: list[tuple[str, Any]] = []
+    preflight, run = ModuleType("megatron_rl.runtime.preflight"), ModuleType("megatron_rl.runtime.run")
+
+    def record(name: str) -> Callable[..., list[str]]:
+        def call(settings: Any, **keywords: Any) -> list[str]:
+            made.append((name, (settings, keywords)))
+            return ["mind the gap"] if name == "preflight" else []
+
+        return call
+
+    vars(preflight).update(preflight=record("preflight"))
+    vars(run).update(run_training=record("run_training"), run_evaluation=record("run_evaluation"))
+    monkeypatch.setitem(sys.modules, "megatron_rl.runtime.preflight", preflight)
+    monkeypatch.setitem(sys.modules, "megatron_rl.runtime.run", run)
+    return made
+
+
+def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "train",
+        config,
+        "run.seed=2",
+        "--training.optimizer.lr",
+        "2e-6",
+        "--resume",
+        "--reward",
+        "my.module:score",
+        "--ray-address",
+        "10.0.0.1:6379",
+    ]
+    assert main(words) == 0
+    (first, _), (second, (settings, keywords)) = calls
+    assert (first, second, keywords) == ("preflight", "run_training", {"resume": True})
+    overrides = ["run.seed=2", "training.optimizer.lr=2e-6", "reward.function=my.module:score", "runtime.ray_address=10.0.0.1:6379"]
+    assert settings == load_settings(Path(config), overrides)
+    assert "note: mind the gap" in capsys.readouterr().err
+
+
+def test_eval_hands_over_resolved_settings(calls: list[tuple[str, Any]], config: str) -> None:
+    assert main(["eval", config, "model.path=other"]) == 0
+    (name, (settings, _)), *rest = calls
+    assert (name, settings.model.path, rest) == ("run_evaluation", Path("other"), [])
+
+
+def test_eval_without_data_is_refused(calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", config, "data.eval=null"]) == 2
+    assert "data.eval is not set" in capsys.readouterr().err
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "part"),
+    [
+        (UserError("model.path is bad"), 2, "megatron-rl: model.path is bad\n"),
+        (EngineError("the server died"), 1, "megatron-rl: EngineError: the server died\n"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ZeroDivisionError("boom"), 1, "Traceback"),
+    ],
+)
+def test_every_end_has_its_status(
+    calls: list[tuple[str, Any]],
+    config: str,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+    part: str,
+) -> None:
+    def fail(settings: Any, *, resume: bool) -> None:
+        raise error
+
+    vars(sys.modules["megatron_rl.runtime.run"])["run_training"] = fail
+    assert main(["train", config]) == status
+    text = capsys.readouterr().err
+    assert part in text
+    assert ("Traceback" in text) == isinstance(error, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["train", "--chek"], "did you mean --check?"),
+        (["train", "run.sed=1"], "did you mean run.seed?"),
+        (["train"], "run is missing"),
+        (["trian"], "No such command 'trian'"),
+        (["train", "nothing.yaml"], "nothing.yaml cannot be read"),
+        (["doctor", "--directry", "."], "--directory"),
+    ],
+)
+def test_mistakes_end_with_status_2(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert part in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [field.path for field in setting_fields() if f"  {field.path} " not in text and f"  {field.path}\n" not in text] == []
+    assert "one of auto, float32, bfloat16" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "-h"], ["eval", "--help"], ["doctor", "--help"], ["--version"]])
+def test_other_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert "megatron-rl" in capsys.readouterr().out
+
+
+def test_help_starts_nothing_heavy() -> None:
+    """The answer to a mistake must not wait for torch."""
+    heavy = "[name for name in ('torch', 'ray', 'sglang', 'megatron') if name in sys.modules]"
+    code = f"import sys; from megatron_rl.cli import main; main(['train', '--help']); print('heavy:', {heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("heavy: []\n")
+
+
+SLEEPER = """
+import sys, time, types
+from megatron_rl.cli import main
+def run_training(settings, *, resume):
+    try:
+        print("started", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+preflight, run = types.ModuleType("preflight"), types.ModuleType("run")
+preflight.preflight, run.run_training = (lambda settings, **keywords: []), run_training
+sys.modules |= {"megatron_rl.runtime.preflight": preflight, "megatron_rl.runtime.run": run}
+sys.exit(main(["train", sys.argv[1]]))
+"""
+
+
+@pytest.fixture
+def sleeper(config: str) -> Iterator["subprocess.Popen[str]"]:
+    with subprocess.Popen([sys.executable, "-c", SLEEPER, config], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_signals_run_the_clean_up(sleeper: "subprocess.Popen[str]", number: signal.Signals, status: int) -> None:
+    assert sleeper.stdout is not None
+    assert sleeper.stdout.readline() == "started\n"
+    os.kill(sleeper.pid, number)
+    out, err = sleeper.communicate(timeout=20)
+    assert sleeper.returncode == status
+    assert out == "cleaned up\n"
+    assert "Traceback" not in err

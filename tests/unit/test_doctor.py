@@ -1,0 +1,140 @@
+import re
+import resource
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from megatron_rl import doctor
+from megatron_rl.doctor import GIB, Finding
+from megatron_rl.versions import Release, known_releases
+
+ROOT = Path(__file__).parents[2]
+RAY = Release(distribution="ray", version="2.60.0", accepted=">=2.50", purpose="processes")
+
+
+def required_versions(name: str, python: str) -> dict[str, str]:
+    """Pins (`==`) of a requirements file that hold for a Python version."""
+    pins: dict[str, str] = {}
+    for line in (ROOT / "tools" / "requirements" / name).read_text().splitlines():
+        text = line.partition("#")[0].strip()
+        if text:
+            requirement = Requirement(text)
+            exact = re.fullmatch(r"==([^*,]+)", str(requirement.specifier))
+            if exact and (requirement.marker is None or requirement.marker.evaluate({"python_version": python})):
+                pins[requirement.name.lower()] = exact.group(1)
+    return pins
+
+
+@pytest.mark.parametrize("minor", [10, 11, 12])
+@pytest.mark.parametrize(
+    ("kind", "files"), [("cpu", ["cpu.txt", "cpu-nodeps.txt", "torchvision.txt", "constraints.txt"]), ("cuda", ["gpu.txt"])]
+)
+def test_table_holds_what_the_requirement_files_pin(kind: str, files: list[str], minor: int) -> None:
+    python = f"3.{minor}"
+    pins = {distribution: version for name in files for distribution, version in required_versions(name, python).items()}
+    table = {release.distribution: release.version for release in known_releases(kind, python=(3, minor))}  # type: ignore[arg-type]
+    shared = table.keys() & pins.keys()
+    assert {"megatron-core", "sglang"} <= shared
+    assert {name: table[name] for name in shared} == {name: pins[name] for name in shared}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("minor", [10, 11, 12])
+def test_tested_versions_are_accepted(kind: str, minor: int) -> None:
+    for release in known_releases(kind, python=(3, minor)):  # type: ignore[arg-type]
+        assert release.accepts(release.version), release
+        assert release.is_tested(f"{release.version}+cpu")
+
+
+@pytest.mark.parametrize(
+    ("installed", "level", "part"),
+    [
+        ("2.60.0", "ok", "as tested"),
+        ("2.51.0", "note", "tested with 2.60.0"),
+        ("2.9.0", "broken", "needs >=2.50"),
+        (None, "broken", "not installed"),
+    ],
+)
+def test_packages(installed: str | None, level: str, part: str) -> None:
+    finding = doctor.check_package(RAY, installed)
+    assert (finding.level, part in finding.text) == (level, True)
+    assert (finding.fix == "") == (level == "ok")
+    assert finding.fix == "" or finding.fix.endswith("-m pip install 'ray==2.60.0'")
+
+
+@pytest.mark.parametrize(("version", "level"), [((3, 9), "broken"), ((3, 10), "ok"), ((3, 12), "ok"), ((3, 13), "broken")])
+def test_python(version: tuple[int, int], level: str) -> None:
+    assert doctor.check_python(version).level == level
+
+
+@pytest.mark.parametrize(
+    ("proxies", "level"),
+    [
+        ({}, "ok"),
+        ({"http": "http://proxy:3128"}, "broken"),
+        ({"all": "socks://proxy:1", "no": "example.org"}, "broken"),
+        ({"http": "http://proxy:3128", "no": "example.org, 127.0.0.1"}, "ok"),
+        ({"http": "http://proxy:3128", "no": "*"}, "ok"),
+        ({"ftp": "http://proxy:3128"}, "ok"),
+    ],
+)
+def test_proxies(proxies: dict[str, str], level: str) -> None:
+    assert doctor.check_proxies(proxies).level == level
+
+
+def test_proxy_fix_keeps_the_exceptions() -> None:
+    fix = doctor.check_proxies({"http": "http://proxy:3128", "no": "example.org"}).fix
+    assert fix == "export no_proxy=example.org,localhost,127.0.0.1 NO_PROXY=example.org,localhost,127.0.0.1"
+
+
+def test_limits() -> None:
+    assert doctor.check_memory(int(5.9 * GIB)).level == "broken"
+    assert doctor.check_memory(6 * GIB).level == "ok"
+    assert doctor.check_open_files(1024).level == "note"
+    assert doctor.check_open_files(resource.RLIM_INFINITY).level == "ok"
+
+
+def test_space_of_a_directory_that_does_not_exist_yet(tmp_path: Path) -> None:
+    finding = doctor.check_space("disk", tmp_path / "runs" / "x", needed_gib=0, fix="")
+    assert finding.level == "ok"
+    assert str(tmp_path) in finding.text
+    assert doctor.check_space("disk", tmp_path, needed_gib=10**9, fix="buy disks").level == "note"
+
+
+def test_lscpu_is_needed_on_cpu_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.check_lscpu("cpu").level == "broken"
+    assert doctor.check_lscpu("cuda").level == "ok"
+    assert doctor.gpu_kind() == "cpu"
+
+
+def test_gpu_next_to_a_cpu_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho NVIDIA H100\necho NVIDIA H100\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "2.13.0+cpu")
+    assert doctor.gpu_kind() == "cuda"
+    finding = list(doctor.check_gpu("cuda"))[-1]
+    assert (finding.level, finding.text.startswith("2 × NVIDIA H100")) == ("broken", True)
+
+
+def test_imports_are_tried_in_a_child() -> None:
+    assert doctor.check_import("json.decoder").level == "ok"
+    finding = doctor.check_import("json.nothing_here")
+    assert finding.level == "broken"
+    assert "No module named 'json.nothing_here'" in finding.text
+
+
+def test_loopback_works_here() -> None:
+    assert doctor.check_loopback().level == "ok"
+
+
+@pytest.mark.parametrize(("level", "status"), [("ok", 0), ("note", 0), ("broken", 1)])
+def test_report_ends_with_the_fixes(level: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = [Finding("a", "ok", "fine"), Finding("b", level, "so so", "" if level == "ok" else "mend --it")]  # type: ignore[arg-type]
+    assert doctor.report(iter(findings)) == status
+    text = capsys.readouterr().out
+    assert ("  b: mend --it\n" in text) == (level != "ok")
+    assert ("1 of 2 checks found something broken" in text) == (level == "broken")
