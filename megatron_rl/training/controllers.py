@@ -1,0 +1,69 @@
+"""Coefficients of the objective that change from one optimizer step to the next, and what steers them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.algorithms.entropy_control import controlled, make_entropy_controller
+from megatron_rl.algorithms.kl import updated_kl_coef
+from megatron_rl.algorithms.objective import Objective
+
+
+@dataclass(frozen=True, slots=True)
+class StepObjective:
+    """The objective of one optimizer step, the same for all its micro-batches, with its present coefficients."""
+
+    objective: Objective
+    entropy_coef: float
+    kl_loss_coef: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasurements:
+    """What a finished step measured over all ranks: mean entropy per token, and mean over sequences of the KL per token, in nats.
+
+    None where the step measured nothing.
+    """
+
+    entropy: float | None
+    kl_per_sequence: float | None
+
+
+class Controllers:
+    """The entropy controller and the adaptive KL coefficient, as far as the objective asks for them; equal on all ranks."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self._entropy = make_entropy_controller(objective)
+        self._kl_coef = objective.kl_loss_coef
+
+    @property
+    def needs_current_entropy(self) -> bool:
+        """Whether `present` wants the entropy of the policy before the step."""
+        return self._entropy is not None and self._entropy.needs_current_entropy
+
+    def present(self, entropy: float | None = None) -> StepObjective:
+        """The objective of the coming step. `entropy`, nats per token, is that of the policy before it, where it is needed."""
+        objective, entropy_coef = self._objective, self._objective.entropy_coef
+        if self._entropy is not None:
+            objective, entropy_coef = controlled(objective, self._entropy.applied(entropy))
+        return StepObjective(objective, entropy_coef, self._kl_coef)
+
+    def update(self, measured: StepMeasurements, *, num_sequences: int) -> None:
+        """Take in a finished step of `num_sequences` sequences."""
+        if self._entropy is not None and measured.entropy is not None:
+            self._entropy.update(measured.entropy)
+        control = self._objective.kl_control
+        if control is not None and measured.kl_per_sequence is not None:
+            self._kl_coef = updated_kl_coef(self._kl_coef, kl=measured.kl_per_sequence, num_sequences=num_sequences, control=control)
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers for a checkpoint."""
+        return {"kl_coef": self._kl_coef, "entropy": None if self._entropy is None else self._entropy.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`; a controller that the checkpoint does not know starts anew, a fixed coefficient stays the setting's."""
+        if self._objective.kl_control is not None:
+            self._kl_coef = float(state["kl_coef"])
+        if self._entropy is not None and state["entropy"] is not None:
+            self._entropy.restore(state["entropy"])

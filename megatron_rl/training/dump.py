@@ -1,0 +1,44 @@
+"""A micro-batch on disk, to replay a non-finite loss or gradient offline."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save
+
+from megatron_rl.files import write_atomic
+from megatron_rl.training.micro_batch import MicroBatch
+from megatron_rl.training.token_data import TokenData
+
+
+def dump_micro_batch(
+    path: Path, micro_batch: MicroBatch, data: TokenData, *, loss: float, grad_norm: float, temperature: float
+) -> None:
+    """Write `path`.safetensors with the tokens that this rank holds and the loss's inputs [N], and `path`.json about them.
+
+    Raises UserError when the place cannot be written.
+    """
+    index = micro_batch.target_index
+    arrays = {
+        "input_ids": micro_batch.input_ids[0].cpu().numpy(),
+        "position_ids": micro_batch.position_ids[0].cpu().numpy(),
+        "cu_seqlens_padded": micro_batch.packed.cu_seqlens_q_padded.cpu().numpy(),
+        "positions": micro_batch.positions.cpu().numpy(),
+        "targets": micro_batch.targets.cpu().numpy(),
+        "sequence_index": micro_batch.sequence_index.cpu().numpy(),
+        "rollout_log_probs": data.rollout_log_probs[index],
+        "advantages": data.advantages[index],
+    }
+    if data.old_log_probs is not None:
+        arrays["old_log_probs"] = data.old_log_probs[index]
+    if data.ref_log_probs is not None:
+        arrays["ref_log_probs"] = data.ref_log_probs[index]
+    about = {"loss": _number(loss), "grad_norm": _number(grad_norm), "temperature": temperature, "rows": micro_batch.rows.tolist()}
+    write_atomic(path.with_name(path.name + ".safetensors"), save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+    write_atomic(path.with_name(path.name + ".json"), json.dumps(about, indent=2))
+
+
+def _number(value: float) -> float | str:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else str(value)

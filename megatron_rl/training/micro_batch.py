@@ -1,0 +1,68 @@
+"""A packed micro-batch as tensors on this rank's device.
+
+Legend: T tokens that this rank holds, N of them whose prediction is looked at, S sequences.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_rl.data.packing import micro_batch_layout, trainable_targets
+from megatron_rl.models.attention import PackedSequences, packed_sequences
+from megatron_rl.training.topology import Place, Topology
+from megatron_rl.types import Ints, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """What the model is given and which of its predictions are used.
+
+    `input_ids` and `position_ids` [1, T]; `positions` [N] among the T, ascending; `targets` [N] the tokens predicted there;
+    `target_index` [N] where these stand in the batch's token arrays; `sequence_index` [N] in [0, S); `sequence_tokens` [S]
+    trainable tokens of each whole sequence, over all context-parallel ranks. `rows` [S] of the batch.
+    """
+
+    rows: Ints
+    input_ids: Tensor
+    position_ids: Tensor
+    packed: PackedSequences
+    positions: Tensor
+    targets: Tensor
+    target_index: Ints
+    sequence_index: Tensor
+    sequence_tokens: Tensor
+
+    def pick(self, values: NDArray[np.generic], dtype: torch.dtype = torch.float32) -> Tensor:
+        """The entries of a token-aligned array of the whole batch that belong to this micro-batch's targets, [N]."""
+        return torch.from_numpy(values[self.target_index]).to(device=self.input_ids.device, dtype=dtype)
+
+
+def make_micro_batch(
+    batch: TrainBatch, rows: Ints, *, topology: Topology, place: Place, device: torch.device, all_tokens: bool = False
+) -> MicroBatch:
+    """Lay out the sequences `rows` of `batch` for this rank, with predictions of trainable tokens or of `all_tokens`."""
+    layout = micro_batch_layout(batch, rows, cp_size=topology.cp, cp_rank=place.cp_rank, pad_to=topology.pad_to)
+    positions = np.flatnonzero(layout.target_index >= 0) if all_tokens else trainable_targets(layout, batch.loss_mask)
+    target_index = layout.target_index[positions]
+    real = layout.token_index >= 0
+    tokens = np.zeros(len(layout.token_index), np.int64)
+    tokens[real] = batch.tokens[layout.token_index[real]]
+
+    def move(array: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return MicroBatch(
+        rows=rows,
+        input_ids=move(tokens)[None],
+        position_ids=move(layout.position_ids)[None],
+        packed=packed_sequences(layout.cu_seqlens_padded, device=device, cp_size=topology.cp, cp_rank=place.cp_rank),
+        positions=move(positions),
+        targets=move(batch.tokens[target_index]),
+        target_index=target_index,
+        sequence_index=move(layout.sequence_index[positions]),
+        sequence_tokens=move(batch.trainable_tokens[rows]),
+    )
+

@@ -1,0 +1,201 @@
+"""megatron-core's optimizer, gradient buffers and learning-rate schedule, built from settings; and one step of them.
+
+Any field of megatron-core's OptimizerConfig and DistributedDataParallelConfig can be set by its own name. Where ours differ from
+the defaults there, `OPTIMIZER_DEFAULTS` and `DDP_DEFAULTS` say so.
+"""
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pydantic
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+
+from megatron_rl.config.settings import ScheduleSettings
+from megatron_rl.errors import UserError
+from megatron_rl.training.adam import GroupStepAdam
+
+OPTIMIZER_DEFAULTS: Mapping[str, Any] = {"optimizer": "adam", "lr": 1e-6, "min_lr": 0.0, "weight_decay": 0.0, "clip_grad": 1.0}
+"""A small constant rate and no weight decay: RL starts from a trained model, which decay would pull away from without a reward."""
+
+DDP_DEFAULTS: Mapping[str, Any] = {"grad_reduce_in_fp32": True}
+"""Gradients are summed in fp32 whatever the parameters' dtype, so that the sum does not depend on the layout."""
+
+_DTYPES: Mapping[Any, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_OPTIMIZER_REFUSED = {
+    "bf16": "it follows from model.dtype",
+    "fp16": "model.dtype can be float32 or bfloat16",
+    "params_dtype": "it follows from model.dtype",
+    "timers": "it is not a value that a file can hold",
+    "overlap_param_gather_with_optimizer_step": "it needs a schedule of its own, which is not built; use training.ddp.overlap_param_gather",
+}
+_DDP_REFUSED = {
+    "average_in_collective": "gradients are sums over ranks here, never averages",
+    "use_megatron_fsdp": "only megatron-core's DistributedDataParallel is supported",
+    "use_custom_fsdp": "only megatron-core's DistributedDataParallel is supported",
+}
+
+
+def _checked(section: str, given: Mapping[str, Any], owner: type) -> dict[str, Any]:
+    """`given` with values of the types that the fields of the dataclass `owner` declare; a dtype may be named. Raises UserError."""
+    hints = typing.get_type_hints(owner)
+    known = [field.name for field in dataclasses.fields(owner)]
+    values = {}
+    for name, value in given.items():
+        if name not in known:
+            closest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {closest[0]}?" if closest else "see the installed megatron-core for its fields"
+            raise UserError(f"training.{section}.{name} is not a field of megatron-core's {owner.__name__}; {hint}")
+        if hints[name] is torch.dtype and value in _DTYPES:
+            value = _DTYPES[value]
+        # megatron-core leaves some optional fields without a None in their type.
+        kind: Any = hints[name] | None
+        adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(kind, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
+        try:
+            values[name] = adapter.validate_python(value)
+        except pydantic.ValidationError as error:
+            raise UserError(f"training.{section}.{name} is {value!r}: {error.errors()[0]['msg']}; give a value of that type") from error
+    return values
+
+
+def validate_optimizer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` as values of the types that the installed OptimizerConfig declares.
+
+    Raises UserError for a name that it lacks, a value of another type, or a field that follows from another setting.
+    """
+    checked = _checked("optimizer", fields, OptimizerConfig)
+    for name, reason in _OPTIMIZER_REFUSED.items():
+        if name in checked:
+            raise UserError(f"training.optimizer.{name} cannot be set, because {reason}; remove it")
+    merged = {**OPTIMIZER_DEFAULTS, **checked}
+    if merged["optimizer"] != "adam":
+        raise UserError(f"training.optimizer.optimizer is {merged['optimizer']!r}, only 'adam' can be saved and resumed; remove it")
+    if merged["lr"] is None or not merged["lr"] >= (merged["min_lr"] or 0.0):
+        raise UserError(f"training.optimizer.lr is {merged['lr']} with min_lr {merged['min_lr']}; lr must be a number of at least min_lr")
+    return checked
+
+
+def validate_ddp_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` as values of the types that the installed DistributedDataParallelConfig declares.
+
+    Raises UserError for a name that it lacks, a value of another type, or one that is not supported.
+    """
+    checked = _checked("ddp", fields, DistributedDataParallelConfig)
+    for name, reason in _DDP_REFUSED.items():
+        if checked.get(name):
+            raise UserError(f"training.ddp.{name} is on, which cannot be, because {reason}; remove it")
+    instances = checked.get("num_distributed_optimizer_instances", 1)
+    if instances != 1:
+        raise UserError(f"training.ddp.num_distributed_optimizer_instances is {instances}, only 1 is supported; remove it")
+    return checked
+
+
+def _distributed(optimizer: Mapping[str, Any], ddp: Mapping[str, Any]) -> bool:
+    """Whether the distributed optimizer is used; either section can ask for it. Raises UserError when they contradict each other."""
+    name = "use_distributed_optimizer"
+    wanted = {section: bool(fields[name]) for section, fields in (("optimizer", optimizer), ("ddp", ddp)) if name in fields}
+    if len(set(wanted.values())) > 1:
+        raise UserError(
+            f"training.optimizer.{name} is {wanted['optimizer']} and training.ddp.{name} is {wanted['ddp']}; set one of them, or both alike"
+        )
+    return any(wanted.values())
+
+
+def make_configs(
+    optimizer: Mapping[str, Any], ddp: Mapping[str, Any], *, dtype: torch.dtype
+) -> tuple[OptimizerConfig, DistributedDataParallelConfig]:
+    """The two configurations from settings' fields, for parameters of `dtype`. Raises UserError for what cannot be set."""
+    optimizer, ddp = validate_optimizer_fields(optimizer), validate_ddp_fields(ddp)
+    distributed = {"use_distributed_optimizer": _distributed(optimizer, ddp)}
+    if ddp.get("overlap_param_gather") and not distributed["use_distributed_optimizer"]:
+        raise UserError(
+            "training.ddp.overlap_param_gather is on without the distributed optimizer, whose gather it overlaps; "
+            "set training.optimizer.use_distributed_optimizer to true, or remove it"
+        )
+    derived = {"bf16": dtype is torch.bfloat16, "params_dtype": dtype}
+    try:
+        return (
+            OptimizerConfig(**{**OPTIMIZER_DEFAULTS, **optimizer, **derived, **distributed}),
+            DistributedDataParallelConfig(**{**DDP_DEFAULTS, **ddp, **distributed}),
+        )
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise UserError(f"training.optimizer or training.ddp: megatron-core refuses the combination ({error})") from error
+
+
+def wrap_ddp(chunks: Sequence[GPTModel], config: TransformerConfig, ddp: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
+    """The model chunks with gradient buffers, and `config` told how to reduce them."""
+    wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    if ddp.overlap_grad_reduce:
+        functions = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = functions if len(functions) > 1 else functions[0]
+    return wrapped
+
+
+def build_optimizer(config: OptimizerConfig, model: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+    """megatron-core's optimizer of `model`; torch's Adam, where no fused one is installed, replaced by `GroupStepAdam`."""
+    optimizer = get_megatron_optimizer(config, list(model), use_gloo_process_groups=False)
+    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+        if type(part.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            part.optimizer = GroupStepAdam.in_place_of(part.optimizer, decoupled=config.decoupled_weight_decay)
+    return optimizer
+
+
+def build_scheduler(
+    optimizer: MegatronOptimizer, config: OptimizerConfig, schedule: ScheduleSettings, *, total_steps: int
+) -> OptimizerParamScheduler:
+    """The learning rate over optimizer steps: linear warm-up to `config.lr`, then constant or falling to `config.min_lr`.
+
+    Step n of w warm-up steps, counted from 0, has n + 1 of w + 1 parts of the peak, so that none is lost at rate 0. The rate
+    falls over `schedule.decay_steps`, or over `total_steps` of the run. Raises UserError when the warm-up leaves no step to fall.
+    """
+    decay_steps = schedule.decay_steps or total_steps
+    if schedule.decay_style == "constant":
+        decay_steps = max(decay_steps, schedule.warmup_steps + 1)
+    if schedule.warmup_steps >= decay_steps:
+        raise UserError(
+            f"training.schedule: warmup_steps {schedule.warmup_steps} of {decay_steps} decay steps leave none to fall; "
+            "lower warmup_steps or raise decay_steps"
+        )
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=config.lr / (schedule.warmup_steps + 1),
+        max_lr=config.lr,
+        min_lr=config.min_lr or 0.0,
+        lr_warmup_steps=schedule.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=schedule.decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+    )
+
+
+def optimizer_step(optimizer: MegatronOptimizer) -> tuple[bool, float]:
+    """Clip and apply the gradients; whether the weights were updated, and the gradient norm before clipping.
+
+    Nothing is updated when the norm is not finite. Collective: every rank gets the same norm.
+    """
+    found_inf = optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if found_inf or not math.isfinite(grad_norm):
+        return False, grad_norm
+    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=grad_norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    return bool(optimizer.step_with_ready_grads()), grad_norm

@@ -1,0 +1,55 @@
+"""The initial weights, kept in host memory and exchanged with the model's when the reference policy is asked."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+
+class ReferenceWeights:
+    """A host copy of every parameter of `model` as it is now, on this rank.
+
+    The parameters of the model change places with the copy, one at a time, so that the device never holds two models. The
+    optimizer's own fp32 parameters are not touched.
+    """
+
+    def __init__(self, model: Sequence[DistributedDataParallel]) -> None:
+        self._model = list(model)
+        pin = torch.cuda.is_available()
+        self._host = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+        if pin:
+            self._host = [tensor.pin_memory() for tensor in self._host]
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (parameter for chunk in self._model for parameter in chunk.parameters())
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for parameter, host in zip(self._parameters(), self._host, strict=True):
+            current = parameter.detach().clone()
+            parameter.copy_(host)
+            host.copy_(current)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model has the reference weights; afterwards its own again, bit for bit."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+
+@contextmanager
+def complete_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Inside, every parameter is gathered and stays so: needed to read or replace weights while their gather overlaps the forward."""
+    overlapping = [chunk for chunk in model if chunk.use_forward_hook]
+    for chunk in overlapping:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for chunk in overlapping:
+            chunk.enable_forward_pre_hook()

@@ -1,0 +1,173 @@
+"""How Megatron ranks are arranged, as a value, and the one call that turns it into process groups."""
+
+import datetime
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from torch import distributed
+
+from megatron_rl.config.settings import TopologySettings
+from megatron_rl.device import Device
+from megatron_rl.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Sizes of every parallel dimension; num_ranks = tp x pp x cp x dp.
+
+    `vpp` virtual stages per pipeline rank; `ep` and `etp` arrange the same ranks for experts.
+    """
+
+    num_ranks: int
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    sequence_parallel: bool
+
+    @classmethod
+    def of(cls, settings: TopologySettings) -> "Topology":
+        """The topology that `settings` ask for. Raises UserError, with the arithmetic, when the sizes do not fit each other."""
+        model_ranks = settings.tp * settings.pp * settings.cp
+        if settings.num_ranks % model_ranks:
+            raise UserError(
+                f"training.topology: {settings.num_ranks} ranks = tp {settings.tp} × pp {settings.pp} × cp {settings.cp} × dp "
+                f"{settings.num_ranks / model_ranks:g}, but dp must be a whole number: make num_ranks a multiple of {model_ranks}"
+            )
+        etp = settings.tp if settings.etp is None else settings.etp
+        expert_ranks = etp * settings.ep * settings.pp
+        if settings.num_ranks % expert_ranks:
+            raise UserError(
+                f"training.topology: {settings.num_ranks} ranks = etp {etp} × ep {settings.ep} × pp {settings.pp} × expert dp "
+                f"{settings.num_ranks / expert_ranks:g}, but expert dp must be a whole number: make num_ranks a multiple of {expert_ranks}"
+            )
+        if settings.vpp > 1 and settings.pp == 1:
+            raise UserError(f"training.topology.vpp is {settings.vpp} with pp 1; virtual stages need pp of at least 2")
+        if settings.sequence_parallel and settings.tp == 1:
+            raise UserError("training.topology.sequence_parallel is on with tp 1; it needs tp of at least 2, or turn it off")
+        return cls(
+            num_ranks=settings.num_ranks,
+            tp=settings.tp,
+            pp=settings.pp,
+            vpp=settings.vpp,
+            cp=settings.cp,
+            dp=settings.num_ranks // model_ranks,
+            ep=settings.ep,
+            etp=etp,
+            sequence_parallel=settings.sequence_parallel,
+        )
+
+    def __str__(self) -> str:
+        parts = [f"tp {self.tp}", f"pp {self.pp}", f"cp {self.cp}", f"dp {self.dp}"]
+        extra = [f"vpp {self.vpp}"] * (self.vpp > 1) + [f"ep {self.ep}"] * (self.ep > 1) + ["sequence parallel"] * self.sequence_parallel
+        return f"{self.num_ranks} ranks = {' × '.join(parts)}" + (f" ({', '.join(extra)})" if extra else "")
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages, virtual ones included."""
+        return self.pp * self.vpp
+
+    @property
+    def pad_to(self) -> int:
+        """A rank's token count must be a multiple of this number."""
+        return self.tp if self.sequence_parallel else 1
+
+    def check_model(self, *, num_layers: int, num_heads: int, num_kv_groups: int, ffn_size: int) -> None:
+        """Raise UserError when a model of these sizes cannot be divided: heads, KV groups and FFN by tp, layers by the stages."""
+        if num_layers % self.stages:
+            raise UserError(
+                f"training.topology: {self}: num_layers {num_layers} is not divisible by pp·vpp {self.stages}; choose pp and vpp "
+                f"so that pp·vpp is one of {_divisors(num_layers)}"
+            )
+        for name, size in (("attention heads", num_heads), ("KV groups", num_kv_groups), ("FFN columns", ffn_size)):
+            if size % self.tp:
+                raise UserError(
+                    f"training.topology: {self}: the model's {size} {name} are not divisible by tp {self.tp}; "
+                    f"choose tp among {_divisors(math.gcd(num_heads, num_kv_groups, ffn_size))}"
+                )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def initialize(topology: Topology, *, rank: int, init_method: str, device: Device, timeout_s: float, seed: int = 0) -> None:
+    """Join the process group at `init_method` as `rank` and build Megatron's groups; collectives then time out after `timeout_s`.
+
+    Collective over all ranks of `topology`. A process can be initialised once. `seed` is the base of the ranks' random generators.
+    """
+    distributed.init_process_group(
+        backend=device.backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=topology.num_ranks,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=device.torch_device if device.kind == "cuda" else None,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
+        context_parallel_size=topology.cp,
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=topology.etp,
+        distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def shutdown() -> None:
+    """Leave the process groups. The process must not use a collective afterwards."""
+    parallel_state.destroy_model_parallel()
+    distributed.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this process stands in the topology, and the groups it talks to. Ranks count within their dimension."""
+
+    dp_rank: int
+    cp_rank: int
+    tp_rank: int
+    first_stage: bool
+    last_stage: bool
+    tp_group: distributed.ProcessGroup
+    cp_group: distributed.ProcessGroup
+    pp_group: distributed.ProcessGroup
+
+    @classmethod
+    def here(cls) -> "Place":
+        """The place of the calling process; `initialize` must have run."""
+        return cls(
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+            last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            cp_group=parallel_state.get_context_parallel_group(),
+            pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+
+    @property
+    def reports(self) -> bool:
+        """True on the one tensor-parallel rank of the last stage whose metrics count; every context- and data-parallel rank has one."""
+        return self.last_stage and self.tp_rank == 0
+
+    @property
+    def speaks(self) -> bool:
+        """True on the one reporting rank that tells what all ranks agree on."""
+        return self.reports and self.dp_rank == 0 and self.cp_rank == 0
+
+
+def sum_over(values: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
+    """`values` summed over `group`, in place, and returned. Collective also when the group has one rank, where nothing is sent."""
+    if group.size() > 1:
+        distributed.all_reduce(values, group=group)
+    return values

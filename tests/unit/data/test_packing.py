@@ -1,0 +1,150 @@
+"""Packing: nothing lost, nothing twice, budgets kept, ranks balanced, and the one shift from tokens to positions."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.data.packing import make_shards, micro_batch_layout, pack, sequence_cost, trainable_targets
+from megatron_rl.types import TrainBatch
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+def make_batch(lengths: list[int], *, seed: int = 0) -> TrainBatch:
+    """Sequences of these lengths with distinct tokens and a random loss mask that spares first tokens."""
+    total = sum(lengths)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    mask = np.random.default_rng(seed).random(total) < 0.6
+    mask[cu_seqlens[:-1]] = False
+    return TrainBatch(
+        tokens=np.arange(total) + 1000,
+        cu_seqlens=cu_seqlens,
+        prompt_lengths=np.ones(len(lengths)),
+        loss_mask=mask,
+        rollout_log_probs=np.zeros(total),
+        weight_versions=np.zeros(total),
+        rewards=np.arange(len(lengths)),
+        group_ids=np.arange(len(lengths)) // 4,
+        truncated=np.zeros(len(lengths)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 5), max_tokens=st.integers(5, 100))
+def test_pack_is_a_partition_within_the_budget(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
+    packed = pack(np.array(lengths), num_ranks=num_ranks, max_tokens=max_tokens)
+    assert len(packed) == num_ranks
+    assert len({len(rank) for rank in packed}) == 1
+    flat = np.concatenate([part for rank in packed for part in rank])
+    assert sorted(flat.tolist()) == list(range(len(lengths)))
+    for part in (part for rank in packed for part in rank):
+        assert np.array(lengths)[part].sum() <= max_tokens or len(part) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=LENGTHS, dp=st.integers(1, 4), steps=st.integers(1, 3), seed=st.integers(0, 5))
+def test_shards_cover_the_batch_once_and_keep_global_totals(lengths: list[int], dp: int, steps: int, seed: int) -> None:
+    batch = make_batch(lengths, seed=seed)
+    shards = make_shards(batch, dp=dp, optimizer_steps=steps, max_tokens_per_micro_batch=64, seed=seed)
+    rows = np.concatenate([shard.rows for shard in shards])
+    assert sorted(rows.tolist()) == list(range(len(lengths)))
+    for step in range(steps):
+        plans = [shard.steps[step] for shard in shards]
+        assert len({len(plan.micro_batches) for plan in plans}) == 1
+        assert len({plan.totals for plan in plans}) == 1
+        local = [shard.batch.select(np.concatenate(plan.micro_batches)) for shard, plan in zip(shards, plans, strict=True)]
+        assert sum(int(part.loss_mask.sum()) for part in local) == plans[0].totals.num_tokens
+        assert sum(int((part.trainable_tokens > 0).sum()) for part in local) == plans[0].totals.num_sequences
+    for shard in shards:
+        used = np.concatenate([part for plan in shard.steps for part in plan.micro_batches])
+        assert sorted(used.tolist()) == list(range(shard.batch.num_sequences))
+        np.testing.assert_array_equal(shard.batch.rewards, shard.all_rewards[shard.rows])
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), cp=st.sampled_from([1, 2, 4]), pad_to=st.sampled_from([1, 2]))
+def test_layouts_of_all_cp_ranks_hold_every_token_and_target_once(lengths: list[int], cp: int, pad_to: int) -> None:
+    batch = make_batch(lengths)
+    rows = np.arange(len(lengths))[::-1]
+    layouts = [micro_batch_layout(batch, rows, cp_size=cp, cp_rank=rank, pad_to=pad_to) for rank in range(cp)]
+    held = np.concatenate([layout.token_index for layout in layouts])
+    assert sorted(held[held >= 0].tolist()) == list(range(sum(lengths)))
+    targets = np.concatenate([layout.target_index for layout in layouts])
+    firsts = set(batch.cu_seqlens[:-1].tolist())
+    assert sorted(targets[targets >= 0].tolist()) == [index for index in range(sum(lengths)) if index not in firsts]
+    assert len({len(layout.token_index) for layout in layouts}) == 1
+    for layout in layouts:
+        assert len(layout.token_index) % pad_to == 0
+        assert layout.cu_seqlens_padded[-1] == cp * len(layout.token_index)
+        has_target = layout.target_index >= 0
+        np.testing.assert_array_equal(layout.target_index[has_target], layout.token_index[has_target] + 1)
+        starts = batch.cu_seqlens[rows][layout.sequence_index]
+        real = layout.token_index >= 0
+        np.testing.assert_array_equal(layout.position_ids[real], (layout.token_index - starts)[real])
+
+
+def test_zigzag_gives_rank_r_the_chunks_r_and_its_mirror() -> None:
+    batch = make_batch([8, 5])
+    first = micro_batch_layout(batch, np.array([0, 1]), cp_size=2, cp_rank=0)
+    second = micro_batch_layout(batch, np.array([0, 1]), cp_size=2, cp_rank=1)
+    assert first.token_index.tolist() == [0, 1, 6, 7, 8, 9, -1, -1]
+    assert second.token_index.tolist() == [2, 3, 4, 5, 10, 11, 12, -1]
+    assert second.target_index.tolist() == [3, 4, 5, 6, 11, 12, -1, -1]
+    assert first.cu_seqlens.tolist() == [0, 8, 13]
+    assert first.cu_seqlens_padded.tolist() == [0, 8, 16]
+
+
+def test_no_rows_give_padding_that_predicts_nothing() -> None:
+    layout = micro_batch_layout(make_batch([3]), np.empty(0, np.int64), cp_size=2, cp_rank=1, pad_to=2)
+    assert layout.num_sequences == 0
+    assert (layout.token_index == -1).all() and (layout.target_index == -1).all()
+    assert len(layout.token_index) == 2
+    assert layout.cu_seqlens.tolist() == [0, 1]
+
+
+def test_empty_batch_has_no_trainable_targets() -> None:
+    layout = micro_batch_layout(make_batch([3]).select(np.empty(0, np.int64)), np.empty(0, np.int64))
+    assert not len(trainable_targets(layout, np.empty(0, np.bool_)))
+
+
+def test_trainable_targets_are_the_masked_in_tokens_that_follow() -> None:
+    batch = make_batch([6, 4])
+    layout = micro_batch_layout(batch, np.arange(2))
+    positions = trainable_targets(layout, batch.loss_mask)
+    assert sorted(layout.target_index[positions].tolist()) == np.flatnonzero(batch.loss_mask).tolist()
+
+
+def test_first_token_that_is_trainable_is_refused() -> None:
+    batch = make_batch([4])
+    mask = batch.loss_mask.copy()
+    mask[0] = True
+    changed = TrainBatch(**{name: getattr(batch, name) for name in TrainBatch.__slots__} | {"loss_mask": mask})
+    with pytest.raises(ValueError, match="first token"):
+        make_shards(changed, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=8, seed=0)
+
+
+@pytest.mark.parametrize("mix", ["uniform", "lognormal", "long tail"])
+def test_ranks_are_balanced_by_cost(mix: str) -> None:
+    random = np.random.default_rng(0)
+    lengths = {
+        "uniform": random.integers(1, 4096, 1024),
+        "lognormal": np.clip(random.lognormal(6, 1, 1024), 1, 16384).astype(np.int64),
+        "long tail": np.where(random.random(1024) < 0.01, 16384, random.integers(1, 1024, 1024)),
+    }[mix]
+    packed = pack(lengths, num_ranks=8, max_tokens=16384)
+    work = [sum(sequence_cost(lengths[part]).sum() for part in rank) for rank in packed]
+    assert max(work) / (sum(work) / 8) <= 1.05
+    count = len(packed[0])
+    assert count <= np.ceil(lengths.sum() / (8 * 16384)) + 1
+
+
+def test_equal_seeds_give_equal_steps_and_others_do_not() -> None:
+    batch = make_batch(list(range(2, 34)))
+
+    def steps(seed: int) -> list[list[int]]:
+        shards = make_shards(batch, dp=1, optimizer_steps=2, max_tokens_per_micro_batch=1000, seed=seed)
+        return [np.concatenate(step.micro_batches).tolist() for step in shards[0].steps]
+
+    assert steps(1) == steps(1)
+    assert steps(1) != steps(2)

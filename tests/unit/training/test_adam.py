@@ -1,0 +1,76 @@
+"""GroupStepAdam is torch's Adam bit for bit, and its step count cannot be shared between parameters."""
+
+import copy
+
+import pytest
+import torch
+
+from megatron_rl.training.adam import GroupStepAdam
+
+SHAPES = ((5, 3), (7,))
+
+
+def make_params(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def set_grads(params: list[torch.Tensor], seed: int) -> None:
+    for param, grad in zip(params, make_params(seed), strict=True):
+        param.grad = grad
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_ten_steps_are_torchs_bit_for_bit(decoupled: bool, weight_decay: float) -> None:
+    ours, theirs = make_params(0), make_params(0)
+    optimizer = GroupStepAdam(ours, lr=1e-2, weight_decay=weight_decay, decoupled=decoupled)
+    reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, lr=1e-2, weight_decay=weight_decay)
+    for step in range(10):
+        set_grads(ours, step + 1)
+        set_grads(theirs, step + 1)
+        optimizer.step()
+        reference.step()
+    for param, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(param, expected)
+
+
+def test_state_dict_with_one_shared_step_tensor_continues_as_if_never_saved() -> None:
+    straight, resumed = make_params(0), make_params(0)
+    first, second = GroupStepAdam(straight, lr=1e-2), GroupStepAdam(resumed, lr=1e-2)
+    for step in range(3):
+        set_grads(straight, step)
+        first.step()
+    state = copy.deepcopy(first.state_dict())
+    shared = torch.tensor(3.0)
+    for entry in state["state"].values():
+        entry["step"] = shared
+    for param, source in zip(resumed, straight, strict=True):
+        param.copy_(source)
+    second.load_state_dict(state)
+    for step in range(3, 6):
+        for params, optimizer in ((straight, first), (resumed, second)):
+            set_grads(params, step)
+            optimizer.step()
+    for param, expected in zip(resumed, straight, strict=True):
+        assert torch.equal(param, expected)
+
+
+def test_parameters_of_one_group_at_different_steps_are_refused() -> None:
+    optimizer = GroupStepAdam(make_params(0), lr=1e-2)
+    state = optimizer.state_dict()
+    state["state"][0]["step"] = torch.tensor(2.0)
+    with pytest.raises(ValueError, match=r"steps \[0, 2\]"):
+        optimizer.load_state_dict(state)
+
+
+def test_in_place_of_takes_views_and_shares_the_groups() -> None:
+    buffer = torch.ones(6)
+    view = buffer.view(2, 3)
+    adam = torch.optim.AdamW([torch.zeros(1)], lr=0.5, betas=(0.8, 0.9))
+    adam.param_groups[0]["params"] = [view]
+    optimizer = GroupStepAdam.in_place_of(adam, decoupled=True)
+    view.grad = torch.ones(2, 3)
+    optimizer.step()
+    assert optimizer.param_groups is adam.param_groups
+    assert (buffer < 1).all()

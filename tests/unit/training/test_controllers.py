@@ -1,0 +1,31 @@
+"""Coefficients that move from step to step, and survive a checkpoint."""
+
+import pytest
+
+from megatron_rl.algorithms.objective import EntropyControl, KLControl, Objective
+from megatron_rl.training.controllers import Controllers, StepMeasurements
+
+
+def test_fixed_coefficients_stay() -> None:
+    controllers = Controllers(Objective(entropy_coef=0.01, kl_loss_coef=0.1))
+    controllers.update(StepMeasurements(entropy=1.0, kl_per_sequence=9.0), num_sequences=4)
+    present = controllers.present()
+    assert (present.entropy_coef, present.kl_loss_coef) == (0.01, 0.1)
+
+
+def test_kl_coefficient_follows_its_target() -> None:
+    controllers = Controllers(Objective(kl_loss_coef=0.1, kl_control=KLControl(target=6.0, horizon=10000.0)))
+    controllers.update(StepMeasurements(entropy=None, kl_per_sequence=3.0), num_sequences=256)
+    assert controllers.present().kl_loss_coef == pytest.approx(0.099488)
+    controllers.update(StepMeasurements(entropy=None, kl_per_sequence=None), num_sequences=256)
+    assert controllers.present().kl_loss_coef == pytest.approx(0.099488)
+
+
+def test_state_continues_where_it_was_and_settings_rule_what_is_fixed() -> None:
+    control = EntropyControl(rule="trl", target=0.2, delta=0.005)
+    objective = Objective(entropy_control=control, kl_loss_coef=0.1)
+    straight, resumed = Controllers(objective), Controllers(Objective(entropy_control=control, kl_loss_coef=0.3))
+    straight.update(StepMeasurements(entropy=0.1, kl_per_sequence=None), num_sequences=1)
+    resumed.restore(straight.state())
+    assert resumed.present().entropy_coef == straight.present().entropy_coef == pytest.approx(0.005)
+    assert resumed.present().kl_loss_coef == 0.3

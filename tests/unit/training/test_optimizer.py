@@ -1,0 +1,84 @@
+"""Optimizer and gradient-buffer fields by megatron-core's own names, checked before anything is built."""
+
+import types
+
+import pytest
+import torch
+
+from megatron_rl.config.settings import ScheduleSettings
+from megatron_rl.errors import UserError
+from megatron_rl.training.optimizer import build_scheduler, make_configs, validate_ddp_fields, validate_optimizer_fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"adam_beta3": 0.9}, r"training\.optimizer\.adam_beta3 .* did you mean adam_beta[12]"),
+        ({"bf16": True}, r"model\.dtype"),
+        ({"lr": 1e-6, "min_lr": 1e-5}, "at least min_lr"),
+        ({"lr": "fast"}, r"training\.optimizer\.lr is 'fast'"),
+        ({"use_distributed_optimizer": [1]}, r"training\.optimizer\.use_distributed_optimizer is \[1\]"),
+        ({"optimizer": "sgd"}, "only 'adam'"),
+        ({"overlap_param_gather_with_optimizer_step": True}, "schedule of its own"),
+    ],
+)
+def test_optimizer_fields_that_cannot_be_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate_optimizer_fields(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"overlap_grad_reducee": True}, "did you mean overlap_grad_reduce"),
+        ({"average_in_collective": True}, "sums over ranks"),
+        ({"num_distributed_optimizer_instances": 2}, "only 1 is supported"),
+        ({"bucket_size": "big"}, r"training\.ddp\.bucket_size is 'big'"),
+    ],
+)
+def test_ddp_fields_that_cannot_be_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate_ddp_fields(fields)
+
+
+def test_fields_reach_both_configurations_and_dtypes_can_be_named() -> None:
+    optimizer, ddp = make_configs({"use_distributed_optimizer": True, "adam_beta2": 0.95}, {"bucket_size": 1000}, dtype=torch.bfloat16)
+    assert optimizer.use_distributed_optimizer and ddp.use_distributed_optimizer
+    assert (optimizer.adam_beta2, optimizer.bf16, optimizer.lr, ddp.bucket_size) == (0.95, True, 1e-6, 1000)
+    assert make_configs({"exp_avg_dtype": "float32"}, {}, dtype=torch.float32)[0].exp_avg_dtype is torch.float32
+
+
+def test_overlap_without_what_it_overlaps_is_refused() -> None:
+    with pytest.raises(UserError, match=r"training\.optimizer\.use_distributed_optimizer"):
+        make_configs({}, {"overlap_param_gather": True}, dtype=torch.float32)
+
+
+def test_contradicting_sections_are_refused() -> None:
+    with pytest.raises(UserError, match="set one of them"):
+        make_configs({"use_distributed_optimizer": True}, {"use_distributed_optimizer": False}, dtype=torch.float32)
+
+
+def rates(schedule: ScheduleSettings, *, steps: int, lr: float = 1.0, min_lr: float = 0.0) -> list[float]:
+    """The learning rate of each optimizer step."""
+    config = make_configs({"lr": lr, "min_lr": min_lr}, {}, dtype=torch.float32)[0]
+    optimizer = types.SimpleNamespace(param_groups=[{"lr": 0.0}])
+    scheduler = build_scheduler(optimizer, config, schedule, total_steps=steps)
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(1)
+    return seen
+
+
+def test_warm_up_wastes_no_step_at_rate_zero() -> None:
+    assert rates(ScheduleSettings(warmup_steps=3), steps=6) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+
+
+def test_cosine_falls_to_the_floor() -> None:
+    seen = rates(ScheduleSettings(decay_style="cosine", decay_steps=4), steps=6, min_lr=0.1)
+    assert seen == pytest.approx([1.0, 0.868198, 0.55, 0.231802, 0.1, 0.1], abs=1e-6)
+
+
+def test_warm_up_without_a_fall_is_refused() -> None:
+    with pytest.raises(UserError, match="warmup_steps 8 of 5 decay steps"):
+        rates(ScheduleSettings(warmup_steps=8, decay_style="linear"), steps=5)

@@ -1,0 +1,226 @@
+"""One rank against plain transformers and torch: losses, gradients, updates; and what a step does when numbers are not finite."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.data.packing import make_shards
+from megatron_rl.errors import UserError
+from megatron_rl.observe.metrics import check_metrics
+from megatron_rl.training.topology import shutdown
+from megatron_rl.training.trainer import Trainer
+from megatron_rl.types import TrainBatch
+
+SUPERVISED = {"policy_loss": "sft", "aggregation": "token_mean"}
+OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "adam_eps": 1e-6}
+TEMPERATURE = 0.7
+MakeTrainer = Callable[..., Trainer]
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
+    """Builds one-rank trainers, the earlier one closed before the next; the last is closed at the end."""
+    made: list[Trainer] = []
+
+    def close() -> None:
+        if torch.distributed.is_initialized():
+            shutdown()
+
+    def make(model: Path, objective: dict[str, Any] | None = None, **training: Any) -> Trainer:
+        close()
+        settings = Settings.model_validate(
+            {
+                "run": {"directory": tmp_path / "run"},
+                "model": {"path": model, "dtype": "float32"},
+                "data": {"train": "unused.jsonl"},
+                "objective": objective or {},
+                "rollout": {"sampling": {"temperature": TEMPERATURE}},
+                "training": {"optimizer": OPTIMIZER, "max_tokens_per_micro_batch": 12, **training},
+            }
+        )
+        made.append(Trainer(settings, rank=0, init_method=f"file://{tmp_path}/rendezvous{len(made)}"))
+        return made[-1]
+
+    yield make
+    close()
+
+
+def make_batch(tokens: list[list[int]], *, prompt: int = 2) -> TrainBatch:
+    """These sequences with rewards 0, 1, 2 …, in groups of two; everything behind the prompt is trainable and was generated."""
+    lengths = [len(row) for row in tokens]
+    mask = np.concatenate([np.arange(length) >= prompt for length in lengths])
+    return TrainBatch(
+        tokens=np.concatenate(tokens),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]),
+        prompt_lengths=np.full(len(tokens), prompt),
+        loss_mask=mask,
+        rollout_log_probs=np.where(mask, -3.0, 0.0),
+        weight_versions=np.where(mask, 0, -1),
+        rewards=np.arange(len(tokens)),
+        group_ids=np.arange(len(tokens)) // 2,
+        truncated=np.zeros(len(tokens)),
+    )
+
+
+ROWS = [[3, 9, 4, 4, 30], [8, 2, 17], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [1, 2, 3, 4]]
+
+
+def train(trainer: Trainer, batch: TrainBatch, *, optimizer_steps: int = 1) -> list[dict[str, float]]:
+    shard = make_shards(batch, dp=1, optimizer_steps=optimizer_steps, max_tokens_per_micro_batch=12, seed=0)[0]
+    steps = trainer.train(shard)
+    for step in steps:
+        check_metrics(step)
+    return [{name: metric.value for name, metric in step.items()} for step in steps]
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.weights()}
+
+
+def hf_log_probs(model: Any, row: list[int], *, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of tokens 1 … of one sequence."""
+    logits = model(torch.tensor([row])).logits[0, :-1].double() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+
+
+def load_hf(path: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def test_three_supervised_steps_are_those_of_a_plain_loop(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
+    path = tiny_model()
+    trainer, model = make_trainer(path, SUPERVISED), load_hf(path)
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    plain = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
+    for _ in range(3):
+        got = train(trainer, make_batch(ROWS))[0]
+        reference.zero_grad()
+        loss = -torch.cat([hf_log_probs(model, row)[1:] for row in ROWS]).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        reference.step()
+        assert got["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert got["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+        assert got["train/num_tokens"] == 17
+    expected = model.state_dict()
+    for name, tensor in weights_of(trainer).items():
+        assert (tensor - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+def test_log_probs_are_those_of_transformers_at_the_sampling_temperature(
+    make_trainer: MakeTrainer, tiny_model: Callable[..., Path]
+) -> None:
+    path = tiny_model(tied=False)
+    trainer, model = make_trainer(path), load_hf(path)
+    with torch.no_grad():
+        expected = [np.concatenate([[0.0], hf_log_probs(model, row, temperature=TEMPERATURE).numpy()]) for row in ROWS]
+    got = trainer.log_probs(make_batch(ROWS))
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, np.concatenate(expected), rtol=0, atol=1e-5)
+
+
+def test_reference_stays_the_initial_policy_and_training_starts_on_policy(
+    make_trainer: MakeTrainer, tiny_model: Callable[..., Path]
+) -> None:
+    batch, trainer = make_batch(ROWS), make_trainer(tiny_model())
+    initial = trainer.log_probs(batch)
+    first = train(trainer, batch)[0]
+    assert first["train/ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert first["train/kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    assert first["train/log_prob_diff"] == pytest.approx(np.abs(initial[batch.loss_mask] + 3.0).mean(), rel=1e-5)
+    moved = trainer.log_probs(batch)
+    np.testing.assert_array_equal(trainer.log_probs(batch, reference=True), initial)
+    np.testing.assert_array_equal(trainer.log_probs(batch), moved)
+    assert np.abs(moved - initial).max() > 1e-3
+    second = train(trainer, batch, optimizer_steps=2)
+    assert second[0]["train/kl_reference"] > 1e-6
+    assert second[1]["train/ratio"] != pytest.approx(1.0, abs=1e-6)
+
+
+def poison(path: Path, *, token: int) -> None:
+    """Make the embedding of one token infinite."""
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][token] = np.inf
+    save_file(tensors, path / "model.safetensors")
+
+
+def test_non_finite_loss_changes_nothing_and_leaves_its_micro_batch(
+    make_trainer: MakeTrainer, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = tiny_model(tied=False)
+    poison(path, token=17)
+    trainer = make_trainer(path, SUPERVISED)
+    before = weights_of(trainer)
+    batch = make_batch([[8, 2, 17, 3, 3, 3, 3, 3, 3, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
+    metrics = train(trainer, batch)[0]
+    assert metrics["train/skipped_steps"] == 1
+    for name, tensor in weights_of(trainer).items():
+        assert torch.equal(tensor, before[name]), name
+    files = sorted(file.name for file in (tmp_path / "run" / "dumps").iterdir())
+    assert len(files) == 2, f"one micro-batch of two is broken, but {files} were written"
+    arrays = load_file(tmp_path / "run" / "dumps" / files[1])
+    assert arrays["input_ids"].tolist() == [8, 2, 17, 3, 3, 3, 3, 3, 3, 3]
+    assert json.loads((tmp_path / "run" / "dumps" / files[0]).read_text())["loss"] == "nan"
+    clean = train(trainer, make_batch([[1, 2, 3, 4, 5]]))[0]
+    assert clean["train/skipped_steps"] == 0 and np.isfinite(clean["train/grad_norm"])
+
+
+def test_step_without_a_trainable_token_changes_nothing(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
+    trainer = make_trainer(tiny_model(), SUPERVISED)
+    train(trainer, make_batch(ROWS))
+    before = weights_of(trainer)
+    assert train(trainer, make_batch(ROWS, prompt=100))[0]["train/skipped_steps"] == 1
+    for name, tensor in weights_of(trainer).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.fixture
+def saved(make_trainer: MakeTrainer, tiny_model: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
+    """A model and a checkpoint of it after one step."""
+    path = tiny_model()
+    trainer = make_trainer(path, SUPERVISED)
+    train(trainer, make_batch(ROWS))
+    trainer.save(tmp_path / "checkpoint")
+    return path, tmp_path / "checkpoint"
+
+
+def test_checkpoint_of_another_kind_of_optimizer_is_refused(make_trainer: MakeTrainer, saved: tuple[Path, Path]) -> None:
+    model, checkpoint = saved
+    resumed = make_trainer(model, SUPERVISED, optimizer={**OPTIMIZER, "use_distributed_optimizer": True})
+    with pytest.raises(UserError, match=r"use_distributed_optimizer False, the settings have True"):
+        resumed.load(checkpoint)
+
+
+def test_checkpoint_of_another_model_is_refused(
+    make_trainer: MakeTrainer, tiny_model: Callable[..., Path], saved: tuple[Path, Path]
+) -> None:
+    resumed = make_trainer(tiny_model(layers=3, name="deeper"), SUPERVISED)
+    with pytest.raises(UserError, match="not one of this model"):
+        resumed.load(saved[1])
+
+
+def test_learning_rate_of_the_settings_survives_a_checkpoint(make_trainer: MakeTrainer, saved: tuple[Path, Path]) -> None:
+    path, checkpoint = saved
+    resumed = make_trainer(path, SUPERVISED, optimizer={**OPTIMIZER, "lr": 0.25})
+    resumed.load(checkpoint)
+    assert train(resumed, make_batch(ROWS))[0]["train/lr"] == 0.25
+
+
+def test_directory_without_a_checkpoint_is_refused(make_trainer: MakeTrainer, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not a complete checkpoint"):
+        make_trainer(tiny_model(), SUPERVISED).load(tmp_path)
+
+
+def test_objective_that_needs_a_critic_is_refused(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match=r"ppo, which needs a critic.*choose grpo"):
+        make_trainer(tiny_model(), {"advantage": {"estimator": "ppo"}})
