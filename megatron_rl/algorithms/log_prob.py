@@ -1,0 +1,242 @@
+"""Log-probability, entropy and varentropy of next tokens from logits that may be sharded over the vocabulary.
+
+One pass over the logits in row chunks that stay in cache; nothing of the logits' size is kept for the backward pass, which
+recomputes the softmax chunk by chunk. The logits are never written to.
+
+Legend: T tokens, V vocabulary columns of this rank, R ranks of the vocabulary-parallel group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# exp() of this is exactly 0 in float32 and float64, so that p s is 0 and not NaN where a logit is -inf.
+_FLOOR = -1e4
+# A chunk and its two or three temporaries fit a core's cache on CPU; on GPU a chunk fills the device.
+_CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
+_DEFAULT_CHUNK_ELEMENTS = 2**22
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenStatistics:
+    """Of softmax(logits / temperature), in nats: `log_prob` [T] of the targets, `entropy` [T], `varentropy` [T] (nats squared).
+
+    The latter two are None when they were not asked for. All are differentiable.
+    """
+
+    log_prob: Tensor
+    entropy: Tensor | None
+    varentropy: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """Which columns of the vocabulary a rank holds: `columns` real ones of global index `start` ..., padding behind them."""
+
+    temperature: float
+    start: int
+    columns: int
+
+
+def token_statistics(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    with_entropy: bool = True,
+) -> TokenStatistics:
+    """Statistics of the policy softmax(logits / temperature) at `targets`, in float32 (float64 for float64 logits).
+
+    `logits` [T, V] are the columns `vocab_start ... vocab_start + V` of the vocabulary; columns at or beyond `vocab_size` are
+    padding and take no part, whatever they hold. `targets` [T] are global token ids. With `group`, the columns of all its
+    ranks make up the vocabulary and every rank gets the whole result; its gradient is that of its own columns.
+    A logit may be -inf. Entropy H = -sum p ln p, varentropy = sum p (ln p + H)^2.
+
+    Raises ValueError when shapes disagree, the temperature is not positive or a target is outside the vocabulary.
+    """
+    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
+        raise ValueError(f"token_statistics got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}, needs [T, V] and [T]")
+    if not temperature > 0:
+        raise ValueError(
+            f"token_statistics got temperature {temperature}, needs a positive one; greedy sampling has no entropy to train on"
+        )
+    if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < vocab_size):
+        raise ValueError(f"token_statistics got targets in [{int(targets.min())}, {int(targets.max())}], needs them in [0, {vocab_size})")
+    columns = max(0, min(logits.shape[1], vocab_size - vocab_start))
+    shard = _Shard(temperature, vocab_start, columns)
+    log_prob, entropy, varentropy = _TokenStatistics.apply(logits, targets, shard, group, with_entropy)
+    return TokenStatistics(log_prob, entropy if with_entropy else None, varentropy if with_entropy else None)
+
+
+class _TokenStatistics(torch.autograd.Function):
+    """Forward: one partial result per row and rank, merged exactly. Backward: the softmax again, rescaled to the whole vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, shard: _Shard, group: dist.ProcessGroup | None, with_entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        local = local_partials(logits, targets, shard=shard, with_entropy=with_entropy)
+        partials = local.unsqueeze(0)
+        if group is not None:
+            gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(gathered, local, group=group)
+            partials = torch.stack(gathered)
+        maximum, log_normaliser, log_prob, entropy, varentropy = merge_partials(partials)
+        share = torch.where(local[:, 1] > 0, (local[:, 0] - maximum).exp() * local[:, 1] / log_normaliser.exp(), 0.0)
+        ctx.save_for_backward(logits, targets, maximum, log_normaliser, entropy, varentropy, share)
+        ctx.shard = shard
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy, varentropy)
+        return log_prob, entropy, varentropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        logits, targets, *saved = ctx.saved_tensors
+        return _logit_gradient(logits, targets, ctx.shard, saved, gradients), None, None, None, None
+
+
+def _chunks(logits: Tensor, columns: int) -> tuple[list[slice], Tensor]:
+    """Row slices of about the device's chunk size, and three scratch planes [3, rows, columns] in the dtype of the maths."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    budget = _CHUNK_ELEMENTS.get(logits.device.type, _DEFAULT_CHUNK_ELEMENTS)
+    rows = min(max(1, budget // max(1, columns)), max(1, logits.shape[0]))
+    slices = [slice(start, min(start + rows, logits.shape[0])) for start in range(0, logits.shape[0], rows)]
+    return slices, torch.empty(3, rows, columns, dtype=dtype, device=logits.device)
+
+
+def _scaled(chunk: Tensor, temperature: float, scratch: Tensor) -> Tensor:
+    """`chunk` / temperature in the dtype of `scratch`, written there; the chunk itself when nothing has to change."""
+    if chunk.dtype == scratch.dtype and temperature == 1.0:
+        return chunk
+    return scratch.copy_(chunk).mul_(1.0 / temperature)
+
+
+def local_partials(logits: Tensor, targets: Tensor, *, shard: _Shard, with_entropy: bool) -> Tensor:
+    """What one rank knows of each row, [T, 5]: maximum m, normaliser Z = sum e^s, mean of s, its variance, the target's z.
+
+    z = logits / temperature and s = z - m over this rank's real columns; mean and variance are under its own softmax. A row
+    without a finite logit has m = -inf and Z = 0. The target's entry is -inf when another rank holds it.
+    """
+    slices, scratch = _chunks(logits, shard.columns)
+    out = torch.zeros(logits.shape[0], 5, dtype=scratch.dtype, device=logits.device)
+    out[:, 0] = float("-inf")
+    out[:, 4] = float("-inf")
+    if shard.columns == 0 or logits.shape[0] == 0:
+        return out
+    for rows in slices:
+        chunk = logits[rows, : shard.columns]
+        _chunk_partials(chunk, out[rows], scratch[:, : chunk.shape[0]], shard.temperature, with_entropy)
+    out[:, 1:4] = torch.where(out[:, :1] == float("-inf"), 0.0, out[:, 1:4])
+    local = targets - shard.start
+    here = (local >= 0) & (local < shard.columns)
+    picked = logits.gather(1, local.clamp(0, shard.columns - 1).unsqueeze(1)).squeeze(1).to(out.dtype) * (1.0 / shard.temperature)
+    out[:, 4] = torch.where(here, picked, out[:, 4])
+    return out
+
+
+def _chunk_partials(chunk: Tensor, out: Tensor, scratch: Tensor, temperature: float, with_entropy: bool) -> None:
+    """Fill the first four columns of `out` [rows, 5] from `chunk` [rows, columns], using `scratch` [3, rows, columns]."""
+    shifted, weights, product = scratch.unbind(0)
+    scaled = _scaled(chunk, temperature, shifted)
+    maximum = scaled.amax(-1, keepdim=True)
+    out[:, 0] = maximum.squeeze(1)
+    # softmax is much faster than exp on CPU, and its largest entry is 1 / Z.
+    torch.softmax(scaled, -1, out=weights)
+    out[:, 1] = 1 / weights.amax(-1)
+    if not with_entropy:
+        return
+    torch.sub(scaled, maximum, out=shifted).clamp_(min=_FLOOR)
+    mean = torch.mul(weights, shifted, out=product).sum(-1)
+    out[:, 2] = mean
+    out[:, 3] = shifted.sub_(mean.unsqueeze(1)).square_().mul_(weights).sum(-1)
+
+
+def merge_partials(partials: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(maximum, log normaliser, log-prob, entropy, varentropy), each [T], from the partials [R, T, 5] of all ranks.
+
+    The variance merges by the parallel form of Chan, Golub and LeVeque (1983), so that nothing cancels.
+    """
+    maximum_RT, normaliser_RT, mean_RT, variance_RT, target_RT = partials.unbind(-1)
+    maximum = maximum_RT.amax(0)
+    offset_RT = torch.where(normaliser_RT > 0, maximum_RT - maximum, _FLOOR)
+    weight_RT = normaliser_RT * offset_RT.exp()
+    normaliser = weight_RT.sum(0)
+    log_normaliser = normaliser.log()
+    absolute_mean_RT = torch.where(weight_RT > 0, mean_RT + offset_RT, 0.0)
+    mean = (weight_RT * absolute_mean_RT).sum(0) / normaliser
+    varentropy = (weight_RT * (variance_RT + (absolute_mean_RT - mean).square())).sum(0) / normaliser
+    # Rounding alone can put the entropy of a one-hot row below 0.
+    entropy = (log_normaliser - mean).clamp(min=0)
+    log_prob = (target_RT.amax(0) - maximum) - log_normaliser
+    return maximum, log_normaliser, log_prob, entropy, varentropy
+
+
+def _logit_gradient(
+    logits: Tensor, targets: Tensor, shard: _Shard, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Tensor | None:
+    """The gradient [T, V] in the logits' dtype; padding columns get 0.
+
+    With u = ln p + H: d log_prob = onehot - p, d entropy = -p u, d varentropy = p (u^2 + 2 u - varentropy), all over temperature.
+    """
+    if all(gradient is None for gradient in gradients):
+        return None
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    out[:, shard.columns :] = 0
+    if shard.columns == 0 or logits.shape[0] == 0:
+        return out
+    maximum, share = saved[0], saved[4]
+    grad_target, coefficients = _gradient_polynomial(saved, gradients, shard.temperature)
+    local = targets - shard.start
+    here = (local >= 0) & (local < shard.columns)
+    index = local.clamp(0, shard.columns - 1).unsqueeze(1)
+    at_target = torch.where(here, grad_target, 0.0).unsqueeze(1)
+    slices, scratch = _chunks(logits, shard.columns)
+    for rows in slices:
+        chunk = logits[rows, : shard.columns]
+        shifted, weights, spare = scratch[:, : chunk.shape[0]].unbind(0)
+        scaled = _scaled(chunk, shard.temperature, shifted)
+        torch.softmax(scaled, -1, out=weights)
+        result = out[rows, : shard.columns] if out.dtype == weights.dtype else spare
+        if len(coefficients) > 1:
+            torch.sub(scaled, maximum[rows].unsqueeze(1), out=shifted).clamp_(min=_FLOOR)
+        torch.mul(weights, _polynomial(shifted, [c[rows].unsqueeze(1) for c in coefficients], spare), out=result)
+        result.scatter_add_(1, index[rows], at_target[rows])
+        if result is spare:
+            out[rows, : shard.columns] = spare
+    empty = share == 0
+    if bool(empty.any()):
+        out.masked_fill_(empty.unsqueeze(1), 0)
+    return out
+
+
+def _gradient_polynomial(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], temperature: float) -> tuple[Tensor, list[Tensor]]:
+    """The gradient at the target [T], and c_k [T] so that a column's gradient is local p x sum_k c_k s^k with s = z - maximum."""
+    maximum, log_normaliser, entropy, varentropy, share = saved
+    zero = torch.zeros_like(maximum)
+    g_l, g_h, g_v = (zero if gradient is None else gradient / temperature for gradient in gradients)
+    # u = s + b, and the gradient per p is -g_l - g_h u + g_v (u^2 + 2 u - varentropy), expanded in s.
+    b = entropy - log_normaliser
+    c0 = -g_l - g_h * b + g_v * (b * (b + 2) - varentropy)
+    c1 = -g_h + 2 * g_v * (b + 1)
+    if gradients[2] is not None:
+        return g_l, [c0 * share, c1 * share, g_v * share]
+    return g_l, [c0 * share, c1 * share] if gradients[1] is not None else [c0 * share]
+
+
+def _polynomial(x: Tensor, coefficients: list[Tensor], scratch: Tensor) -> Tensor:
+    """c0 + c1 x + c2 x^2 for up to three coefficients [rows, 1]; overwrites `x` and `scratch` [rows, columns]."""
+    if len(coefficients) == 1:
+        return coefficients[0]
+    if len(coefficients) == 2:
+        return x.mul_(coefficients[1]).add_(coefficients[0])
+    return torch.mul(x, coefficients[2], out=scratch).add_(coefficients[1]).mul_(x).add_(coefficients[0])

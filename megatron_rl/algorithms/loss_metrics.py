@@ -1,0 +1,93 @@
+"""What the loss reports of each micro-batch, as (sum, weight) pairs of detached scalars that add up over micro-batches and ranks."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.inputs import LossInputs
+from megatron_rl.algorithms.kl import kl_estimate
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.off_policy import OffPolicyTerms, importance_ratio
+from megatron_rl.algorithms.policy_loss import PolicyTerms
+from megatron_rl.algorithms.sequences import Sequences, bounded_exp
+
+Metrics = dict[str, tuple[Tensor, Tensor]]
+
+METRIC_MEANINGS: Mapping[str, str] = MappingProxyType({
+    "policy_loss": "Policy term alone, unscaled; only when the loss has other terms.",
+    "entropy": "Mean entropy of trainable tokens, nats.",
+    "varentropy": "Mean varentropy of trainable tokens, nats squared.",
+    "top_entropy": "Mean entropy of the tokens that top_entropy_fraction trains on, nats; what an entropy controller steers by then.",
+    "policy_kl": "Mean log(pi_old / pi), nats: how far the batch's updates moved the policy.",
+    "ratio_mean": "Mean importance ratio pi / pi_old at the chosen level; 1 on policy.",
+    "clip_fraction_low": "Share of tokens with negative advantage below the lower clip.",
+    "clip_fraction_high": "Share of tokens with positive advantage above the upper clip.",
+    "dual_clip_fraction": "Share of tokens whose loss the dual clip bounds.",
+    "covariance_fraction": "Share of tokens that clip_cov or kl_cov treats.",
+    "kl_k1": "Mean k1 estimate of the KL to the reference, nats; unbiased, may be negative.",
+    "kl_k2": "Mean k2 estimate of the KL to the reference, nats.",
+    "kl_k3": "Mean k3 estimate of the KL to the reference, nats; unbiased, never negative.",
+    "kl_per_sequence": "Mean over sequences of their mean KL per token, nats; steers the adaptive KL coefficient.",
+    "log_prob_diff": "Mean |log pi_old - log pi_rollout|, nats: trainer against engine.",
+    "rollout_ratio_mean": "Mean pi_old / pi_rollout per token; 1 when trainer and engine agree.",
+    "rollout_ratio_square": "Mean square of that ratio; mean^2 / square is the effective sample share.",
+    "off_policy_weight_mean": "Mean weight of the off-policy correction, rejected tokens as 0.",
+    "off_policy_weight_square": "Mean square of that weight; mean^2 / square is the effective sample share.",
+    "off_policy_bounded_fraction": "Share of tokens whose weight a bound truncates or masks.",
+    "off_policy_rejected_fraction": "Share of tokens with weight 0.",
+    "value_mean": "Mean prediction of the critic.",
+    "return_mean": "Mean target of the critic.",
+    "value_clip_fraction": "Share of tokens whose value loss is that of the clipped prediction.",
+    "empty_step": "1 when the optimizer step has no trainable token at all.",
+})  # fmt: skip
+
+
+def mean_pair(values: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """(sum, count) over this rank's trainable tokens of `values` [T], numbers or bools."""
+    if values.dtype == torch.bool:
+        return torch.count_nonzero(values & sequences.mask).double(), sequences.count.double()
+    return values.detach().masked_fill(sequences.excluded, 0.0).sum().double(), sequences.count.double()
+
+
+def ratio_metrics(objective: Objective, inputs: LossInputs, terms: PolicyTerms) -> Metrics:
+    """How far the policy is from the one before the step, and that one from the generator; or a critic's means."""
+    sequences = terms.sequences
+    if terms.values is not None and terms.returns is not None:
+        return {"value_mean": mean_pair(terms.values, sequences), "return_mean": mean_pair(terms.returns, sequences)}
+    if not objective.trains_by_rewards:
+        return {}
+    metrics = {
+        "policy_kl": mean_pair(terms.old_log_probs - terms.log_probs.detach(), sequences),
+        "ratio_mean": mean_pair(bounded_exp(terms.log_ratio.detach()), sequences),
+    }
+    if inputs.rollout_log_probs is not None:
+        rollout = sequences.masked(inputs.rollout_log_probs.detach())
+        weight = importance_ratio(sequences, terms.old_log_probs, rollout, "token")
+        metrics["log_prob_diff"] = mean_pair((terms.old_log_probs - rollout).abs(), sequences)
+        metrics["rollout_ratio_mean"] = mean_pair(weight, sequences)
+        metrics["rollout_ratio_square"] = mean_pair(weight.square(), sequences)
+    return metrics
+
+
+def correction_metrics(sequences: Sequences, correction: OffPolicyTerms) -> Metrics:
+    """What the off-policy correction did."""
+    return {
+        "off_policy_weight_mean": mean_pair(correction.weight, sequences),
+        "off_policy_weight_square": mean_pair(correction.weight.square(), sequences),
+        "off_policy_bounded_fraction": mean_pair(correction.bounded, sequences),
+        "off_policy_rejected_fraction": mean_pair(~correction.kept, sequences),
+    }
+
+
+def kl_metrics(objective: Objective, log_probs: Tensor, reference: Tensor, sequences: Sequences) -> Metrics:
+    """Raw estimates of the KL between `log_probs` and `reference` [T] over all trainable tokens, whatever the loss leaves out."""
+    raw = log_probs.detach()
+    metrics = {f"kl_{name}": mean_pair(kl_estimate(raw, reference=reference, estimator=name), sequences) for name in ("k1", "k2", "k3")}
+    if objective.kl_control is not None:
+        # Each token counts 1 / n_i, so that the weights of a sequence add up to 1 wherever its tokens are.
+        share = sequences.expand(1.0 / sequences.tokens.clamp(min=1).to(raw.dtype)).masked_fill(sequences.excluded, 0.0)
+        per_token = kl_estimate(raw, reference=reference, estimator=objective.kl_estimator)
+        metrics["kl_per_sequence"] = ((per_token * share).sum().double(), share.sum().double())
+    return metrics

@@ -1,0 +1,260 @@
+"""What is optimised, as orthogonal choices. `Objective()` is GRPO; `presets.py` names other published combinations.
+
+The classes are plain dataclasses so that this room imports nothing but torch; the configuration room validates them as
+settings, with the `metadata` of each field as its description and its bounds.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, get_args, get_origin
+
+PolicyLoss = Literal[
+    "clip", "cispo", "sapo", "vespo", "gmpo", "gpg", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "distillation", "sft", "value"
+]
+RatioLevel = Literal["token", "sequence"]
+Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm", "token_sum"]
+KLEstimator = Literal["k1", "k2", "k3", "low_variance"]
+Estimator = Literal[
+    "grpo", "dr_grpo", "rloo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gdpo", "pass@k"
+]
+EntropyRule = Literal["trl", "skywork", "paper"]
+
+POLICY_LOSSES: tuple[str, ...] = get_args(PolicyLoss)
+_NO_POLICY_GRADIENT = ("sft", "value")
+_COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
+
+
+def _doc(description: str, default: Any, **bounds: float) -> Any:
+    """A dataclass field with its help text and numeric bounds (ge, gt, le, lt)."""
+    return field(default=default, metadata={"description": description, **bounds})
+
+
+def _section(description: str, factory: Any) -> Any:
+    return field(default_factory=factory, metadata={"description": description})
+
+
+def _check_fields(owner: Any) -> None:
+    """Refuse a value outside its Literal or its bounds, also where no settings library stands in front."""
+    name = type(owner).__name__
+    for item in fields(owner):
+        value = getattr(owner, item.name)
+        if get_origin(item.type) is Literal and value not in get_args(item.type):
+            raise ValueError(f"{name}.{item.name} is {value!r}, needs one of {', '.join(get_args(item.type))}")
+        if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        limits = item.metadata
+        inside = (
+            value >= limits.get("ge", value) and value <= limits.get("le", value)
+            and ("gt" not in limits or value > limits["gt"]) and ("lt" not in limits or value < limits["lt"])
+        )  # fmt: skip
+        if not inside:
+            bounds = ", ".join(f"{key} {limit}" for key, limit in limits.items() if key != "description")
+            raise ValueError(f"{name}.{item.name} is {value}, needs a number with {bounds}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffPolicyCorrection:
+    """How the gap between the policy that generated and the proximal policy is corrected: w = pi_old / pi_rollout.
+
+    `truncate` is TIS (Yao et al. 2025), `mask` IcePop / MIS, `veto` and `opsm` drop whole sequences (OPSM: DeepSeek-V3.2).
+    Only the policy term is weighted, never KL or entropy.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    mode: Literal["none", "truncate", "mask"] = _doc(
+        "none leaves the weights at 1; truncate clamps w to [low, high]; mask zeroes w outside.", "none"
+    )
+    level: Literal["token", "sequence", "geometric"] = _doc("Ratio per token, product over the sequence, or its geometric mean.", "token")
+    low: float | None = _doc("Lower bound of w; no bound when not set.", None, ge=0)
+    high: float | None = _doc("Upper bound of w; no bound when not set.", None, gt=0)
+    veto: float | None = _doc("Drop a sequence when any of its tokens has a ratio below this.", None, gt=0)
+    opsm: float | None = _doc(
+        "Off-policy sequence mask: drop tokens with negative advantage in sequences whose mean log(pi_rollout / pi) exceeds this.", None
+    )
+    keep_rejected_in_denominator: bool = _doc("Whether rejected tokens still count in the denominators of the policy term.", True)
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.mode == "none" and (self.low is not None or self.high is not None):
+            raise ValueError("OffPolicyCorrection has bounds but mode 'none', needs mode 'truncate' or 'mask'")
+        if self.mode == "none" and self.veto is None and self.opsm is None:
+            raise ValueError(
+                "OffPolicyCorrection corrects nothing, needs a mode, a veto or an opsm threshold; leave it out to switch it off"
+            )
+        if self.mode != "none" and self.low is None and self.high is None:
+            raise ValueError(f"OffPolicyCorrection with mode {self.mode!r} has no bound, needs low or high")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"OffPolicyCorrection.low {self.low} is above high {self.high}, needs low <= high")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSettings:
+    """How rewards become advantages."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    estimator: Estimator = _doc("Baseline and scaling of the reward; ppo needs a critic.", "grpo")
+    scale: Literal["group", "batch", "none"] = _doc(
+        "Standard deviation that grpo divides by: of the group, of the batch, or none.", "group"
+    )
+    std_epsilon: float = _doc("Added to a standard deviation that divides.", 1e-6, ge=0)
+    gamma: float = _doc("Discount per trainable token (ppo, reinforce_plus_plus).", 1.0, ge=0, le=1)
+    lam: float = _doc("GAE lambda (ppo).", 1.0, ge=0, le=1)
+    whiten: bool = _doc("Whiten token advantages over the whole batch (ppo, reinforce_plus_plus and its baseline form, gdpo).", True)
+    bootstrap_truncated: bool = _doc("Give a truncated response the value of its last state instead of zero (ppo).", False)
+    reward_weights: tuple[float, ...] | None = _doc("Weights of the reward components (gdpo); all 1 when not set.", None)
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyControl:
+    """A controller that steers the policy's entropy (nats per token), once per optimizer step.
+
+    Actuator `coefficient` moves the entropy bonus by one of three rules (Skywork-OR1, arXiv 2505.22312, section 3.2.5, as its
+    paper, its code and TRL have it); `clip_high` integrates on the upper clip bound.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    actuator: Literal["coefficient", "clip_high"] = _doc("What the controller moves.", "coefficient")
+    rule: EntropyRule = _doc("Lag and ties of the coefficient: trl, skywork or paper.", "trl")
+    target: float = _doc("Entropy to hold, in nats per token; choose it relative to the run's initial entropy.", 0.2, ge=0)
+    delta: float = _doc("Change per optimizer step.", 0.005, gt=0)
+    min: float = _doc("Smallest value.", 0.0, ge=0)
+    max: float = _doc("Largest value.", 1.0, ge=0)
+    initial: float = _doc("Value before the first step.", 0.0, ge=0)
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if not self.min <= self.initial <= self.max:
+            raise ValueError(f"EntropyControl.initial {self.initial} is outside [{self.min}, {self.max}], needs min <= initial <= max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLControl:
+    """Adaptive KL coefficient (Ziegler et al. 2019, section 2.2). The initial value is the objective's own coefficient."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    target: float = _doc("KL to hold: mean over sequences of the mean per token, in nats.", 6.0, gt=0)
+    horizon: float = _doc("Sequences over which a full correction acts.", 10000.0, gt=0)
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """The objective of training: policy loss x ratio level x aggregation x off-policy correction x KL x entropy x advantage."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    policy_loss: str = _doc(f"One of {', '.join(POLICY_LOSSES)}, or your own as package.module:function.", "clip")
+    ratio_level: RatioLevel = _doc(
+        "Importance ratio per token, or its geometric mean over the sequence (GSPO); gmpo and vespo form their own.", "token"
+    )
+    aggregation: Aggregation = _doc("How per-token losses become one number; the denominators are global.", "sequence_mean_token_mean")
+    max_response_length: int | None = _doc(
+        "The constant L of sequence_mean_token_sum_norm, in tokens; the response budget when not set.", None, ge=1
+    )
+    clip_low: float | None = _doc("Lower clip distance: ratios are clipped at 1 - clip_low; no lower clip when not set.", 0.2, ge=0)
+    clip_high: float | None = _doc("Upper clip distance: ratios are clipped at 1 + clip_high; no upper clip when not set.", 0.2, ge=0)
+    dual_clip: float | None = _doc("Bound c of the loss at negative advantages: at most -c A (dual-clip PPO).", None, gt=1)
+    ratio_cap: float | None = _doc(
+        "Cap of the ratio in the unclipped branch (delta); for dppo the cap of the weight, 20 when not set.", None, gt=0
+    )
+    sapo_tau_positive: float = _doc("Gate temperature of sapo at positive advantages.", 1.0, gt=0)
+    sapo_tau_negative: float = _doc("Gate temperature of sapo at other advantages.", 1.05, gt=0)
+    vespo_k_positive: float = _doc("Exponent of the sequence weight in vespo, advantages >= 0.", 2.0, ge=0)
+    vespo_lambda_positive: float = _doc("Decay of the sequence weight in vespo, advantages >= 0.", 3.0, ge=0)
+    vespo_k_negative: float = _doc("Exponent of the sequence weight in vespo, advantages < 0.", 3.0, ge=0)
+    vespo_lambda_negative: float = _doc("Decay of the sequence weight in vespo, advantages < 0.", 2.0, ge=0)
+    clip_cov_fraction: float = _doc("Share of the step's tokens that clip_cov detaches (at least one).", 2e-4, ge=0, le=1)
+    clip_cov_low: float = _doc("Lower covariance bound of clip_cov's candidates.", 1.0)
+    clip_cov_high: float = _doc("Upper covariance bound of clip_cov's candidates.", 5.0)
+    kl_cov_fraction: float = _doc(
+        "Share of the step's tokens, largest covariance first, that kl_cov penalises (at least one).", 2e-4, ge=0, le=1
+    )
+    kl_cov_coef: float = _doc("Coefficient of kl_cov's penalty |log ratio|.", 1.0, ge=0)
+    value_clip: float | None = _doc("Largest move of a value prediction within one batch; no clip when not set.", 0.2, gt=0)
+    off_policy_correction: OffPolicyCorrection | None = _doc("Correction of the generator's mismatch; none when not set.", None)
+    kl_loss_coef: float = _doc("Coefficient of the KL to the reference in the loss.", 0.0, ge=0)
+    kl_estimator: KLEstimator = _doc("Estimator of the KL in the loss.", "k3")
+    kl_unbiased: bool = _doc("Multiply the KL in the loss by the differentiable ratio, which makes its gradient unbiased.", False)
+    kl_reward_coef: float = _doc("Coefficient of the KL to the reference in the token rewards.", 0.0, ge=0)
+    kl_reward_estimator: KLEstimator = _doc("Estimator of the KL in the token rewards.", "k1")
+    kl_control: KLControl | None = _doc("Adapt the KL coefficient; fixed when not set.", None)
+    advantage: AdvantageSettings = _section("How rewards become advantages.", AdvantageSettings)
+    zero_variance: Literal["keep", "mask_kl", "drop", "resample"] = _doc(
+        "Groups whose rewards are all equal: keep them, mask their KL term, drop them, or draw new prompts.", "keep"
+    )
+    entropy_coef: float = _doc("Coefficient of the entropy bonus: coef x mean entropy per token, in nats.", 0.0)
+    entropy_mode: Literal["absolute", "matched"] = _doc(
+        "absolute: the bonus is a token mean for every aggregation; matched: it goes through the policy's aggregation.", "absolute"
+    )
+    entropy_control: EntropyControl | None = _doc("Steer the entropy; off when not set.", None)
+    top_entropy_fraction: float = _doc("Train the policy term on this share of tokens, highest entropy of the step first.", 1.0, gt=0, le=1)
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.policy_loss not in POLICY_LOSSES and ":" not in self.policy_loss:
+            raise ValueError(
+                f"Objective.policy_loss is {self.policy_loss!r}, needs one of {', '.join(POLICY_LOSSES)} or package.module:function"
+            )
+        if self.dual_clip is not None and self.policy_loss not in ("clip", "clip_cov"):
+            raise ValueError(f"Objective.dual_clip is set for policy_loss {self.policy_loss!r}, which has no clipped branch; remove it")
+        self._check_controls()
+
+    def _check_controls(self) -> None:
+        if self.kl_loss_coef and self.kl_reward_coef:
+            raise ValueError(
+                f"Objective has kl_loss_coef {self.kl_loss_coef} and kl_reward_coef {self.kl_reward_coef}, needs at most one above 0"
+            )
+        if self.kl_control is not None and not (self.kl_loss_coef or self.kl_reward_coef):
+            raise ValueError("Objective.kl_control is set while both KL coefficients are 0, needs one above 0 to start from")
+        if self.kl_reward_coef and self.advantage.estimator not in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+            raise ValueError(
+                f"Objective.kl_reward_coef has no effect with estimator {self.advantage.estimator!r}, needs ppo, reinforce_plus_plus or "
+                "reinforce_plus_plus_baseline; use kl_loss_coef instead"
+            )
+        if self.adapts_entropy_coef and self.entropy_coef:
+            raise ValueError(
+                f"Objective has entropy_coef {self.entropy_coef} and an adaptive coefficient, needs one of them; "
+                "set entropy_control.initial instead"
+            )
+        if self.adapts_clip_high and (self.policy_loss != "clip" or self.clip_high is None):
+            raise ValueError("Objective.entropy_control moves clip_high, needs policy_loss 'clip' with a clip_high")
+
+    @property
+    def adapts_entropy_coef(self) -> bool:
+        """True when a controller sets the entropy coefficient."""
+        return self.entropy_control is not None and self.entropy_control.actuator == "coefficient"
+
+    @property
+    def adapts_clip_high(self) -> bool:
+        """True when a controller sets the upper clip bound."""
+        return self.entropy_control is not None and self.entropy_control.actuator == "clip_high"
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """True when the loss has an entropy term; never depends on a controller's present value, or it could not leave 0."""
+        return self.entropy_coef != 0 or self.adapts_entropy_coef
+
+    @property
+    def needs_reference(self) -> bool:
+        """True when the loss or the reward needs log-probs of the reference model."""
+        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0 or self.policy_loss == "distillation"
+
+    @property
+    def needs_step_statistics(self) -> bool:
+        """True when the loss needs `loss.step_statistics` of the whole optimizer step before its first micro-batch."""
+        correction = self.off_policy_correction
+        drops = correction is not None and not correction.keep_rejected_in_denominator
+        return self.policy_loss in _COVARIANCE_LOSSES or self.top_entropy_fraction < 1 or drops
+
+    @property
+    def trains_by_rewards(self) -> bool:
+        """False for sft and value, which need no rewards, no ratios and no rollout log-probs."""
+        return self.policy_loss not in _NO_POLICY_GRADIENT

@@ -1,0 +1,231 @@
+"""Per-token policy losses. None of them averages: `aggregation.py` owns the weights.
+
+Legend: T tokens of this rank. r = pi / pi_old at the chosen ratio level, A the advantage. Every tensor holds zeros where the
+mask is False. A clip distance of None means no bound on that side.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.sequences import Sequences, bounded_exp
+
+_DPPO_RATIO_CAP = 20.0
+_VESPO_LOG_LIMITS = (-18.420680743952367, 20.0)  # ln 1e-8, so that the sequence weight stays in [1e-8, e^20]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyTerms:
+    """What a policy loss may read, per token [T] with zeros outside the mask.
+
+    `log_probs` carries the gradient. `log_ratio` is log_probs - old_log_probs per token, or its mean over the sequence at ratio
+    level "sequence". `log_off_policy` [S] is the log of the off-policy weight of whole sequences, None without correction.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    log_ratio: Tensor
+    advantages: Tensor
+    sequences: Sequences
+    log_off_policy: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyLossTerms:
+    """`losses` [T] and, by metric name, which tokens [T] an event hit."""
+
+    losses: Tensor
+    events: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+PolicyLossFunction = Callable[[Objective, PolicyTerms], PolicyLossTerms]
+
+
+def _bounds(objective: Objective) -> tuple[float | None, float | None]:
+    low = None if objective.clip_low is None else 1.0 - objective.clip_low
+    high = None if objective.clip_high is None else 1.0 + objective.clip_high
+    return low, high
+
+
+def _clamp(values: Tensor, low: float | None, high: float | None) -> Tensor:
+    return values.clamp(low, high) if low is not None or high is not None else values
+
+
+def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """torch.where of two numbers in the dtype of `like`; from Python numbers alone it would round them to float32."""
+    return torch.where(condition, torch.full_like(like, yes), torch.full_like(like, no))
+
+
+def _clip_events(objective: Objective, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+    low, high = _bounds(objective)
+    none = torch.zeros_like(ratio, dtype=torch.bool)
+    return {
+        "clip_fraction_low": none if low is None else (advantages < 0) & (ratio < low),
+        "clip_fraction_high": none if high is None else (advantages > 0) & (ratio > high),
+    }
+
+
+def clip(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+    """-min(min(r, cap) A, clip(r) A), and at most -c A where A < 0 (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729)."""
+    ratio = bounded_exp(terms.log_ratio)
+    advantages = terms.advantages
+    capped = ratio if objective.ratio_cap is None else ratio.clamp(max=objective.ratio_cap)
+    losses = -torch.minimum(capped * advantages, _clamp(ratio, *_bounds(objective)) * advantages)
+    events = _clip_events(objective, ratio, advantages)
+    if objective.dual_clip is not None:
+        ceiling = -objective.dual_clip * advantages
+        events["dual_clip_fraction"] = (advantages < 0) & (losses > ceiling)
+        losses = torch.where(advantages < 0, torch.minimum(losses, ceiling), losses)
+    return PolicyLossTerms(losses, events)
+
+
+def cispo(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+    """-sg(clip(r)) A log pi: clipped tokens keep their gradient (MiniMax-M1, arXiv 2506.13585, section 3.1)."""
+    ratio = bounded_exp(terms.log_ratio.detach())
+    events = _clip_events(objective, ratio, terms.advantages)
+    return PolicyLossTerms(-_clamp(ratio, *_bounds(objective)) * terms.advantages * terms.log_probs, events)
+
+
+def sapo(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, a soft gate instead of a clip (arXiv 2511.20347)."""
+    tau = _choose(terms.advantages > 0, objective.sapo_tau_positive, objective.sapo_tau_negative, terms.log_ratio)
+    return PolicyLossTerms(-(4.0 / tau) * torch.sigmoid(tau * (bounded_exp(terms.log_ratio) - 1.0)) * terms.advantages)
+
+
+def vespo(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+    """-sg(phi(W)) A log pi with phi = exp(lambda + k ln W - lambda W), W the sequence's importance weight (arXiv 2602.10693).
+
+    The off-policy weight is part of W, so it does not multiply the loss again.
+    """
+    log_ratio = (terms.log_probs.detach() - terms.old_log_probs).clamp(-20.0, 20.0)
+    log_weight = terms.sequences.sum(log_ratio)
+    if terms.log_off_policy is not None:
+        log_weight = log_weight + terms.log_off_policy
+    log_weight = terms.sequences.expand(log_weight.clamp(*_VESPO_LOG_LIMITS))
+    positive = terms.advantages >= 0
+    k = _choose(positive, objective.vespo_k_positive, objective.vespo_k_negative, log_weight)
+    decay = _choose(positive, objective.vespo_lambda_positive, objective.vespo_lambda_negative, log_weight)
+    phi = (decay + k * log_weight - decay * log_weight.exp()).exp()
+    return PolicyLossTerms(-phi * terms.advantages * terms.log_probs)
+
+
+def gmpo(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+    """-A exp(mean over the sequence of clipped log r); the clip is one-sided by the sign of A, in log space (arXiv 2507.20673)."""
+    log_ratio = terms.log_probs - terms.old_log_probs
+    low = None if objective.clip_low is None else -objective.clip_low
+    clipped = _clamp(log_ratio, low, objective.clip_high)
+    sign = torch.sign(terms.advantages)
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * clipped)
+    ratio = bounded_exp(terms.sequences.mean(pessimistic))
+    none = torch.zeros_like(terms.sequences.mask)
+    events = {
+        "clip_fraction_low": none if low is None else (sign < 0) & (log_ratio < low),
+        "clip_fraction_high": none if objective.clip_high is None else (sign > 0) & (log_ratio > objective.clip_high),
+    }
+    return PolicyLossTerms(-terms.advantages * terms.sequences.expand(ratio), events)
+
+
+def gpg(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+    """-A log pi, the plain policy gradient (arXiv 2504.02546)."""
+    return PolicyLossTerms(-terms.advantages * terms.log_probs)
+
+
+def _dppo(objective: Objective, terms: PolicyTerms, too_low: Tensor, too_high: Tensor) -> PolicyLossTerms:
+    cap = _DPPO_RATIO_CAP if objective.ratio_cap is None else objective.ratio_cap
+    events = {"clip_fraction_low": (terms.advantages < 0) & too_low, "clip_fraction_high": (terms.advantages > 0) & too_high}
+    blocked = torch.where(terms.advantages > 0, too_high, too_low)
+    weight = torch.where(blocked, 0.0, bounded_exp(terms.log_ratio.detach()).clamp(max=cap))
+    return PolicyLossTerms(-weight * terms.advantages * terms.log_probs, events)
+
+
+def _beyond(distance: Tensor, limit: float | None) -> Tensor:
+    return torch.zeros_like(distance, dtype=torch.bool) if limit is None else distance > limit
+
+
+def dppo_tv(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+    """-A sg(min(r, cap)) log pi where pi moved less than the clip distances in probability (divergence PPO, arXiv 2602.04879)."""
+    move = terms.log_probs.detach().exp() - terms.old_log_probs.exp()
+    return _dppo(objective, terms, _beyond(-move, objective.clip_low), _beyond(move, objective.clip_high))
+
+
+def dppo_kl(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+    """As `dppo_tv` with the binary KL(pi_old || pi) of taken / not taken as distance, in the direction of travel."""
+    divergence = _binary_kl(terms.old_log_probs, terms.log_probs.detach())
+    rising = terms.log_probs.detach() > terms.old_log_probs
+    falling = terms.log_probs.detach() < terms.old_log_probs
+    return _dppo(objective, terms, falling & _beyond(divergence, objective.clip_low), rising & _beyond(divergence, objective.clip_high))
+
+
+def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL between Bernoulli(p) and Bernoulli(q) from the logs of p and q, [T]; p and q are kept off 0 and 1 by 1e-8."""
+    not_p, not_q = (-torch.expm1(log_x).clamp(max=-1e-8) for log_x in (log_p, log_q))
+    return log_p.exp() * (log_p - log_q) + not_p * (not_p.log() - not_q.log())
+
+
+def distillation(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+    """-r sg(log pi_teacher - log pi_old): policy gradient of the reverse KL to the reference model, the teacher."""
+    if terms.ref_log_probs is None:
+        raise ValueError("Objective.policy_loss distillation got no ref_log_probs, needs those of the teacher")
+    return PolicyLossTerms(-bounded_exp(terms.log_ratio) * (terms.ref_log_probs - terms.old_log_probs).detach())
+
+
+def sft(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+    """-log pi, supervised training on given responses."""
+    return PolicyLossTerms(-terms.log_probs)
+
+
+def value(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+    """1/2 max((v - R)^2, (clip(v, old v +- value_clip) - R)^2), a critic's loss (PPO; clipped as in arXiv 2005.12729)."""
+    if terms.values is None or terms.old_values is None or terms.returns is None:
+        raise ValueError("Objective.policy_loss value got no values, needs values, old_values and returns")
+    error = (terms.values - terms.returns).square()
+    if objective.value_clip is None:
+        return PolicyLossTerms(0.5 * error)
+    limit = objective.value_clip
+    clipped = (terms.old_values + (terms.values - terms.old_values).clamp(-limit, limit) - terms.returns).square()
+    return PolicyLossTerms(0.5 * torch.maximum(error, clipped), {"value_clip_fraction": clipped > error})
+
+
+# clip_cov and kl_cov differ from these two by a choice of tokens that needs the whole step; `selection.py` makes it.
+_LOSSES: Mapping[str, PolicyLossFunction] = {
+    "clip": clip, "cispo": cispo, "sapo": sapo, "vespo": vespo, "gmpo": gmpo, "gpg": gpg, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl,
+    "distillation": distillation, "sft": sft, "value": value, "clip_cov": clip,
+}  # fmt: skip
+
+
+def kl_cov(objective: Objective, terms: PolicyTerms, selected: Tensor) -> PolicyLossTerms:
+    """-r A, plus kl_cov_coef |log r| on the `selected` [T] tokens of highest covariance; nothing is clipped (arXiv 2505.22617)."""
+    penalty = objective.kl_cov_coef * terms.log_ratio.abs()
+    losses = -bounded_exp(terms.log_ratio) * terms.advantages
+    return PolicyLossTerms(losses + torch.where(selected, penalty, 0.0), {"covariance_fraction": selected})
+
+
+def clip_cov(objective: Objective, terms: PolicyTerms, selected: Tensor) -> PolicyLossTerms:
+    """The clipped loss, with the `selected` [T] tokens taken out of it (arXiv 2505.22617)."""
+    clipped = clip(objective, terms)
+    return PolicyLossTerms(torch.where(selected, 0.0, clipped.losses), {**clipped.events, "covariance_fraction": selected})
+
+
+def find_policy_loss(name: str) -> PolicyLossFunction:
+    """The built-in of that name or your own `package.module:function`, called as function(objective, terms) -> PolicyLossTerms.
+
+    Raises ValueError when the path cannot be imported or is not callable.
+    """
+    if name in _LOSSES:
+        return _LOSSES[name]
+    module, _, attribute = name.partition(":")
+    try:
+        function = vars(importlib.import_module(module))[attribute]
+    except (ImportError, KeyError) as error:
+        raise ValueError(f"Objective.policy_loss is {name!r}, needs an importable package.module:function: {error}") from error
+    if not callable(function):
+        raise ValueError(f"Objective.policy_loss is {name!r}, which is a {type(function).__name__}, needs a function")
+    return function

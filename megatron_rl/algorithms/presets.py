@@ -1,0 +1,66 @@
+"""Published objectives as plain data: only what differs from `Objective()`. Every field can be overridden."""
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    # DeepSeekMath, arXiv 2402.03300
+    "grpo": {"policy_loss": "clip", "ratio_level": "token", "aggregation": "sequence_mean_token_mean", "clip_low": 0.2, "clip_high": 0.2,
+             "advantage": {"estimator": "grpo"}},
+    # Understanding R1-Zero-like training, arXiv 2503.20783
+    "dr_grpo": {"policy_loss": "clip", "aggregation": "sequence_mean_token_sum_norm", "advantage": {"estimator": "dr_grpo"}},
+    # DAPO, arXiv 2503.14476
+    "dapo": {"policy_loss": "clip", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28, "advantage": {"estimator": "grpo"},
+             "zero_variance": "resample"},
+    # TRL's name for GRPO over the batch's tokens; with global denominators it differs from dapo in its clip range only
+    "bnpo": {"policy_loss": "clip", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2, "advantage": {"estimator": "grpo"}},
+    # GSPO, arXiv 2507.18071
+    "gspo": {"policy_loss": "clip", "ratio_level": "sequence", "aggregation": "sequence_mean_token_mean", "clip_low": 3e-4,
+             "clip_high": 4e-4, "advantage": {"estimator": "grpo"}},
+    # MiniMax-M1, arXiv 2506.13585: an absolute cap of 5 and no lower clip
+    "cispo": {"policy_loss": "cispo", "aggregation": "token_mean", "clip_low": None, "clip_high": 4.0, "advantage": {"estimator": "grpo"}},
+    # SAPO, arXiv 2511.20347
+    "sapo": {"policy_loss": "sapo", "aggregation": "sequence_mean_token_mean", "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05,
+             "advantage": {"estimator": "grpo"}},
+    # LUSPO, arXiv 2602.05261
+    "luspo": {"policy_loss": "clip", "ratio_level": "sequence", "aggregation": "sequence_mean_token_sum", "clip_low": 0.2, "clip_high": 0.2,
+              "advantage": {"estimator": "grpo"}},
+    # VESPO, arXiv 2602.10693
+    "vespo": {"policy_loss": "vespo", "aggregation": "token_mean", "advantage": {"estimator": "grpo"}},
+    # GMPO, arXiv 2507.20673: clip distances are in log space
+    "gmpo": {"policy_loss": "gmpo", "aggregation": "sequence_mean_token_mean", "clip_low": 0.4, "clip_high": 0.4,
+             "advantage": {"estimator": "grpo"}},
+    # PPO, arXiv 1707.06347, with GAE, arXiv 1506.02438
+    "ppo": {"policy_loss": "clip", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2,
+            "advantage": {"estimator": "ppo", "gamma": 1.0, "lam": 0.95, "whiten": True}},
+    # REINFORCE++, arXiv 2501.03262
+    "reinforce_plus_plus": {"policy_loss": "clip", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2,
+                            "advantage": {"estimator": "reinforce_plus_plus", "gamma": 1.0, "whiten": True}},
+    # RLOO, arXiv 2402.14740: the whole response is one action, so its loss is a sum over tokens
+    "rloo": {"policy_loss": "clip", "aggregation": "sequence_mean_token_sum", "clip_low": 0.2, "clip_high": 0.2,
+             "advantage": {"estimator": "rloo"}},
+})  # fmt: skip
+
+
+def _merge(base: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = dict(base)
+    for key, value in explicit.items():
+        below = base.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return {key: dict(value) if isinstance(value, Mapping) else value for key, value in merged.items()}
+
+
+def expand_preset(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Objective` that `config` means: those of its `preset`, under what it says itself; nested sections merge.
+
+    Raises ValueError for an unknown preset. `config` is not modified.
+    """
+    explicit = {key: value for key, value in config.items() if key != "preset"}
+    name = config.get("preset", "grpo")
+    if not isinstance(name, str) or name not in PRESETS:
+        closest = difflib.get_close_matches(str(name), PRESETS, n=1)
+        hint = f"; did you mean {closest[0]!r}?" if closest else ""
+        raise ValueError(f"Objective.preset is {name!r}, needs one of {', '.join(PRESETS)}{hint}")
+    return _merge(PRESETS[name], explicit)

@@ -1,0 +1,181 @@
+"""Token-level rewards, returns and generalised advantage estimation over the trainable tokens of whole sequences.
+
+Legend: T tokens of S whole, un-sharded sequences laid end to end; `cu_seqlens` [S + 1] are their offsets. Tokens that the loss
+mask leaves out (prompts, tool output) are no states: recurrences step from one trainable token to the next.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.sequences import identity
+
+# Columns that one matrix product sums; more cost more arithmetic, fewer more passes.
+_BLOCK = 16
+# Tokens of one table of rows, so that its temporaries stay in cache.
+_TABLE_TOKENS = 2**18
+_CONSTANT_TOLERANCE = 1e-12
+
+
+def token_rewards(*, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
+    """A new tensor [T]: -kl_coef x kl on trainable tokens, plus the sequence's reward [S] on its last trainable token.
+
+    A sequence without a trainable token gets its reward nowhere. `kl` [T] raw, in nats, is read only and may hold anything at masked
+    positions.
+    """
+    dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
+    shaped = torch.zeros(loss_mask.shape, dtype=dtype, device=loss_mask.device)
+    if kl is not None and kl_coef != 0.0:
+        shaped = torch.where(loss_mask, -kl_coef * kl.to(dtype), 0.0)
+    last = last_trainable(loss_mask, cu_seqlens)
+    present = last >= 0
+    return shaped.index_add(0, last[present], rewards[present].to(dtype))
+
+
+def last_trainable(loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The flat position [S] of each sequence's last trainable token, -1 for a sequence without one."""
+    positions = torch.where(loss_mask, torch.arange(len(loss_mask), device=loss_mask.device), -1)
+    running = torch.cat([positions.new_full((1,), -1), positions.cummax(0).values if len(positions) else positions])
+    found = running[cu_seqlens[1:]]
+    return torch.where(found >= cu_seqlens[:-1], found, -1)
+
+
+def gae(
+    *,
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float,
+    lam: float,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(advantages [T], returns [T]); both 0 at masked positions, not whitened.
+
+    delta = r + gamma V' - V and A = delta + gamma lam A', primes at the next trainable token; returns = A + V. After the last
+    trainable token V' is `bootstrap` [S] (truncated responses), 0 when None. Schulman et al., arXiv 1506.02438.
+    """
+    dtype = torch.float64 if torch.float64 in (rewards.dtype, values.dtype) else torch.float32
+    # As bytes, because a reduction of bools is slower than the recurrence itself on CPU.
+    everything = not loss_mask.numel() or bool(loss_mask.view(torch.uint8).amin())
+    positions = torch.empty(0) if everything else loss_mask.nonzero().squeeze(1)
+    kept_rewards, kept_values = (x.to(dtype) if everything else x[positions].to(dtype) for x in (rewards, values))
+    counts = cu_seqlens.diff() if everything else torch.searchsorted(positions, cu_seqlens).diff()
+    end = kept_rewards.new_zeros(len(counts)) if bootstrap is None else bootstrap.to(dtype)
+    advantages, returns = _ragged_gae(kept_rewards, kept_values, counts=counts, bootstrap=end, gamma=gamma, lam=lam)
+    if everything:
+        return advantages, returns
+    flat = torch.zeros(loss_mask.shape, dtype=dtype, device=rewards.device)
+    return flat.index_copy(0, positions, advantages), flat.index_copy(0, positions, returns)
+
+
+def _ragged_gae(rewards: Tensor, values: Tensor, *, counts: Tensor, bootstrap: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """GAE of trainable tokens [N] laid end to end, `counts` [S] of them per sequence."""
+    sizes: list[int] = counts.tolist()
+    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
+    if sizes and min(sizes) == max(sizes) > 0:
+        tables = [flat.view(len(sizes), -1) for flat in (rewards, values, advantages, returns)]
+        for start in range(0, len(sizes), rows := max(1, _TABLE_TOKENS // sizes[0])):
+            part = [table[start : start + rows] for table in tables]
+            end = bootstrap[start : start + rows]
+            _dense_gae(part, lengths=counts[start : start + rows], bootstrap=end, gamma=gamma, lam=lam)
+        return advantages, returns
+    flats = [flat.split(sizes) for flat in (rewards, values, advantages, returns)]
+    for group in _rows_of_like_size(sizes):
+        table = [torch.nn.utils.rnn.pad_sequence([flat[row] for row in group], batch_first=True) for flat in flats]
+        chosen = torch.tensor(group, device=rewards.device)
+        _dense_gae(table, lengths=counts[chosen], bootstrap=bootstrap[chosen], gamma=gamma, lam=lam)
+        for flat, results in zip(flats[2:], table[2:], strict=True):
+            for row, line in zip(group, results, strict=True):
+                flat[row].copy_(line[: sizes[row]])
+    return advantages, returns
+
+
+def _rows_of_like_size(sizes: list[int]) -> Iterator[list[int]]:
+    """Row numbers by rising size, in groups whose padding to the group's longest at most doubles the work."""
+    group: list[int] = []
+    for row in sorted(range(len(sizes)), key=sizes.__getitem__):
+        if group and (sizes[row] > 2 * max(1, sizes[group[0]]) or sizes[row] * len(group) > _TABLE_TOKENS):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
+def _dense_gae(table: Sequence[Tensor], *, lengths: Tensor, bootstrap: Tensor, gamma: float, lam: float) -> None:
+    """Fill the advantages and returns of `table` = rewards, values, advantages, returns, each [S, W].
+
+    Rows are the trainable tokens of a sequence, left-aligned; rewards and values hold zeros beyond `lengths` [S].
+    """
+    rewards, values, advantages, returns = table
+    if not rewards.numel():
+        return
+    delta = rewards - values
+    delta[:, :-1].add_(values[:, 1:], alpha=gamma)
+    last = torch.where(lengths > 0, gamma * bootstrap, 0.0).to(delta.dtype)
+    delta.scatter_add_(1, (lengths - 1).clamp(min=0).unsqueeze(1), last.unsqueeze(1))
+    _reverse_scan(delta, gamma * lam, out=advantages)
+    torch.add(advantages, values, out=returns)
+
+
+def reverse_discounted_sum(values: Tensor, decay: float) -> Tensor:
+    """y[t] = x[t] + decay y[t + 1] along the last axis of `values` [S, W]."""
+    return _reverse_scan(values.clone(), decay, out=torch.empty_like(values))
+
+
+def _reverse_scan(x: Tensor, decay: float, *, out: Tensor) -> Tensor:
+    """`reverse_discounted_sum` of `x` [S, W], which it overwrites, into `out` [S, W].
+
+    Within a block of columns the sum is a product with a triangular matrix of powers of `decay`; what enters a block from its right
+    comes from the same recurrence over whole blocks, whose decay is decay^block.
+    """
+    rows, width = x.shape
+    if decay == 0.0 or width <= 1:
+        return out.copy_(x)
+    padding = -width % _BLOCK
+    if padding:
+        x = torch.nn.functional.pad(x, (0, padding))
+    blocks = x.view(-1, _BLOCK)
+    powers, triangle = _powers(decay, x)
+    if x.shape[1] > _BLOCK:
+        heads = (blocks @ powers).view(rows, -1)
+        heads = _reverse_scan(heads, decay**_BLOCK, out=torch.empty_like(heads))
+        x[:, _BLOCK - 1 : -1 : _BLOCK].add_(heads[:, 1:], alpha=decay)
+    if padding or not out.is_contiguous():
+        return out.copy_((blocks @ triangle).view(rows, -1)[:, :width])
+    torch.mm(blocks, triangle, out=out.view(-1, _BLOCK))
+    return out
+
+
+def _powers(decay: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """decay^j, [block], and the matrix of decay^(i - j) for i >= j, [block, block], which sums a row from its right."""
+    exponents = torch.arange(_BLOCK, dtype=torch.float64, device=like.device)
+    distance = exponents.unsqueeze(1) - exponents
+    triangle = torch.where(distance >= 0, decay ** distance.clamp(min=0), 0.0)
+    return (decay**exponents).to(like.dtype), triangle.to(like.dtype)
+
+
+def discounted_returns(*, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
+    """G = r + gamma G' over trainable tokens, [T], 0 at masked positions (REINFORCE++, arXiv 2501.03262)."""
+    zero = torch.zeros_like(rewards)
+    return gae(rewards=rewards, values=zero, loss_mask=loss_mask, cu_seqlens=cu_seqlens, gamma=gamma, lam=1.0)[0]
+
+
+def whiten(values: Tensor, *, mask: Tensor, all_reduce_sum: Callable[[Tensor], Tensor] = identity) -> Tensor:
+    """`values` [T] with mean 0 and unbiased variance 1 over the `mask` [T] of all ranks; 0 at masked positions.
+
+    Constant values become exactly 0: a spread that float64 sums cannot tell from rounding counts as none. `all_reduce_sum` adds over
+    the ranks that hold different tokens; it is called three times on every rank, also on one without a token.
+    """
+    wide = torch.where(mask, values.double(), 0.0)
+    first = all_reduce_sum(torch.stack([mask.sum().double(), wide.sum()]))
+    count = first[0].clamp(min=1)
+    centred = torch.where(mask, wide - first[1] / count, 0.0)
+    # The mean's own rounding is taken out by a second pass.
+    centred = torch.where(mask, centred - all_reduce_sum(centred.sum()) / count, 0.0)
+    variance = all_reduce_sum(centred.square().sum()) / (count - 1).clamp(min=1)
+    constant = variance.sqrt() <= _CONSTANT_TOLERANCE * (first[1] / count).abs()
+    scale = torch.where(constant, 0.0, 1.0 / torch.where(constant, 1.0, variance).sqrt())
+    return (centred * scale).to(values.dtype if values.is_floating_point() else torch.float64)

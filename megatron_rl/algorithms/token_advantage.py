@@ -1,0 +1,78 @@
+"""From the rewards of a batch to an advantage per token, for every estimator: the two calls that a training step makes.
+
+First `sample_scores` over the whole batch, because a baseline needs groups that other ranks hold; then `token_advantages` over
+the sequences of one rank. Legend: B samples of the whole batch; S sequences of this rank laid end to end, T their tokens.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.advantage import AllReduceSum, group_advantages
+from megatron_rl.algorithms.objective import AdvantageSettings, Objective
+from megatron_rl.algorithms.returns import discounted_returns, gae, token_rewards, whiten
+from megatron_rl.algorithms.sequences import identity
+
+# Estimators that end on the level of tokens; all others give every token of a sample the same advantage.
+_BY_TOKEN = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+def sample_scores(
+    settings: AdvantageSettings, *, rewards: Tensor, group_ids: Tensor, lengths: Tensor, baselines: Tensor | None = None
+) -> Tensor:
+    """What `token_advantages` needs of each sample, [B] float64: its reward, its reward above the group, or its whole advantage.
+
+    Arguments and errors are those of `group_advantages`.
+    """
+    if settings.estimator in ("ppo", "reinforce_plus_plus"):
+        return rewards.double().clone()
+    whole = settings if settings.estimator == "gdpo" else dataclasses.replace(settings, whiten=False)
+    return group_advantages(whole, rewards=rewards, group_ids=group_ids, lengths=lengths, baselines=baselines)
+
+
+def token_advantages(
+    objective: Objective,
+    *,
+    scores: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    values: Tensor | None = None,
+    bootstrap: Tensor | None = None,
+    all_reduce_sum: AllReduceSum = identity,
+) -> tuple[Tensor, Tensor | None]:
+    """(advantages [T], returns [T] for a critic or None), 0 at masked positions; whitened over all ranks where the settings say so.
+
+    `scores` [S] from `sample_scores`. `kl` [T] raw KL to the reference and its present coefficient, for a KL in the reward. `values`
+    [T] and `bootstrap` [S] (the value after a truncated response, else 0) are for ppo. `all_reduce_sum` adds over data-parallel ranks.
+
+    Raises ValueError when ppo gets no values or a KL reward no kl.
+    """
+    settings = objective.advantage
+    if kl_coef != 0.0 and kl is None:
+        raise ValueError("token_advantages got kl_coef without kl, needs the raw KL of every token")
+    if settings.estimator not in _BY_TOKEN:
+        return _spread(scores, loss_mask, cu_seqlens), None
+    returns: Tensor | None = None
+    if settings.estimator == "reinforce_plus_plus_baseline":
+        none = torch.zeros_like(scores)
+        penalty = token_rewards(rewards=none, loss_mask=loss_mask, cu_seqlens=cu_seqlens, kl=kl, kl_coef=kl_coef)
+        advantages = _spread(scores, loss_mask, cu_seqlens) + penalty
+    else:
+        shaped = token_rewards(rewards=scores, loss_mask=loss_mask, cu_seqlens=cu_seqlens, kl=kl, kl_coef=kl_coef)
+        if settings.estimator == "reinforce_plus_plus":
+            advantages = discounted_returns(rewards=shaped, loss_mask=loss_mask, cu_seqlens=cu_seqlens, gamma=settings.gamma)
+        elif values is None:
+            raise ValueError("AdvantageSettings.estimator ppo got no values, needs those of a critic")
+        else:
+            end = bootstrap if settings.bootstrap_truncated else None
+            places = {"loss_mask": loss_mask, "cu_seqlens": cu_seqlens}
+            advantages, returns = gae(rewards=shaped, values=values, gamma=settings.gamma, lam=settings.lam, bootstrap=end, **places)
+    return whiten(advantages, mask=loss_mask, all_reduce_sum=all_reduce_sum) if settings.whiten else advantages, returns
+
+
+def _spread(scores: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """`scores` [S] at the trainable tokens of their sequences, [T]."""
+    return scores.repeat_interleave(cu_seqlens.diff()).masked_fill(~loss_mask, 0.0)

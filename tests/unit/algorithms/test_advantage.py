@@ -1,0 +1,147 @@
+"""Group advantages against hand-computed values and definitions."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms.advantage import group_advantages, zero_variance, zero_variance_fractions
+from megatron_rl.algorithms.objective import AdvantageSettings, Estimator
+
+REWARDS = torch.tensor([1, 0, 0, 1, 0.3, 0.9, 0.1, 0.5], dtype=torch.float64)
+GROUPS = torch.tensor([7, 7, 7, 7, 3, 3, 3, 3])
+ONES = torch.ones(8, dtype=torch.int64)
+CRITIC_FREE = [name for name in Estimator.__args__ if name != "ppo"]
+
+
+def advantages(estimator: str, rewards=REWARDS, groups=GROUPS, lengths=ONES, **kwargs) -> torch.Tensor:
+    baselines = kwargs.pop("baselines", None)
+    made = AdvantageSettings(estimator=estimator, **kwargs)
+    return group_advantages(made, rewards=rewards, group_ids=groups, lengths=lengths, baselines=baselines)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("grpo", [0.866024, -0.866024, -0.866024, 0.866024, -0.439154, 1.317461, -1.024692, 0.146385]),
+        ("rloo", [2 / 3, -2 / 3, -2 / 3, 2 / 3, -0.2, 0.6, -0.4666667, 0.0666667]),
+        ("dr_grpo", [0.5, -0.5, -0.5, 0.5, -0.15, 0.45, -0.35, 0.05]),
+        ("opo", [0.5, -0.5, -0.5, 0.5, -0.15, 0.45, -0.35, 0.05]),
+        ("pass@k", [0, 0, 0, 0, 0, 1.171077, 0, 0]),
+    ],
+)
+def test_published_values(estimator: str, expected: list[float]) -> None:
+    torch.testing.assert_close(advantages(estimator), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+def test_opo_weighs_its_baseline_by_length() -> None:
+    lengths = torch.tensor([1, 2, 3, 4, 1, 1, 1, 1])
+    torch.testing.assert_close(advantages("opo", lengths=lengths)[:4], REWARDS[:4] - (1 * 1 + 4 * 1) / 10)
+
+
+def test_remax_subtracts_the_greedy_reward() -> None:
+    greedy = torch.full((8,), 0.25, dtype=torch.float64)
+    torch.testing.assert_close(advantages("remax", baselines=greedy), REWARDS - 0.25)
+    with pytest.raises(ValueError, match="baselines"):
+        advantages("remax")
+
+
+def test_scale_of_the_whole_batch_and_none() -> None:
+    centred = advantages("dr_grpo")
+    torch.testing.assert_close(advantages("grpo", scale="none"), centred)
+    torch.testing.assert_close(advantages("grpo", scale="batch"), centred / (REWARDS.std() + 1e-6))
+
+
+def test_reinforce_plus_plus_whitens_over_tokens() -> None:
+    lengths = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8])
+    for estimator, values in (("reinforce_plus_plus", REWARDS), ("reinforce_plus_plus_baseline", advantages("dr_grpo"))):
+        tokens = values.repeat_interleave(lengths)
+        expected = (values - tokens.mean()) / tokens.std()
+        torch.testing.assert_close(advantages(estimator, lengths=lengths), expected)
+
+
+def test_gdpo_normalises_each_component() -> None:
+    rewards = torch.stack([REWARDS, torch.zeros(8, dtype=torch.float64), 10 * REWARDS.flip(0)], 1)
+    parts = [advantages("grpo", rewards=rewards[:, column]) for column in range(3)]
+    total = 2 * parts[0] + 1 * parts[1] + 0.5 * parts[2]
+    got = advantages("gdpo", rewards=rewards, reward_weights=(2.0, 1.0, 0.5), whiten=False)
+    torch.testing.assert_close(got, total)
+    whitened = advantages("gdpo", rewards=rewards, reward_weights=(2.0, 1.0, 0.5))
+    torch.testing.assert_close(whitened, (total - total.mean()) / total.std())
+    with pytest.raises(ValueError, match="reward_weights"):
+        advantages("gdpo", rewards=rewards, reward_weights=(1.0,))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "opo", "pass@k"])
+@pytest.mark.parametrize("value", [0.3, 1.7, -1.3, 0.1, 1e9, 1e-9])
+def test_constant_groups_get_exactly_zero(estimator: str, value: float) -> None:
+    for size in (2, 7, 8, 16):
+        for dtype in (torch.float32, torch.float64):
+            rewards = torch.full((size,), value, dtype=dtype)
+            got = advantages(estimator, rewards, torch.zeros(size), torch.arange(size), std_epsilon=1e-12)
+            assert got.tolist() == [0.0] * size
+            assert bool(zero_variance(rewards=rewards, group_ids=torch.zeros(size)).all())
+
+
+def test_centring_is_exact_beside_a_large_common_offset() -> None:
+    """Also without a scale: what is whitened later must not start from rounding."""
+    for rewards in (torch.full((7,), 0.1, dtype=torch.float64), torch.full((16,), 1e9 + 0.1, dtype=torch.float64)):
+        got = advantages("reinforce_plus_plus_baseline", rewards, torch.zeros(len(rewards)), torch.ones(len(rewards)), whiten=False)
+        assert got.tolist() == [0.0] * len(rewards)
+    near = 1e9 + torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
+    assert advantages("dr_grpo", near, torch.zeros(3), torch.ones(3)).tolist() == [-0.5, 0.0, 0.5]
+
+
+def test_a_leave_one_out_group_keeps_its_scale() -> None:
+    """Seven 0.35 and one 0.0: a naive leave-one-out std gave the odd one -2154."""
+    rewards = torch.tensor([0.35] * 7 + [0.0], dtype=torch.float64)
+    got = advantages("grpo", rewards, torch.zeros(8), ONES)
+    assert float(got.abs().max()) == pytest.approx(7 / 8 / (1 / 8) ** 0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("estimator", [name for name in CRITIC_FREE if name not in ("gdpo", "remax")])
+def test_grouping_is_by_id_never_by_position(estimator: str) -> None:
+    order = torch.tensor([3, 7, 0, 5, 1, 6, 2, 4])
+    lengths = torch.arange(1, 9)
+    shuffled = advantages(estimator, REWARDS[order], GROUPS[order], lengths[order])
+    torch.testing.assert_close(shuffled, advantages(estimator, lengths=lengths)[order])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rewards=st.lists(st.floats(-1e3, 1e3, allow_subnormal=False), min_size=1, max_size=12),
+    estimator=st.sampled_from([n for n in CRITIC_FREE if n not in ("gdpo", "remax")]),
+    data=st.data(),
+)
+def test_advantages_are_finite_and_ignore_a_common_offset(rewards: list[float], estimator: str, data) -> None:
+    groups = torch.tensor([data.draw(st.integers(0, 3)) for _ in rewards])
+    values = torch.tensor(rewards, dtype=torch.float64)
+    got = advantages(estimator, values, groups, torch.ones(len(rewards)))
+    assert bool(got.isfinite().all())
+    if estimator in ("dr_grpo", "rloo"):
+        for group in groups.unique():
+            assert float(got[groups == group].sum()) == pytest.approx(0, abs=1e-9 * max(1, float(values.abs().max())))
+
+
+def test_single_samples_are_no_zero_variance_group() -> None:
+    """Evaluation with one response per prompt must not lose everything to masking."""
+    ids = torch.arange(4)
+    assert not bool(zero_variance(rewards=torch.ones(4), group_ids=ids).any())
+    assert zero_variance_fractions(rewards=torch.ones(4), group_ids=ids) == {}
+
+
+def test_zero_variance_fractions_by_reward() -> None:
+    rewards = torch.tensor([1.0, 1, 0, 0, 0, 1, 0, 0])
+    groups = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    assert zero_variance_fractions(rewards=rewards, group_ids=groups) == {0.0: 0.5, 1.0: 0.25}
+    assert zero_variance_fractions(rewards=rewards[:0], group_ids=groups[:0]) == {}
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="critic"):
+        advantages("ppo")
+    with pytest.raises(ValueError, match="finite"):
+        advantages("grpo", rewards=torch.where(REWARDS == 1, torch.nan, REWARDS))
+    with pytest.raises(ValueError, match="rewards"):
+        advantages("grpo", rewards=REWARDS[:3])
+    assert advantages("grpo", REWARDS[:0], GROUPS[:0], ONES[:0]).shape == (0,)

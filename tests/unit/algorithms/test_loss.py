@@ -1,0 +1,307 @@
+"""The loss against a loop over tokens in Python, published values, and the traps that other trainers fell into."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.algorithms.emulation import Step, run_step, trivial_layout
+from megatron_rl.algorithms.loss import LossInputs, compute_loss
+from megatron_rl.algorithms.objective import Aggregation, EntropyControl, Objective, OffPolicyCorrection
+from megatron_rl.algorithms.policy_loss import find_policy_loss
+
+# The shared vector V1 of the peer survey.
+V1 = {
+    "log_probs": [-.35, -1.2, -.05, -2.1, -.7, -3, -.9, -.15, -1.75, -2.4, -.6, -.25, -1.1, -.45, -1.6],
+    "old_log_probs": [-.5, -1, -.06, -1.7, -.95, -2.6, -.7, -.4, -1.7, -2.1, -.85, -.2, -1.5, -.4, -1.25],
+    "rollout_log_probs": [-.45, -1.1, -.05, -1.95, -.9, -2.2, -.75, -.35, -1.45, -2.3, -.8, -.22, -1.3, -.5, -1.3],
+    "ref_log_probs": [-.6, -.8, -.1, -2.4, -.75, -2, -1.1, -.3, -1.2, -1.9, -.7, -.3, -1.4, -.55, -1],
+    "entropy": [.8, 1.5, .2, 2.2, 1, 2.6, 1.1, .4, 1.9, 2.5, .9, .6, 1.3, .7, 1.7],
+    "advantages": [1.2] * 6 + [-.7] * 3 + [.4] * 5 + [-.9],
+}  # fmt: skip
+
+
+def v1() -> Step:
+    tokens = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in V1.items()}
+    return Step(lengths=(6, 3, 5, 1), loss_mask=torch.ones(15, dtype=torch.bool), tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        (Objective(policy_loss="gmpo"), -0.010433150),
+        (Objective(policy_loss="gpg", aggregation="token_mean"), 0.493333333),
+        (Objective(policy_loss="kl_cov", kl_cov_fraction=0.2, aggregation="token_mean"), -0.381598566),
+        (Objective(aggregation="token_mean", top_entropy_fraction=0.2), -0.127006360),
+        (Objective(aggregation="token_mean", off_policy_correction=OffPolicyCorrection(opsm=0.1)), -0.434468481),
+        (Objective(aggregation="token_mean", dual_clip=1.1), None),
+    ],
+)
+def test_published_values(objective: Objective, expected: float | None) -> None:
+    loss = run_step(objective, v1(), trivial_layout(4)).loss
+    if expected is None:  # for negative advantages the ratios here stay below 1.1 times, except one of 1.284
+        plain = run_step(Objective(aggregation="token_mean"), v1(), trivial_layout(4)).loss
+        assert loss == pytest.approx(plain - 0.7 * (math.exp(0.25) - 1.1) / 15)
+    else:
+        assert loss == pytest.approx(expected, abs=5e-9)
+
+
+def loop_loss(objective: Objective, step: Step, token_loss) -> torch.Tensor:
+    """The definition: per sequence, then the aggregation, with Python loops."""
+    rows, start = [], 0
+    for length in step.lengths:
+        keep = [t for t in range(start, start + length) if step.loss_mask[t]]
+        start += length
+        if keep:
+            rows.append(torch.stack([token_loss(t, keep) for t in keep]))
+    count, size = sum(len(row) for row in rows), len(rows)
+    return {
+        "token_mean": lambda: sum(row.sum() for row in rows) / count,
+        "sequence_mean_token_mean": lambda: sum(row.mean() for row in rows) / size,
+        "sequence_mean_token_sum": lambda: sum(row.sum() for row in rows) / size,
+        "sequence_mean_token_sum_norm": lambda: sum(row.sum() for row in rows) / size / objective.max_response_length,
+        "token_sum": lambda: sum(row.sum() for row in rows),
+    }[objective.aggregation]()
+
+
+def ratio(x, level: str, t: int, keep: list[int]):
+    if level == "sequence":
+        return torch.stack([x["log_probs"][k] - x["old_log_probs"][k] for k in keep]).mean().exp()
+    return (x["log_probs"][t] - x["old_log_probs"][t]).exp()
+
+
+def clipped(x, o: Objective, t: int, keep: list[int]):
+    r, a = ratio(x, o.ratio_level, t, keep), x["advantages"][t]
+    return -torch.minimum(r * a, r.clamp(1 - o.clip_low, 1 + o.clip_high) * a)
+
+
+def sapo(x, o: Objective, t: int, keep: list[int]):
+    a = x["advantages"][t]
+    tau = o.sapo_tau_positive if a > 0 else o.sapo_tau_negative
+    return -4 / tau * torch.sigmoid(tau * (ratio(x, o.ratio_level, t, keep) - 1)) * a
+
+
+def cispo(x, o: Objective, t: int, keep: list[int]):
+    r = ratio(x, o.ratio_level, t, keep).detach().clamp(1 - o.clip_low, 1 + o.clip_high)
+    return -r * x["advantages"][t] * x["log_probs"][t]
+
+
+def vespo(x, o: Objective, t: int, keep: list[int]):
+    w = sum(x["log_probs"][k] - x["old_log_probs"][k] for k in keep).detach().exp()
+    k, lam = (2, 3) if x["advantages"][t] >= 0 else (3, 2)
+    return -(w**k * torch.exp(lam - lam * w)) * x["advantages"][t] * x["log_probs"][t]
+
+
+def dppo_tv(x, o: Objective, t: int, keep: list[int]):
+    move = (x["log_probs"][t].exp() - x["old_log_probs"][t].exp()).detach()
+    allowed = move <= o.clip_high if x["advantages"][t] > 0 else move >= -o.clip_low
+    weight = ratio(x, o.ratio_level, t, keep).detach().clamp(max=20) if allowed else 0.0
+    return -x["advantages"][t] * weight * x["log_probs"][t]
+
+
+def dppo_kl(x, o: Objective, t: int, keep: list[int]):
+    p, q = x["old_log_probs"][t].exp(), x["log_probs"][t].exp().detach()
+    kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    blocked = q > p and kl > o.clip_high if x["advantages"][t] > 0 else q < p and kl > o.clip_low
+    weight = 0.0 if blocked else ratio(x, o.ratio_level, t, keep).detach().clamp(max=20)
+    return -x["advantages"][t] * weight * x["log_probs"][t]
+
+
+def value(x, o: Objective, t: int, keep: list[int]):
+    v, old, target = x["values"][t], x["old_values"][t], x["returns"][t]
+    near = old + (v - old).clamp(-o.value_clip, o.value_clip)
+    return 0.5 * torch.maximum((v - target) ** 2, (near - target) ** 2)
+
+
+REFERENCES = {
+    "clip": clipped,
+    "cispo": cispo,
+    "sapo": sapo,
+    "vespo": vespo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "value": value,
+    "gpg": lambda x, o, t, keep: -x["advantages"][t] * x["log_probs"][t],
+    "sft": lambda x, o, t, keep: -x["log_probs"][t],
+    "distillation": lambda x, o, t, keep: -ratio(x, o.ratio_level, t, keep) * (x["ref_log_probs"][t] - x["old_log_probs"][t]),
+}
+
+
+@pytest.mark.parametrize("aggregation", Aggregation.__args__)
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_against_a_loop_over_tokens(name: str, level: str, aggregation: str, make_step) -> None:
+    step = make_step([5, 1, 4, 2], seed=7, masked_rows=(3,))
+    clip = 0.01 if name == "dppo_kl" else 0.1
+    objective = Objective(
+        policy_loss=name, ratio_level=level, aggregation=aggregation, max_response_length=6, clip_low=clip, clip_high=clip
+    )
+    leaves = {k: v.clone().requires_grad_() if k in ("log_probs", "values") else v for k, v in step.tokens.items()}
+    expected = loop_loss(objective, step, lambda t, keep: REFERENCES[name](leaves, objective, t, keep))
+    expected.backward()
+    result = run_step(objective, step, trivial_layout(4))
+    assert result.loss == pytest.approx(float(expected.detach()), abs=1e-12)
+    moved = "values" if name == "value" else "log_probs"
+    torch.testing.assert_close(result.gradients[moved], leaves[moved].grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("keep_rejected", [True, False])
+def test_rejected_tokens_leave_the_denominator_only_when_asked(keep_rejected: bool) -> None:
+    """Masks of one sequence [w = 1, w = e^1] with bound 2: token 2 is rejected."""
+    step = Step(
+        lengths=(2,),
+        loss_mask=torch.ones(2, dtype=torch.bool),
+        tokens={
+            "log_probs": torch.tensor([-1.0, -1.0], dtype=torch.float64),
+            "old_log_probs": torch.tensor([-1.0, -1.0], dtype=torch.float64),
+            "rollout_log_probs": torch.tensor([-1.0, -2.0], dtype=torch.float64),
+            "advantages": torch.tensor([1.0, 1.0], dtype=torch.float64),
+        },
+    )
+    correction = OffPolicyCorrection(mode="mask", high=2.0, keep_rejected_in_denominator=keep_rejected)
+    for aggregation in ("token_mean", "sequence_mean_token_mean"):
+        loss = run_step(Objective(aggregation=aggregation, off_policy_correction=correction), step, trivial_layout(1)).loss
+        assert loss == pytest.approx(-0.5 if keep_rejected else -1.0)
+
+
+def test_rejected_tokens_have_no_gradient_also_where_the_weight_is_inside_the_loss() -> None:
+    correction = OffPolicyCorrection(mode="mask", low=0.9, high=1.1)
+    ratios = (v1().tokens["old_log_probs"] - v1().tokens["rollout_log_probs"]).exp()
+    rejected = (ratios < 0.9) | (ratios > 1.1)
+    assert 0 < int(rejected.sum()) < 15
+    for name in ("clip", "vespo", "gpg"):
+        gradient = run_step(Objective(policy_loss=name, off_policy_correction=correction), v1(), trivial_layout(4)).gradients["log_probs"]
+        assert bool((gradient[rejected] == 0).all())
+
+
+def test_vespo_takes_the_off_policy_weight_into_its_sequence_weight() -> None:
+    """One sequence of one token: W = (pi / pi_old) x min(pi_old / pi_rollout, high)."""
+    numbers = {"log_probs": -1.0, "old_log_probs": -1.2, "rollout_log_probs": -1.5, "advantages": 1.0}
+    tokens = {name: torch.tensor([number], dtype=torch.float64) for name, number in numbers.items()}
+    step = Step(lengths=(1,), loss_mask=torch.ones(1, dtype=torch.bool), tokens=tokens)
+    for high, weight in ((10.0, math.exp(0.5)), (1.1, 1.1 * math.exp(0.2))):
+        for level in ("token", "sequence", "geometric"):
+            correction = OffPolicyCorrection(mode="truncate", level=level, high=high)
+            loss = run_step(Objective(policy_loss="vespo", off_policy_correction=correction), step, trivial_layout(1)).loss
+            assert loss == pytest.approx(weight**2 * math.exp(3 - 3 * weight))
+
+
+@pytest.mark.parametrize("aggregation", Aggregation.__args__)
+def test_the_entropy_bonus_means_the_same_for_every_aggregation(aggregation: str) -> None:
+    plain = Objective(aggregation=aggregation, max_response_length=6)
+    bonus = Objective(aggregation=aggregation, max_response_length=6, entropy_coef=0.01)
+    difference = run_step(plain, v1(), trivial_layout(4)).loss - run_step(bonus, v1(), trivial_layout(4)).loss
+    assert difference == pytest.approx(0.01 * sum(V1["entropy"]) / 15, abs=1e-12)
+
+
+def test_matched_entropy_goes_through_the_aggregation() -> None:
+    bonus = Objective(aggregation="sequence_mean_token_sum", entropy_coef=0.01, entropy_mode="matched")
+    plain = Objective(aggregation="sequence_mean_token_sum")
+    difference = run_step(plain, v1(), trivial_layout(4)).loss - run_step(bonus, v1(), trivial_layout(4)).loss
+    assert difference == pytest.approx(0.01 * sum(V1["entropy"]) / 4, abs=1e-12)
+
+
+def test_top_entropy_bonus_counts_the_tokens_that_are_trained() -> None:
+    plain = Objective(aggregation="token_mean", top_entropy_fraction=0.2)
+    bonus = Objective(aggregation="token_mean", top_entropy_fraction=0.2, entropy_coef=0.1)
+    difference = run_step(plain, v1(), trivial_layout(4)).loss - run_step(bonus, v1(), trivial_layout(4)).loss
+    assert difference == pytest.approx(0.1 * (2.6 + 2.5 + 2.2) / 3)
+
+
+def test_an_adaptive_coefficient_at_zero_still_measures_and_a_positive_one_acts() -> None:
+    objective = Objective(aggregation="token_mean", entropy_control=EntropyControl())
+    still = run_step(objective, v1(), trivial_layout(4), entropy_coef=0.0)
+    acting = run_step(objective, v1(), trivial_layout(4), entropy_coef=0.1)
+    assert "policy_loss" in still.metrics and float(still.gradients["entropy"].abs().sum()) == 0.0
+    assert still.loss - acting.loss == pytest.approx(0.1 * sum(V1["entropy"]) / 15)
+    assert acting.metrics["policy_loss"] == pytest.approx(still.loss)
+
+
+def test_the_policy_loss_is_logged_only_when_it_differs_from_the_loss() -> None:
+    assert "policy_loss" not in run_step(Objective(), v1(), trivial_layout(4)).metrics
+
+
+def test_logged_entropy_is_never_negative_and_ignores_padding() -> None:
+    step = v1()
+    mask = step.loss_mask.clone()
+    mask[[2, 7]] = False
+    spoiled = dict(step.tokens) | {"entropy": torch.where(mask, step.tokens["entropy"], -1.0)}
+    kept = [number for number, keep in zip(V1["entropy"], mask.tolist(), strict=True) if keep]
+    metrics = run_step(Objective(), Step(step.lengths, mask, spoiled), trivial_layout(4)).metrics
+    assert metrics["entropy"] == pytest.approx(sum(kept) / 13)
+
+
+def test_masked_kl_keeps_metric_and_denominator() -> None:
+    """Zero-variance groups under mask_kl: no KL gradient there, unchanged weight elsewhere, raw KL logged."""
+    step = v1()
+    kl_mask = torch.ones(15, dtype=torch.bool)
+    kl_mask[:6] = False
+    masked = Step(step.lengths, step.loss_mask, {**step.tokens, "advantages": torch.zeros(15, dtype=torch.float64), "kl_mask": kl_mask})
+    full = Step(step.lengths, step.loss_mask, {**step.tokens, "advantages": torch.zeros(15, dtype=torch.float64)})
+    objective = Objective(aggregation="token_mean", kl_loss_coef=0.1)
+    some, every = (run_step(objective, s, trivial_layout(4)) for s in (masked, full))
+    assert bool((some.gradients["log_probs"][:6] == 0).all())
+    torch.testing.assert_close(some.gradients["log_probs"][6:], every.gradients["log_probs"][6:])
+    assert bool((every.gradients["log_probs"][:6] != 0).all())
+    assert some.metrics["kl_k3"] == every.metrics["kl_k3"]
+
+
+def test_the_unbiased_kl_has_the_gradient_of_the_score_function() -> None:
+    step = v1()
+    on_policy = Step(step.lengths, step.loss_mask, {**step.tokens, "old_log_probs": step.tokens["log_probs"]})
+    zero = {**on_policy.tokens, "advantages": torch.zeros(15, dtype=torch.float64)}
+    objective = Objective(aggregation="token_sum", kl_loss_coef=1.0, kl_estimator="k1", kl_unbiased=True)
+    gradient = run_step(objective, Step(step.lengths, step.loss_mask, zero), trivial_layout(4)).gradients["log_probs"]
+    torch.testing.assert_close(gradient, step.tokens["log_probs"] - step.tokens["ref_log_probs"] + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["clip", "cispo", "sapo", "vespo", "gmpo", "gpg", "dppo_tv", "dppo_kl", "distillation"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_extremes_stay_finite(name: str, level: str, dtype: torch.dtype) -> None:
+    log_probs = torch.tensor([-1000.0, -0.001, -1000.0, -0.5, 0.0, -2.0], dtype=dtype, requires_grad=True)
+    inputs = LossInputs(
+        loss_mask=torch.ones(6, dtype=torch.bool),
+        sequence_index=torch.tensor([0, 1, 2, 2, 3, 3]),
+        sequence_tokens=torch.tensor([1, 1, 2, 2]),
+        log_probs=log_probs,
+        old_log_probs=torch.tensor([-0.001, -1000.0, -0.5, -1000.0, 0.0, -2.0], dtype=dtype),
+        rollout_log_probs=torch.tensor([-1000.0, -0.1, -0.5, -1000.0, -1000.0, 0.0], dtype=dtype),
+        ref_log_probs=torch.tensor([-0.001, -1000.0, -1000.0, 0.0, -1000.0, -2.0], dtype=dtype),
+        entropy=torch.zeros(6, dtype=dtype, requires_grad=True),
+        advantages=torch.tensor([1.0, -1.0, 0.0, 0.0, -2.0, 3.0], dtype=dtype),
+    )
+    correction = OffPolicyCorrection(mode="truncate", level="sequence", high=2.0)
+    objective = Objective(
+        policy_loss=name, ratio_level=level, kl_loss_coef=0.1, kl_unbiased=True, entropy_coef=0.1, off_policy_correction=correction
+    )
+    output = compute_loss(objective, inputs, num_tokens=6, num_sequences=4, entropy_coef=0.1, kl_loss_coef=0.1)
+    output.loss.backward()
+    assert bool(output.loss.isfinite()) and log_probs.grad is not None and bool(log_probs.grad.isfinite().all())
+    assert all(bool(total.isfinite()) for total, _ in output.metrics.values())
+
+
+def test_what_is_missing_is_named() -> None:
+    inputs = LossInputs(
+        loss_mask=torch.ones(1, dtype=torch.bool), sequence_index=torch.zeros(1, dtype=torch.int64), sequence_tokens=torch.ones(1)
+    )
+    settings = {"num_tokens": 1, "num_sequences": 1, "entropy_coef": 0.0, "kl_loss_coef": 0.0}
+    with pytest.raises(ValueError, match="log_probs"):
+        compute_loss(Objective(), inputs, **settings)
+    with pytest.raises(ValueError, match="statistics"):
+        compute_loss(Objective(top_entropy_fraction=0.5), inputs, **settings)
+    with pytest.raises(ValueError, match="max_response_length"):
+        run_step(Objective(aggregation="sequence_mean_token_sum_norm"), v1(), trivial_layout(4))
+
+
+def test_a_loss_of_ones_own_by_path(monkeypatch, tmp_path) -> None:
+    (tmp_path / "my_losses.py").write_text(
+        "from megatron_rl.algorithms.policy_loss import PolicyLossTerms\n"
+        "def double(objective, terms):\n    return PolicyLossTerms(-2.0 * terms.log_probs)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = run_step(Objective(policy_loss="my_losses:double", aggregation="token_sum"), v1(), trivial_layout(4)).loss
+    assert loss == pytest.approx(-2 * sum(V1["log_probs"]))
+    for path in ("my_losses:missing", "no_such_module:double"):
+        with pytest.raises(ValueError, match="importable"):
+            find_policy_loss(path)

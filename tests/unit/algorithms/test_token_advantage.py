@@ -1,0 +1,67 @@
+"""The way from rewards to token advantages, for every estimator."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_rl.algorithms.advantage import group_advantages
+from megatron_rl.algorithms.objective import AdvantageSettings, Estimator, Objective
+from megatron_rl.algorithms.returns import gae, whiten
+from megatron_rl.algorithms.token_advantage import sample_scores, token_advantages
+
+LENGTHS = torch.tensor([3, 1, 4, 2])
+CU_SEQLENS = torch.tensor([0, 3, 4, 8, 10])
+MASK = torch.tensor([0, 1, 1, 1, 0, 1, 0, 1, 1, 1]).bool()
+TRAINABLE = torch.tensor([2, 1, 2, 2])
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64)
+GROUPS = torch.tensor([0, 1, 0, 1])
+
+
+def run(settings: AdvantageSettings, **keywords) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rewards = REWARDS.unsqueeze(1) if settings.estimator == "gdpo" else REWARDS
+    scores = sample_scores(settings, rewards=rewards, group_ids=GROUPS, lengths=TRAINABLE, baselines=torch.zeros(4, dtype=torch.float64))
+    return token_advantages(Objective(advantage=settings), scores=scores, loss_mask=MASK, cu_seqlens=CU_SEQLENS, **keywords)
+
+
+@pytest.mark.parametrize("estimator", [name for name in Estimator.__args__ if name != "ppo"])
+@pytest.mark.parametrize("whitened", [True, False])
+def test_critic_free_estimators_give_each_token_its_sample_s_advantage(estimator: str, whitened: bool) -> None:
+    settings = AdvantageSettings(estimator=estimator, whiten=whitened)
+    rewards = REWARDS.unsqueeze(1) if estimator == "gdpo" else REWARDS
+    baselines = torch.zeros(4, dtype=torch.float64)
+    expected = group_advantages(settings, rewards=rewards, group_ids=GROUPS, lengths=TRAINABLE, baselines=baselines)
+    advantages, returns = run(settings)
+    torch.testing.assert_close(advantages, torch.where(MASK, expected.repeat_interleave(LENGTHS), 0.0))
+    assert returns is None
+
+
+def test_a_kl_in_the_reward_counts_per_token() -> None:
+    kl = torch.arange(10, dtype=torch.float64).masked_fill(~MASK, torch.nan)
+    settings = AdvantageSettings(estimator="reinforce_plus_plus", whiten=False)
+    advantages, _ = run(settings, kl=kl, kl_coef=0.1)
+    torch.testing.assert_close(advantages[MASK], torch.tensor([0.7, 0.8, -0.3, -0.7, -0.2, -1.45, -0.65], dtype=torch.float64))
+    centred = REWARDS - torch.tensor([0.75, 0.125, 0.75, 0.125], dtype=torch.float64)
+    advantages, _ = run(dataclasses.replace(settings, estimator="reinforce_plus_plus_baseline"), kl=kl, kl_coef=0.1)
+    torch.testing.assert_close(advantages[MASK], (centred.repeat_interleave(LENGTHS) - 0.1 * kl)[MASK])
+
+
+@pytest.mark.parametrize("bootstrapped", [True, False])
+def test_ppo(bootstrapped: bool) -> None:
+    settings = AdvantageSettings(estimator="ppo", gamma=0.9, lam=0.8, bootstrap_truncated=bootstrapped)
+    values, end = torch.linspace(-1, 1, 10, dtype=torch.float64), torch.tensor([0.0, 2.0, 0.0, 1.0], dtype=torch.float64)
+    shaped = torch.zeros(10, dtype=torch.float64)
+    shaped[[2, 3, 7, 9]] = REWARDS
+    expected = gae(
+        rewards=shaped, values=values, loss_mask=MASK, cu_seqlens=CU_SEQLENS, gamma=0.9, lam=0.8, bootstrap=end if bootstrapped else None
+    )
+    advantages, returns = run(settings, values=values, bootstrap=end)
+    torch.testing.assert_close(advantages, whiten(expected[0], mask=MASK))
+    torch.testing.assert_close(returns, expected[1])
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(ValueError, match="critic"):
+        run(AdvantageSettings(estimator="ppo"))
+    with pytest.raises(ValueError, match="raw KL"):
+        run(AdvantageSettings(estimator="reinforce_plus_plus"), kl_coef=0.1)
