@@ -1,0 +1,70 @@
+"""Packaging of megatron_rl. Pins stand only where a release is known to matter, with the reason beside them.
+
+`pip install .` resolves from any package index, on CPU and on GPU. SGLang's own requirements name a CUDA build of torch
+and CUDA kernels, so it is part of the extra `gpu`; on a machine without a GPU, `tools/setup_env.sh` installs it without them.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+INSTALL_REQUIRES = [
+    # The releases that the shims and numbers were verified on. 0.17 and later need Python 3.12.
+    'megatron-core>=0.16.0,<0.17; python_version < "3.12"',
+    'megatron-core>=0.17.0,<0.20; python_version >= "3.12"',
+    # 2.13 is the release that everything was run on; SGLang's GPU dependencies pin 2.14.
+    "torch>=2.13,<2.15",
+    # 5.x writes rope_parameters into config.json and is what the supported SGLang releases pin.
+    "transformers>=5.12,<6",
+    "ray>=2.50",
+    "aiohttp>=3.9",
+    "numpy>=2.0",
+    # Frozen models and validated stdlib dataclasses as sections.
+    "pydantic>=2.10,<3",
+    "click>=8.1",
+    "jinja2>=3.1",
+    "msgspec>=0.18",
+    "packaging>=23",
+    "pyyaml>=6.0",
+    "pebble>=5.0",
+    "psutil>=5.9",
+    "pyarrow>=16",
+    "rich>=13",
+    "safetensors>=0.5",
+    "matplotlib>=3.8",
+    "tensorboard>=2.15",
+    "math-verify>=0.8",
+]
+
+EXTRAS_REQUIRE = {
+    "gpu": [
+        # Exact: server flags, the platform plugin and the response fields differ between releases. Needs Python 3.11.
+        'sglang==0.5.23; python_version >= "3.11"',
+        'sglang==0.5.21; python_version < "3.11"',
+        "transformer-engine[pytorch]>=2.9",
+    ],
+    "test": [
+        "pytest>=8.2",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
+        "hypothesis>=6.100",
+        # Exact: another release of a formatter or type checker finds other faults in the same code.
+        "ruff==0.17.5",
+        "mypy==2.4.1",
+    ],
+    "wandb": ["wandb>=0.17"],
+}
+
+setup(
+    name="megatron-rl",
+    version="0.1.0",
+    description="RL post-training for large language models: Megatron-Core trains, SGLang generates, Ray places the processes.",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    package_data={"megatron_rl": ["py.typed"]},
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+    entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},
+)

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Sets up the environment if needed, then checks style and types and runs the tests.
+#
+#   bash tests/run.sh [--wide] [pytest arguments ...]
+#
+# --wide adds the tests marked slow. pytest arguments, such as -k packing or -x, go to every group of tests.
+# GPU tests run where there is a GPU. About 15 minutes on 2 cores; every section is run even when an earlier one fails.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+marks="not slow"
+if [ "${1:-}" = --wide ]; then
+    marks="(slow or not slow)"
+    shift
+fi
+[ -n "$(nvidia-smi -L 2>/dev/null)" ] || marks="$marks and not gpu"
+
+bash tools/setup_env.sh || exit 1
+PATH=$(cd "${VENV:-.venv}/bin" && pwd):$PATH
+export PATH
+# Two busy threads per process on a shared core cost up to ten times; the tests start several processes.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+failed=()
+section() {
+    local name=$1 begin=$SECONDS
+    shift
+    printf '\n==== %s\n' "$name"
+    if "$@"; then
+        printf -- '---- %s: passed in %d s\n' "$name" $((SECONDS - begin))
+    else
+        printf -- '---- %s: FAILED after %d s\n' "$name" $((SECONDS - begin))
+        failed+=("$name")
+    fi
+}
+
+# Exit status 5 is "no test collected", which is right for a group when -k chose others.
+tests() {
+    local status=0
+    python -m pytest -q -m "$marks" --durations=5 "$@" || status=$?
+    [ "$status" -eq 0 ] || { [ "$status" -eq 5 ] && [ "$narrowed" = yes ]; }
+}
+narrowed=no
+[ $# -eq 0 ] || narrowed=yes
+
+section "ruff check" ruff check
+section "ruff format" ruff format --check
+section "mypy" mypy
+section "unit tests" tests tests/unit "$@"
+section "contract tests" tests tests/contract "$@"
+section "multi-process tests" tests tests/dist "$@"
+section "end-to-end tests" tests tests/e2e "$@"
+
+if [ ${#failed[@]} -gt 0 ]; then
+    printf '\nFAILED: %s (%d s in all)\n' "$(IFS=,; echo "${failed[*]}")" "$SECONDS"
+    exit 1
+fi
+printf '\nall sections passed in %d s\n' "$SECONDS"

@@ -1,0 +1,144 @@
+"""Imports run downhill: a room may import its own tier's foundations, never what stands above it."""
+
+import ast
+import functools
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+PACKAGE = Path(__file__).parents[2] / "megatron_rl"
+
+# Lower tiers first. A room imports itself and rooms of lower tiers; `files` and `versions` are as basic as the records.
+TIERS = (
+    ("types", "errors", "files", "versions"),
+    ("algorithms", "data", "rewards", "config", "observe"),
+    ("device", "models", "rollout", "training", "weights"),
+    ("runtime",),
+    ("cli", "__main__", "doctor"),
+)
+# Within a tier rooms stand side by side, except for these uses.
+SIDEWAYS = {
+    "types": {"errors"},
+    "files": {"errors"},
+    "config": {"algorithms"},  # the objective is a section of the settings
+    "data": {"config"},
+    "rewards": {"config"},
+    "observe": {"config"},
+    "models": {"device"},
+    "training": {"device", "models"},
+    "rollout": {"device"},
+    "weights": {"device", "models", "rollout"},
+    "cli": {"doctor"},
+    "__main__": {"cli"},
+}
+# Rooms that can be used and tested without a GPU stack.
+LIGHT = ("types", "errors", "files", "versions", "algorithms", "data", "rewards", "config", "observe")
+HEAVY_PACKAGES = {"megatron", "sglang", "ray"}
+# Heavy packages of the other rooms: Ray places processes, and only the runtime knows.
+ALLOWED_HEAVY = {
+    "device": {"megatron"},
+    "models": {"megatron"},
+    "training": {"megatron"},
+    "rollout": {"sglang"},
+    "weights": set(),
+    "runtime": {"ray"},
+    "cli": set(),
+    "doctor": HEAVY_PACKAGES,
+}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """The first name below megatron_rl: a folder or a module."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@functools.cache
+def imported_modules(path: Path) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import of the file, also those inside functions; `from a import b` gives `a.b`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively; name the module in full"
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def allowed_rooms(room: str) -> set[str]:
+    """Rooms that `room` may import from."""
+    tier = next((index for index, rooms in enumerate(TIERS) if room in rooms), None)
+    assert tier is not None, f"{room} has no tier: put it into TIERS"
+    below = {name for rooms in TIERS[:tier] for name in rooms}
+    return below | {room} | SIDEWAYS.get(room, set())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_downhill(path: Path) -> None:
+    room = room_of(path)
+    if room == "__init__":
+        return
+    allowed = allowed_rooms(room)
+    for line, module in imported_modules(path):
+        parts = module.split(".")
+        if parts[0] == "megatron_rl" and len(parts) > 1:
+            assert parts[1] in allowed, f"{path}:{line}: {room} imports megatron_rl.{parts[1]}, may import {', '.join(sorted(allowed))}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_heavy_packages_stay_in_their_rooms(path: Path) -> None:
+    room = room_of(path)
+    allowed = set() if room in LIGHT else ALLOWED_HEAVY.get(room, set())
+    for line, module in imported_modules(path):
+        package = module.split(".")[0]
+        assert package not in HEAVY_PACKAGES - allowed, (
+            f"{path}:{line}: {room} imports {package}, may import {sorted(allowed) or 'none of them'}"
+        )
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "algorithms").rglob("*.py")), ids=lambda path: path.name)
+def test_algorithms_import_torch_only(path: Path) -> None:
+    allowed = {"torch", "megatron_rl", *sys.stdlib_module_names}
+    for line, module in imported_modules(path):
+        assert module.split(".")[0] in allowed, f"{path}:{line}: algorithms imports {module}, may import torch and the standard library"
+
+
+def test_rollout_and_training_do_not_know_each_other() -> None:
+    assert "training" not in allowed_rooms("rollout")
+    assert "rollout" not in allowed_rooms("training")
+
+
+def third_party_distributions() -> dict[str, str]:
+    """Distribution -> a file that imports it, for all imports of the package from elsewhere."""
+    providers = importlib.metadata.packages_distributions()
+    found = {}
+    for path in FILES:
+        for _, module in imported_modules(path):
+            package = module.split(".")[0]
+            if package != "megatron_rl" and package not in sys.stdlib_module_names:
+                found |= {canonicalize_name(name): str(path) for name in providers.get(package, [package])}
+    return found
+
+
+def test_every_import_is_declared() -> None:
+    """What the package imports stands in setup.py, so that `pip install .` is complete."""
+    setup = ast.parse((PACKAGE.parent / "setup.py").read_text(encoding="utf-8"))
+    lists = [node.value for node in setup.body if isinstance(node, ast.Assign)]
+    words = [node.value for value in lists for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    names = {"gpu", "test", "wandb"}
+    declared = {canonicalize_name(Requirement(word).name) for word in words if word not in names}
+    declared.add("pydantic-core")  # the half of pydantic that its exact pin brings along
+    missing = [f"{distribution} ({path})" for distribution, path in third_party_distributions().items() if distribution not in declared]
+    assert not missing, f"setup.py does not declare {', '.join(missing)}"
+
+
+def test_every_sideways_import_goes_one_way() -> None:
+    for room, targets in SIDEWAYS.items():
+        for target in targets:
+            assert room not in SIDEWAYS.get(target, set()), f"{room} and {target} import each other"
