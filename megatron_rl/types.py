@@ -70,7 +70,9 @@ class Reward:
     def __post_init__(self) -> None:
         scored = self.outcome is RewardOutcome.SCORED
         if scored != (self.value is not None and math.isfinite(self.value)):
-            raise ValueError(f"Reward with outcome {self.outcome.value} has value {self.value!r}; scored needs a finite number, others None")
+            raise ValueError(
+                f"Reward with outcome {self.outcome.value} has value {self.value!r}; scored needs a finite number, others None"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -59,7 +59,7 @@ def _padded_lengths(lengths: Ints, *, cp_size: int, pad_to: int) -> Ints:
 
 
 def micro_batch_layout(batch: TrainBatch, rows: Ints, *, cp_size: int = 1, cp_rank: int = 0, pad_to: int = 1) -> MicroBatchLayout:
-    """Lay the sequences `rows` of `batch` out for context-parallel rank `cp_rank` of `cp_size`.
+    """Lay the sequences `rows` [S] of `batch` out for context-parallel rank `cp_rank` of `cp_size`.
 
     A sequence is cut into 2 x cp_size equal chunks, of which rank r holds chunks r and 2 x cp_size - 1 - r, so that every rank
     has the same causal attention to do (Megatron's zigzag). The rank's token count is a multiple of `pad_to`, which sequence

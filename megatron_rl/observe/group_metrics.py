@@ -31,7 +31,7 @@ def rollout_metrics(groups: Sequence[Group], *, version: int, seconds: float) ->
 
 
 def has_one_reward(group: Group) -> bool:
-    """True when all scored samples of the group have the same reward, so that it holds no signal. Decided by equality, not by a deviation."""
+    """True when all scored samples of the group have the same reward: no signal. Decided by equality, never by a standard deviation."""
     values = {sample.reward.value for sample in group.samples if sample.reward is not None and sample.reward.value is not None}
     return len(values) <= 1
 

@@ -1,8 +1,8 @@
 """Checkpoints of a run: one directory per saved step, complete or absent.
 
-    checkpoints/step-000050/megatron/   what the ranks continue from
-                            hf/         the policy as a Hugging Face directory
-                            run.json    step and prompt position
+checkpoints/step-000050/megatron/   what the ranks continue from
+                        hf/         the policy as a Hugging Face directory
+                        run.json    step and prompt position
 """
 
 import json
@@ -69,4 +69,6 @@ def newest_checkpoint(directory: Path) -> tuple[Path, RunState] | None:
     try:
         return paths[-1], RunState(**json.loads(text))
     except (json.JSONDecodeError, TypeError) as error:
-        raise UserError(f"{paths[-1] / 'run.json'} is not the state of a run ({error}); delete that checkpoint to resume from the one before") from error
+        raise UserError(
+            f"{paths[-1] / 'run.json'} is not the state of a run ({error}); delete that checkpoint to resume from the one before"
+        ) from error

@@ -38,6 +38,8 @@ def prepare_environment(settings: RuntimeSettings) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray's notes about GPU variables and token authentication would be the first lines a new user reads.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    # Ray gives its workers the lowest priority by default: on a shared machine a train step then takes ten times as long.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     if settings.ray_address is None:
         # Makes ray use 127.0.0.1 where it would look up the machine's own address.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -102,14 +104,16 @@ def reserved_places(needs: Needs, *, device_kind: str, timeout_s: float) -> "Ite
     for kind, needed in total.items():
         if needed > have.get(kind, 0):
             raise UserError(
-                f"{needs.num_ranks} Megatron ranks and {needs.num_engines} engines with {needs.gpus_per_engine} GPUs each need {needed:.0f} {kind}s,"
-                f" the Ray cluster has {have.get(kind, 0):.0f}; lower training.topology.num_ranks or rollout.num_engines, or add nodes"
+                f"{needs.num_ranks} Megatron ranks and {needs.num_engines} engines with {needs.gpus_per_engine} GPUs each need"
+                f" {needed:.0f} {kind}s, the Ray cluster has {have.get(kind, 0):.0f}; lower training.topology.num_ranks or"
+                " rollout.num_engines, or add nodes"
             )
     group = placement_group(bundles, strategy="PACK")
     try:
         if not group.wait(timeout_seconds=timeout_s):
             raise DeadlineError(
-                f"Ray could not reserve {total} within {timeout_s:.0f} s although the cluster has them; another job holds them, stop it or wait"
+                f"Ray could not reserve {total} within {timeout_s:.0f} s although the cluster has them;"
+                " another job holds them, stop it or wait"
             )
         yield group
     finally:

@@ -110,4 +110,3 @@ class EngineWorker:
         """Stop the server and reap it."""
         self._stopping = True
         self._engine.stop()
-

@@ -1,5 +1,6 @@
 """Starting `megatron-rl` as its user does, and looking at everything it starts."""
 
+import contextlib
 import json
 import os
 import signal
@@ -39,10 +40,8 @@ class Command:
 
     def descendants(self) -> set[psutil.Process]:
         """Every process that the command has started and that this object has seen."""
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             self._seen |= set(psutil.Process(self.process.pid).children(recursive=True))
-        except psutil.NoSuchProcess:
-            pass
         return self._seen
 
     def wait_for(self, text: str) -> None:

@@ -113,7 +113,9 @@ def test_killed_run_loses_no_finished_group(task: Path, tmp_path: Path, start: C
     again = start("train", directory / "settings.yaml", "--resume", "run.num_steps=8")
     assert again.wait() == 0, again.output
     with sqlite3.connect(f"file:{directory}/buffer.sqlite?mode=ro", uri=True) as buffer:
-        rows = buffer.execute("SELECT consumed_step, count(*), count(DISTINCT id) FROM groups WHERE state = 'consumed' GROUP BY 1").fetchall()
+        rows = buffer.execute(
+            "SELECT consumed_step, count(*), count(DISTINCT id) FROM groups WHERE state = 'consumed' GROUP BY 1"
+        ).fetchall()
     assert [row for row in rows if row[0] < 8] == [(step, 16, 16) for step in range(8)]
 
 

@@ -56,5 +56,5 @@ def test_a_run_without_checkpoint_starts_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{", json.dumps({"step": 3})])
 def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
     (save(tmp_path, 2) / "run.json").write_text(text)
-    with pytest.raises(UserError, match="run.json is not the state of a run"):
+    with pytest.raises(UserError, match=r"run\.json is not the state of a run"):
         newest_checkpoint(tmp_path)
