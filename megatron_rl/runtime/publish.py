@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -25,14 +26,6 @@ class Publisher(Protocol):
         """Give every engine the trainer's current weights as `version`. Raises when one of them does not serve it afterwards."""
 
 
-class NoPublisher:
-    """Supervised training: there is nobody to publish to."""
-
-    def publish(self, *, version: int) -> dict[str, Metric]:
-        """Do nothing."""
-        return {}
-
-
 async def _check_versions(clients: Sequence[EngineClient], *, version: int) -> None:
     served = await asyncio.gather(*(client.weight_version() for client in clients))
     for client, got in zip(clients, served, strict=True):
@@ -40,30 +33,29 @@ async def _check_versions(clients: Sequence[EngineClient], *, version: int) -> N
             raise EngineError(f"the engine at {client.address.url} serves weights {got} after a sync, needs {version}; see its log")
 
 
-class BroadcastPublisher:
-    """Through a process group of trainer rank 0 and all engine ranks."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parties:
+    """Who takes part in a sync, and how long it may take in seconds."""
 
-    def __init__(
-        self,
-        *,
-        trainers: TrainerGroup,
-        clients: Sequence[EngineClient],
-        background: BackgroundLoop,
-        watchdog: Watchdog,
-        backend: str,
-        ranks_per_engine: int,
-        timeout_s: float,
-    ) -> None:
-        self._trainers, self._clients, self._background, self._watchdog = trainers, clients, background, watchdog
-        self._timeout_s = timeout_s
-        self._buckets = make_buckets(trainers.manifest())
-        address, port = trainers.free_address()
-        self._group = BroadcastGroup(
-            address=address, port=port, world_size=1 + len(clients) * ranks_per_engine, name=GROUP_NAME, backend=backend
-        )
-        joining = background.submit(self._join(ranks_per_engine))
-        sending = [ref.future() for ref in trainers.begin_join(self._group, timeout_s=timeout_s)]
-        watchdog.wait([joining, *sending], name="joining trainer and engines for weight syncs", timeout_s=timeout_s)
+    trainers: TrainerGroup
+    clients: Sequence[EngineClient]
+    background: BackgroundLoop
+    watchdog: Watchdog
+    timeout_s: float
+
+
+class BroadcastPublisher:
+    """Through a process group, `backend` gloo or nccl, of trainer rank 0 and the `ranks_per_engine` ranks of every engine."""
+
+    def __init__(self, parties: Parties, *, backend: str, ranks_per_engine: int) -> None:
+        self._parties = parties
+        self._buckets = make_buckets(parties.trainers.manifest())
+        address, port = parties.trainers.free_address()
+        world_size = 1 + len(parties.clients) * ranks_per_engine
+        self._group = BroadcastGroup(address=address, port=port, world_size=world_size, name=GROUP_NAME, backend=backend)
+        joining = parties.background.submit(self._join(ranks_per_engine))
+        sending = [ref.future() for ref in parties.trainers.begin_join(self._group, timeout_s=parties.timeout_s)]
+        parties.watchdog.wait([joining, *sending], name="joining trainer and engines for weight syncs", timeout_s=parties.timeout_s)
 
     async def _join(self, ranks_per_engine: int) -> None:
         group = self._group
@@ -77,21 +69,21 @@ class BroadcastPublisher:
                     name=group.name,
                     backend=group.backend,
                 )
-                for number, client in enumerate(self._clients)
+                for number, client in enumerate(self._parties.clients)
             )
         )
 
     def publish(self, *, version: int) -> dict[str, Metric]:
         """Send every bucket to all engines at once."""
-        receiving = self._background.submit(self._receive_all(version))
-        sending = [ref.future() for ref in self._trainers.begin_send(self._buckets)]
-        self._watchdog.wait([receiving, *sending], name=f"weight sync to version {version}", timeout_s=self._timeout_s)
+        receiving = self._parties.background.submit(self._receive_all(version))
+        sending = [ref.future() for ref in self._parties.trainers.begin_send(self._buckets)]
+        self._parties.watchdog.wait([receiving, *sending], name=f"weight sync to version {version}", timeout_s=self._parties.timeout_s)
         num_bytes = sum(spec.num_bytes for bucket in self._buckets for spec in bucket)
         return {"weights/version": Last(version), "weights/bytes": Sum(num_bytes)}
 
     async def _receive_all(self, version: int) -> None:
-        await asyncio.gather(*(self._receive(client, version) for client in self._clients))
-        await _check_versions(self._clients, version=version)
+        await asyncio.gather(*(self._receive(client, version) for client in self._parties.clients))
+        await _check_versions(self._parties.clients, version=version)
 
     async def _receive(self, client: EngineClient, version: int) -> None:
         await client.pause("retract")
@@ -109,36 +101,26 @@ class BroadcastPublisher:
 
 
 class DiskPublisher:
-    """Through a directory that trainer and engines share; the one before is removed."""
+    """Through `directory`, which trainer and engines share; nothing is left in it."""
 
-    def __init__(
-        self,
-        *,
-        trainers: TrainerGroup,
-        clients: Sequence[EngineClient],
-        background: BackgroundLoop,
-        watchdog: Watchdog,
-        directory: Path,
-        timeout_s: float,
-    ) -> None:
-        self._trainers, self._clients, self._background, self._watchdog = trainers, clients, background, watchdog
+    def __init__(self, parties: Parties, *, directory: Path) -> None:
+        self._parties = parties
         self._directory = directory
-        self._timeout_s = timeout_s
 
     def publish(self, *, version: int) -> dict[str, Metric]:
         """Save, let all engines read, remove."""
         path = self._directory / f"version-{version:06d}"
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._trainers.save_hf(path)
-        loading = self._background.submit(self._load_all(path, version))
-        self._watchdog.wait([loading], name=f"weight sync to version {version}", timeout_s=self._timeout_s)
+        self._parties.trainers.save_hf(path)
+        loading = self._parties.background.submit(self._load_all(path, version))
+        self._parties.watchdog.wait([loading], name=f"weight sync to version {version}", timeout_s=self._parties.timeout_s)
         num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         shutil.rmtree(path)
         return {"weights/version": Last(version), "weights/bytes": Sum(num_bytes)}
 
     async def _load_all(self, path: Path, version: int) -> None:
-        await asyncio.gather(*(self._load(client, path, version) for client in self._clients))
-        await _check_versions(self._clients, version=version)
+        await asyncio.gather(*(self._load(client, path, version) for client in self._parties.clients))
+        await _check_versions(self._parties.clients, version=version)
 
     async def _load(self, client: EngineClient, path: Path, version: int) -> None:
         await client.pause("retract")

@@ -168,7 +168,7 @@ class GeneratedSamples:
         address = self.rollouts.clients[0].address
         probe = make_probe(
             self.rollouts.eval_prompts,
-            vocab_size=self.rollouts.vocab_size,
+            vocab_size=min(self.rollouts.vocab_size, address.vocab_size),
             num_sequences=PROBE_SEQUENCES,
             length=min(PROBE_TOKENS, address.context_length // 2),
             seed=self._settings.run.seed,

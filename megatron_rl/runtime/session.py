@@ -19,7 +19,7 @@ from megatron_rl.runtime.background import BackgroundLoop
 from megatron_rl.runtime.cluster import Needs, cluster_device_kind, ray_cluster, reserved_places
 from megatron_rl.runtime.engines import EngineGroup, engine_dtype, ranks_per_engine
 from megatron_rl.runtime.loop import train_loop
-from megatron_rl.runtime.publish import BroadcastPublisher, DiskPublisher, Publisher
+from megatron_rl.runtime.publish import BroadcastPublisher, DiskPublisher, Parties, Publisher
 from megatron_rl.runtime.samples import GeneratedSamples, SampleSource, SupervisedSamples
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.training_run import SETTINGS_FILE, TrainingRun
@@ -106,21 +106,17 @@ def _reserve(settings: Settings, stack: ExitStack, needs: Needs) -> tuple[Placem
 def _publisher(
     settings: Settings, samples: GeneratedSamples, trainers: TrainerGroup, watchdog: Watchdog, *, device_kind: DeviceKind
 ) -> Publisher:
-    clients, background, timeout_s = samples.rollouts.clients, samples.background, settings.weights.sync_timeout_s
-    if settings.weights.transport == "disk":
-        directory = settings.run.directory / "weights"
-        return DiskPublisher(
-            trainers=trainers, clients=clients, background=background, watchdog=watchdog, directory=directory, timeout_s=timeout_s
-        )
-    return BroadcastPublisher(
+    parties = Parties(
         trainers=trainers,
-        clients=clients,
-        background=background,
+        clients=samples.rollouts.clients,
+        background=samples.background,
         watchdog=watchdog,
-        backend="nccl" if device_kind == "cuda" else "gloo",
-        ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
-        timeout_s=timeout_s,
+        timeout_s=settings.weights.sync_timeout_s,
     )
+    if settings.weights.transport == "disk":
+        return DiskPublisher(parties, directory=settings.run.directory / "weights")
+    backend = "nccl" if device_kind == "cuda" else "gloo"
+    return BroadcastPublisher(parties, backend=backend, ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind))
 
 
 def _resume_command(settings: Settings) -> str:

@@ -125,3 +125,24 @@ def test_reward_that_keeps_failing_stops_the_run_with_its_traceback(task: Path, 
     assert "more than reward.max_error_rate 5.0%" in run.output
     assert "this grader is broken" in run.output
     assert run.survivors() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(("weights.transport=disk", "rollout.num_engines=2"), id="disk, two engines"),
+        pytest.param(("rollout.num_engines=2", "training.topology.tp=2", "training.topology.sequence_parallel=true"), id="broadcast, tp2"),
+        pytest.param(
+            ("training.optimizer_steps_per_batch=2", "training.optimizer.use_distributed_optimizer=true"), id="two optimizer steps"
+        ),
+    ],
+)
+def test_engines_follow_the_trainer(task: Path, tmp_path: Path, start: Callable[..., Any], overrides: tuple[str, ...]) -> None:
+    directory = tmp_path / "run"
+    run = start(*rl_arguments(task, directory, "run.num_steps=3", *overrides))
+    assert run.wait() == 0, run.output
+    steps = metrics(directory)
+    assert all(steps[step]["train/log_prob_diff"] <= 1e-4 for step in (1, 2, 3))
+    assert steps[3]["weights/version"] == 3
+    assert run.survivors() == []
