@@ -1,5 +1,6 @@
 """What a batch of generated groups says about the rollout."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,7 @@ def rollout_metrics(groups: Sequence[Group], *, version: int, seconds: float) ->
         "rollout/truncated_fraction": Mean(sum(sample.truncated for sample in samples), len(samples)),
         "rollout/aborted_fraction": Mean(sum(sample.stop_reason is StopReason.ABORT for sample in samples), len(samples)),
         "rollout/zero_variance_fraction": Mean(sum(has_one_reward(group) for group in groups), len(groups)),
+        **_zero_variance_by_reward(groups),
     }
     if len(ages):
         metrics |= {"rollout/staleness": Mean(float(ages.sum()), len(ages)), "rollout/staleness_max": Max(float(ages.max()))}
@@ -34,6 +36,13 @@ def has_one_reward(group: Group) -> bool:
     """True when all scored samples of the group have the same reward: no signal. Decided by equality, never by a standard deviation."""
     values = {sample.reward.value for sample in group.samples if sample.reward is not None and sample.reward.value is not None}
     return len(values) <= 1
+
+
+def _zero_variance_by_reward(groups: Sequence[Group]) -> dict[str, Metric]:
+    """Share of the groups without signal at each reward, rounded to a tenth: all failed and all solved call for opposite cures."""
+    values = [group.samples[0].reward.value for group in groups if has_one_reward(group) and group.samples[0].reward is not None]
+    counts = Counter(f"{value:.1f}" for value in values if value is not None)
+    return {f"rollout/zero_variance_fraction/{name}": Mean(count, len(groups)) for name, count in sorted(counts.items())}
 
 
 def reward_metrics(samples: Sequence[Sample], *, prefix: str) -> dict[str, Metric]:

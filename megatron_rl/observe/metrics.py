@@ -130,6 +130,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("rollout/reward_errors", Sum, "samples", "Reward calls that raised; not trained on", "0; the first traceback is in the log"),
     ("rollout/reward_timeouts", Sum, "samples", "Reward calls killed at their deadline; not trained on", "0; raise reward.timeout_s"),
     ("rollout/zero_variance_fraction", Mean, "fraction", "Groups with one reward throughout: no signal", "< 0.5; above: other prompts"),
+    ("rollout/zero_variance_fraction/*", Mean, "fraction", "Those of them with one reward, rounded to a tenth", "0.0: easier prompts"),
     ("rollout/prompt_length", Mean, "tokens", "Prompt length", "that of the data"),
     ("rollout/response_length", Mean, "tokens", "Response length", "no drift to the limit or to 0"),
     ("rollout/response_length_max", Max, "tokens", "Longest response", "below rollout.sampling.max_response_tokens"),
@@ -180,6 +181,16 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("train/return_mean", Mean, "reward", "Return per token", "rises with the reward"),
     ("train/value_clip_fraction", Mean, "fraction", "Tokens whose value was clipped", "< 0.2"),
     ("train/value_loss", Mean, "loss", "Critic term", "falls, then flat"),
+    (
+        "train/explained_variance",
+        Mean,
+        "fraction",
+        "Share of the returns' variance that the critic foretold",
+        "rises; below 0: lower its lr",
+    ),
+    ("train/critic_grad_norm", Mean, "", "The critic's gradient norm before clipping", "steady"),
+    ("train/critic_lr", Last, "", "The critic's learning rate", "the schedule"),
+    ("train/critic_skipped_steps", Sum, "steps", "The critic's steps left out: non-finite loss or gradient", "0; replay the dump"),
     ("train/zero_variance_fraction", Mean, "fraction", "Groups without a learning signal", "< 0.5"),
     ("train/grad_norm", Mean, "", "Gradient norm before clipping", "steady; spikes over 10 times the median: lower lr"),
     ("train/lr", Last, "", "Learning rate", "the schedule"),
@@ -203,13 +214,21 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
 METRICS: Mapping[str, MetricInfo] = {row[0]: MetricInfo(*row) for row in _TABLE}
 
 
-def metric_info(name: str) -> MetricInfo:
-    """The line of METRICS for `name`. Raises KeyError with the closest name when there is none."""
+def find_info(name: str) -> MetricInfo | None:
+    """The line of METRICS for `name`, None when there is none: a user's own loss may report what it likes."""
     if name in METRICS:
         return METRICS[name]
-    for pattern, info in METRICS.items():
-        if pattern.endswith("*") and name.startswith(pattern[:-1]) and len(name) >= len(pattern):
-            return info
+    patterns = (
+        info for pattern, info in METRICS.items() if pattern.endswith("*") and name.startswith(pattern[:-1]) and len(name) >= len(pattern)
+    )
+    return next(patterns, None)
+
+
+def metric_info(name: str) -> MetricInfo:
+    """The line of METRICS for `name`. Raises KeyError with the closest name when there is none."""
+    found = find_info(name)
+    if found is not None:
+        return found
     closest = difflib.get_close_matches(name, METRICS, n=1)
     raise KeyError(f"metric {name!r} is not in the table of metrics" + (f"; the closest is {closest[0]!r}" if closest else ""))
 

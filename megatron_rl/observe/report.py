@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_rl.errors import UserError
 from megatron_rl.files import write_atomic
 from megatron_rl.observe.curves import Steps, draw_curves
-from megatron_rl.observe.metrics import metric_info
+from megatron_rl.observe.metrics import find_info
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 
 CURVES_FILE = "curves.png"
@@ -70,8 +70,9 @@ def _final_rows(steps: Steps) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name in sorted({name for metrics in steps.values() for name in metrics}):
         values = [metrics[name] for metrics in steps.values() if name in metrics]
-        info = metric_info(name)
-        rows.append((name, _shown(values[0]), _shown(values[-1]), info.unit, info.meaning, info.healthy))
+        info = find_info(name)
+        described = (info.unit, info.meaning, info.healthy) if info is not None else ("", "not in the table of metrics", "")
+        rows.append((name, _shown(values[0]), _shown(values[-1]), *described))
     return rows
 
 

@@ -53,6 +53,15 @@ def test_a_group_without_signal_is_one_of_equal_rewards(rewards: tuple[float, ..
     assert has_one_reward(Group("p", PROMPT, tuple(sample(scored(value)) for value in rewards))) is expected
 
 
+def test_groups_without_signal_are_counted_by_their_reward() -> None:
+    groups = [Group("p", PROMPT, tuple(sample(scored(value)) for value in values)) for values in ((0, 0), (1, 1), (1, 1), (0, 1))]
+    metrics = rollout_metrics(groups, version=4, seconds=1.0)
+    check_metrics(metrics)
+    values = metric_values(metrics)
+    assert values["rollout/zero_variance_fraction"] == 0.75
+    assert (values["rollout/zero_variance_fraction/0.0"], values["rollout/zero_variance_fraction/1.0"]) == (0.25, 0.5)
+
+
 def test_accuracy_is_the_component_where_there_is_one() -> None:
     metrics = evaluation_metrics([sample(scored(0.7, accuracy=0.0)), sample(scored(1.0, accuracy=1.0))], kind="greedy")
     check_metrics(metrics)
