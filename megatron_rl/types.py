@@ -28,6 +28,21 @@ def _freeze(owner: object, name: str, dtype: type[np.generic]) -> None:
     object.__setattr__(owner, name, array)
 
 
+def _freeze_table(owner: object, name: str, *, num_rows: int, num_columns: int) -> None:
+    """Replace the field `name` by a read-only float64 array [num_rows, num_columns]; an empty one of any shape stands for no columns."""
+    array = np.array(getattr(owner, name), dtype=np.float64)
+    if not array.size and not num_rows * num_columns:
+        array = array.reshape(num_rows, num_columns)
+    if array.shape != (num_rows, num_columns):
+        raise ValueError(f"{type(owner).__name__}.{name} has shape {array.shape}, needs ({num_rows}, {num_columns})")
+    array.setflags(write=False)
+    object.__setattr__(owner, name, array)
+
+
+def _no_components() -> Doubles:
+    return np.empty((0, 0))
+
+
 def _check_lengths(owner: object, names: tuple[str, ...], length: int) -> None:
     for name in names:
         got = len(getattr(owner, name))
@@ -155,7 +170,8 @@ class TrainBatch:
 
     `cu_seqlens` [B + 1] are the offsets of the sequences in the token arrays of length T. `loss_mask` [T] is False on
     prompts. `rollout_log_probs` [T] nats and `weight_versions` [T] hold 0 and -1 where no engine made the token.
-    `rewards` [B], `group_ids` [B] (equal for samples of one prompt), `truncated` [B].
+    `rewards` [B], `group_ids` [B] (equal for samples of one prompt), `truncated` [B]. `reward_components` [B, K] are the parts of
+    composite rewards, named by `component_names` [K]; NaN where a sample's reward lacks the part.
     """
 
     tokens: Ints
@@ -167,6 +183,8 @@ class TrainBatch:
     rewards: Doubles
     group_ids: Ints
     truncated: Bools
+    component_names: tuple[str, ...] = ()
+    reward_components: Doubles = field(default_factory=_no_components)
 
     def __post_init__(self) -> None:
         for name in ("tokens", "cu_seqlens", "prompt_lengths", "weight_versions", "group_ids"):
@@ -179,6 +197,7 @@ class TrainBatch:
             raise ValueError("TrainBatch.cu_seqlens needs to start at 0 and to rise: a sequence without tokens cannot be trained on")
         _check_lengths(self, ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"), int(self.cu_seqlens[-1]))
         _check_lengths(self, ("prompt_lengths", "rewards", "group_ids", "truncated"), self.num_sequences)
+        _freeze_table(self, "reward_components", num_rows=self.num_sequences, num_columns=len(self.component_names))
 
     @property
     def num_sequences(self) -> int:
@@ -209,6 +228,8 @@ class TrainBatch:
             rewards=self.rewards[rows],
             group_ids=self.group_ids[rows],
             truncated=self.truncated[rows],
+            component_names=self.component_names,
+            reward_components=self.reward_components[rows],
         )
 
 
@@ -239,7 +260,8 @@ class Shard:
     """What one data-parallel rank trains on: its sequences, its optimizer steps, and the rewards of the whole batch.
 
     `rows` [B_local] are the positions of this shard's sequences in the whole batch. `all_rewards`, `all_group_ids` and
-    `all_trainable_tokens` [B_all] describe the whole batch, because a baseline needs groups that other ranks hold.
+    `all_trainable_tokens` [B_all] and `all_reward_components` [B_all, K] describe the whole batch, because a baseline needs groups
+    that other ranks hold.
     """
 
     batch: TrainBatch
@@ -248,6 +270,7 @@ class Shard:
     all_rewards: Doubles
     all_group_ids: Ints
     all_trainable_tokens: Ints
+    all_reward_components: Doubles = field(default_factory=_no_components)
 
     def __post_init__(self) -> None:
         for name in ("rows", "all_group_ids", "all_trainable_tokens"):
@@ -255,3 +278,5 @@ class Shard:
         _freeze(self, "all_rewards", np.float64)
         _check_lengths(self, ("rows",), self.batch.num_sequences)
         _check_lengths(self, ("all_group_ids", "all_trainable_tokens"), len(self.all_rewards))
+        num_components = len(self.batch.component_names)
+        _freeze_table(self, "all_reward_components", num_rows=len(self.all_rewards), num_columns=num_components)

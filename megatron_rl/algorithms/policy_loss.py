@@ -190,7 +190,8 @@ def value(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
     if objective.value_clip is None:
         return PolicyLossTerms(0.5 * error)
     limit = objective.value_clip
-    clipped = (terms.old_values + (terms.values - terms.old_values).clamp(-limit, limit) - terms.returns).square()
+    # Clamped between bounds rather than by its difference, which rounds: a value inside the bounds has to stay bit-equal.
+    clipped = (terms.values.clamp(terms.old_values - limit, terms.old_values + limit) - terms.returns).square()
     return PolicyLossTerms(0.5 * torch.maximum(error, clipped), {"value_clip_fraction": clipped > error})
 
 

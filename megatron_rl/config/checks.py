@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 
 from megatron_rl.config.derived import expert_tp, samples_per_prompt
-from megatron_rl.config.settings import DataSettings, RewardSettings, RolloutSettings, RunSettings, Settings, WeightSettings
+from megatron_rl.config.settings import (
+    CriticSettings,
+    DataSettings,
+    RewardSettings,
+    RolloutSettings,
+    RunSettings,
+    Settings,
+    WeightSettings,
+)
 
 NEEDS_SEVERAL_SAMPLES = frozenset(
     {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gdpo", "pass@k"},
@@ -13,13 +21,13 @@ NEEDS_SEVERAL_SAMPLES = frozenset(
 
 def contradictions(settings: Settings) -> list[str]:
     """One sentence for each pair of settings that cannot both hold, with the arithmetic and a fix; empty when there is none."""
-    checks = (_topology, _experts, _batch, _group, _lengths, _schedule, _evaluation)
+    checks = (_topology, _experts, _batch, _group, _lengths, _schedule, _critic, _evaluation)
     return [sentence for check in checks for sentence in check(settings)]
 
 
 def without_effect(settings: Settings) -> list[str]:
     """One sentence for each setting that was changed although nothing reads it under the other settings."""
-    return list(_unused_when_supervised(settings))
+    return [*_unused_when_supervised(settings), *_unused_critic(settings)]
 
 
 def _topology(settings: Settings) -> Iterator[str]:
@@ -125,6 +133,17 @@ def _schedule(settings: Settings) -> Iterator[str]:
         yield f"training.optimizer.min_lr {floor} is above lr {peak}, but the rate falls from lr to min_lr; exchange them"
 
 
+def _critic(settings: Settings) -> Iterator[str]:
+    steps_per_batch = settings.training.optimizer_steps_per_batch
+    steps, warmup = settings.run.num_steps * steps_per_batch, settings.training.critic.warmup_steps
+    if settings.has_critic and warmup >= steps:
+        yield (
+            f"training.critic.warmup_steps is {warmup}, but the run has run.num_steps {settings.run.num_steps} × "
+            f"training.optimizer_steps_per_batch {steps_per_batch} = {steps} optimizer steps, so the policy would never learn; "
+            f"set training.critic.warmup_steps below {steps}"
+        )
+
+
 def _evaluation(settings: Settings) -> Iterator[str]:
     if settings.supervised and settings.data.eval is not None:
         yield (
@@ -150,3 +169,9 @@ def _unused_when_supervised(settings: Settings) -> Iterator[str]:
     for name, default in sections.items():
         if given[name] != default:
             yield f"the section {name} has no effect: {because}"
+
+
+def _unused_critic(settings: Settings) -> Iterator[str]:
+    if not settings.has_critic and settings.training.critic != CriticSettings():
+        estimator = settings.objective.advantage.estimator
+        yield f"the section training.critic has no effect: objective.advantage.estimator is {estimator}, only ppo trains a critic"

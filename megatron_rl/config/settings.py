@@ -22,7 +22,7 @@ class RunSettings(Section):
     """The run as a whole."""
 
     directory: Path = Field(description="Directory of this run: settings, buffer, metrics, checkpoints, summary.json.")
-    seed: int = Field(0, ge=0, description="Seed of every random choice: data order, sampling, initialisation of a critic.")
+    seed: int = Field(0, ge=0, description="Seed of every random choice: data order, sampling.")
     num_steps: int = Field(100, ge=1, description="Rollout batches to train on.")
     eval_interval: int = Field(
         10, ge=0, description="Steps between evaluations; 0 evaluates never. Step 0 and the last step are evaluated too."
@@ -107,6 +107,17 @@ class ScheduleSettings(Section):
     decay_steps: int | None = Field(None, ge=1, description="Optimizer steps until the floor; all steps of the run when not set.")
 
 
+class CriticSettings(Section):
+    """The value model of objective.advantage.estimator ppo: the policy's architecture, initial weights and ranks, with one output."""
+
+    optimizer: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Fields of megatron-core's OptimizerConfig in which the critic differs from training.optimizer; lr and min_lr are "
+        "10 times the policy's when not set.",
+    )
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps at the start of the run in which only the critic learns.")
+
+
 class TrainingSettings(Section):
     """The Megatron side."""
 
@@ -118,6 +129,7 @@ class TrainingSettings(Section):
     ddp: dict[str, Any] = Field(
         default_factory=dict, description="Fields of megatron-core's DistributedDataParallelConfig, by their own names."
     )
+    critic: CriticSettings = Field(default_factory=CriticSettings)
     step_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one training step and of a collective, in seconds.")
 
 
@@ -169,3 +181,8 @@ class Settings(Section):
     def supervised(self) -> bool:
         """True when the targets come from the data file, so that no engine and no reward take part."""
         return self.objective.policy_loss == "sft"
+
+    @property
+    def has_critic(self) -> bool:
+        """True when a critic is trained beside the policy."""
+        return self.objective.trains_by_rewards and self.objective.advantage.estimator == "ppo"

@@ -16,6 +16,8 @@ from megatron_rl.types import Group, Ints, RewardOutcome, Sample, TrainBatch
 def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
     """All scored samples as one batch, in order; `group_ids` [B] are the positions of their groups in `groups`.
 
+    Components of rewards come in the order of their names, and NaN where a sample lacks one that another has.
+
     Samples whose reward ended in an error or a timeout are left out: they have no score, not a score of zero. Raises ValueError
     for a sample that was never given to a reward function and UserError when no sample was scored.
     """
@@ -31,6 +33,8 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
     prompt_lengths = np.array([len(sample.prompt.token_ids) for sample in samples])
     response_lengths = np.array([len(sample.response_ids) for sample in samples])
     ends = np.cumsum(prompt_lengths + response_lengths)
+    components = [sample.reward.components for sample in samples if sample.reward]
+    names = tuple(sorted({name for parts in components for name in parts}))
     return TrainBatch(
         tokens=np.concatenate([part for sample in samples for part in (sample.prompt.token_ids, sample.response_ids)]),
         cu_seqlens=np.concatenate([[0], ends]),
@@ -41,6 +45,8 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
         rewards=np.array([sample.reward.value for sample in samples if sample.reward]),
         group_ids=np.array([position for position, _ in kept]),
         truncated=np.array([sample.truncated for sample in samples]),
+        component_names=names,
+        reward_components=np.array([[parts.get(name, np.nan) for name in names] for parts in components]),
     )
 
 

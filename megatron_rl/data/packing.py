@@ -195,6 +195,7 @@ def _shard(batch: TrainBatch, steps: list[StepPlan], trainable: Ints) -> Shard:
         all_rewards=batch.rewards,
         all_group_ids=batch.group_ids,
         all_trainable_tokens=trainable,
+        all_reward_components=batch.reward_components,
     )
 
 

@@ -12,8 +12,9 @@ from megatron_rl.rollout.server_args import server_arguments
 
 with quiet_megatron_imports():
     from megatron_rl.models.spec import resolve_attention
+    from megatron_rl.training.critic import critic_optimizer
     from megatron_rl.training.topology import Topology
-    from megatron_rl.training.trainer import model_dtype
+    from megatron_rl.training.trained_model import model_dtype
 
 
 def launch_plan(settings: Settings) -> dict[str, Mapping[str, str]]:
@@ -54,6 +55,8 @@ def _processes(settings: Settings, device: Device) -> dict[str, str]:
         "Ray": "a local one, on loopback" if runtime.ray_address is None else f"the cluster at {runtime.ray_address}",
         "Megatron": f"{topology}, {place}, {device.backend}",
     }
+    if settings.has_critic:
+        rows["critic"] = f"on the same ranks, learning rate {critic_optimizer(settings.training)['lr']:g}"
     if settings.supervised:
         return rows | {"SGLang": "none: supervised training"}
     gpus = f", {runtime.num_gpus_per_engine} GPUs each" if device.kind == "cuda" else ", on the CPU"

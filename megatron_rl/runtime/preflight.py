@@ -29,9 +29,11 @@ from megatron_rl.runtime.resources import available_memory_bytes
 with quiet_megatron_imports():
     from megatron_rl.models.spec import ModelSpec, read_model_spec, resolve_attention, transformer_config
     from megatron_rl.models.weights import Checkpoint, hf_shapes
+    from megatron_rl.training.critic import critic_optimizer
     from megatron_rl.training.optimizer import make_configs
     from megatron_rl.training.topology import Topology
-    from megatron_rl.training.trainer import check_layout, model_dtype
+    from megatron_rl.training.trained_model import model_dtype
+    from megatron_rl.training.trainer import check_layout, resolve_objective
 
 GIB = 2**30
 OPTIMIZER_BYTES = 12
@@ -51,6 +53,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
     checks: list[Callable[[], list[str]]] = [
         partial(check_run_directory, settings.run.directory, resume=resume),
         partial(_check_model, settings),
+        partial(_check_objective, settings),
         partial(_check_optimizer, settings),
         partial(_check_data, settings, probe=probe),
         partial(_check_resources, settings),
@@ -121,11 +124,21 @@ def _check_context(settings: Settings, spec: ModelSpec) -> list[str]:
     return []
 
 
-def _check_optimizer(settings: Settings) -> list[str]:
-    make_configs(settings.training.optimizer, settings.training.ddp, dtype=model_dtype(settings, local_device()))
-    if "lr" not in settings.training.optimizer:
-        return ["training.optimizer.lr is not set: the learning rate is 1e-6"]
+def _check_objective(settings: Settings) -> list[str]:
+    resolve_objective(settings)
     return []
+
+
+def _check_optimizer(settings: Settings) -> list[str]:
+    training, dtype = settings.training, model_dtype(settings, local_device())
+    make_configs(training.optimizer, training.ddp, dtype=dtype)
+    notes = [] if "lr" in training.optimizer else ["training.optimizer.lr is not set: the learning rate is 1e-6"]
+    if settings.has_critic:
+        fields = critic_optimizer(training)
+        make_configs(fields, training.ddp, dtype=dtype, section="critic.optimizer")
+        if "lr" not in training.critic.optimizer:
+            notes.append(f"training.critic.optimizer.lr is not set: the critic's learning rate is {fields['lr']:g}, 10 times the policy's")
+    return notes
 
 
 def _check_data(settings: Settings, *, probe: bool) -> list[str]:
@@ -158,7 +171,8 @@ def _check_rollout(settings: Settings) -> list[str]:
 def _check_resources(settings: Settings) -> list[str]:
     spec = read_model_spec(settings.model.path)
     parameters = sum(prod(shape) for shape in hf_shapes(spec).values())
-    notes = check_disk(settings.run.directory, checkpoint_bytes=parameters * (OPTIMIZER_BYTES + 4), keep=settings.run.keep_checkpoints)
+    checkpoint_bytes = parameters * (OPTIMIZER_BYTES + 4) * (2 if settings.has_critic else 1)
+    notes = check_disk(settings.run.directory, checkpoint_bytes=checkpoint_bytes, keep=settings.run.keep_checkpoints)
     if settings.runtime.ray_address is not None:
         return notes
     if local_device().kind == "cuda":
@@ -198,11 +212,11 @@ def check_gpus(settings: Settings, *, available: int) -> None:
 
 
 def check_cpu_memory(settings: Settings, *, parameters: int, available: int) -> list[str]:
-    """A note when weights, gradients, optimizer, reference and the processes themselves take more memory than there is, in bytes."""
+    """A note when weights, gradients, optimizers, reference and the processes themselves take more memory than there is, in bytes."""
     topology = settings.training.topology
     engines = 0 if settings.supervised else settings.rollout.num_engines
     model_copies = topology.num_ranks // (topology.tp * topology.pp)
-    per_parameter = OPTIMIZER_BYTES + 4 + 4 + (0 if settings.supervised else 4)
+    per_parameter = (OPTIMIZER_BYTES + 4 + 4) * (2 if settings.has_critic else 1) + (0 if settings.supervised else 4)
     needed = topology.num_ranks * RANK_BYTES + engines * (ENGINE_BYTES + 4 * parameters) + model_copies * parameters * per_parameter
     if needed <= available:
         return []

@@ -65,6 +65,7 @@ class TrainerGroup:
             optimizer_steps=training.optimizer_steps_per_batch,
             max_tokens_per_micro_batch=training.max_tokens_per_micro_batch * training.topology.cp,
             seed=self._settings.run.seed + step,
+            cp=training.topology.cp,
         )
         stored = [ray.put(shard) for shard in shards]
         refs = [worker.train.remote(stored[dp_rank]) for worker, dp_rank in zip(self.workers, self._dp_ranks, strict=True)]

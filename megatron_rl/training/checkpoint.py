@@ -5,8 +5,8 @@ only from places that you trust.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,17 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import distributed
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, partial_path, start_partial
-from megatron_rl.training.reference import complete_parameters
+from megatron_rl.training.trained_model import TrainedModel, complete_parameters
 
+POLICY = "policy"
+"""Name of the model whose weights have no prefix in a checkpoint."""
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _FIXED_IN_GROUPS = ("params", "step")
 
@@ -90,25 +90,43 @@ def _set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _is_distributed(optimizer: MegatronOptimizer) -> bool:
-    return optimizer.config.use_distributed_optimizer
-
-
 def _chunk_key(index: int, count: int) -> str:
     return "model" if count == 1 else f"model{index}"
 
 
-def _sharded_state(
-    model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, is_loading: bool, with_rng: bool
-) -> dict[str, Any]:
-    """What megatron shards: weights, optimizer, and one random generator state for each rank."""
-    state: dict[str, Any] = {_chunk_key(index, len(model)): chunk.module.sharded_state_dict() for index, chunk in enumerate(model)}
-    weights = state if len(model) > 1 else state["model"]
-    state["optimizer"] = optimizer.sharded_state_dict(dict(weights), is_loading=is_loading, metadata=dict(_METADATA))
+def _sharded_state(name: str, model: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
+    """What megatron shards of the model `name`: weights and optimizer."""
+    state: dict[str, Any] = {
+        _chunk_key(index, len(model.chunks)): chunk.module.sharded_state_dict() for index, chunk in enumerate(model.chunks)
+    }
+    weights = state if len(model.chunks) > 1 else state["model"]
+    state["optimizer"] = model.optimizer.sharded_state_dict(dict(weights), is_loading=is_loading, metadata=dict(_METADATA))
+    if name != POLICY:
+        # Models of one architecture have one set of names between them.
+        add_prefix_for_sharding(state, f"{name}.")
+    return state
+
+
+def _sharded_states(models: Mapping[str, TrainedModel], *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
+    """What megatron shards of all models, whose parameters are complete, and one random generator state for each rank."""
+    state: dict[str, Any] = {name: _sharded_state(name, model, is_loading=is_loading) for name, model in models.items()}
     if with_rng:
         rank, world = distributed.get_rank(), distributed.get_world_size()
         state["rng"] = ShardedObject("rng", _rng_state(), (world,), (rank,), replica_id=0)
     return state
+
+
+@contextmanager
+def _complete(models: Mapping[str, TrainedModel]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for model in models.values():
+            stack.enter_context(complete_parameters(model.chunks))
+        yield
+
+
+def _progress(model: TrainedModel) -> dict[str, Any]:
+    """What stands in a checkpoint about a model besides its state."""
+    return {"scheduler_steps": model.scheduler.num_steps, "distributed_optimizer": model.optimizer.config.use_distributed_optimizer}
 
 
 def _param_groups(state: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
@@ -120,26 +138,18 @@ def _param_groups(state: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
             yield from _param_groups(value)
 
 
-def save(
-    directory: Path,
-    *,
-    model: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    counters: Mapping[str, Any],
-) -> None:
+def save(directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any]) -> None:
     """Write everything that `load` continues from, with `counters`, plain numbers and strings that all ranks agree on.
 
-    Collective. Raises UserError when the directory cannot be written.
+    `models` by their names, among them the `POLICY`. Collective. Raises UserError when the directory cannot be written.
     """
     on_rank_zero(start_partial, directory)
-    with complete_parameters(model), _without_torch_notices():
-        state = _sharded_state(model, optimizer, is_loading=False, with_rng=True)
+    with _complete(models), _without_torch_notices():
+        state = _sharded_states(models, is_loading=False, with_rng=True)
     state["counters"] = dict(counters)
     state["progress"] = {
         "num_ranks": distributed.get_world_size(),
-        "scheduler_steps": scheduler.num_steps,
-        "distributed_optimizer": _is_distributed(optimizer),
+        "models": {name: _progress(model) for name, model in models.items()},
     }
     strategy = InProcessSave("torch_dist", 1)
     with _without_torch_notices():
@@ -148,41 +158,57 @@ def save(
     on_rank_zero(commit_partial, directory)
 
 
-def load(
-    directory: Path, *, model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
-) -> dict[str, Any]:
+def load(directory: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
     """Continue from a checkpoint of `save`, under this or another layout; its counters are returned.
 
-    Hyperparameters (learning rate, weight decay, betas) stay those of the present settings. Collective. Raises UserError when
-    there is no checkpoint.
+    Hyperparameters (learning rate, weight decay, betas) stay those of the present settings. Models of the checkpoint that are not
+    among `models` are left alone. Collective. Raises UserError when there is no checkpoint, or not one of these models.
     """
     if not (directory / "metadata.json").is_file():
         raise UserError(f"{directory} is not a complete checkpoint: it has no metadata.json; resume from another one")
     progress = dist_checkpointing.load_common_state_dict(str(directory))["progress"]
-    if progress["distributed_optimizer"] != _is_distributed(optimizer):
-        raise UserError(
-            f"checkpoint {directory} has use_distributed_optimizer {progress['distributed_optimizer']}, the settings have "
-            f"{_is_distributed(optimizer)}; set training.optimizer.use_distributed_optimizer as the checkpoint has it"
-        )
+    for name, model in models.items():
+        _check_progress(directory, name, model, progress["models"].get(name))
     same_ranks = progress["num_ranks"] == distributed.get_world_size()
-    present = [{name: value for name, value in group.items() if name not in _FIXED_IN_GROUPS} for group in optimizer.param_groups]
-    with complete_parameters(model), _without_torch_notices():
-        wanted = _sharded_state(model, optimizer, is_loading=True, with_rng=same_ranks)
+    with _complete(models), _without_torch_notices():
+        wanted = _sharded_states(models, is_loading=True, with_rng=same_ranks)
         try:
             state = dist_checkpointing.load(wanted, str(directory))
         except (CheckpointingException, CheckpointException) as error:
             # torch gathers the errors of all ranks into one, with their tracebacks.
             cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             raise UserError(f"checkpoint {directory} is not one of this model ({cause}); resume with the model it was made from") from error
-        for index, chunk in enumerate(model):
-            chunk.module.load_state_dict(state[_chunk_key(index, len(model))])
-        # megatron-core 0.18 and later recognise a group by its hyperparameters, so these have to be the present ones already.
-        for saved, hyperparameters in zip(_param_groups(state["optimizer"]), present, strict=True):
-            saved.update(hyperparameters)
-        optimizer.load_state_dict(state["optimizer"])
-    scheduler.num_steps = 0
-    scheduler.step(progress["scheduler_steps"])
+        for name, model in models.items():
+            _restore(model, state[name], scheduler_steps=progress["models"][name]["scheduler_steps"])
     if same_ranks:
         _set_rng_state(state["rng"])
     counters: dict[str, Any] = state["counters"]
     return counters
+
+
+def _check_progress(directory: Path, name: str, model: TrainedModel, saved: Mapping[str, Any] | None) -> None:
+    """Raise UserError when the checkpoint lacks the model `name`, or has another kind of optimizer for it."""
+    if saved is None:
+        raise UserError(
+            f"checkpoint {directory} has no {name}, which the objective needs; resume a run that trained one, or start a new run from "
+            "the policy's weights"
+        )
+    present = model.optimizer.config.use_distributed_optimizer
+    if saved["distributed_optimizer"] != present:
+        raise UserError(
+            f"checkpoint {directory} has use_distributed_optimizer {saved['distributed_optimizer']}, the settings have "
+            f"{present}; set training.optimizer.use_distributed_optimizer as the checkpoint has it"
+        )
+
+
+def _restore(model: TrainedModel, state: dict[str, Any], *, scheduler_steps: int) -> None:
+    """Put a loaded state into the model, its optimizer and its schedule."""
+    present = [{name: value for name, value in group.items() if name not in _FIXED_IN_GROUPS} for group in model.optimizer.param_groups]
+    for index, chunk in enumerate(model.chunks):
+        chunk.module.load_state_dict(state[_chunk_key(index, len(model.chunks))])
+    # megatron-core 0.18 and later recognise a group by its hyperparameters, so these have to be the present ones already.
+    for saved, hyperparameters in zip(_param_groups(state["optimizer"]), present, strict=True):
+        saved.update(hyperparameters)
+    model.optimizer.load_state_dict(state["optimizer"])
+    model.scheduler.num_steps = 0
+    model.scheduler.step(scheduler_steps)

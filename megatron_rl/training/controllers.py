@@ -35,19 +35,24 @@ class Controllers:
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
         self._entropy = make_entropy_controller(objective)
-        self._kl_coef = objective.kl_loss_coef
+        self._kl_coef = objective.kl_loss_coef or objective.kl_reward_coef
 
     @property
     def needs_current_entropy(self) -> bool:
         """Whether `present` wants the entropy of the policy before the step."""
         return self._entropy is not None and self._entropy.needs_current_entropy
 
+    @property
+    def kl_reward_coef(self) -> float:
+        """The present coefficient of the KL in the rewards."""
+        return self._kl_coef if self._objective.kl_reward_coef else 0.0
+
     def present(self, entropy: float | None = None) -> StepObjective:
         """The objective of the coming step. `entropy`, nats per token, is that of the policy before it, where it is needed."""
         objective, entropy_coef = self._objective, self._objective.entropy_coef
         if self._entropy is not None:
             objective, entropy_coef = controlled(objective, self._entropy.applied(entropy))
-        return StepObjective(objective, entropy_coef, self._kl_coef)
+        return StepObjective(objective, entropy_coef, self._kl_coef if objective.kl_loss_coef else 0.0)
 
     def update(self, measured: StepMeasurements, *, num_sequences: int) -> None:
         """Take in a finished step of `num_sequences` sequences."""

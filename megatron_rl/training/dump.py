@@ -2,19 +2,30 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save
+from torch import distributed
 
 from megatron_rl.files import write_atomic
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.token_data import TokenData
+from megatron_rl.training.update import Update
 
 
-def dump_micro_batch(
-    path: Path, micro_batch: MicroBatch, data: TokenData, *, loss: float, grad_norm: float, temperature: float
+def dump_suspects(
+    directory: Path, title: str, update: Update, micro_batches: Sequence[MicroBatch], data: TokenData, *, temperature: float
 ) -> None:
+    """Write the micro-batches that may have broken `update` into `directory`, each as `title`-rank-R-micro-batch-I. Raises UserError."""
+    for index in update.suspects:
+        path = directory / f"{title}-rank-{distributed.get_rank()}-micro-batch-{index}"
+        loss = float(update.reports[index].loss)
+        dump_micro_batch(path, micro_batches[index], data, loss=loss, grad_norm=update.grad_norm, temperature=temperature)
+
+
+def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, loss: float, grad_norm: float, temperature: float) -> None:
     """Write `path`.safetensors with the tokens that this rank holds and the loss's inputs [N], and `path`.json about them.
 
     Raises UserError when the place cannot be written.
@@ -30,10 +41,13 @@ def dump_micro_batch(
         "rollout_log_probs": data.rollout_log_probs[index],
         "advantages": data.advantages[index],
     }
-    if data.old_log_probs is not None:
-        arrays["old_log_probs"] = data.old_log_probs[index]
-    if data.ref_log_probs is not None:
-        arrays["ref_log_probs"] = data.ref_log_probs[index]
+    optional = {
+        "old_log_probs": data.old_log_probs,
+        "ref_log_probs": data.ref_log_probs,
+        "old_values": data.old_values,
+        "returns": data.returns,
+    }
+    arrays |= {name: values[index] for name, values in optional.items() if values is not None}
     about = {"loss": _number(loss), "grad_norm": _number(grad_norm), "temperature": temperature, "rows": micro_batch.rows.tolist()}
     write_atomic(path.with_name(path.name + ".safetensors"), save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
     write_atomic(path.with_name(path.name + ".json"), json.dumps(about, indent=2))

@@ -20,7 +20,8 @@ from megatron_rl.types import Ints, TrainBatch
 class MicroBatch:
     """What the model is given and which of its predictions are used.
 
-    `input_ids` and `position_ids` [1, T]; `positions` [N] among the T, ascending; `targets` [N] the tokens predicted there;
+    `input_ids` and `position_ids` [1, T]; `token_index` [T] where the tokens stand in the batch's token arrays, -1 for padding;
+    `positions` [N] among the T, ascending; `targets` [N] the tokens predicted there;
     `target_index` [N] where these stand in the batch's token arrays; `sequence_index` [N] in [0, S); `sequence_tokens` [S]
     trainable tokens of each whole sequence, over all context-parallel ranks. `rows` [S] of the batch.
     """
@@ -28,6 +29,7 @@ class MicroBatch:
     rows: Ints
     input_ids: Tensor
     position_ids: Tensor
+    token_index: Ints
     packed: PackedSequences
     positions: Tensor
     targets: Tensor
@@ -43,7 +45,7 @@ class MicroBatch:
 def make_micro_batch(
     batch: TrainBatch, rows: Ints, *, topology: Topology, place: Place, device: torch.device, all_tokens: bool = False
 ) -> MicroBatch:
-    """Lay out the sequences `rows` of `batch` for this rank, with predictions of trainable tokens or of `all_tokens`."""
+    """Lay out the sequences `rows` [S] of `batch` for this rank, with predictions of trainable tokens or of `all_tokens`."""
     layout = micro_batch_layout(batch, rows, cp_size=topology.cp, cp_rank=place.cp_rank, pad_to=topology.pad_to)
     positions = np.flatnonzero(layout.target_index >= 0) if all_tokens else trainable_targets(layout, batch.loss_mask)
     target_index = layout.target_index[positions]
@@ -58,6 +60,7 @@ def make_micro_batch(
         rows=rows,
         input_ids=move(tokens)[None],
         position_ids=move(layout.position_ids)[None],
+        token_index=layout.token_index,
         packed=packed_sequences(layout.cu_seqlens_padded, device=device, cp_size=topology.cp, cp_rank=place.cp_rank),
         positions=move(positions),
         targets=move(batch.tokens[target_index]),
@@ -65,4 +68,3 @@ def make_micro_batch(
         sequence_index=move(layout.sequence_index[positions]),
         sequence_tokens=move(batch.trainable_tokens[rows]),
     )
-

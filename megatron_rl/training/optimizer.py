@@ -67,20 +67,20 @@ def _checked(section: str, given: Mapping[str, Any], owner: type) -> dict[str, A
     return values
 
 
-def validate_optimizer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` as values of the types that the installed OptimizerConfig declares.
+def validate_optimizer_fields(fields: Mapping[str, Any], *, section: str = "optimizer") -> dict[str, Any]:
+    """`fields` of `training.SECTION` as values of the types that the installed OptimizerConfig declares.
 
     Raises UserError for a name that it lacks, a value of another type, or a field that follows from another setting.
     """
-    checked = _checked("optimizer", fields, OptimizerConfig)
+    checked = _checked(section, fields, OptimizerConfig)
     for name, reason in _OPTIMIZER_REFUSED.items():
         if name in checked:
-            raise UserError(f"training.optimizer.{name} cannot be set, because {reason}; remove it")
+            raise UserError(f"training.{section}.{name} cannot be set, because {reason}; remove it")
     merged = {**OPTIMIZER_DEFAULTS, **checked}
     if merged["optimizer"] != "adam":
-        raise UserError(f"training.optimizer.optimizer is {merged['optimizer']!r}, only 'adam' can be saved and resumed; remove it")
+        raise UserError(f"training.{section}.optimizer is {merged['optimizer']!r}, only 'adam' can be saved and resumed; remove it")
     if merged["lr"] is None or not merged["lr"] >= (merged["min_lr"] or 0.0):
-        raise UserError(f"training.optimizer.lr is {merged['lr']} with min_lr {merged['min_lr']}; lr must be a number of at least min_lr")
+        raise UserError(f"training.{section}.lr is {merged['lr']} with min_lr {merged['min_lr']}; lr must be a number of at least min_lr")
     return checked
 
 
@@ -111,10 +111,13 @@ def _distributed(optimizer: Mapping[str, Any], ddp: Mapping[str, Any]) -> bool:
 
 
 def make_configs(
-    optimizer: Mapping[str, Any], ddp: Mapping[str, Any], *, dtype: torch.dtype
+    optimizer: Mapping[str, Any], ddp: Mapping[str, Any], *, dtype: torch.dtype, section: str = "optimizer"
 ) -> tuple[OptimizerConfig, DistributedDataParallelConfig]:
-    """The two configurations from settings' fields, for parameters of `dtype`. Raises UserError for what cannot be set."""
-    optimizer, ddp = validate_optimizer_fields(optimizer), validate_ddp_fields(ddp)
+    """The two configurations from settings' fields, for parameters of `dtype`; `section` is what errors call the optimizer's fields.
+
+    Raises UserError for what cannot be set.
+    """
+    optimizer, ddp = validate_optimizer_fields(optimizer, section=section), validate_ddp_fields(ddp)
     distributed = {"use_distributed_optimizer": _distributed(optimizer, ddp)}
     if ddp.get("overlap_param_gather") and not distributed["use_distributed_optimizer"]:
         raise UserError(
@@ -180,15 +183,17 @@ def build_scheduler(
     )
 
 
-def optimizer_step(optimizer: MegatronOptimizer) -> tuple[bool, float]:
-    """Clip and apply the gradients; whether the weights were updated, and the gradient norm before clipping.
+def optimizer_step(optimizer: MegatronOptimizer, *, frozen: bool = False) -> tuple[bool, float]:
+    """Clip and apply the gradients; whether they are sound, and their norm before clipping.
 
-    Nothing is updated when the norm is not finite. Collective: every rank gets the same norm.
+    Nothing is updated when the norm is not finite, nor when the weights are `frozen`. Collective: every rank gets the same norm.
     """
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if found_inf or not math.isfinite(grad_norm):
         return False, grad_norm
+    if frozen:
+        return True, grad_norm
     for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:

@@ -1,9 +1,9 @@
-"""Running a model over micro-batches: log-probabilities without gradients, and forward + backward of a loss.
+"""Running a model over micro-batches: log-probabilities or values without gradients, and forward + backward of a loss.
 
-Both go through megatron-core's schedules, so that a pipeline, interleaved or not, needs no code of its own. Every rank makes every
+All go through megatron-core's schedules, so that a pipeline, interleaved or not, needs no code of its own. Every rank makes every
 call, also with micro-batches of padding alone.
 
-Legend: N predictions of a micro-batch that are looked at, T tokens of a batch.
+Legend: N predictions of a micro-batch that are looked at, T tokens of a batch, V padded vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -20,16 +21,20 @@ from megatron_rl.algorithms.log_prob import TokenStatistics, token_statistics
 from megatron_rl.models.build import forward_selected
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.topology import Place, sum_over
+from megatron_rl.types import Ints
 
-LossFunction = Callable[[MicroBatch, TokenStatistics], tuple[Tensor, Any]]
-"""From a micro-batch and its statistics to this rank's additive share of the step's loss, and anything to report."""
+LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
+"""From a micro-batch and the model's output at its positions to this rank's additive share of the step's loss, and anything to report.
+
+The output is logits [N, V / tp] of a policy, values [N, 1] of a critic.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A model as a distribution over next tokens: softmax of its logits over `vocab_size` tokens at `temperature`."""
 
-    model: Sequence[DistributedDataParallel]
+    chunks: Sequence[DistributedDataParallel]
     place: Place
     vocab_size: int
     temperature: float
@@ -49,30 +54,40 @@ class Policy:
 
 
 def _iterators(
-    model: Sequence[DistributedDataParallel], micro_batches: Sequence[MicroBatch]
+    chunks: Sequence[DistributedDataParallel], micro_batches: Sequence[MicroBatch]
 ) -> Iterator[MicroBatch] | list[Iterator[MicroBatch]]:
     """One iterator for each model chunk, as the interleaved schedule wants; a lone one otherwise."""
-    iterators = [iter(micro_batches) for _ in model]
+    iterators = [iter(micro_batches) for _ in chunks]
     return iterators if len(iterators) > 1 else iterators[0]
 
 
-def _forward(chunk: DistributedDataParallel, micro_batch: MicroBatch) -> Tensor:
-    """Logits [N, V / tp] on the last stage, hidden states on the others."""
-    return forward_selected(chunk, micro_batch.input_ids, micro_batch.position_ids, micro_batch.packed, micro_batch.positions)
+def _run(
+    chunks: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[MicroBatch],
+    finish: Callable[..., Any],
+    *,
+    everywhere: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """Put all micro-batches through the schedule; `finish(micro_batch, output)` ends each on the last stage.
 
-
-def _run(policy: Policy, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], **options: Any) -> list[Any]:
-    """Put all micro-batches through the schedule; `finish(micro_batch, output)` ends each on the last stage."""
+    The output is that at the micro-batch's positions, or `everywhere`.
+    """
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        return _forward(chunk, micro_batch), partial(finish, micro_batch)
+        input_ids, position_ids, packed = micro_batch.input_ids, micro_batch.position_ids, micro_batch.packed
+        if everywhere:
+            output = chunk(input_ids, position_ids, None, packed_seq_params=packed)
+        else:
+            output = forward_selected(chunk, input_ids, position_ids, packed, micro_batch.positions)
+        return output, partial(finish, micro_batch)
 
     longest = max(micro_batch.input_ids.shape[1] for micro_batch in micro_batches)
     reports: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=_iterators(policy.model, micro_batches),
-        model=list(policy.model) if len(policy.model) > 1 else policy.model[0],
+        data_iterator=_iterators(chunks, micro_batches),
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
         seq_length=longest,
         micro_batch_size=1,
@@ -81,53 +96,93 @@ def _run(policy: Policy, micro_batches: Sequence[MicroBatch], finish: Callable[.
     return reports
 
 
+def _look(
+    chunks: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[MicroBatch],
+    finish: Callable[..., Any],
+    *,
+    everywhere: bool = False,
+) -> list[Any]:
+    """What `finish` makes of each micro-batch's output on the last stage, without gradients; an empty list on the others."""
+
+    def collect(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> Any:
+        return finish(micro_batch, output)
+
+    for chunk in chunks:
+        chunk.eval()
+    reports = _run(chunks, micro_batches, collect, everywhere=everywhere, forward_only=True, collect_non_loss_data=True)
+    for chunk in chunks:
+        chunk.train()
+    return reports
+
+
+def _by_token(parts: Sequence[tuple[Ints, Tensor]], place: Place, *, num_tokens: int, device: torch.device) -> Tensor:
+    """Numbers [T] float32 of `num_tokens` tokens from `parts` of (where they belong, numbers), which the last stage has; else 0.
+
+    All ranks of a data-parallel rank's tensor-, context- and pipeline-parallel groups get the same numbers.
+    """
+    result = torch.zeros(num_tokens, device=device)
+    for index, numbers in parts:
+        result[torch.from_numpy(index).to(device)] = numbers.float()
+    sum_over(result, place.cp_group)
+    if place.pp_group.size() > 1:
+        distributed.broadcast(result, group_src=place.pp_group.size() - 1, group=place.pp_group)
+    return result
+
+
 @torch.no_grad()
 def statistics(policy: Policy, micro_batches: Sequence[MicroBatch], *, with_entropy: bool = True) -> list[TokenStatistics]:
     """Statistics [N] of each micro-batch on the last pipeline stage, without gradients; an empty list on the others."""
 
-    def finish(micro_batch: MicroBatch, logits: Tensor, non_loss_data: bool = True) -> TokenStatistics:
+    def finish(micro_batch: MicroBatch, logits: Tensor) -> TokenStatistics:
         return policy.statistics(logits, micro_batch, with_entropy=with_entropy)
 
-    for chunk in policy.model:
-        chunk.eval()
-    reports = _run(policy, micro_batches, finish, forward_only=True, collect_non_loss_data=True)
-    for chunk in policy.model:
-        chunk.train()
-    return reports
+    return _look(policy.chunks, micro_batches, finish)
 
 
 @torch.no_grad()
 def log_probs(policy: Policy, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Tensor:
     """Log-probs [T] float32, in nats, of the micro-batches' targets among `num_tokens` tokens; 0 at every other token.
 
-    All ranks of a data-parallel rank's tensor-, context- and pipeline-parallel groups get the same values.
+    The same on all ranks of a data-parallel rank's tensor-, context- and pipeline-parallel groups.
     """
     reports = statistics(policy, micro_batches, with_entropy=False)
-    result = torch.zeros(num_tokens, device=micro_batches[0].input_ids.device)
-    if policy.place.last_stage:
-        for micro_batch, report in zip(micro_batches, reports, strict=True):
-            result[torch.from_numpy(micro_batch.target_index).to(result.device)] = report.log_prob.float()
-    sum_over(result, policy.place.cp_group)
-    if policy.place.pp_group.size() > 1:
-        distributed.broadcast(result, group_src=policy.place.pp_group.size() - 1, group=policy.place.pp_group)
-    return result
+    here = micro_batches if policy.place.last_stage else []
+    parts = [(micro_batch.target_index, report.log_prob) for micro_batch, report in zip(here, reports, strict=True)]
+    return _by_token(parts, policy.place, num_tokens=num_tokens, device=micro_batches[0].input_ids.device)
 
 
-def forward_backward(policy: Policy, micro_batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
+@torch.no_grad()
+def state_values(
+    chunks: Sequence[DistributedDataParallel], micro_batches: Sequence[MicroBatch], place: Place, *, num_tokens: int
+) -> Tensor:
+    """A critic's values [T] float32 of the states behind each of the micro-batches' tokens among `num_tokens`; 0 at every other token.
+
+    The same on all ranks of a data-parallel rank's tensor-, context- and pipeline-parallel groups.
+    """
+    reports = _look(chunks, micro_batches, lambda _, values: values.flatten(), everywhere=True)
+    parts = []
+    for micro_batch, values in zip(micro_batches if place.last_stage else [], reports, strict=True):
+        held = np.flatnonzero(micro_batch.token_index >= 0)
+        parts.append((micro_batch.token_index[held], values[torch.from_numpy(held).to(values.device)]))
+    return _by_token(parts, place, num_tokens=num_tokens, device=micro_batches[0].input_ids.device)
+
+
+def forward_backward(chunks: Sequence[DistributedDataParallel], micro_batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
     """Gradients of the sum of `loss` over micro-batches and over data- and context-parallel ranks, in the gradient buffers.
 
     The reports of `loss`, one for each micro-batch, on the last stage; an empty list on the others.
     """
     no_tokens = torch.zeros((), dtype=torch.int, device=micro_batches[0].input_ids.device)
 
-    def finish(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
-        value, report = loss(micro_batch, policy.statistics(logits, micro_batch, with_entropy=True))
+    def finish(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
+        value, report = loss(micro_batch, output)
         if not len(micro_batch.positions):
             # Without predictions the loss must still depend on the model, so that this rank joins every collective of the backward.
-            value = value + logits.sum()
+            value = value + output.sum()
         # megatron would divide by a token count; ours is zero, which leaves the sum alone: the share is already weighted.
         return value, no_tokens, report
 
-    for chunk in policy.model:
+    for chunk in chunks:
         chunk.zero_grad_buffer()
-    return _run(policy, micro_batches, finish, forward_only=False)
+    return _run(chunks, micro_batches, finish, forward_only=False)

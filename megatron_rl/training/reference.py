@@ -40,16 +40,3 @@ class ReferenceWeights:
             yield
         finally:
             self._exchange()
-
-
-@contextmanager
-def complete_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Inside, every parameter is gathered and stays so: needed to read or replace weights while their gather overlaps the forward."""
-    overlapping = [chunk for chunk in model if chunk.use_forward_hook]
-    for chunk in overlapping:
-        chunk.disable_forward_pre_hook(param_sync=True)
-    try:
-        yield
-    finally:
-        for chunk in overlapping:
-            chunk.enable_forward_pre_hook()

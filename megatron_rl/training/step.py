@@ -1,29 +1,25 @@
-"""One optimizer step: losses of its micro-batches, gradients, update, metrics."""
+"""One optimizer step of the policy: losses of its micro-batches, gradients, update, metrics."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import Tensor, distributed
+from torch import Tensor
 
-from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.algorithms.loss import LossInputs, compute_loss
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
 from megatron_rl.training import passes
 from megatron_rl.training.before_step import look_before_step, make_step_statistics
 from megatron_rl.training.controllers import Controllers, StepMeasurements, StepObjective
-from megatron_rl.training.dump import dump_micro_batch
+from megatron_rl.training.dump import dump_suspects
 from megatron_rl.training.loss_inputs import loss_inputs
 from megatron_rl.training.micro_batch import MicroBatch
-from megatron_rl.training.optimizer import optimizer_step
 from megatron_rl.training.sequence_sum import SequenceSum
 from megatron_rl.training.token_data import TokenData
+from megatron_rl.training.trained_model import TrainedModel
+from megatron_rl.training.update import Report, Update, share_of_metrics, update
 from megatron_rl.types import StepTotals
 
 _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -36,27 +32,28 @@ _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
 """Names of the loss's metrics in the table of metrics, where they are not train/NAME."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Report:
-    """What a micro-batch's loss leaves behind: `loss`, this rank's share, and metrics as (sum, weight) pairs, all still tensors."""
-
-    loss: Tensor
-    metrics: Mapping[str, tuple[Tensor, Tensor]]
-
-
 class StepRunner:
     """Runs optimizer steps one after the other; owns what changes from one to the next besides weights and moments."""
 
-    def __init__(
-        self, objective: Objective, *, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, dump_directory: Path, seed: int
-    ) -> None:
+    def __init__(self, objective: Objective, model: TrainedModel, *, dump_directory: Path, seed: int, frozen_steps: int = 0) -> None:
+        """`frozen_steps` is for a policy that waits for its critic: the first optimizer steps, which change no weights."""
         self._objective = objective
-        self._optimizer = optimizer
-        self._scheduler = scheduler
+        self._model = model
         self._dump_directory = dump_directory
         self._seed = seed
+        self._frozen_steps = frozen_steps
         self._controllers = Controllers(objective)
         self._num_steps = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that were run, those that were skipped included."""
+        return self._num_steps
+
+    @property
+    def kl_reward_coef(self) -> float:
+        """The present coefficient of the KL in the rewards."""
+        return self._controllers.kl_reward_coef
 
     def state(self) -> dict[str, Any]:
         """Plain values that a checkpoint keeps."""
@@ -75,26 +72,27 @@ class StepRunner:
         self._num_steps += 1
         if not totals.num_tokens:
             return _agreed_metrics(policy, totals, {"train/skipped_steps": Sum(1)})
-        lr = float(self._optimizer.param_groups[0]["lr"])
-        self._optimizer.zero_grad()
-        present, reports = self._backward(policy, micro_batches, totals, data)
-        finite, measured = _measure(reports, policy, device=micro_batches[0].input_ids.device)
-        updated, grad_norm = optimizer_step(self._optimizer) if finite else (False, math.nan)
-        if updated:
-            self._scheduler.step(1)
+        frozen = self._num_steps <= self._frozen_steps
+        present, loss = self._prepare(policy, micro_batches, totals, data)
+        done = update(self._model, micro_batches, loss, place=policy.place, measure=("entropy", "kl_per_sequence"), frozen=frozen)
+        if done.sound and not frozen:
+            measured = StepMeasurements(entropy=done.means["entropy"], kl_per_sequence=done.means["kl_per_sequence"])
             self._controllers.update(measured, num_sequences=totals.num_sequences)
-        elif policy.place.reports:
-            # A gradient that is not finite although all losses are can come from any micro-batch.
-            suspects = [index for index, report in enumerate(reports) if finite or not bool(report.loss.isfinite())]
-            for index in suspects:
-                self._dump(policy, micro_batches[index], index, data, loss=float(reports[index].loss), grad_norm=grad_norm)
-        agreed = {"train/grad_norm": Mean(grad_norm, 1.0), "train/lr": Last(lr), "train/skipped_steps": Sum(int(not updated))}
-        return {**_agreed_metrics(policy, totals, {**agreed, **_coefficients(present)}), **_own_metrics(policy, reports)}
+        title = f"step-{self._num_steps:06d}"
+        dump_suspects(self._dump_directory, title, done, micro_batches, data, temperature=policy.temperature)
+        agreed = {
+            "train/grad_norm": Mean(done.grad_norm, 1.0),
+            "train/lr": Last(done.lr),
+            "train/skipped_steps": Sum(int(not done.sound)),
+            **_coefficients(present),
+        }
+        own = share_of_metrics(done.reports, policy.place, loss="loss", names=_METRIC_NAMES)
+        return {**_agreed_metrics(policy, totals, agreed), **own, **_micro_batch_count(policy, done)}
 
-    def _backward(
+    def _prepare(
         self, policy: passes.Policy, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData
-    ) -> tuple[StepObjective, list[Report]]:
-        """Gradients of the step, after the pass before it where the objective wants one."""
+    ) -> tuple[StepObjective, passes.LossFunction]:
+        """The present objective and the loss of a micro-batch, after the pass before the step where the objective wants one."""
         before = statistics = None
         if self._objective.needs_step_statistics or self._controllers.needs_current_entropy:
             before = look_before_step(policy, micro_batches)
@@ -107,7 +105,8 @@ class StepRunner:
         seen = {} if before is None else {id(part): part_seen for part, part_seen in zip(micro_batches, before.seen, strict=False)}
         sequence_sum = SequenceSum(policy.place.cp_group)
 
-        def loss(micro_batch: MicroBatch, current: TokenStatistics) -> tuple[Tensor, Report]:
+        def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Report]:
+            current = policy.statistics(logits, micro_batch, with_entropy=True)
             inputs = loss_inputs(micro_batch, current, data, seen=seen.get(id(micro_batch)))
             output = compute_loss(
                 present.objective,
@@ -121,13 +120,7 @@ class StepRunner:
             )
             return output.loss, Report(output.loss.detach(), {**output.metrics, **_rollout_difference(inputs, micro_batch, data)})
 
-        return present, passes.forward_backward(policy, micro_batches, loss)
-
-    def _dump(
-        self, policy: passes.Policy, micro_batch: MicroBatch, index: int, data: TokenData, *, loss: float, grad_norm: float
-    ) -> None:
-        name = f"step-{self._num_steps:06d}-rank-{distributed.get_rank()}-micro-batch-{index}"
-        dump_micro_batch(self._dump_directory / name, micro_batch, data, loss=loss, grad_norm=grad_norm, temperature=policy.temperature)
+        return present, loss
 
 
 def _rollout_difference(inputs: LossInputs, micro_batch: MicroBatch, data: TokenData) -> dict[str, tuple[Tensor, Tensor]]:
@@ -136,22 +129,6 @@ def _rollout_difference(inputs: LossInputs, micro_batch: MicroBatch, data: Token
     generated = micro_batch.pick(data.weight_versions, dtype=torch.int64) >= 0
     difference = (inputs.rollout_log_probs - inputs.old_log_probs).abs()
     return {"log_prob_diff": (torch.where(generated, difference, 0.0).sum(), generated.sum())}
-
-
-def _measure(reports: Sequence[Report], policy: passes.Policy, *, device: torch.device) -> tuple[bool, StepMeasurements]:
-    """Whether all losses of the step are finite, and its means, over all ranks. Collective; the same on every rank."""
-    shares = torch.zeros(5, dtype=torch.float64, device=device)
-    if policy.place.reports:
-        zero = torch.zeros((), device=device)
-        for report in reports:
-            pairs = [report.metrics.get(name, (zero, zero)) for name in ("entropy", "kl_per_sequence")]
-            shares += torch.stack([(~report.loss.isfinite()).double(), *(value.double() for pair in pairs for value in pair)])
-    distributed.all_reduce(shares)
-    broken, entropy, entropy_weight, kl, kl_weight = shares.tolist()
-    measured = StepMeasurements(
-        entropy=entropy / entropy_weight if entropy_weight else None, kl_per_sequence=kl / kl_weight if kl_weight else None
-    )
-    return not broken, measured
 
 
 def _agreed_metrics(policy: passes.Policy, totals: StepTotals, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -174,18 +151,6 @@ def _coefficients(present: StepObjective) -> dict[str, Metric]:
     return metrics
 
 
-def _own_metrics(policy: passes.Policy, reports: Sequence[Report]) -> dict[str, Metric]:
-    """This rank's metrics: sums over its micro-batches, read from the device at once."""
-    if not policy.place.reports:
-        return {}
-    names = list(reports[0].metrics)
-    rows = [[report.loss, *(value for name in names for value in report.metrics[name])] for report in reports]
-    sums = torch.stack([torch.stack([value.double() for value in row]) for row in rows]).sum(dim=0).tolist()
-    # The loss is the sum of all shares: one rank gives it the weight, the others only their share.
-    metrics: dict[str, Metric] = {"train/loss": Mean(sums[0], float(policy.place.speaks))}
-    # Counted by context-parallel rank 0 alone, as its peers have the same micro-batches.
-    metrics["train/num_micro_batches"] = Sum(len(reports) if policy.place.cp_rank == 0 else 0)
-    for index, name in enumerate(names):
-        for full_name in _METRIC_NAMES.get(name, (f"train/{name}",)):
-            metrics[full_name] = Mean(sums[1 + 2 * index], sums[2 + 2 * index])
-    return metrics
+def _micro_batch_count(policy: passes.Policy, done: Update) -> dict[str, Metric]:
+    """Counted by context-parallel rank 0 alone, as its peers have the same micro-batches."""
+    return {"train/num_micro_batches": Sum(len(done.reports) if policy.place.cp_rank == 0 else 0)} if policy.place.reports else {}

@@ -10,17 +10,16 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rl.algorithms.advantage import group_advantages, zero_variance
+from megatron_rl.algorithms.advantage import zero_variance
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.returns import discounted_returns, token_rewards, whiten
+from megatron_rl.algorithms.returns import last_trainable
+from megatron_rl.algorithms.token_advantage import sample_scores, token_advantages
 from megatron_rl.errors import UserError
 from megatron_rl.training.topology import sum_over
 from megatron_rl.types import Bools, Doubles, Floats, Ints, Shard
 
 _UNSUPPORTED_ESTIMATORS = {
-    "ppo": "a critic, which this version does not train",
-    "gdpo": "one reward per component for each sample, and batches carry a single reward",
     "remax": "the reward of a greedy response for each prompt, which is not generated",
 }
 _TOKENS_PER_SEQUENCE = 2**32
@@ -31,7 +30,8 @@ class TokenData:
     """Arrays [T] aligned with the tokens of a shard's batch, in nats where they are log-probs.
 
     `old_log_probs` None: the old policy is the current one. `ref_log_probs` None: no reference is used. `kl_mask` None: the KL of
-    every token counts. `token_keys` name a token within the whole batch, the same under every layout.
+    every token counts. `token_keys` name a token within the whole batch, the same under every layout. `old_values`, of the states in
+    which the tokens were chosen, and `returns` are for a critic, None without one.
     """
 
     rollout_log_probs: Floats
@@ -41,6 +41,8 @@ class TokenData:
     weight_versions: Ints
     token_keys: Ints
     kl_mask: Bools | None = None
+    old_values: Floats | None = None
+    returns: Floats | None = None
 
 
 def check_objective(objective: Objective) -> None:
@@ -49,10 +51,13 @@ def check_objective(objective: Objective) -> None:
     if objective.trains_by_rewards and estimator in _UNSUPPORTED_ESTIMATORS:
         raise UserError(
             f"objective.advantage.estimator is {estimator}, which needs {_UNSUPPORTED_ESTIMATORS[estimator]}; choose grpo, dr_grpo, rloo, "
-            "opo, pass@k, reinforce_plus_plus or reinforce_plus_plus_baseline"
+            "ppo, opo, gdpo, pass@k, reinforce_plus_plus or reinforce_plus_plus_baseline"
         )
     if objective.policy_loss == "value":
-        raise UserError("objective.policy_loss is value, the loss of a critic, which this version does not train; choose a policy loss")
+        raise UserError(
+            "objective.policy_loss is value, the loss of a critic, which is trained beside a policy; choose a policy loss, and "
+            "objective.advantage.estimator ppo for a critic"
+        )
 
 
 def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:
@@ -63,17 +68,25 @@ def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:
     return objective.trains_by_rewards and (num_steps > 1 or objective.kl_reward_coef > 0)
 
 
-def make_token_data(objective: Objective, shard: Shard, *, old: Floats | None, reference: Floats | None) -> TokenData:
-    """The data of `shard`, with advantages by the groups of the whole batch; advantages are zero for supervised training.
+def make_token_data(
+    objective: Objective,
+    shard: Shard,
+    *,
+    old: Floats | None,
+    reference: Floats | None,
+    state_values: Floats | None = None,
+    kl_reward_coef: float = 0.0,
+) -> TokenData:
+    """The data [T] of `shard`, with advantages by the groups of the whole batch; advantages are zero for supervised training.
 
+    `state_values` [T], for ppo, are a critic's of the states behind each token; `kl_reward_coef` is the present coefficient.
     Collective over data-parallel ranks.
     """
     batch = shard.batch
-    advantages = np.zeros(len(batch.tokens))
-    kl_mask = None
+    advantages, returns, kl_mask = np.zeros(len(batch.tokens)), None, None
+    old_values = None if state_values is None else values_before(state_values)
     if objective.trains_by_rewards:
-        token_level = objective.kl_reward_coef > 0 or (_is_reinforce(objective) and objective.advantage.gamma < 1)
-        advantages = _token_advantages(objective, shard, old, reference) if token_level else _sample_advantages(objective, shard)
+        advantages, returns = _advantages(objective, shard, old, reference, state_values, kl_reward_coef)
         if objective.zero_variance == "mask_kl":
             constant = zero_variance(rewards=_tensor(shard.all_rewards), group_ids=_tensor(shard.all_group_ids)).numpy()[shard.rows]
             kl_mask = np.repeat(~constant, batch.lengths)
@@ -86,48 +99,87 @@ def make_token_data(objective: Objective, shard: Shard, *, old: Floats | None, r
         weight_versions=batch.weight_versions,
         token_keys=np.repeat(shard.rows, batch.lengths) * _TOKENS_PER_SEQUENCE + offsets,
         kl_mask=kl_mask,
+        old_values=old_values,
+        returns=None if returns is None else returns.astype(np.float32),
     )
 
 
-def _is_reinforce(objective: Objective) -> bool:
-    return objective.advantage.estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+def values_before(state_values: Floats) -> Floats:
+    """Values [T] of the states in which each token was chosen, from those [T] behind each token; 0 before the first token of all.
+
+    At the first token of a sequence it is a value of another sequence: nothing predicts that token, so nobody looks there.
+    """
+    return np.concatenate([np.zeros(1, np.float32), state_values[:-1]])[: len(state_values)]
 
 
 def _tensor(array: Doubles | Ints | Floats | Bools) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def _sample_advantages(objective: Objective, shard: Shard) -> Doubles:
-    """One advantage per sample, [T] repeated over its tokens."""
-    everything = group_advantages(
+def _advantages(
+    objective: Objective,
+    shard: Shard,
+    old: Floats | None,
+    reference: Floats | None,
+    state_values: Floats | None,
+    kl_reward_coef: float,
+) -> tuple[Doubles, Doubles | None]:
+    """Advantages [T] and a critic's returns [T]; groups and whitening are of the whole batch."""
+    batch = shard.batch
+    by_component = objective.advantage.estimator == "gdpo"
+    scores = sample_scores(
         objective.advantage,
-        rewards=_tensor(shard.all_rewards),
+        rewards=_tensor(_components(objective, shard) if by_component else shard.all_rewards),
         group_ids=_tensor(shard.all_group_ids),
         lengths=_tensor(shard.all_trainable_tokens),
     )
-    return np.repeat(everything.numpy()[shard.rows], shard.batch.lengths)
-
-
-def _token_advantages(objective: Objective, shard: Shard, old: Floats | None, reference: Floats | None) -> Doubles:
-    """REINFORCE++ with a KL in the rewards or a discount: returns per token [T], whitened over the whole batch's tokens."""
-    batch, rewards = shard.batch, shard.all_rewards
-    if objective.advantage.estimator == "reinforce_plus_plus_baseline":
-        groups = np.unique(shard.all_group_ids, return_inverse=True)[1]
-        rewards = rewards - (np.bincount(groups, weights=rewards) / np.bincount(groups))[groups]
     mask, cu_seqlens = _tensor(batch.loss_mask), _tensor(batch.cu_seqlens)
-    kl = None
-    if objective.kl_reward_coef:
+    kl = values = bootstrap = None
+    if kl_reward_coef:
         assert old is not None and reference is not None, "a KL in the rewards needs old and reference log-probs"
         kl = kl_estimate(_tensor(old).double(), reference=_tensor(reference).double(), estimator=objective.kl_reward_estimator)
-    shaped = token_rewards(
-        rewards=_tensor(rewards[shard.rows]), loss_mask=mask, cu_seqlens=cu_seqlens, kl=kl, kl_coef=objective.kl_reward_coef
+    if state_values is not None:
+        values = _tensor(values_before(state_values)).double()
+        ends = last_trainable(mask, cu_seqlens)
+        ended = ~_tensor(batch.truncated) | (ends < 0)
+        bootstrap = torch.where(ended, 0.0, _tensor(state_values).double()[ends])
+    advantages, returns = token_advantages(
+        objective,
+        scores=scores[_tensor(shard.rows)],
+        loss_mask=mask,
+        cu_seqlens=cu_seqlens,
+        kl=kl,
+        kl_coef=kl_reward_coef,
+        values=values,
+        bootstrap=bootstrap,
+        all_reduce_sum=sum_over_data_parallel,
     )
-    returns = discounted_returns(rewards=shaped, loss_mask=mask, cu_seqlens=cu_seqlens, gamma=objective.advantage.gamma)
-    if objective.advantage.whiten:
-        returns = whiten(returns, mask=mask, all_reduce_sum=_sum_over_data_parallel)
-    return np.asarray(returns.numpy(), dtype=np.float64)
+    return np.asarray(advantages.numpy(), np.float64), None if returns is None else np.asarray(returns.numpy(), np.float64)
 
 
-def _sum_over_data_parallel(values: Tensor) -> Tensor:
+def _components(objective: Objective, shard: Shard) -> Doubles:
+    """Reward components [B, K] of the whole batch, for gdpo. Raises UserError when samples lack them or the weights are not theirs."""
+    names, components, weights = shard.batch.component_names, shard.all_reward_components, objective.advantage.reward_weights
+    if not names:
+        raise UserError(
+            "objective.advantage.estimator gdpo needs the components of every reward, and the reward function gives none; return a dict "
+            "with the key reward and one for each component"
+        )
+    lacking = [name for name, column in zip(names, components.T, strict=True) if not np.isfinite(column).all()]
+    if lacking:
+        raise UserError(
+            f"objective.advantage.estimator gdpo needs every component of every reward, and some samples have no finite {lacking[0]}; "
+            "let the reward function return all of them each time"
+        )
+    if weights is not None and len(weights) != len(names):
+        raise UserError(
+            f"objective.advantage.reward_weights has {len(weights)} numbers, the rewards have {len(names)} components "
+            f"({', '.join(names)}); give one for each, in this order"
+        )
+    return components
+
+
+def sum_over_data_parallel(values: Tensor) -> Tensor:
+    """`values`, of any shape, summed over the data-parallel ranks, which hold different sequences. Collective."""
     device = torch.device("cuda") if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
     return sum_over(values.to(device), parallel_state.get_data_parallel_group()).to(values.device)

@@ -167,7 +167,7 @@ class Place:
 
 
 def sum_over(values: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
-    """`values` summed over `group`, in place, and returned. Collective also when the group has one rank, where nothing is sent."""
+    """`values`, of any shape, summed over `group` in place and returned. A group of one rank sends nothing."""
     if group.size() > 1:
         distributed.all_reduce(values, group=group)
     return values

@@ -5,33 +5,29 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
-from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.packing import pack, sequence_multiple
-from megatron_rl.device import Device, local_device, prepare_megatron
-from megatron_rl.models.build import build_model
+from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.models.saving import save_hf
-from megatron_rl.models.spec import ModelSpec, read_model_spec, resolve_attention, transformer_config
-from megatron_rl.models.weights import export_hf_weights, load_hf_weights
+from megatron_rl.models.spec import ModelSpec, read_model_spec
+from megatron_rl.models.weights import export_hf_weights
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.training import checkpoint, passes
+from megatron_rl.training.critic import Critic, critic_optimizer
 from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
-from megatron_rl.training.optimizer import build_optimizer, build_scheduler, make_configs, wrap_ddp
-from megatron_rl.training.reference import ReferenceWeights, complete_parameters
+from megatron_rl.training.reference import ReferenceWeights
 from megatron_rl.training.step import StepRunner
-from megatron_rl.training.token_data import check_objective, make_token_data, needs_old_log_probs
+from megatron_rl.training.token_data import TokenData, check_objective, make_token_data, needs_old_log_probs
 from megatron_rl.training.topology import Place, Topology, initialize
+from megatron_rl.training.trained_model import TrainedModel, build_trained_model, complete_parameters
 from megatron_rl.types import Floats, Ints, Shard, TrainBatch
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Trainer:
-    """One rank's share of the policy and its optimizer.
+    """One rank's share of the policy and, for ppo, of its critic.
 
     Methods are collective over all ranks of the topology unless they say otherwise: every rank calls each in the same order.
     """
@@ -57,43 +53,37 @@ class Trainer:
             seed=settings.run.seed,
         )
         self._place = Place.here()
-        self._build()
-        self._reference = ReferenceWeights(self._model) if self._objective.trains_by_rewards else None
+        self._model = build_trained_model(settings, self._spec, device=self._device, optimizer=settings.training.optimizer)
+        self._critic = self._build_critic() if settings.has_critic else None
+        self._reference = ReferenceWeights(self._model.chunks) if self._objective.trains_by_rewards else None
         self._steps = StepRunner(
             self._objective,
-            optimizer=self._optimizer,
-            scheduler=self._scheduler,
+            self._model,
             dump_directory=settings.run.directory / "dumps",
             seed=settings.run.seed,
+            frozen_steps=settings.training.critic.warmup_steps if settings.has_critic else 0,
         )
 
-    def _build(self) -> None:
-        settings, training = self._settings, self._settings.training
-        dtype = model_dtype(settings, self._device)
-        attention = resolve_attention(settings.model.attention)
-        config = transformer_config(
-            self._spec, topology=training.topology, dtype=dtype, overrides=settings.model.megatron, attention=attention
-        )
-        chunks = build_model(self._spec, config, attention=attention)
-        load_hf_weights(chunks, self._spec, settings.model.path)
-        prepare_megatron(self._device)
-        optimizer_config, ddp_config = make_configs(training.optimizer, training.ddp, dtype=dtype)
-        self._model = wrap_ddp(chunks, config, ddp_config)
-        self._optimizer = build_optimizer(optimizer_config, self._model)
-        total_steps = settings.run.num_steps * training.optimizer_steps_per_batch
-        self._scheduler = build_scheduler(self._optimizer, optimizer_config, training.schedule, total_steps=total_steps)
-        config.finalize_model_grads_func = finalize_model_grads
-        config.grad_scale_func = self._optimizer.scale_loss
+    def _build_critic(self) -> Critic:
+        settings = self._settings
+        optimizer = critic_optimizer(settings.training)
+        model = build_trained_model(settings, self._spec, device=self._device, optimizer=optimizer, with_value_head=True)
+        return Critic(self._objective, model, place=self._place, dump_directory=settings.run.directory / "dumps")
 
     @property
     def dp_rank(self) -> int:
         """This rank's data-parallel rank: the number of the shard that `train` wants."""
         return self._place.dp_rank
 
+    @property
+    def critic(self) -> Critic | None:
+        """The critic, None when the objective needs none."""
+        return self._critic
+
     def _policy(self, temperature: float | None = None) -> passes.Policy:
         if temperature is None:
             temperature = 1.0 if self._settings.supervised else self._settings.rollout.sampling.temperature
-        return passes.Policy(model=self._model, place=self._place, vocab_size=self._spec.vocab_size, temperature=temperature)
+        return passes.Policy(chunks=self._model.chunks, place=self._place, vocab_size=self._spec.vocab_size, temperature=temperature)
 
     def _micro_batches(self, batch: TrainBatch, parts: Sequence[Ints], *, all_tokens: bool = False) -> list[MicroBatch]:
         """Tensors of the micro-batches, and empty ones behind them where an interleaved pipeline wants a multiple of its stages."""
@@ -110,7 +100,7 @@ class Trainer:
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], *, reference: bool, temperature: float | None = None
     ) -> Floats:
         policy = self._policy(temperature)
-        with complete_parameters(self._model):
+        with complete_parameters(self._model.chunks):
             if not reference:
                 values = passes.log_probs(policy, micro_batches, num_tokens=len(batch.tokens))
             else:
@@ -139,31 +129,50 @@ class Trainer:
         A step with a non-finite loss or gradient changes no weights; its micro-batches are written to the run's `dumps`.
         """
         parts = [self._micro_batches(shard.batch, step.micro_batches) for step in shard.steps]
-        everything = [micro_batch for part in parts for micro_batch in part]
-        reference = old = None
+        data = self._token_data(shard, [micro_batch for part in parts for micro_batch in part], num_steps=len(parts))
+        policy, metrics = self._policy(), []
+        for part, plan in zip(parts, shard.steps, strict=True):
+            metrics.append(self._steps.run(policy, part, plan.totals, data))
+            if self._critic is not None:
+                metrics[-1] |= self._critic.step(part, plan.totals, data, number=self._steps.num_steps)
+        if self._critic is not None:
+            metrics[0] |= self._critic.judge(shard.batch, data)
+        return metrics
+
+    def _token_data(self, shard: Shard, micro_batches: Sequence[MicroBatch], *, num_steps: int) -> TokenData:
+        """Everything about the batch's tokens that stays the same through its optimizer steps, from the models before the first."""
+        reference = old = state_values = None
         if self._objective.trains_by_rewards:
-            reference = self._log_probs(shard.batch, everything, reference=True)
-        if needs_old_log_probs(self._objective, num_steps=len(parts)):
-            old = self._log_probs(shard.batch, everything, reference=False)
-        data = make_token_data(self._objective, shard, old=old, reference=reference)
-        policy = self._policy()
-        return [self._steps.run(policy, part, plan.totals, data) for part, plan in zip(parts, shard.steps, strict=True)]
+            reference = self._log_probs(shard.batch, micro_batches, reference=True)
+        if needs_old_log_probs(self._objective, num_steps=num_steps):
+            old = self._log_probs(shard.batch, micro_batches, reference=False)
+        if self._critic is not None:
+            state_values = self._critic.state_values(micro_batches, num_tokens=len(shard.batch.tokens))
+        return make_token_data(
+            self._objective,
+            shard,
+            old=old,
+            reference=reference,
+            state_values=state_values,
+            kl_reward_coef=self._steps.kl_reward_coef,
+        )
+
+    def _trained_models(self) -> dict[str, TrainedModel]:
+        policy = {checkpoint.POLICY: self._model}
+        return policy if self._critic is None else {**policy, "critic": self._critic.model}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under their Hugging Face names, one whole tensor at a time, the same on every rank."""
-        with complete_parameters(self._model):
-            yield from export_hf_weights([chunk.module for chunk in self._model], self._spec)
+        with complete_parameters(self._model.chunks):
+            yield from export_hf_weights([chunk.module for chunk in self._model.chunks], self._spec)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint that `load` continues from; the directory appears complete or not at all. Raises UserError."""
-        checkpoint.save(
-            directory, model=self._model, optimizer=self._optimizer, scheduler=self._scheduler, counters=self._steps.state()
-        )
+        checkpoint.save(directory, self._trained_models(), counters=self._steps.state())
 
     def load(self, directory: Path) -> None:
         """Continue from a checkpoint, of this layout or another. The reference stays the model of the settings. Raises UserError."""
-        counters = checkpoint.load(directory, model=self._model, optimizer=self._optimizer, scheduler=self._scheduler)
-        self._steps.restore(counters)
+        self._steps.restore(checkpoint.load(directory, self._trained_models()))
 
     def save_hf(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory. Raises UserError when it cannot be written."""
@@ -198,8 +207,3 @@ def check_layout(topology: Topology, spec: ModelSpec) -> None:
     topology.check_model(
         num_layers=spec.num_layers, num_heads=spec.num_heads, num_kv_groups=spec.num_kv_heads, ffn_size=spec.ffn_hidden_size
     )
-
-
-def model_dtype(settings: Settings, device: Device) -> torch.dtype:
-    """The parameters' dtype that `settings.model.dtype` means on `device`."""
-    return device.default_dtype if settings.model.dtype == "auto" else DTYPES[settings.model.dtype]

@@ -38,11 +38,11 @@ def draw(directory: Path) -> None:
     """One panel per metric."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(13, 3.8), constrained_layout=True)
     for axis, (metric, title) in zip(axes, PANELS.items(), strict=True):
-        for treatment, label in TREATMENTS.items():
+        for number, (treatment, label) in enumerate(TREATMENTS.items()):
             steps, values = read(directory, treatment, metric)
             if len(steps):
-                (line,) = axis.plot(steps, values.mean(0), label=label)
-                axis.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
+                axis.plot(steps, values.mean(0), label=label, color=f"C{number}")
+                axis.fill_between(steps, values.min(0), values.max(0), color=f"C{number}", alpha=0.15, linewidth=0)
         axis.set_title(title)
         axis.set_xlabel("step (4 optimizer steps each)")
         axis.grid(alpha=0.3)

@@ -34,6 +34,7 @@ MakeSettings = Callable[..., Settings]
         (["training.schedule={decay_style: cosine, decay_steps: 5, warmup_steps: 5}"], "set warmup_steps below 5"),
         (["run.num_steps=5", "training.schedule={decay_style: linear, warmup_steps: 5}"], "floor at optimizer step 5, but warms up for 5"),
         (["training.optimizer={lr: 1e-6, min_lr: 1e-5}"], "min_lr 1e-05 is above lr 1e-06"),
+        (["run.num_steps=5", "objective.preset=ppo", "training.critic.warmup_steps=5"], "set training.critic.warmup_steps below 5"),
         (["run.eval_interval=5"], "data.eval is not set"),
         (["objective.policy_loss=sft", "data.eval=e.jsonl"], "starts no engine that could generate"),
     ],
@@ -70,6 +71,11 @@ def test_settings_without_effect_are_noted(settings_with: MakeSettings) -> None:
     assert len(notes) == 2
     assert "data.samples_per_prompt 4 has no effect" in notes[0]
     assert "the section rollout has no effect" in notes[1]
+
+
+def test_a_critic_without_ppo_is_noted(settings_with: MakeSettings) -> None:
+    assert without_effect(settings_with("objective.preset=ppo", "training.critic.warmup_steps=1")) == []
+    assert "training.critic has no effect" in without_effect(settings_with("training.critic.warmup_steps=1"))[0]
 
 
 def test_estimators_that_need_a_group_exist() -> None:

@@ -52,6 +52,16 @@ def test_flat_arrays_hold_prompt_and_response_of_every_scored_sample() -> None:
     np.testing.assert_array_equal(batch.truncated, [False, True, False])
 
 
+def test_components_are_columns_by_name_and_follow_their_sequences() -> None:
+    parts: list[dict[str, float]] = [{"format": 1.0, "accuracy": 0.5}, {"accuracy": 0.25}]
+    rewards: list[Reward | None] = [Reward(RewardOutcome.SCORED, 1.0, components=part) for part in parts]
+    batch = make_train_batch([group_of("a", [1, 2], [[3], [4]], rewards)])
+    assert batch.component_names == ("accuracy", "format")
+    np.testing.assert_array_equal(batch.reward_components, [[0.5, 1.0], [0.25, np.nan]])
+    np.testing.assert_array_equal(batch.select(np.array([1])).reward_components, [[0.25, np.nan]])
+    assert make_train_batch([group_of("a", [1], [[3], [4]], [scored(0), scored(1)])]).reward_components.shape == (2, 0)
+
+
 def test_nothing_scored_is_an_error_with_the_first_message() -> None:
     with pytest.raises(UserError, match=r"none of 2 samples in 1 groups has a reward.*first failure was: Traceback: boom"):
         make_train_batch([group_of("a", [1], [[2], [3]], [FAILED, FAILED])])

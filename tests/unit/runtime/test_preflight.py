@@ -64,6 +64,8 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("training.optimizer.learning_rate=1", ["training.optimizer.learning_rate"]),
         ("training.optimizer.adam_bta1=0.8", ["adam_beta1"]),
         ("training.ddp.overlap_grad_reduc=true", ["overlap_grad_reduce"]),
+        ("objective.advantage.estimator=remax", ["estimator is remax", "greedy response"]),
+        ("objective.policy_loss=value", ["policy_loss is value", "beside a policy"]),
         ("data.train=nowhere.jsonl", ["nowhere.jsonl"]),
         ("data.prompt_key=question", ["train.jsonl:1", "question"]),
         ("data.max_prompt_tokens=4", ["train.jsonl:11", "the limit is 4"]),
@@ -105,6 +107,15 @@ def test_notes(check: Callable[..., list[str]], words: list[str]) -> None:
     assert len(notes) == 3
 
 
+def test_a_critic_is_checked_and_its_rate_told(check: Callable[..., list[str]]) -> None:
+    assert check("objective.preset=ppo") == [
+        "training.critic.optimizer.lr is not set: the critic's learning rate is 0.001, 10 times the policy's"
+    ]
+    assert check("objective.preset=ppo", "training.critic.optimizer.lr=1e-3") == []
+    with pytest.raises(UserError, match=r"training\.critic\.optimizer\.learning_rate is not a field"):
+        check("objective.preset=ppo", "training.critic.optimizer.learning_rate=1")
+
+
 def test_run_directory(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     assert check_run_directory(directory, resume=False) == []
@@ -143,6 +154,9 @@ def test_gpus_and_memory_are_added_up(words: list[str]) -> None:
     needed = 4 * 0.5 + 2 * (1.6 + 4 * 0.25) + 2 * 0.25 * 24
     assert check_cpu_memory(settings, parameters=GIB // 4, available=int((needed + 0.1) * GIB)) == []
     assert f"at least {needed:.1f} GiB" in check_cpu_memory(settings, parameters=GIB // 4, available=int((needed - 0.1) * GIB))[0]
+    with_critic = load_settings(None, [*words, "training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2", "objective.preset=ppo"])
+    needed += 2 * 0.25 * 20
+    assert f"at least {needed:.1f} GiB" in check_cpu_memory(with_critic, parameters=GIB // 4, available=int((needed - 0.1) * GIB))[0]
 
 
 def test_plan_says_what_would_be_launched(words: list[str]) -> None:
@@ -154,6 +168,12 @@ def test_plan_says_what_would_be_launched(words: list[str]) -> None:
     assert "mem_fraction_static=0.5" in processes["SGLang's arguments"]
     assert "api_key" not in processes["SGLang's arguments"]
     assert backends["torch"]
+    assert "critic" not in processes
+
+
+def test_plan_has_the_critic(words: list[str]) -> None:
+    _, processes, _ = launch_plan(load_settings(None, [*words, "objective.preset=ppo"])).values()
+    assert processes["critic"] == "on the same ranks, learning rate 0.001"
 
 
 def test_plan_of_supervised_training_has_no_engine(words: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.algorithms.objective import EntropyControl, KLControl, Objective
+from megatron_rl.algorithms.objective import AdvantageSettings, EntropyControl, KLControl, Objective
 from megatron_rl.training.controllers import Controllers, StepMeasurements
 
 
@@ -29,3 +29,14 @@ def test_state_continues_where_it_was_and_settings_rule_what_is_fixed() -> None:
     resumed.restore(straight.state())
     assert resumed.present().entropy_coef == straight.present().entropy_coef == pytest.approx(0.005)
     assert resumed.present().kl_loss_coef == 0.3
+
+
+def test_the_coefficient_of_a_kl_in_the_rewards_adapts_and_is_none_of_the_loss() -> None:
+    objective = Objective(
+        kl_reward_coef=0.1, kl_control=KLControl(target=0.01, horizon=100), advantage=AdvantageSettings(estimator="reinforce_plus_plus")
+    )
+    controllers = Controllers(objective)
+    assert (controllers.kl_reward_coef, controllers.present().kl_loss_coef) == (0.1, 0.0)
+    controllers.update(StepMeasurements(entropy=None, kl_per_sequence=1.0), num_sequences=10)
+    assert controllers.kl_reward_coef == pytest.approx(0.1 * (1 + 0.2 * 10 / 100))
+    assert controllers.present().kl_loss_coef == 0.0

@@ -1,5 +1,7 @@
 """Advantages and masks as token-aligned arrays, against loops over sequences."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,10 @@ REWARDS = [1.0, 0.0, 0.5, 0.5]
 
 @pytest.fixture
 def shards() -> tuple[Shard, ...]:
+    return make_two_groups()
+
+
+def make_two_groups(**components: Any) -> tuple[Shard, ...]:
     """Two groups of two sequences over two data-parallel ranks; the second group's rewards are equal."""
     total = sum(LENGTHS)
     batch = TrainBatch(
@@ -28,6 +34,7 @@ def shards() -> tuple[Shard, ...]:
         rewards=REWARDS,
         group_ids=[7, 7, 9, 9],
         truncated=np.zeros(4),
+        **components,
     )
     return make_shards(batch, dp=2, optimizer_steps=1, max_tokens_per_micro_batch=100, seed=0)
 
@@ -39,7 +46,8 @@ def whole(shards: tuple[Shard, ...], objective: Objective, **log_probs: np.ndarr
     made = []
     for shard in shards:
         where = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in shard.rows])
-        data = make_token_data(objective, shard, **{name: values[where] for name, values in log_probs.items()} | _absent(log_probs))
+        arrays = {name: values[where] for name, values in log_probs.items()} | _absent(log_probs)
+        data = make_token_data(objective, shard, **arrays, kl_reward_coef=objective.kl_reward_coef)
         advantages[where] = data.advantages
         made.append(data)
     return advantages, made
@@ -51,18 +59,18 @@ def _absent(log_probs: dict[str, np.ndarray]) -> dict[str, None]:
 
 def test_group_advantages_reach_every_token_although_groups_span_ranks(shards: tuple[Shard, ...]) -> None:
     advantages, _ = whole(shards, Objective(advantage=AdvantageSettings(estimator="dr_grpo")))
-    np.testing.assert_allclose(advantages, np.repeat([0.5, -0.5, 0.0, 0.0], LENGTHS))
+    np.testing.assert_allclose(advantages, np.where(MASK, np.repeat([0.5, -0.5, 0.0, 0.0], LENGTHS), 0.0))
 
 
 def test_returns_with_a_kl_in_the_rewards_are_those_of_a_loop(shards: tuple[Shard, ...]) -> None:
-    settings = AdvantageSettings(estimator="reinforce_plus_plus_baseline", gamma=0.9, whiten=False)
+    settings = AdvantageSettings(estimator="reinforce_plus_plus", gamma=0.9, whiten=False)
     objective = Objective(kl_reward_coef=0.1, kl_reward_estimator="k1", advantage=settings)
     random = np.random.default_rng(0)
     old, reference = (random.normal(-2, 1, sum(LENGTHS)).astype(np.float32) for _ in range(2))
     advantages, _ = whole(shards, objective, old=old, reference=reference)
     expected = np.zeros(sum(LENGTHS))
     start = 0
-    for length, reward in zip(LENGTHS, [0.5, -0.5, 0.0, 0.0], strict=True):
+    for length, reward in zip(LENGTHS, REWARDS, strict=True):
         trained = [token for token in range(start, start + length) if MASK[token]]
         carried = 0.0
         for token in reversed(trained):
@@ -94,7 +102,94 @@ def test_old_log_probs_are_needed_for_several_steps_or_a_kl_in_the_rewards() -> 
     assert not needs_old_log_probs(Objective(policy_loss="sft"), num_steps=2)
 
 
-@pytest.mark.parametrize("estimator", ["ppo", "gdpo", "remax"])
-def test_estimators_without_their_input_are_refused(estimator: str) -> None:
-    with pytest.raises(UserError, match=f"estimator is {estimator}, which needs"):
-        check_objective(Objective(advantage=AdvantageSettings(estimator=estimator)))
+def test_remax_is_refused_for_want_of_its_input() -> None:
+    with pytest.raises(UserError, match="estimator is remax, which needs"):
+        check_objective(Objective(advantage=AdvantageSettings(estimator="remax")))
+
+
+def gdpo(*weights: float) -> Objective:
+    return Objective(advantage=AdvantageSettings(estimator="gdpo", std_epsilon=0.0, whiten=False, reward_weights=weights or None))
+
+
+def test_every_component_is_normalised_in_its_group_although_groups_span_ranks() -> None:
+    components = np.array([[0.0, 5.0], [2.0, 3.0], [1.0, 7.0], [1.0, 9.0]])
+    shards = make_two_groups(component_names=("accuracy", "format"), reward_components=components)
+    advantages, _ = whole(shards, gdpo(1.0, 0.1))
+    half = 0.5**0.5
+    expected = [-half + 0.1 * half, half - 0.1 * half, -0.1 * half, 0.1 * half]
+    np.testing.assert_allclose(advantages, np.where(MASK, np.repeat(expected, LENGTHS), 0.0), atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("names", "components", "weights", "message"),
+    [
+        ((), np.empty((4, 0)), (), "the reward function gives none"),
+        (("a", "b"), np.array([[0.0, 1.0], [0.0, np.nan], [0.0, 1.0], [0.0, 1.0]]), (), "no finite b"),
+        (("a", "b"), np.zeros((4, 2)), (1.0,), r"has 1 numbers, the rewards have 2 components \(a, b\)"),
+    ],
+)
+def test_components_that_gdpo_cannot_use_are_refused(
+    names: tuple[str, ...], components: np.ndarray, weights: tuple[float, ...], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        whole(make_two_groups(component_names=names, reward_components=components), gdpo(*weights))
+
+
+def test_a_critic_is_refused_as_a_policy() -> None:
+    with pytest.raises(UserError, match=r"policy_loss is value, .*estimator ppo"):
+        check_objective(Objective(policy_loss="value"))
+
+
+def chain(rewards: list[float], values: list[float], *, end: float) -> tuple[list[float], list[float]]:
+    """GAE of one sequence's trainable tokens by its definition, with gamma 0.9 and lambda 0.8: advantages and returns."""
+    advantages: list[float] = []
+    carried = 0.0
+    for index in reversed(range(len(rewards))):
+        following = values[index + 1] if index + 1 < len(values) else end
+        carried = rewards[index] + 0.9 * following - values[index] + 0.9 * 0.8 * carried
+        advantages.insert(0, carried)
+    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+
+
+@pytest.mark.parametrize("bootstrapped", [False, True])
+@pytest.mark.parametrize("response", range(1, 7))
+@pytest.mark.parametrize("prompt", range(1, 5))
+def test_the_reward_reaches_the_last_trainable_token_for_every_length(prompt: int, response: int, bootstrapped: bool) -> None:
+    """Three truncated responses between others: two with a masked tail or hole, and one that nothing can be learned from."""
+    lengths = [prompt + 3, prompt + response, prompt + response, prompt + 2]
+    mask = [np.arange(length) >= prompt for length in lengths]
+    mask[0][-1] = False
+    mask[2][prompt + response // 2] = False
+    mask[3][:] = False
+    random, total = np.random.default_rng(prompt * 7 + response), sum(lengths)
+    batch = TrainBatch(
+        tokens=np.arange(total),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]),
+        prompt_lengths=np.full(4, prompt),
+        loss_mask=np.concatenate(mask),
+        rollout_log_probs=np.zeros(total),
+        weight_versions=np.zeros(total),
+        rewards=[1.0, -2.0, 3.0, 4.0],
+        group_ids=[0, 0, 1, 1],
+        truncated=[True, False, True, True],
+    )
+    old, reference, state_values = (random.normal(0, 1, total).astype(np.float32) for _ in range(3))
+    settings = AdvantageSettings(estimator="ppo", gamma=0.9, lam=0.8, whiten=False, bootstrap_truncated=bootstrapped)
+    objective = Objective(kl_reward_coef=0.1, advantage=settings)
+    shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=100, seed=0)[0]
+    data = make_token_data(objective, shard, old=old, reference=reference, state_values=state_values, kl_reward_coef=0.2)
+    advantages, returns = np.zeros(total), np.zeros(total)
+    for row in range(4):
+        trained = [token for token in range(*batch.cu_seqlens[row : row + 2]) if batch.loss_mask[token]]
+        if not trained:
+            continue
+        rewards = [-0.2 * float(old[token] - reference[token]) for token in trained]
+        rewards[-1] += batch.rewards[row]
+        end = float(state_values[trained[-1]]) if bootstrapped and batch.truncated[row] else 0.0
+        values = [float(state_values[token - 1]) for token in trained]
+        advantages[trained], returns[trained] = chain(rewards, values, end=end)
+    assert data.old_values is not None and data.returns is not None
+    np.testing.assert_allclose(data.advantages, advantages, atol=1e-5)
+    np.testing.assert_allclose(data.returns, returns, atol=1e-5)
+    inner = np.flatnonzero(batch.loss_mask)
+    np.testing.assert_array_equal(data.old_values[inner], state_values[inner - 1])

@@ -1,7 +1,7 @@
 """One rank against plain transformers and torch: losses, gradients, updates; and what a step does when numbers are not finite."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from megatron_rl.config.settings import Settings
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import check_metrics
-from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
@@ -22,34 +20,6 @@ SUPERVISED = {"policy_loss": "sft", "aggregation": "token_mean"}
 OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "adam_eps": 1e-6}
 TEMPERATURE = 0.7
 MakeTrainer = Callable[..., Trainer]
-
-
-@pytest.fixture
-def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
-    """Builds one-rank trainers, the earlier one closed before the next; the last is closed at the end."""
-    made: list[Trainer] = []
-
-    def close() -> None:
-        if torch.distributed.is_initialized():
-            shutdown()
-
-    def make(model: Path, objective: dict[str, Any] | None = None, **training: Any) -> Trainer:
-        close()
-        settings = Settings.model_validate(
-            {
-                "run": {"directory": tmp_path / "run"},
-                "model": {"path": model, "dtype": "float32"},
-                "data": {"train": "unused.jsonl"},
-                "objective": objective or {},
-                "rollout": {"sampling": {"temperature": TEMPERATURE}},
-                "training": {"optimizer": OPTIMIZER, "max_tokens_per_micro_batch": 12, **training},
-            }
-        )
-        made.append(Trainer(settings, rank=0, init_method=f"file://{tmp_path}/rendezvous{len(made)}"))
-        return made[-1]
-
-    yield make
-    close()
 
 
 def make_batch(tokens: list[list[int]], *, prompt: int = 2) -> TrainBatch:
@@ -219,8 +189,3 @@ def test_learning_rate_of_the_settings_survives_a_checkpoint(make_trainer: MakeT
 def test_directory_without_a_checkpoint_is_refused(make_trainer: MakeTrainer, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a complete checkpoint"):
         make_trainer(tiny_model(), SUPERVISED).load(tmp_path)
-
-
-def test_objective_that_needs_a_critic_is_refused(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
-    with pytest.raises(UserError, match=r"ppo, which needs a critic.*choose grpo"):
-        make_trainer(tiny_model(), {"advantage": {"estimator": "ppo"}})

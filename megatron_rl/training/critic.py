@@ -1,0 +1,135 @@
+"""The critic of ppo: a model of its own that learns what return to expect behind every token.
+
+Legend: T tokens of a shard's batch, N trainable ones of a micro-batch.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.loss import LossInputs, compute_loss
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.config.settings import TrainingSettings
+from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
+from megatron_rl.training import passes
+from megatron_rl.training.dump import dump_suspects
+from megatron_rl.training.micro_batch import MicroBatch
+from megatron_rl.training.optimizer import OPTIMIZER_DEFAULTS
+from megatron_rl.training.sequence_sum import SequenceSum
+from megatron_rl.training.token_data import TokenData, sum_over_data_parallel
+from megatron_rl.training.topology import Place
+from megatron_rl.training.trained_model import TrainedModel, complete_parameters
+from megatron_rl.training.update import Report, share_of_metrics, update
+from megatron_rl.types import Floats, StepTotals, TrainBatch
+
+LR_FACTOR = 10.0
+"""A critic starts from a head of zeros, a policy from a trained model: published recipes of ppo give it about ten times the rate."""
+
+_CONSTANT_TOLERANCE = 1e-6
+
+
+def critic_optimizer(training: TrainingSettings) -> dict[str, Any]:
+    """Fields of the critic's optimizer: the policy's with `LR_FACTOR` times its learning rates, then those set for the critic."""
+    policy = {**OPTIMIZER_DEFAULTS, **training.optimizer}
+    rates = {name: LR_FACTOR * policy[name] for name in ("lr", "min_lr") if isinstance(policy[name], int | float)}
+    return {**training.optimizer, **rates, **training.critic.optimizer}
+
+
+def critic_objective(objective: Objective) -> Objective:
+    """The value loss, through the aggregation and with the value clip of the policy's `objective`."""
+    return Objective(
+        policy_loss="value",
+        aggregation=objective.aggregation,
+        max_response_length=objective.max_response_length,
+        value_clip=objective.value_clip,
+    )
+
+
+class Critic:
+    """One rank's share of the critic. Methods are collective over all ranks."""
+
+    def __init__(self, objective: Objective, model: TrainedModel, *, place: Place, dump_directory: Path) -> None:
+        self.model = model
+        self._objective = critic_objective(objective)
+        self._place = place
+        self._dump_directory = dump_directory
+
+    def state_values(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Floats:
+        """Values [T] of the states behind each of `num_tokens` tokens, all of which are in the micro-batches."""
+        with complete_parameters(self.model.chunks):
+            values = passes.state_values(self.model.chunks, micro_batches, self._place, num_tokens=num_tokens)
+        return np.asarray(values.cpu().numpy(), dtype=np.float32)
+
+    def step(self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData, *, number: int) -> dict[str, Metric]:
+        """Update the weights once by the whole step's gradient, as optimizer step `number`; this rank's share of the metrics.
+
+        Nothing is updated for a step without trainable tokens, nor when a loss or gradient is not finite on any rank.
+        """
+        if not totals.num_tokens:
+            return {}
+        sequence_sum = SequenceSum(self._place.cp_group)
+
+        def loss(micro_batch: MicroBatch, values: Tensor) -> tuple[Tensor, Report]:
+            output = compute_loss(
+                self._objective,
+                value_inputs(micro_batch, values.squeeze(-1), data),
+                num_tokens=totals.num_tokens,
+                num_sequences=totals.num_sequences,
+                entropy_coef=0.0,
+                kl_loss_coef=0.0,
+                sequence_sum=sequence_sum,
+            )
+            return output.loss, Report(output.loss.detach(), output.metrics)
+
+        done = update(self.model, micro_batches, loss, place=self._place)
+        title = f"critic-step-{number:06d}"
+        dump_suspects(self._dump_directory, title, done, micro_batches, data, temperature=1.0)
+        agreed: dict[str, Metric] = {
+            "train/critic_grad_norm": Mean(done.grad_norm, 1.0),
+            "train/critic_lr": Last(done.lr),
+            "train/critic_skipped_steps": Sum(int(not done.sound)),
+        }
+        own = share_of_metrics(done.reports, self._place, loss="value_loss", names={})
+        return {**own, **(agreed if self._place.speaks else {})}
+
+    def judge(self, batch: TrainBatch, data: TokenData) -> dict[str, Metric]:
+        """How well the values before the batch's first step foretold the returns; this rank's share."""
+        assert data.old_values is not None and data.returns is not None, "a critic is judged by old values and returns"
+        explained = explained_variance(
+            returns=torch.from_numpy(data.returns),
+            values=torch.from_numpy(data.old_values),
+            mask=torch.from_numpy(batch.loss_mask.copy()),
+            all_reduce_sum=sum_over_data_parallel,
+        )
+        return {"train/explained_variance": Mean(explained, 1.0)} if explained is not None and self._place.speaks else {}
+
+
+def value_inputs(micro_batch: MicroBatch, values: Tensor, data: TokenData) -> LossInputs:
+    """The value loss's inputs for `values` [N] of trainable tokens only, so that every mask entry is True."""
+    assert data.old_values is not None and data.returns is not None, "a critic learns from old values and returns"
+    return LossInputs(
+        loss_mask=torch.ones_like(values, dtype=torch.bool),
+        sequence_index=micro_batch.sequence_index,
+        sequence_tokens=micro_batch.sequence_tokens,
+        values=values,
+        old_values=micro_batch.pick(data.old_values),
+        returns=micro_batch.pick(data.returns),
+    )
+
+
+def explained_variance(*, returns: Tensor, values: Tensor, mask: Tensor, all_reduce_sum: Callable[[Tensor], Tensor]) -> float | None:
+    """1 - Var(returns - values) / Var(returns) over the `mask` [T] of all ranks, for `returns` and `values` [T].
+
+    1 for a perfect critic, 0 for a constant one, None when the returns do not vary beyond rounding. `all_reduce_sum` is called twice
+    on every rank.
+    """
+    columns = torch.stack([returns[mask].double(), (returns[mask] - values[mask]).double()])
+    sums = all_reduce_sum(torch.cat([columns.sum(1), torch.tensor([float(columns.shape[1])], dtype=torch.float64)]))
+    count = sums[2].clamp(min=1)
+    means = sums[:2] / count
+    total, left = all_reduce_sum((columns - means.unsqueeze(1)).square().sum(1)).tolist()
+    return 1.0 - left / total if total > float(count * (_CONSTANT_TOLERANCE * means[0]).square()) else None

@@ -1,0 +1,80 @@
+"""A model that is trained: its chunks on this rank with gradient buffers, its optimizer, its learning rate over steps."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.device import Device, prepare_megatron
+from megatron_rl.models.build import build_model
+from megatron_rl.models.spec import ModelSpec, resolve_attention, transformer_config
+from megatron_rl.models.value_head import replace_heads
+from megatron_rl.models.weights import load_hf_weights
+from megatron_rl.training.optimizer import build_optimizer, build_scheduler, make_configs, wrap_ddp
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedModel:
+    """`chunks`, one for each virtual pipeline stage of this rank, and what changes their weights."""
+
+    chunks: Sequence[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the coming optimizer step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+def build_trained_model(
+    settings: Settings, spec: ModelSpec, *, device: Device, optimizer: Mapping[str, Any], with_value_head: bool = False
+) -> TrainedModel:
+    """The model of `settings.model.path` with its weights, trained by an optimizer of the fields `optimizer`.
+
+    `with_value_head` makes it a critic: one value for each position in place of logits. Collective; megatron's parallel state must
+    be initialised. Raises UserError for what does not fit the model, the layout or the installed megatron-core.
+    """
+    training, dtype = settings.training, model_dtype(settings, device)
+    attention = resolve_attention(settings.model.attention)
+    config = transformer_config(spec, topology=training.topology, dtype=dtype, overrides=settings.model.megatron, attention=attention)
+    chunks = build_model(spec, config, attention=attention)
+    load_hf_weights(chunks, spec, settings.model.path)
+    if with_value_head:
+        replace_heads(chunks)
+    # Building a model imports more of megatron-core, which the shims have to reach too.
+    prepare_megatron(device)
+    optimizer_config, ddp_config = make_configs(optimizer, training.ddp, dtype=dtype)
+    wrapped = wrap_ddp(chunks, config, ddp_config)
+    built = build_optimizer(optimizer_config, wrapped)
+    total_steps = settings.run.num_steps * training.optimizer_steps_per_batch
+    scheduler = build_scheduler(built, optimizer_config, training.schedule, total_steps=total_steps)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = built.scale_loss
+    return TrainedModel(wrapped, built, scheduler)
+
+
+def model_dtype(settings: Settings, device: Device) -> torch.dtype:
+    """The parameters' dtype that `settings.model.dtype` means on `device`."""
+    return device.default_dtype if settings.model.dtype == "auto" else DTYPES[settings.model.dtype]
+
+
+@contextmanager
+def complete_parameters(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Inside, every parameter is gathered and stays so: needed to read or replace weights while their gather overlaps the forward."""
+    overlapping = [chunk for chunk in chunks if chunk.use_forward_hook]
+    for chunk in overlapping:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for chunk in overlapping:
+            chunk.enable_forward_pre_hook()

@@ -1,0 +1,44 @@
+"""A trainer of one rank."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.training.topology import shutdown
+from megatron_rl.training.trainer import Trainer
+
+OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "adam_eps": 1e-6}
+TEMPERATURE = 0.7
+MakeTrainer = Callable[..., Trainer]
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
+    """Builds one-rank trainers, the earlier one closed before the next; the last is closed at the end."""
+    made: list[Trainer] = []
+
+    def close() -> None:
+        if torch.distributed.is_initialized():
+            shutdown()
+
+    def make(model: Path, objective: dict[str, Any] | None = None, **training: Any) -> Trainer:
+        close()
+        settings = Settings.model_validate(
+            {
+                "run": {"directory": tmp_path / "run"},
+                "model": {"path": model, "dtype": "float32"},
+                "data": {"train": "unused.jsonl"},
+                "objective": objective or {},
+                "rollout": {"sampling": {"temperature": TEMPERATURE}},
+                "training": {"optimizer": OPTIMIZER, "max_tokens_per_micro_batch": 12, **training},
+            }
+        )
+        made.append(Trainer(settings, rank=0, init_method=f"file://{tmp_path}/rendezvous{len(made)}"))
+        return made[-1]
+
+    yield make
+    close()
