@@ -7,6 +7,7 @@ SIGTERM. What is heavy is imported inside the command that needs it, so that hel
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -61,6 +62,7 @@ def train(words: tuple[str, ...], check: bool, resume: bool, reward: str | None,
 
     if check:
         return _check(settings, resume=resume)
+    print("checking settings, model and data ...", flush=True)
     _print_notes(preflight(settings, resume=resume, probe=False))
     from megatron_rl.runtime.run import run_training
 
@@ -99,6 +101,8 @@ def doctor(directory: Path) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (those of the process when None) and return the exit status."""
+    # torchvision is only a dependency of transformers here; that it cannot read image files concerns nobody.
+    warnings.filterwarnings("ignore", message="Failed to load image Python extension", category=UserWarning)
     signals = (signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, _leave) for number in signals}
     try:

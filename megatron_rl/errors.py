@@ -16,6 +16,10 @@ class EngineError(MegatronRLError, RuntimeError):
     """A generation engine died, refused a request or did not answer within its deadline."""
 
 
+class WorkerDiedError(MegatronRLError, RuntimeError):
+    """A process of the run ended without being asked to."""
+
+
 class ParityError(MegatronRLError, RuntimeError):
     """Engine and trainer disagree about the probability of the same tokens, so training would be silently off-policy."""
 

@@ -128,6 +128,11 @@ def _schedule(settings: Settings) -> Iterator[str]:
             f"training.schedule: the rate is to reach its floor at optimizer step {schedule.decay_steps or steps}, but warms up for "
             f"{schedule.warmup_steps}; set warmup_steps below {schedule.decay_steps or steps}"
         )
+    for name in ("lr", "min_lr"):
+        rate = training.optimizer.get(name)
+        if isinstance(rate, int | float) and rate < 0:
+            yield f"training.optimizer.{name} is {rate}, needs a number >= 0"
+            return
     peak, floor = training.optimizer.get("lr"), training.optimizer.get("min_lr")
     if isinstance(peak, int | float) and isinstance(floor, int | float) and floor > peak:
         yield f"training.optimizer.min_lr {floor} is above lr {peak}, but the rate falls from lr to min_lr; exchange them"

@@ -34,7 +34,7 @@ def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False
     parquet), what was found and what is needed.
     """
     if not path.is_file():
-        raise UserError(f"data file {path} does not exist; give a .jsonl or .parquet file")
+        raise UserError(f"data file {path} {'is a directory' if path.is_dir() else 'does not exist'}; give a .jsonl or .parquet file")
     if path.suffix == ".parquet":
         records = _parquet_records(path)
     elif path.suffix in (".jsonl", ".json"):

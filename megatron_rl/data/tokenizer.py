@@ -6,6 +6,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.errors import UserError
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a local directory; nothing is downloaded and no code of the directory is run.
@@ -14,6 +16,9 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """
     if not path.is_dir():
         raise UserError(f"model directory {path} does not exist; give the path of a Hugging Face directory as model.path")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        # transformers would make an empty tokenizer of it.
+        raise UserError(f"model directory {path} has no tokenizer, needs one of {', '.join(TOKENIZER_FILES)}; copy the model's there")
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:

@@ -46,9 +46,12 @@ def call(path: str, *, prompt: str, response: str, label: str | None, metadata: 
         result = load_score(path)(prompt=prompt, response=response, label=label, metadata=metadata)
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
-        value, components = read_result(result)
     except Exception:  # the boundary where a user's error becomes an outcome
         return Reward(outcome=RewardOutcome.ERROR, message=traceback.format_exc())
+    try:
+        value, components = read_result(result)
+    except (TypeError, ValueError) as error:
+        return Reward(outcome=RewardOutcome.ERROR, message=str(error))
     return Reward(outcome=RewardOutcome.SCORED, value=value, components=components)
 
 

@@ -10,11 +10,14 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import atomic_directory, write_atomic
-from megatron_rl.runtime.trainers import TrainerGroup
+
+if TYPE_CHECKING:
+    # Ray must not be imported before the environment that it reads is set, and preflight looks at checkpoints earlier.
+    from megatron_rl.runtime.trainers import TrainerGroup
 
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -43,7 +46,7 @@ def oldest_step(directory: Path) -> int:
     return min(map(_step, checkpoint_paths(directory)), default=0)
 
 
-def save_checkpoint(directory: Path, *, state: RunState, trainers: TrainerGroup, keep: int) -> Path:
+def save_checkpoint(directory: Path, *, state: RunState, trainers: "TrainerGroup", keep: int) -> Path:
     """Write the checkpoint of `state.step`, then delete all but the `keep` newest ones; return its path."""
     path = directory / "checkpoints" / f"step-{state.step:06d}"
     path.parent.mkdir(exist_ok=True)

@@ -53,7 +53,7 @@ class EngineGroup:
     def finish_start(self, refs: list[ray.ObjectRef]) -> list[EngineAddress]:
         """Wait until every engine serves and watch them from now on."""
         addresses: list[EngineAddress] = self._watchdog.wait_refs(
-            refs, name="starting the engines", timeout_s=self._settings.rollout.startup_timeout_s + STOP_TIMEOUT_S
+            refs, name="starting the engines", timeout_s=self._settings.rollout.startup_timeout_s + STOP_TIMEOUT_S, owner="engine"
         )
         for number, worker in enumerate(self._workers):
             self._watchdog.watch(f"engine {number}", worker.watch.remote().future())

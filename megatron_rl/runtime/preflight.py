@@ -24,6 +24,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.generate import load_rollout
 from megatron_rl.rollout.server_args import validate_server_args
+from megatron_rl.runtime.checkpoint import newest_checkpoint
 from megatron_rl.runtime.resources import available_memory_bytes
 
 with quiet_megatron_imports():
@@ -38,6 +39,8 @@ with quiet_megatron_imports():
 GIB = 2**30
 OPTIMIZER_BYTES = 12
 """Bytes per parameter of an fp32 main weight and Adam's two moments."""
+START_FILES = ("settings.yaml", "buffer.sqlite", "logs")
+"""What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
 RANK_BYTES = int(0.5 * GIB)
 ENGINE_BYTES = int(1.6 * GIB)
 """What a Megatron rank and an SGLang server take on the CPU before any weight, mostly imported code."""
@@ -52,6 +55,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
     """
     checks: list[Callable[[], list[str]]] = [
         partial(check_run_directory, settings.run.directory, resume=resume),
+        partial(_check_steps_left, settings, resume=resume),
         partial(_check_model, settings),
         partial(_check_objective, settings),
         partial(_check_optimizer, settings),
@@ -68,7 +72,8 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         except UserError as error:
             problems.append(str(error))
     if problems:
-        raise joined_error(problems, origin="before the start")
+        # Several checks read the same file: what one cannot read is one problem.
+        raise joined_error(list(dict.fromkeys(problems)), origin="before the start")
     return notes
 
 
@@ -83,13 +88,23 @@ def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
                     f"run.directory is {directory}, but {folder} is not writable; choose another directory, or mend its permissions"
                 )
             break
-    present = directory.is_dir() and any(directory.iterdir())
+    present = directory.is_dir() and any(not path.name.startswith(START_FILES) for path in directory.iterdir())
     if present and not resume:
         raise UserError(
             f"run.directory {directory} holds a run already, needs an empty or new directory; continue that run with --resume, "
             f"or set another run.directory"
         )
     return [f"there is nothing to resume in {directory}: a new run starts"] if resume and not present else []
+
+
+def _check_steps_left(settings: Settings, *, resume: bool) -> list[str]:
+    found = newest_checkpoint(settings.run.directory) if resume else None
+    if found is not None and found[1].step >= settings.run.num_steps:
+        raise UserError(
+            f"{settings.run.directory} has done {found[1].step} steps, so nothing is left of run.num_steps {settings.run.num_steps}; "
+            f"set run.num_steps above {found[1].step} to continue"
+        )
+    return []
 
 
 def _check_model(settings: Settings) -> list[str]:

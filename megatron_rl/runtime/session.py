@@ -2,7 +2,8 @@
 
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Literal
 
 from ray.util.placement_group import PlacementGroup
@@ -16,6 +17,7 @@ from megatron_rl.observe.metrics import metric_values
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.background import BackgroundLoop
+from megatron_rl.runtime.checkpoint import newest_checkpoint
 from megatron_rl.runtime.cluster import Needs, cluster_device_kind, ray_cluster, reserved_places
 from megatron_rl.runtime.engines import EngineGroup, engine_dtype, ranks_per_engine
 from megatron_rl.runtime.loop import train_loop
@@ -39,14 +41,27 @@ def train(settings: Settings, *, resume: bool) -> None:
         columns = SUPERVISED_COLUMNS if settings.supervised else RL_COLUMNS
         console = stack.enter_context(RunConsole(settings.run.num_steps, columns=columns))
         memory = stack.enter_context(PeakMemory([os.getpid()]))
-        write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
-        with timer.measure("start"), console.phase("start"):
-            samples, trainers = _start(settings, stack)
-        sinks = stack.enter_context(Sinks(directory, settings.observe, config=settings.model_dump(mode="json")))
-        run = TrainingRun(settings, samples=samples, trainers=trainers, console=console, sinks=sinks, memory=memory, timer=timer)
-        first_step = run.resume() if resume else 0
-        train_loop(run, first_step=first_step)
-        run.finish(resume_command=_resume_command(settings))
+        with _announcing_failure(console, settings):
+            with timer.measure("start"), console.phase("start"):
+                samples, trainers = _start(settings, stack)
+            write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
+            sinks = stack.enter_context(Sinks(directory, settings.observe, config=settings.model_dump(mode="json")))
+            run = TrainingRun(settings, samples=samples, trainers=trainers, console=console, sinks=sinks, memory=memory, timer=timer)
+            first_step = run.resume() if resume else 0
+            train_loop(run, first_step=first_step)
+            run.finish(resume_command=_resume_command(settings))
+
+
+@contextmanager
+def _announcing_failure(console: RunConsole, settings: Settings) -> Iterator[None]:
+    """When the body raises, say at once that everything is being stopped, and from where the run can go on."""
+    try:
+        yield
+    except BaseException:
+        found = newest_checkpoint(settings.run.directory)
+        rest = f"; --resume continues after step {found[1].step}" if found is not None else ""
+        console.say(f"stopping every process of the run{rest}")
+        raise
 
 
 def evaluate(settings: Settings) -> None:

@@ -5,23 +5,32 @@ does, the actor is dead, and whoever waits for anything at all learns it at once
 """
 
 import concurrent.futures
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
-from megatron_rl.errors import DeadlineError, EngineError, MegatronRLError
+from megatron_rl.errors import DeadlineError, MegatronRLError, WorkerDiedError
 
 Future = concurrent.futures.Future[Any]
 
 
-def _raise_own(error: BaseException) -> None:
-    """Raise what an actor raised as itself where it is ours, so that a user's mistake prints as one sentence."""
+def _raise_own(error: BaseException, *, owner: str) -> None:
+    """Raise what an actor raised as itself where it is ours, so that a user's mistake prints as one sentence; `owner` names the actor."""
+    if isinstance(error, RayActorError):
+        raise WorkerDiedError(f"{owner} died: its process {_exit_of(error)}") from error
     if isinstance(error, RayTaskError) and isinstance(error.cause, MegatronRLError):
         raise error.cause from error
     raise error
+
+
+def _exit_of(error: RayActorError) -> str:
+    """Why the process of an actor ended, from Ray's long account of it."""
+    found = re.search(r"Worker exit type: (\S+) Worker exit detail: ([^.]+)", str(error))
+    return f"ended ({found[1]}: {found[2]})" if found else "is gone"
 
 
 class Watchdog:
@@ -56,22 +65,26 @@ class Watchdog:
             if not done:
                 for item in pending:
                     item.cancel()
-                missing = [(blame or {}).get(position, f"part {position}") for position, item in enumerate(futures) if item in pending]
+                missing = [self._blamed(futures, item, blame) for item in futures if item in pending]
                 raise DeadlineError(f"{name} did not finish within {timeout_s:.0f} s, still waiting for: {', '.join(missing)}")
-            for item in sorted(done, key=lambda item: item in self._vital):
-                self._check(item)
+            for item in sorted(done, key=lambda item: item not in self._vital):
+                self._check(item, owner=self._vital.get(item) or self._blamed(futures, item, blame))
             pending -= done
         return [item.result() for item in futures]
 
-    def _check(self, item: Future) -> None:
+    @staticmethod
+    def _blamed(futures: Sequence[Future], item: Future, blame: Mapping[int, str] | None) -> str:
+        position = list(futures).index(item)
+        return (blame or {}).get(position, f"part {position}")
+
+    def _check(self, item: Future, *, owner: str) -> None:
         error = item.exception()
         if error is not None:
-            _raise_own(error)
+            _raise_own(error, owner=owner)
         if item in self._vital:
-            raise EngineError(f"{self._vital[item]} ended although nobody asked it to")
+            raise WorkerDiedError(f"{owner} ended although nobody asked it to")
 
-    def wait_refs(self, refs: Sequence[ray.ObjectRef], *, name: str, timeout_s: float) -> list[Any]:
-        """Wait for Ray calls, one per rank."""
-        return self.wait(
-            [ref.future() for ref in refs], name=name, timeout_s=timeout_s, blame={rank: f"rank {rank}" for rank in range(len(refs))}
-        )
+    def wait_refs(self, refs: Sequence[ray.ObjectRef], *, name: str, timeout_s: float, owner: str = "Megatron rank") -> list[Any]:
+        """Wait for Ray calls, one per actor; the actors are called `owner` in messages, with their number."""
+        blame = {position: f"{owner} {position}" for position in range(len(refs))}
+        return self.wait([ref.future() for ref in refs], name=name, timeout_s=timeout_s, blame=blame)

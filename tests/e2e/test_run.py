@@ -85,7 +85,7 @@ def test_interrupt_stops_everything(task: Path, tmp_path: Path, start: Callable[
     ("pattern", "message"),
     [
         # The actor's name is its process title; the server is the one with the module on its command line.
-        pytest.param("ray::TrainerWorker", r"ActorDiedError|actor died|died unexpectedly", id="rank"),
+        pytest.param("ray::TrainerWorker", r"WorkerDiedError: Megatron rank \d died", id="rank"),
         pytest.param("megatron_rl.rollout.sglang_server", r"SGLang server at http\S+ died \(killed by signal 9\)", id="engine"),
     ],
 )

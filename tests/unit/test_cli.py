@@ -170,6 +170,7 @@ def sleeper(config: str) -> Iterator["subprocess.Popen[str]"]:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_signals_run_the_clean_up(sleeper: "subprocess.Popen[str]", number: signal.Signals, status: int) -> None:
     assert sleeper.stdout is not None
+    assert sleeper.stdout.readline().startswith("checking settings")
     assert sleeper.stdout.readline() == "started\n"
     os.kill(sleeper.pid, number)
     out, err = sleeper.communicate(timeout=20)

@@ -122,12 +122,25 @@ def test_run_directory(tmp_path: Path) -> None:
     assert "nothing to resume" in check_run_directory(directory, resume=True)[0]
     directory.mkdir()
     assert check_run_directory(directory, resume=False) == []
-    (directory / "settings.yaml").write_text("x")
+    for name in ("settings.yaml", "buffer.sqlite-wal"):
+        (directory / name).write_text("left by a start that failed")
+    assert check_run_directory(directory, resume=False) == []
+    (directory / "metrics.jsonl").write_text("")
     assert check_run_directory(directory, resume=True) == []
     with pytest.raises(UserError, match=r"holds a run already.*--resume"):
         check_run_directory(directory, resume=False)
     with pytest.raises(UserError, match=r"settings\.yaml is a file"):
         check_run_directory(directory / "settings.yaml" / "below", resume=False)
+
+
+def test_nothing_left_to_resume(check: Callable[..., list[str]], words: list[str]) -> None:
+    directory = load_settings(None, words).run.directory
+    checkpoint = directory / "checkpoints" / "step-000008"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "run.json").write_text('{"step": 8, "source": {}, "first_evaluation": {}}')
+    with pytest.raises(UserError, match=r"has done 8 steps, so nothing is left of run.num_steps 8"):
+        check("run.num_steps=8", resume=True)
+    check("run.num_steps=9", resume=True)
 
 
 def test_read_only_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megatron_rl.errors import DeadlineError, EngineError
+from megatron_rl.errors import DeadlineError, EngineError, WorkerDiedError
 from megatron_rl.runtime.watchdog import Watchdog
 
 Future = concurrent.futures.Future
@@ -38,7 +38,7 @@ def test_the_death_of_a_watched_actor_ends_a_wait_for_somebody_else_at_once() ->
 def test_a_watched_actor_that_ends_quietly_is_an_error_too() -> None:
     watchdog = Watchdog()
     watchdog.watch("Megatron rank 3", finished(None))
-    with pytest.raises(EngineError, match="Megatron rank 3 ended"):
+    with pytest.raises(WorkerDiedError, match="Megatron rank 3 ended"):
         watchdog.wait([Future()], name="training", timeout_s=30)
 
 
