@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.baseline import with_baseline
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.source import PromptSource
@@ -27,7 +28,7 @@ from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.generate import load_rollout
 from megatron_rl.rollout.loop import generate_groups
 from megatron_rl.rollout.sampling import make_sampling
-from megatron_rl.types import Floats, Group, Prompt, Sample, TrainBatch
+from megatron_rl.types import Floats, Group, Prompt, Reward, Sample, TrainBatch
 from megatron_rl.weights.parity import sequences
 
 MAX_RESAMPLING_ROUNDS = 10
@@ -111,14 +112,20 @@ class Rollouts:
     async def _groups(self, count: int, *, step: int, progress: PhaseProgress) -> list[Group]:
         self._buffer.add_prompts(self.source.next_prompts(count))
         prompts = self._buffer.take_pending(count - self._buffer.counts().done)
+        baselines = await self._greedy_rewards(prompts) if self._settings.objective.advantage.estimator == "remax" else {}
         async with aclosing(self._generate(prompts, num_samples=self._settings.data.samples_per_prompt)) as finished:
             async for group in finished:
-                self._buffer.put_done(group)
+                self._buffer.put_done(with_baseline(group, baselines[group.id]) if baselines else group)
                 progress.advance()
         groups = self._buffer.take_done(count, step=step)
         rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
         check_error_rate(rewards, max_error_rate=self._settings.reward.max_error_rate)
         return groups
+
+    async def _greedy_rewards(self, prompts: Sequence[Prompt]) -> dict[str, Reward]:
+        """The reward of the greedy response to each prompt, by the prompt's id."""
+        async with aclosing(self._generate(prompts, num_samples=1, greedy=True)) as finished:
+            return {group.id: group.samples[0].reward async for group in finished}
 
     def _generate(self, prompts: Sequence[Prompt], *, num_samples: int, greedy: bool = False) -> Any:
         rollout = self._settings.rollout

@@ -15,13 +15,11 @@ from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import last_trainable
 from megatron_rl.algorithms.token_advantage import sample_scores, token_advantages
+from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.errors import UserError
 from megatron_rl.training.topology import sum_over
 from megatron_rl.types import Bools, Doubles, Floats, Ints, Shard
 
-_UNSUPPORTED_ESTIMATORS = {
-    "remax": "the reward of a greedy response for each prompt, which is not generated",
-}
 _TOKENS_PER_SEQUENCE = 2**32
 
 
@@ -47,12 +45,6 @@ class TokenData:
 
 def check_objective(objective: Objective) -> None:
     """Raise UserError when the trainer lacks what `objective` needs."""
-    estimator = objective.advantage.estimator
-    if objective.trains_by_rewards and estimator in _UNSUPPORTED_ESTIMATORS:
-        raise UserError(
-            f"objective.advantage.estimator is {estimator}, which needs {_UNSUPPORTED_ESTIMATORS[estimator]}; choose grpo, dr_grpo, rloo, "
-            "ppo, opo, gdpo, pass@k, reinforce_plus_plus or reinforce_plus_plus_baseline"
-        )
     if objective.policy_loss == "value":
         raise UserError(
             "objective.policy_loss is value, the loss of a critic, which is trained beside a policy; choose a policy loss, and "
@@ -132,6 +124,7 @@ def _advantages(
         rewards=_tensor(_components(objective, shard) if by_component else shard.all_rewards),
         group_ids=_tensor(shard.all_group_ids),
         lengths=_tensor(shard.all_trainable_tokens),
+        baselines=_tensor(_greedy_baselines(shard)) if objective.advantage.estimator == "remax" else None,
     )
     mask, cu_seqlens = _tensor(batch.loss_mask), _tensor(batch.cu_seqlens)
     kl = values = bootstrap = None
@@ -155,6 +148,17 @@ def _advantages(
         all_reduce_sum=sum_over_data_parallel,
     )
     return np.asarray(advantages.numpy(), np.float64), None if returns is None else np.asarray(returns.numpy(), np.float64)
+
+
+def _greedy_baselines(shard: Shard) -> Doubles:
+    """Rewards [B_all] of the greedy responses to the prompts of the whole batch. Raises UserError when the batch has none."""
+    names = shard.batch.component_names
+    if GREEDY_BASELINE not in names:
+        raise UserError(
+            f"objective.advantage.estimator remax needs the reward of a greedy response as component {GREEDY_BASELINE!r}, got "
+            f"{list(names)}; only generated samples have it"
+        )
+    return shard.all_reward_components[:, names.index(GREEDY_BASELINE)]
 
 
 def _components(objective: Objective, shard: Shard) -> Doubles:

@@ -64,7 +64,6 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("training.optimizer.learning_rate=1", ["training.optimizer.learning_rate"]),
         ("training.optimizer.adam_bta1=0.8", ["adam_beta1"]),
         ("training.ddp.overlap_grad_reduc=true", ["overlap_grad_reduce"]),
-        ("objective.advantage.estimator=remax", ["estimator is remax", "greedy response"]),
         ("objective.policy_loss=value", ["policy_loss is value", "beside a policy"]),
         ("data.train=nowhere.jsonl", ["nowhere.jsonl"]),
         ("data.prompt_key=question", ["train.jsonl:1", "question"]),

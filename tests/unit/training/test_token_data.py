@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithms.objective import AdvantageSettings, Objective
+from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.training.token_data import TokenData, check_objective, make_token_data, needs_old_log_probs
@@ -102,9 +103,20 @@ def test_old_log_probs_are_needed_for_several_steps_or_a_kl_in_the_rewards() -> 
     assert not needs_old_log_probs(Objective(policy_loss="sft"), num_steps=2)
 
 
-def test_remax_is_refused_for_want_of_its_input() -> None:
-    with pytest.raises(UserError, match="estimator is remax, which needs"):
-        check_objective(Objective(advantage=AdvantageSettings(estimator="remax")))
+REMAX = Objective(advantage=AdvantageSettings(estimator="remax"))
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_response() -> None:
+    baselines = np.array([[0.5], [0.5], [-1.0], [-1.0]])
+    shards = make_two_groups(component_names=(GREEDY_BASELINE,), reward_components=baselines)
+    advantages, _ = whole(shards, REMAX)
+    expected = shards[0].all_rewards - baselines[:, 0]
+    np.testing.assert_allclose(advantages, np.where(MASK, np.repeat(expected, LENGTHS), 0.0), atol=1e-7)
+
+
+def test_remax_without_a_greedy_response_is_refused() -> None:
+    with pytest.raises(UserError, match="remax needs the reward of a greedy response"):
+        whole(make_two_groups(component_names=(), reward_components=np.empty((4, 0))), REMAX)
 
 
 def gdpo(*weights: float) -> Objective:
