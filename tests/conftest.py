@@ -1,11 +1,18 @@
 """Fixtures shared by all tests: a tiny Qwen3 model directory, made by code."""
 
 import json
+import signal
 import string
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """Take SIGINT even where a shell has started the tests in the background and so told them, and all their children, to ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 TINY_CHARACTERS = string.digits + "+-*= ()?.:\n"
 
