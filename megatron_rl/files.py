@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from megatron_rl.errors import UserError
 
 MEBIBYTE = 2**20
+_TORCH_WRITER = "inline_container"
+"""In every message of torch's file writer. It fails after a short write, and by then what it had written may be gone again."""
 
 # What a user can mend, by the operating system's error number. Other numbers are not the user's mistake and pass through.
 _FIXES = {
@@ -121,8 +123,8 @@ def sync_directory(path: Path) -> None:
 def disk_errors(path: Path) -> Iterator[None]:
     """Turn the operating system's refusals to write below `path` into a UserError of one sentence; other errors pass through.
 
-    torch and safetensors report a failed write by exceptions of their own, without the reason: such an error while less
-    than a mebibyte is free is reported as a full disk, with the library's words.
+    torch and safetensors report a failed write by exceptions of their own, without the reason: one of torch's file writer, or any
+    while less than a mebibyte is free, is reported as a full disk, with the library's words.
     """
     try:
         yield
@@ -134,9 +136,13 @@ def disk_errors(path: Path) -> Iterator[None]:
             f"cannot write {error.filename or path}: {os.strerror(error.errno)} ({free / MEBIBYTE:,.0f} MiB free); {_FIXES[error.errno]}"
         ) from error
     except (RuntimeError, SafetensorError) as error:
-        if _free_bytes(path) >= MEBIBYTE:
+        free = _free_bytes(path)
+        if free >= MEBIBYTE and _TORCH_WRITER not in str(error):
             raise
-        raise UserError(f"cannot write {path}: the disk is full ({error}); {_FIXES[errno.ENOSPC]}") from error
+        reason = str(error).strip().splitlines()[-1]
+        raise UserError(
+            f"cannot write {path}: the disk is full, {free / MEBIBYTE:,.0f} MiB are free now ({reason}); {_FIXES[errno.ENOSPC]}"
+        ) from error
 
 
 def _free_bytes(path: Path) -> int:

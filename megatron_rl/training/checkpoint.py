@@ -26,7 +26,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import commit_partial, partial_path, start_partial
+from megatron_rl.files import commit_partial, disk_errors, partial_path, start_partial
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
 
 POLICY = "policy"
@@ -45,11 +45,21 @@ class InProcessSave(TorchDistSaveShardedStrategy):
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
         """Write this rank's shards. Collective."""
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(state, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
-        )
+        with disk_errors(Path(checkpoint_dir)), _ordinary_errors():
+            torch_checkpoint.save(
+                mcore_to_pyt_state_dict(state, False),
+                storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
+            )
+
+
+@contextmanager
+def _ordinary_errors() -> Iterator[None]:
+    """Raise torch's CheckpointException, which is no Exception and would pass by whoever handles errors, as a RuntimeError."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise RuntimeError(str(error)) from error
 
 
 @contextmanager

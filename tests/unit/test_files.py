@@ -66,7 +66,7 @@ def test_a_library_error_on_a_full_disk_is_a_user_error(tmp_path: Path, monkeypa
     with pytest.raises(RuntimeError, match="unexpected pos"), disk_errors(tmp_path):
         raise RuntimeError("unexpected pos 64")
     monkeypatch.setattr(files, "_free_bytes", lambda path: 4096)
-    with pytest.raises(UserError, match=r"the disk is full \(unexpected pos 64\)"), disk_errors(tmp_path):
+    with pytest.raises(UserError, match=r"the disk is full, .* \(unexpected pos 64\)"), disk_errors(tmp_path):
         raise RuntimeError("unexpected pos 64")
 
 
@@ -129,3 +129,12 @@ def test_kill_while_replacing_a_directory_never_leaves_a_mixture(tmp_path: Path)
         complete = path if path.exists() else partial_path(path)
         contents = {name.read_text() for name in complete.iterdir()}
         assert len(contents) == 1 and len(list(complete.iterdir())) == 20
+
+
+def test_torch_reports_a_full_disk_in_its_own_words(tmp_path: Path) -> None:
+    words = "Traceback of another process\nRuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
+    expected = r"the disk is full, [\d,]+ MiB are free now \(RuntimeError: .enforce fail.*; free space on this disk"
+    with pytest.raises(UserError, match=expected), disk_errors(tmp_path):
+        raise RuntimeError(words)
+    with pytest.raises(RuntimeError, match="another matter"), disk_errors(tmp_path):
+        raise RuntimeError("another matter")
