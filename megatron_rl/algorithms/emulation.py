@@ -112,8 +112,8 @@ def run_step(
     def rank_program(dp_rank: int, cp_rank: int, context: _Exchange) -> None:
         rank = dp_rank * layout.cp + cp_rank
         try:
-            micro_batches = [_inputs(step, leaves, rows, layout, cp_rank) for rows in layout.ranks[dp_rank]]
-            shares[rank] = _rank_share(
+            micro_batches = [rank_inputs(step, leaves, rows, layout, cp_rank) for rows in layout.ranks[dp_rank]]
+            shares[rank] = rank_share(
                 objective, step, micro_batches, coefficients, context.summing(cp_rank), world.concatenating(rank), seed
             )
         except BaseException as error:  # handed to the caller below; the other threads must not wait for this one
@@ -134,7 +134,7 @@ def run_step(
     return _merged([share for share in shares if share is not None], leaves)
 
 
-def _rank_share(
+def rank_share(
     objective: Objective,
     step: Step,
     micro_batches: Sequence[LossInputs],
@@ -174,7 +174,7 @@ def _merged(shares: Sequence[tuple[Tensor, list[Metrics]]], leaves: Mapping[str,
     return StepResult(float(loss.detach()), gradients, {name: total / weight for name, (total, weight) in sums.items() if weight})
 
 
-def _inputs(step: Step, leaves: Mapping[str, Tensor], rows: Sequence[int], layout: Layout, cp_rank: int) -> LossInputs:
+def rank_inputs(step: Step, leaves: Mapping[str, Tensor], rows: Sequence[int], layout: Layout, cp_rank: int) -> LossInputs:
     """The micro-batch of sequences `rows` on one context-parallel rank, in zigzag order, with gaps filled by the padding."""
     starts = [sum(step.lengths[:row]) for row in rows]
     positions, index = [], []
