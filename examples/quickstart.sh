@@ -7,7 +7,7 @@
 # Task       12+39= -> 051, 500 problems held out; warm start on a teacher who mostly forgets to carry (examples/arithmetic/make_task.py)
 # Parts      Megatron-Core (2 data-parallel ranks, gloo) trains, an SGLang server generates, Ray places the processes
 # Hardware   2 CPU cores, 8 GiB of memory
-# Duration   first call: set-up (3 minutes plus download) and then as a later call: 3 to 4 minutes
+# Duration   first call: set-up (2 minutes plus download) and then as a later call: 3 minutes
 # Expected   held-out greedy accuracy from about 0.35 to above 0.9
 #
 # Arguments of the form section.key=value go to the GRPO run, for example run.num_steps=60 or training.optimizer.lr=1e-4.

@@ -24,9 +24,5 @@ class ParityError(MegatronRLError, RuntimeError):
     """Engine and trainer disagree about the probability of the same tokens, so training would be silently off-policy."""
 
 
-class NonFiniteError(MegatronRLError, ArithmeticError):
-    """A loss, gradient or log-probability is NaN or infinite where a finite number is needed."""
-
-
 class DeadlineError(MegatronRLError, TimeoutError):
     """A named wait ran past its deadline."""

@@ -155,14 +155,6 @@ class Group:
         if strays:
             raise ValueError(f"Group {self.id} holds samples of group {strays[0]}")
 
-    @property
-    def oldest_version(self) -> int:
-        """The oldest weight version among the generated tokens, -1 when no engine made any."""
-        versions = [sample.weight_versions for sample in self.samples if len(sample.weight_versions)]
-        made = np.concatenate(versions) if versions else np.empty(0, np.int64)
-        made = made[made >= 0]
-        return int(made.min()) if len(made) else -1
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch:

@@ -4,7 +4,7 @@
 #   bash tests/run.sh [--wide] [pytest arguments ...]
 #
 # --wide adds the tests marked slow. pytest arguments, such as -k packing or -x, go to every group of tests.
-# GPU tests run where there is a GPU. About 15 minutes on 2 cores; every section is run even when an earlier one fails.
+# GPU tests run where there is a GPU. About 8 minutes on 2 cores; every section is run even when an earlier one fails.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

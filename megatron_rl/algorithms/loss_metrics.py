@@ -1,8 +1,5 @@
 """What the loss reports of each micro-batch, as (sum, weight) pairs of detached scalars that add up over micro-batches and ranks."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import torch
 from torch import Tensor
 
@@ -14,34 +11,6 @@ from megatron_rl.algorithms.policy_loss import PolicyTerms
 from megatron_rl.algorithms.sequences import Sequences, bounded_exp
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
-
-METRIC_MEANINGS: Mapping[str, str] = MappingProxyType({
-    "policy_loss": "Policy term alone, unscaled; only when the loss has other terms.",
-    "entropy": "Mean entropy of trainable tokens, nats.",
-    "varentropy": "Mean varentropy of trainable tokens, nats squared.",
-    "top_entropy": "Mean entropy of the tokens that top_entropy_fraction trains on, nats; what an entropy controller steers by then.",
-    "policy_kl": "Mean log(pi_old / pi), nats: how far the batch's updates moved the policy.",
-    "ratio_mean": "Mean importance ratio pi / pi_old at the chosen level; 1 on policy.",
-    "clip_fraction_low": "Share of tokens with negative advantage below the lower clip.",
-    "clip_fraction_high": "Share of tokens with positive advantage above the upper clip.",
-    "dual_clip_fraction": "Share of tokens whose loss the dual clip bounds.",
-    "covariance_fraction": "Share of tokens that clip_cov or kl_cov treats.",
-    "kl_k1": "Mean k1 estimate of the KL to the reference, nats; unbiased, may be negative.",
-    "kl_k2": "Mean k2 estimate of the KL to the reference, nats.",
-    "kl_k3": "Mean k3 estimate of the KL to the reference, nats; unbiased, never negative.",
-    "kl_per_sequence": "Mean over sequences of their mean KL per token, nats; steers the adaptive KL coefficient.",
-    "log_prob_diff": "Mean |log pi_old - log pi_rollout|, nats: trainer against engine.",
-    "rollout_ratio_mean": "Mean pi_old / pi_rollout per token; 1 when trainer and engine agree.",
-    "rollout_ratio_square": "Mean square of that ratio; mean^2 / square is the effective sample share.",
-    "off_policy_weight_mean": "Mean weight of the off-policy correction, rejected tokens as 0.",
-    "off_policy_weight_square": "Mean square of that weight; mean^2 / square is the effective sample share.",
-    "off_policy_bounded_fraction": "Share of tokens whose weight a bound truncates or masks.",
-    "off_policy_rejected_fraction": "Share of tokens with weight 0.",
-    "value_mean": "Mean prediction of the critic.",
-    "return_mean": "Mean target of the critic.",
-    "value_clip_fraction": "Share of tokens whose value loss is that of the clipped prediction.",
-    "empty_step": "1 when the optimizer step has no trainable token at all.",
-})  # fmt: skip
 
 
 def mean_pair(values: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:

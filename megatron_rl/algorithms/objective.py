@@ -243,11 +243,6 @@ class Objective:
         return self.entropy_coef != 0 or self.adapts_entropy_coef
 
     @property
-    def needs_reference(self) -> bool:
-        """True when the loss or the reward needs log-probs of the reference model."""
-        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0 or self.policy_loss == "distillation"
-
-    @property
     def needs_step_statistics(self) -> bool:
         """True when the loss needs `loss.step_statistics` of the whole optimizer step before its first micro-batch."""
         correction = self.off_policy_correction

@@ -36,11 +36,6 @@ class MicroBatchLayout:
     cu_seqlens_padded: Ints
     num_sequences: int
 
-    @property
-    def max_seqlen(self) -> int:
-        """Tokens of the longest padded sequence, over all context-parallel ranks."""
-        return int(np.diff(self.cu_seqlens_padded).max())
-
 
 def sequence_multiple(cp_size: int) -> int:
     """The number of tokens that every sequence is padded to a multiple of: 2 chunks for each context-parallel rank."""

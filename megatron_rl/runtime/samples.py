@@ -1,5 +1,6 @@
 """Where a run's training samples come from: engines that generate, or a file with the answers."""
 
+import math
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -13,7 +14,7 @@ from megatron_rl.observe.metrics import Last, Metric
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.runtime.background import BackgroundLoop
 from megatron_rl.runtime.publish import Publisher
-from megatron_rl.runtime.rollouts import Rollouts
+from megatron_rl.runtime.rollouts import MAX_RESAMPLING_ROUNDS, Rollouts
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.types import TrainBatch
@@ -27,6 +28,16 @@ PROBE_SEQUENCES = 8
 PROBE_TOKENS = 64
 PARITY_THRESHOLDS = {"float32": 1e-4, "bfloat16": 2e-2}
 """Mean |difference| in nats that rounding explains, by the engines' dtype."""
+
+
+def generation_deadline_s(settings: Settings, num_samples: int) -> float:
+    """Seconds within which `num_samples` responses and their rewards are there if every single request and call keeps its own deadline.
+
+    One wave more than the samples fill, because groups end unevenly and a baseline may be generated first.
+    """
+    rollout, reward = settings.rollout, settings.reward
+    waves = 1 + math.ceil(num_samples / (rollout.num_engines * rollout.max_concurrent_requests))
+    return waves * rollout.request_timeout_s + math.ceil(num_samples / reward.num_workers) * reward.timeout_s
 
 
 class SampleSource(Protocol):
@@ -151,12 +162,14 @@ class GeneratedSamples:
 
     def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
         """Generate what the buffer does not hold yet."""
-        timeout_s = 2 * self._settings.rollout.request_timeout_s + self._settings.reward.timeout_s
+        data = self._settings.data
+        rounds = MAX_RESAMPLING_ROUNDS if self._settings.objective.zero_variance == "resample" else 1
+        timeout_s = rounds * generation_deadline_s(self._settings, data.prompts_per_step * data.samples_per_prompt)
         return self._wait(self.rollouts.next_batch(step, progress=progress), name=f"rollout of step {step}", timeout_s=timeout_s)
 
     def evaluate(self, *, progress: PhaseProgress) -> dict[str, Metric]:
         """Greedy and sampled answers to every held-out prompt."""
-        timeout_s = 2 * self._settings.rollout.request_timeout_s
+        timeout_s = 2 * generation_deadline_s(self._settings, self.num_eval_prompts)
         return self._wait(self.rollouts.evaluate(progress=progress), name="evaluation", timeout_s=timeout_s)
 
     def publish(self, *, version: int) -> dict[str, Metric]:

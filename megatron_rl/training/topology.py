@@ -135,7 +135,6 @@ class Place:
     dp_rank: int
     cp_rank: int
     tp_rank: int
-    first_stage: bool
     last_stage: bool
     tp_group: distributed.ProcessGroup
     cp_group: distributed.ProcessGroup
@@ -148,7 +147,6 @@ class Place:
             dp_rank=parallel_state.get_data_parallel_rank(),
             cp_rank=parallel_state.get_context_parallel_rank(),
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
             last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             cp_group=parallel_state.get_context_parallel_group(),
