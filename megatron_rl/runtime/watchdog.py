@@ -13,9 +13,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from megatron_rl.errors import DeadlineError, MegatronRLError, WorkerDiedError
+from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, WorkerDiedError
 
 Future = concurrent.futures.Future[Any]
+
+CAUSE_S = 5.0
+"""How long a failure waits for the death of a watched actor that explains it. Whoever talks to a dead engine learns of a refused
+connection at once; its watcher, which has the exit code and the log, looks twice a second."""
 
 
 def _raise_own(error: BaseException, *, owner: str) -> None:
@@ -25,6 +29,10 @@ def _raise_own(error: BaseException, *, owner: str) -> None:
     if isinstance(error, RayTaskError) and isinstance(error.cause, MegatronRLError):
         raise error.cause from error
     raise error
+
+
+def _is_user_error(error: BaseException | None) -> bool:
+    return isinstance(error.cause if isinstance(error, RayTaskError) else error, UserError)
 
 
 def _exit_of(error: RayActorError) -> str:
@@ -67,6 +75,8 @@ class Watchdog:
                     item.cancel()
                 missing = [self._blamed(futures, item, blame) for item in futures if item in pending]
                 raise DeadlineError(f"{name} did not finish within {timeout_s:.0f} s, still waiting for: {', '.join(missing)}")
+            if any(self._has_consequence(item) for item in done):
+                done |= concurrent.futures.wait(self._vital, timeout=CAUSE_S, return_when=concurrent.futures.FIRST_COMPLETED).done
             for item in sorted(done, key=lambda item: item not in self._vital):
                 self._check(item, owner=self._vital.get(item) or self._blamed(futures, item, blame))
             pending -= done
@@ -76,6 +86,10 @@ class Watchdog:
     def _blamed(futures: Sequence[Future], item: Future, blame: Mapping[int, str] | None) -> str:
         position = list(futures).index(item)
         return (blame or {}).get(position, f"part {position}")
+
+    def _has_consequence(self, item: Future) -> bool:
+        """Whether `item` failed in a way that somebody else's death may have caused; a user's mistake is its own cause."""
+        return item not in self._vital and item.exception() is not None and not _is_user_error(item.exception())
 
     def _check(self, item: Future, *, owner: str) -> None:
         error = item.exception()

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megatron_rl.errors import DeadlineError, EngineError, WorkerDiedError
+from megatron_rl.errors import DeadlineError, EngineError, UserError, WorkerDiedError
 from megatron_rl.runtime.watchdog import Watchdog
 
 Future = concurrent.futures.Future
@@ -33,6 +33,35 @@ def test_the_death_of_a_watched_actor_ends_a_wait_for_somebody_else_at_once() ->
     with pytest.raises(EngineError, match="boom"):
         watchdog.wait([Future()], name="rollout", timeout_s=30)
     assert time.monotonic() - start < 10
+
+
+def test_the_death_behind_a_failed_call_is_told_although_the_call_fails_first() -> None:
+    watchdog, vital = Watchdog(), Future()
+    watchdog.watch("engine 0", vital)
+    refused: Future = Future()
+    refused.set_exception(EngineError("the engine cannot be reached for /pause_generation"))
+    threading.Timer(0.3, vital.set_exception, [EngineError("engine died (killed by signal 9)")]).start()
+    with pytest.raises(EngineError, match="killed by signal 9"):
+        watchdog.wait([refused], name="weight sync", timeout_s=30)
+
+
+def test_a_failed_call_without_a_death_behind_it_is_told_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.runtime.watchdog.CAUSE_S", 0.05)
+    watchdog, refused = Watchdog(), Future()
+    watchdog.watch("engine 0", Future())
+    refused.set_exception(EngineError("cannot be reached"))
+    with pytest.raises(EngineError, match="cannot be reached"):
+        watchdog.wait([refused], name="weight sync", timeout_s=30)
+
+
+def test_a_mistake_of_the_user_is_told_at_once() -> None:
+    watchdog, mistaken = Watchdog(), Future()
+    watchdog.watch("engine 0", Future())
+    mistaken.set_exception(UserError("no such reward"))
+    start = time.monotonic()
+    with pytest.raises(UserError, match="no such reward"):
+        watchdog.wait([mistaken], name="rollout", timeout_s=30)
+    assert time.monotonic() - start < 4
 
 
 def test_a_watched_actor_that_ends_quietly_is_an_error_too() -> None:
