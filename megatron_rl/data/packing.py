@@ -120,8 +120,9 @@ def pack(lengths: Ints, *, num_ranks: int, max_tokens: int, attention_length: fl
     """Partition sequences of `lengths` [B] tokens into equally many micro-batches for each of `num_ranks` ranks.
 
     Micro-batches hold at most `max_tokens` tokens, except one that a single longer sequence fills alone. Ranks are balanced by
-    `sequence_cost`, and so are the micro-batches of a rank. The result [rank][micro-batch] holds ascending indices; some may be
-    empty.
+    `sequence_cost`, and so are the micro-batches of a rank, of which the dearest come first: experts make the ranks wait for each
+    other within every micro-batch, so those that meet are alike. The result [rank][micro-batch] holds ascending indices; some may
+    be empty.
     """
     costs = sequence_cost(lengths, attention_length=attention_length)
     ranks = _fill(lengths, costs, num_bins=num_ranks, max_tokens=float("inf"))
@@ -130,7 +131,8 @@ def pack(lengths: Ints, *, num_ranks: int, max_tokens: int, attention_length: fl
     while True:
         packed = [_fill(lengths[rows], costs[rows], num_bins=count, max_tokens=max_tokens) for rows in ranks]
         if all(parts is not None for parts in packed):
-            return tuple(tuple(rows[part] for part in parts or ()) for rows, parts in zip(ranks, packed, strict=True))
+            micro_batches = [[rows[part] for part in parts or ()] for rows, parts in zip(ranks, packed, strict=True)]
+            return tuple(tuple(sorted(parts, key=lambda part: -costs[part].sum())) for parts in micro_batches)
         count += 1
 
 

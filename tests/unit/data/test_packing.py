@@ -43,6 +43,14 @@ def test_pack_is_a_partition_within_the_budget(lengths: list[int], num_ranks: in
 
 
 @settings(max_examples=40, deadline=None)
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 4))
+def test_the_dearest_micro_batches_of_all_ranks_meet(lengths: list[int], num_ranks: int) -> None:
+    for rank in pack(np.array(lengths), num_ranks=num_ranks, max_tokens=70):
+        costs = [sequence_cost(np.array(lengths)[part]).sum() for part in rank]
+        assert costs == sorted(costs, reverse=True)
+
+
+@settings(max_examples=40, deadline=None)
 @given(lengths=LENGTHS, dp=st.integers(1, 4), steps=st.integers(1, 3), seed=st.integers(0, 5))
 def test_shards_cover_the_batch_once_and_keep_global_totals(lengths: list[int], dp: int, steps: int, seed: int) -> None:
     batch = make_batch(lengths, seed=seed)
