@@ -2,7 +2,7 @@
 
 Released megatron-core (0.16 to 0.19) assumes CUDA in a handful of places. On a machine without a GPU `prepare_megatron` applies
 `CPU_SHIMS`: each entry names the upstream behaviour that it works around, touches megatron's own modules only, and changes nothing
-for any other caller. On a GPU none of them is applied.
+for any other caller. On a GPU only those are applied that Transformer Engine's absence makes necessary.
 """
 
 import contextlib
@@ -99,18 +99,22 @@ def prepare_megatron(device: Device) -> None:
     import_megatron()
     if device.kind == "cuda":
         torch.cuda.set_device(device.torch_device)
-        return
     for shim in CPU_SHIMS:
-        shim.apply()
+        if device.kind == "cpu" or shim.without_te:
+            shim.apply()
 
 
 @dataclass(frozen=True, slots=True)
 class Shim:
-    """One workaround: `behaviour` says what megatron-core does without a GPU that makes it necessary. `apply` is idempotent."""
+    """One workaround: `behaviour` says what megatron-core does without a GPU that makes it necessary. `apply` is idempotent.
+
+    `without_te` says that the absence of Transformer Engine makes it necessary, on a GPU too; with Transformer Engine it changes nothing.
+    """
 
     name: str
     behaviour: str
     apply: Callable[[], None]
+    without_te: bool = False
 
 
 def _megatron_modules() -> list[types.ModuleType]:
@@ -247,6 +251,57 @@ _MOE_TE_NAMES = (
 )
 
 
+def _hide_mocked_te() -> None:
+    latent = sys.modules.get("megatron.core.transformer.multi_latent_attention")
+    if latent is not None and importlib.util.find_spec("transformer_engine") is None:
+        vars(latent)["HAVE_TE"] = False
+
+
+def _on_the_host_already(tensor: Any, as_numpy: bool = False, **_unused: Any) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" else tensor
+
+
+def _hand_over_splits() -> None:
+    for module in _megatron_modules():
+        if "maybe_move_tensor_to_cpu" in vars(module):
+            vars(module)["maybe_move_tensor_to_cpu"] = _on_the_host_already
+
+
+def _gather_uneven(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def gather_along_first_dim(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Of ranks' tensors [n, ...] of these sizes n, whole and one after the other."""
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, None, *args, **kwargs)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = torch.cat([input_, input_.new_zeros(max(sizes) - len(input_), *input_.shape[1:])])
+        parts = gather(padded, group).chunk(len(sizes)) if max(sizes) else [padded] * len(sizes)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    return gather_along_first_dim
+
+
+def _reduce_scatter_uneven(reduce_scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def reduce_scatter_along_first_dim(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """This rank's part of the sum of ranks' tensors [n, ...], which is divided in parts of these sizes."""
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, None, *args, **kwargs)
+        sizes = [int(size) for size in input_split_sizes]
+        own = sizes[group.rank()]
+        parts = [torch.cat([part, part.new_zeros(max(sizes) - len(part), *part.shape[1:])]) for part in input_.split(sizes)]
+        return reduce_scatter(torch.cat(parts), group)[:own] if max(sizes) else input_[:0]
+
+    return reduce_scatter_along_first_dim
+
+
+def _pad_uneven_collectives() -> None:
+    mappings = vars(sys.modules["megatron.core.tensor_parallel.mappings"])
+    for name, wrapped in (("_gather_along_first_dim", _gather_uneven), ("_reduce_scatter_along_first_dim", _reduce_scatter_uneven)):
+        if mappings[name].__module__ != __name__:
+            mappings[name] = wrapped(mappings[name])
+
+
 def _define_missing_te_names() -> None:
     moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     for name in _MOE_TE_NAMES if moe_utils is not None else ():
@@ -271,5 +326,21 @@ CPU_SHIMS = (
         "small functions are wrapped in torch.compile at import, which on a CPU costs seconds each and needs a C++ compiler",
         _run_uncompiled,
     ),
-    Shim("moe names", "the MoE layers import names of Transformer Engine from moe_utils without a guard", _define_missing_te_names),
+    Shim(
+        "latent attention",
+        "without Transformer Engine the stand-ins for its classes are taken for the real ones, and asking whether a layer is one fails",
+        _hide_mocked_te,
+        without_te=True,
+    ),
+    Shim(
+        "expert splits",
+        "the token counts that experts exchange become numbers only when they leave a GPU, and torch takes no tensors for them",
+        _hand_over_splits,
+    ),
+    Shim(
+        "uneven collectives",
+        "experts that are split over ranks gather and reduce-scatter different numbers of tokens from each, which gloo cannot",
+        _pad_uneven_collectives,
+    ),
+    Shim("moe names", "the MoE layers import names of Transformer Engine from moe_utils without a guard", _define_missing_te_names, True),
 )

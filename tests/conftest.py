@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: a tiny Qwen3 model directory, made by code."""
+"""Fixtures shared by all tests: a tiny model directory, made by code."""
 
 import json
 import signal
@@ -14,19 +14,75 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What sets tiny models of other families than Qwen3 apart. Few and narrow experts, but every feature: groups of experts to choose from,
+# a bias that decides the choice, shared experts, a dense first layer.
+SIGMOID_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+}
+FAMILIES = {
+    "qwen3": {},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        **SIGMOID_EXPERTS,
+    },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "head_dim": 8,
+        **SIGMOID_EXPERTS,
+    },
+}
 TINY_CHARACTERS = string.digits + "+-*= ()?.:\n"
 
 
 @pytest.fixture
 def tiny_model(tmp_path: Path) -> Callable[..., Path]:
-    """Make a Qwen3 directory: `tiny_model(seed=0, hidden=64, layers=2, vocab=32, tied=True, **config)` returns its path.
+    """Make a model directory: `tiny_model(family="qwen3", seed=0, hidden=64, layers=2, vocab=32, tied=True, **config)` returns its path.
 
     config.json, model.safetensors (float32, standard deviation 0.1 so that outputs depend on everything) and a character
     tokenizer with <pad> 0 and <eos> 1. `config` overrides keys of config.json. Two calls with the same arguments give the same files.
     """
 
     def make(
-        *, seed: int = 0, hidden: int = 64, layers: int = 2, vocab: int = 32, tied: bool = True, name: str = "model", **config: object
+        *,
+        family: str = "qwen3",
+        seed: int = 0,
+        hidden: int = 64,
+        layers: int = 2,
+        vocab: int = 32,
+        tied: bool = True,
+        name: str = "model",
+        **config: object,
     ) -> Path:
         path = tmp_path / name
         path.mkdir()
@@ -53,7 +109,8 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
             "pad_token_id": 0,
             "bos_token_id": None,
             "eos_token_id": 1,
-        } | config
+        } | FAMILIES[family]
+        values |= config
         (path / "config.json").write_text(json.dumps(values, indent=2))
         _write_weights(path, seed)
         _write_tokenizer(path, vocab)

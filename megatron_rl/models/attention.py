@@ -1,6 +1,7 @@
 """Attention over packed sequences on plain torch, for any context parallel size.
 
-Legend: T tokens on this rank, H query heads, G key-value heads, D channels of a head; S, L, C as in `plan`.
+Legend: T tokens on this rank, H query heads, G key-value heads, D channels of a query or key head, E of a value head; S, L, C as in
+`attention_plan`.
 The plan travels with the micro-batch, so index arrays and rotary angles are made once, not once per layer.
 """
 
@@ -20,8 +21,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.models.plan import AttentionPlan, Bucket, Part, plan_attention
-from megatron_rl.models.spec import RotarySpec
+from megatron_rl.models.attention_plan import AttentionPlan, Bucket, Part, plan_attention, with_window
+from megatron_rl.models.rotary import RotarySpec, rotate
+from megatron_rl.models.routed_tokens import Routing
 
 # Up to this many keys two batched matrix products and a softmax beat the fused CPU kernel, whose backward is slow on tiny tiles.
 _SHORT_KEYS = 64
@@ -32,25 +34,41 @@ class PackedSequences(PackedSeqParams):
     """megatron-core's packed sequence parameters with this project's attention plan.
 
     `plan` is the index plan of this micro-batch on this rank. `logit_positions` [N], when given, are the local tokens at which the
-    language model head runs; None runs it on all.
+    language model head runs; None runs it on all. `routing` is for the routers of a mixture of experts.
     """
 
     plan: AttentionPlan = field(kw_only=True)
     logit_positions: Tensor | None = field(default=None, kw_only=True)
+    routing: Routing | None = field(default=None, kw_only=True)
     _angles: dict[tuple[RotarySpec, int, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict, kw_only=True, repr=False)
+    _windowed: dict[int, AttentionPlan] = field(default_factory=dict, kw_only=True, repr=False)
 
-    def angles(self, rotary: RotarySpec, *, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each local token's rotary angles, each [T, 1, head_dim / 2]; computed once."""
-        key = (rotary, head_dim, dtype)
+    def angles(self, rotary: RotarySpec, *, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each local token's angles for `dim` rotated channels, each [T, 1, dim / 2]; computed once.
+
+        Both carry the rotary embedding's attention factor.
+        """
+        key = (rotary, dim, dtype)
         if key not in self._angles:
-            frequencies = rotary.inverse_frequencies(head_dim).to(self.plan.positions.device)
+            frequencies = rotary.inverse_frequencies(dim).to(self.plan.positions.device)
             angle = (self.plan.positions.float()[:, None] * frequencies)[:, None, :]
-            self._angles[key] = (angle.cos().to(dtype), angle.sin().to(dtype))
+            factor = rotary.attention_factor
+            self._angles[key] = ((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype))
         return self._angles[key]
+
+    def windowed(self, window: int) -> AttentionPlan:
+        """The plan in which each query sees the last `window` tokens of its sequence only, itself included; made once."""
+        if window not in self._windowed:
+            self._windowed[window] = with_window(self.plan, window)
+        return self._windowed[window]
 
     def at(self, positions: Tensor) -> "PackedSequences":
         """The same sequences, with the language model head run at the local tokens `positions` [N] only."""
         return dataclasses.replace(self, logit_positions=positions)
+
+    def routed(self, routing: Routing | None) -> "PackedSequences":
+        """The same sequences, for a pass whose routers are told `routing`."""
+        return dataclasses.replace(self, routing=routing)
 
 
 def packed_sequences(
@@ -82,7 +100,9 @@ def packed_sequences(
 class PackedAttention(MegatronModule):
     """Core attention of a layer: causal, grouped queries, packed sequences, rotary embedding included.
 
-    `rotary` is set by the model's builder, because megatron-core passes no more than its own config to this class.
+    Latent attention, which says how many channels keys have (`k_channels`), rotates a part of them itself before. `rotary`, `rotary_dim`
+    and `window` are set by the model's builder, because megatron-core passes no more than its own config to this class: the embedding,
+    how many channels of a head it rotates, and how many tokens a query of this layer sees, None for all before it.
     """
 
     def __init__(
@@ -94,6 +114,8 @@ class PackedAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
@@ -102,7 +124,10 @@ class PackedAttention(MegatronModule):
         self.layer_number = layer_number
         self.scale = softmax_scale
         self.cp_group = pg_collection.cp
+        self.rotates = k_channels is None
         self.rotary: RotarySpec | None = None
+        self.rotary_dim = 0
+        self.window: int | None = None
 
     def forward(
         self,
@@ -114,16 +139,18 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend within each packed sequence: query [T, H, D], key and value [T, G, D] to [T, H D]."""
+        """Attend within each packed sequence: query [T, H, D], key [T, G, D] and value [T, G, E] to [T, H E]."""
         assert isinstance(packed_seq_params, PackedSequences), "call the model with packed_seq_params=packed_sequences(...)"
-        assert self.rotary is not None, "build_model sets the rotary embedding"
-        plan = packed_seq_params.plan
+        plan = packed_seq_params.plan if self.window is None else packed_seq_params.windowed(self.window)
         assert len(query) == len(plan.positions), f"{len(query)} tokens came for a plan of {len(plan.positions)}"
-        cosine, sine = packed_seq_params.angles(self.rotary, head_dim=query.shape[-1], dtype=query.dtype)
-        query, key = _Rotate.apply(query, cosine, sine), _Rotate.apply(key, cosine, sine)
+        if self.rotates:
+            assert self.rotary is not None, "build_model sets the rotary embedding"
+            cosine, sine = packed_seq_params.angles(self.rotary, dim=self.rotary_dim, dtype=query.dtype)
+            query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         if self.cp_group.size() > 1:
-            both = torch.stack((key, value), dim=1)
-            key, value = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group).unbind(1)
+            both = torch.cat((key, value), dim=-1)
+            both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
+            key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
         output = attend(query, key, value, plan, scale=self.scale)
         return output.flatten(1)
 
@@ -143,16 +170,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *, sc
 
 
 def _attend_bucket(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scale: float) -> Tensor:
-    """The bucket's slice of the query slots, [S parts C, H, E]."""
-    count, length, chunk = bucket.num_sequences, bucket.length, bucket.parts[0].query_length
-    queries = query.narrow(0, bucket.first_query, bucket.num_queries).unflatten(0, (count, len(bucket.parts), chunk))
+    """The bucket's slice of the query slots, [S queries, H, E]."""
+    count, length = bucket.num_sequences, bucket.length
+    queries = query.narrow(0, bucket.first_query, bucket.num_queries).unflatten(0, (count, -1)).transpose(1, 2)
     keys, values = (x.narrow(0, bucket.first_key, count * length).unflatten(0, (count, length)).transpose(1, 2) for x in (key, value))
     outputs = []
-    for index, part in enumerate(bucket.parts):
-        inputs = (queries[:, index].transpose(1, 2), keys[:, :, : part.key_length], values[:, :, : part.key_length])
+    for part, part_queries in zip(bucket.parts, queries.split([part.query_length for part in bucket.parts], dim=2), strict=True):
+        part_keys, part_values = (x.narrow(2, part.first_key, part.key_length) for x in (keys, values))
         short = part.key_length <= _SHORT_KEYS and query.device.type == "cpu"
-        outputs.append((_attend_short if short else _attend_long)(*inputs, part, scale).transpose(1, 2))
-    return torch.stack(outputs, dim=1).flatten(0, 2) if len(outputs) > 1 else outputs[0].flatten(0, 1)
+        outputs.append((_attend_short if short else _attend_long)(part_queries, part_keys, part_values, part, scale).transpose(1, 2))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).flatten(0, 1)
 
 
 def _attend_long(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> Tensor:
@@ -175,25 +202,6 @@ def _attend_short(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: 
     mask = mask.unsqueeze(1) if mask.dim() == 4 else mask
     weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(value.dtype)
     return torch.matmul(weights.flatten(2, 3), value).unflatten(2, (-1, length)).flatten(1, 2)
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotate channel pairs (i, i + D / 2) of x [T, H, D]; the gradient is the rotation by the negative angle, so x is not kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        ctx.save_for_backward(cosine, sine)
-        return _rotate(x, cosine, sine)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cosine, sine = ctx.saved_tensors
-        return _rotate(grad, cosine, -sine), None, None
-
-
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
 class _ToSlots(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """The policy as megatron-core modules: one `PolicyModel` per virtual pipeline stage of this rank.
 
-Legend: T tokens on this rank, N chosen positions, V padded vocabulary, tp tensor parallel size.
+Legend: T tokens on this rank, N chosen positions, H hidden channels, V padded vocabulary, tp tensor parallel size.
 """
 
 from typing import Any
@@ -11,26 +11,32 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.device import local_device
 from megatron_rl.models.attention import PackedAttention, PackedSequences
+from megatron_rl.models.dispatching import allow_uneven_tokens
+from megatron_rl.models.language_model_head import LanguageModelHead, TokenQuestion
+from megatron_rl.models.latent_attention import LatentAttention
 from megatron_rl.models.layer_spec import layer_specs
 from megatron_rl.models.spec import Attention, ModelSpec
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel whose language model head can run at chosen positions only.
+    """A GPTModel whose language model head can run later, at chosen positions only and without all their logits at once.
 
     Called as `model(input_ids [1, T], position_ids [1, T], None, packed_seq_params=packed)`. The last pipeline stage answers logits
-    [1, T, V / tp], or [N, V / tp] when `packed.logit_positions` names N positions; other stages answer hidden states.
+    [1, T, V / tp]; or, when `packed.logit_positions` names N positions, their hidden states [N, H], for `token_statistics`. Other
+    stages answer hidden states.
     """
+
+    output_layer: nn.Module
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         if self.post_process:
-            # Choosing positions needs the gathered sequence, so the head must not gather again; it sums its input's gradient over ranks.
-            self.output_layer.sequence_parallel = False
+            self.output_layer = LanguageModelHead.in_place_of(self.output_layer)
 
     def _postprocess(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
         if not self.post_process:
@@ -40,12 +46,25 @@ class PolicyModel(GPTModel):
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         packed: PackedSequences = arguments["packed_seq_params"]
-        positions = packed.logit_positions
-        if positions is not None:
-            hidden_states = hidden_states.index_select(0, positions)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden_states, weight=weight)
-        return logits.squeeze(1) if positions is not None else logits.transpose(0, 1).contiguous()
+        if packed.logit_positions is None:
+            output, _ = self.output_layer(hidden_states, weight=self._tied_weight())
+            return output.transpose(0, 1).contiguous()
+        chosen = hidden_states.index_select(0, packed.logit_positions)
+        if isinstance(self.output_layer, LanguageModelHead):
+            return chosen.squeeze(1)
+        values, _ = self.output_layer(chosen)
+        return values.squeeze(1)
+
+    def _tied_weight(self) -> Tensor | None:
+        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+
+    def token_statistics(self, hidden_states: Tensor, question: TokenQuestion) -> TokenStatistics:
+        """What `question` asks of the next tokens [N] behind the last stage's `hidden_states` [N, H], the same on every tp rank.
+
+        Collective over tensor parallel ranks.
+        """
+        statistics: TokenStatistics = self.output_layer(hidden_states, self._tied_weight(), question=question)
+        return statistics
 
 
 def build_model(spec: ModelSpec, config: TransformerConfig, *, attention: Attention) -> list[PolicyModel]:
@@ -59,6 +78,7 @@ def build_model(spec: ModelSpec, config: TransformerConfig, *, attention: Attent
     for chunk in chunks:
         chunk.to(device)
         _set_rotary(chunk, spec)
+        allow_uneven_tokens(chunk)
     return chunks
 
 
@@ -74,8 +94,8 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, attention: Attentio
         post_process=last,
         parallel_output=True,
         share_embeddings_and_output_weights=spec.tie_embeddings,
-        # The torch attention rotates by the plan's positions; upstream's rotary loops over sequences in Python.
-        position_embedding_type="none" if attention == "torch" else "rope",
+        # The torch attention and latent attention rotate by the plan's positions; upstream's rotary loops over sequences in Python.
+        position_embedding_type="none" if attention == "torch" or spec.mla is not None else "rope",
         rotary_base=spec.rotary.theta,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         vp_stage=vp_stage,
@@ -83,17 +103,20 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, attention: Attentio
 
 
 def _set_rotary(chunk: PolicyModel, spec: ModelSpec) -> None:
-    """Give attention the checkpoint's frequencies. Upstream's own scaling has Llama 3.1's constants written into it."""
+    """Give attention the checkpoint's frequencies and windows. Upstream's own scaling has Llama 3.1's constants written into it."""
     for module in chunk.modules():
         if isinstance(module, PackedAttention):
+            module.rotary, module.rotary_dim = spec.rotary, spec.rotary_dim
+            module.window = spec.sliding_window if module.layer_number - 1 in spec.sliding_layers else None
+        elif isinstance(module, LatentAttention):
             module.rotary = spec.rotary
     if chunk.position_embedding_type == "rope":
-        chunk.rotary_pos_emb.inv_freq = spec.rotary.inverse_frequencies(spec.head_dim).to(chunk.rotary_pos_emb.inv_freq.device)
+        chunk.rotary_pos_emb.inv_freq = spec.rotary.inverse_frequencies(spec.rotary_dim).to(chunk.rotary_pos_emb.inv_freq.device)
 
 
 def forward_selected(model: torch.nn.Module, input_ids: Tensor, position_ids: Tensor, packed: PackedSequences, positions: Tensor) -> Tensor:
-    """Logits [N, V / tp] at the local tokens `positions` [N] only, for `input_ids` and `position_ids` [1, T].
+    """Hidden states [N, H] at the local tokens `positions` [N] only, for `input_ids` and `position_ids` [1, T]; a critic's values [N, 1].
 
-    `model` is a PolicyModel, bare or wrapped. No [T, V] tensor is made. Pipeline stages before the last answer hidden states instead.
+    `model` is a PolicyModel, bare or wrapped. Pipeline stages before the last answer hidden states of all tokens.
     """
     return model(input_ids, position_ids, None, packed_seq_params=packed.at(positions))

@@ -5,10 +5,11 @@ Everything family-specific is here; no other module asks for a family's name.
 
 import enum
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from megatron_rl.models.attention_spec import MlaSpec
     from megatron_rl.models.spec import ModelSpec
 
 # Keys of config.json that say nothing about the function the network computes.
@@ -29,7 +30,6 @@ IGNORED_KEYS = frozenset(
         "id2label",
         "initializer_range",
         "label2id",
-        "max_window_layers",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
@@ -47,7 +47,6 @@ IGNORED_KEYS = frozenset(
         "use_bfloat16",
         "use_cache",
         "is_decoder",
-        "sliding_window",
         "attention_dropout",
         "model_type",
     ]
@@ -58,8 +57,6 @@ FIXED_KEYS: Mapping[str, Any] = {
     "hidden_act": "silu",
     "is_encoder_decoder": False,
     "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "use_sliding_window": False,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
@@ -71,38 +68,102 @@ READ_KEYS = frozenset(
         "intermediate_size",
         "layer_types",
         "max_position_embeddings",
+        "max_window_layers",
         "num_attention_heads",
         "num_hidden_layers",
         "num_key_value_heads",
+        "partial_rotary_factor",
+        "quantization_config",
         "rms_norm_eps",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
+        "sliding_window",
         "tie_word_embeddings",
+        "use_sliding_window",
         "vocab_size",
     ]
 )
 MOE_KEYS = frozenset(["moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts"])
+# Of families whose router takes sigmoid scores. Losses of pre-training and the expert parallelism of another program say nothing here.
+SIGMOID_ROUTER_KEYS = frozenset(
+    [
+        "aux_loss_alpha",
+        "ep_size",
+        "first_k_dense_replace",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "routed_scaling_factor",
+        "seq_aux",
+        "topk_group",
+    ]
+)
+SIGMOID_ROUTER_FIXED_KEYS: Mapping[str, Any] = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+# Layers of multi-token prediction behind the last one propose tokens for speculative decoding; the policy is the same without them.
+MTP_KEYS = frozenset(["num_mtp_layers", "num_nextn_predict_layers"])
+# `qk_head_dim` is the sum of two of the others.
+MLA_KEYS = frozenset(
+    [
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "rope_interleave",
+        "v_head_dim",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What sets one architecture apart. `default_head_dim` None means hidden size / heads where config.json gives none."""
+    """What sets one architecture apart. `default_head_dim` None means hidden size / heads where config.json gives none.
+
+    `default_rotary_fraction` is the rotated fraction of a head where config.json gives none; None says that all of it is rotated always.
+    `sliding_window` says that config.json can give layers a window, `mla` that attention is latent. `qkv_bias` and `qk_norm` None mean
+    that `attention_bias` and `use_qk_norm` in config.json say so. `router` is how a mixture of experts scores them, None without experts.
+    """
 
     architecture: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    qkv_bias: bool | None = False
+    qk_norm: bool | None = False
     default_head_dim: int | None = None
-    moe: bool = False
+    router: Literal["softmax", "sigmoid"] | None = None
+    default_rotary_fraction: float | None = None
+    sliding_window: bool = False
+    mla: bool = False
+
+    @property
+    def fixed_keys(self) -> dict[str, Any]:
+        """Keys of config.json of which only one value is supported."""
+        fixed = {key: value for key, value in FIXED_KEYS.items() if key != "attention_bias" or self.qkv_bias is not None}
+        return fixed | (dict(SIGMOID_ROUTER_FIXED_KEYS) if self.router == "sigmoid" else {})
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """Keys of config.json that are accounted for."""
+        known = IGNORED_KEYS | READ_KEYS | self.fixed_keys.keys()
+        if self.qkv_bias is None:
+            known |= {"attention_bias"}
+        if self.qk_norm is None:
+            known |= {"use_qk_norm"}
+        if self.router is not None:
+            known |= MOE_KEYS
+        if self.router == "sigmoid":
+            known |= SIGMOID_ROUTER_KEYS | MTP_KEYS
+        return known | (MLA_KEYS if self.mla else frozenset())
 
 
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family
     for family in (
-        Family("Qwen3ForCausalLM", qk_norm=True, default_head_dim=128),
-        Family("Qwen2ForCausalLM", qkv_bias=True),
+        Family("Qwen3ForCausalLM", qk_norm=True, default_head_dim=128, sliding_window=True),
+        Family("Qwen2ForCausalLM", qkv_bias=True, sliding_window=True),
         Family("LlamaForCausalLM"),
-        Family("Qwen3MoeForCausalLM", qk_norm=True, moe=True),
+        Family("Qwen3MoeForCausalLM", qk_norm=True, router="softmax"),
+        Family("Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, router="sigmoid", default_rotary_fraction=0.5),
+        Family("DeepseekV3ForCausalLM", mla=True, router="sigmoid"),
     )
 }
 
@@ -114,6 +175,8 @@ class Layout(enum.Enum):
     """One tensor, the same on every rank."""
     VOCABULARY = "vocabulary"
     """One tensor, rows padded to the padded vocabulary and split."""
+    ROWS = "rows"
+    """One tensor, split along its first dimension (column-parallel linear)."""
     COLUMNS = "columns"
     """One tensor, split along its last dimension (row-parallel linear)."""
     QKV = "qkv"
@@ -127,7 +190,9 @@ class Rule:
     """One Megatron parameter by its global name and the Hugging Face tensors in it.
 
     `transformer_engine` is its name in the Transformer Engine layer spec where that differs. `exported` is False for a
-    parameter that is a second copy of an exported one (the output layer of a pipelined model with tied embeddings).
+    parameter that is a second copy of an exported one (the output layer of a pipelined model with tied embeddings). `of_expert` marks
+    parameters of single experts: one expert parallel rank has each, and expert tensor parallel ranks split it. `float32` marks what has
+    that dtype whatever the model's.
     """
 
     megatron: str
@@ -135,6 +200,8 @@ class Rule:
     layout: Layout
     transformer_engine: str | None = None
     exported: bool = True
+    of_expert: bool = False
+    float32: bool = False
 
 
 def rules(spec: "ModelSpec") -> Iterator[Rule]:
@@ -142,7 +209,8 @@ def rules(spec: "ModelSpec") -> Iterator[Rule]:
     yield Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Layout.VOCABULARY)
     for layer in range(spec.num_layers):
         yield from _attention_rules(spec, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
-        yield from (_moe_rules if spec.moe else _mlp_rules)(spec, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        dense = spec.moe is None or spec.moe.is_dense(layer)
+        yield from (_mlp_rules if dense else _moe_rules)(spec, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
     yield Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.REPLICATED)
     head = "model.embed_tokens.weight" if spec.tie_embeddings else "lm_head.weight"
     yield Rule("output_layer.weight", (head,), Layout.VOCABULARY, exported=not spec.tie_embeddings)
@@ -150,12 +218,12 @@ def rules(spec: "ModelSpec") -> Iterator[Rule]:
 
 def _attention_rules(spec: "ModelSpec", megatron: str, hugging_face: str) -> Iterator[Rule]:
     attention, projections = f"{megatron}self_attention.", tuple(f"{hugging_face}self_attn.{name}_proj" for name in "qkv")
-    yield Rule(
-        f"{megatron}input_layernorm.weight",
-        (f"{hugging_face}input_layernorm.weight",),
-        Layout.REPLICATED,
-        f"{attention}linear_qkv.layer_norm_weight",
-    )
+    input_norm = (f"{hugging_face}input_layernorm.weight",)
+    if spec.mla is not None:
+        yield Rule(f"{megatron}input_layernorm.weight", input_norm, Layout.REPLICATED)
+        yield from _latent_rules(spec.mla, attention, f"{hugging_face}self_attn.")
+        return
+    yield Rule(f"{megatron}input_layernorm.weight", input_norm, Layout.REPLICATED, f"{attention}linear_qkv.layer_norm_weight")
     yield Rule(f"{attention}linear_qkv.weight", tuple(f"{name}.weight" for name in projections), Layout.QKV)
     if spec.qkv_bias:
         yield Rule(f"{attention}linear_qkv.bias", tuple(f"{name}.bias" for name in projections), Layout.QKV)
@@ -163,6 +231,23 @@ def _attention_rules(spec: "ModelSpec", megatron: str, hugging_face: str) -> Ite
         for name in "qk":
             yield Rule(f"{attention}{name}_layernorm.weight", (f"{hugging_face}self_attn.{name}_norm.weight",), Layout.REPLICATED)
     yield Rule(f"{attention}linear_proj.weight", (f"{hugging_face}self_attn.o_proj.weight",), Layout.COLUMNS)
+
+
+def _latent_rules(mla: "MlaSpec", megatron: str, hugging_face: str) -> Iterator[Rule]:
+    if mla.q_lora_rank is None:
+        yield Rule(f"{megatron}linear_q_proj.weight", (f"{hugging_face}q_proj.weight",), Layout.ROWS)
+    else:
+        yield from _latent_pair(f"{megatron}linear_q_", f"{megatron}q_layernorm", f"{hugging_face}q_", f"{hugging_face}q_a_proj")
+    yield from _latent_pair(f"{megatron}linear_kv_", f"{megatron}kv_layernorm", f"{hugging_face}kv_", f"{hugging_face}kv_a_proj_with_mqa")
+    yield Rule(f"{megatron}linear_proj.weight", (f"{hugging_face}o_proj.weight",), Layout.COLUMNS)
+
+
+def _latent_pair(linear: str, norm: str, hugging_face: str, down: str) -> Iterator[Rule]:
+    """Down projection, norm and up projection of one latent; the norm is fused into the up projection by Transformer Engine."""
+    fused = f"{linear}up_proj.layer_norm_weight"
+    yield Rule(f"{linear}down_proj.weight", (f"{down}.weight",), Layout.REPLICATED)
+    yield Rule(f"{norm}.weight", (f"{hugging_face}a_layernorm.weight",), Layout.REPLICATED, fused)
+    yield Rule(f"{linear}up_proj.weight", (f"{hugging_face}b_proj.weight",), Layout.ROWS)
 
 
 def _mlp_rules(spec: "ModelSpec", megatron: str, hugging_face: str) -> Iterator[Rule]:
@@ -179,8 +264,17 @@ def _moe_rules(spec: "ModelSpec", megatron: str, hugging_face: str) -> Iterator[
     assert spec.moe is not None, "only models with experts have these rules"
     yield Rule(f"{megatron}pre_mlp_layernorm.weight", (f"{hugging_face}post_attention_layernorm.weight",), Layout.REPLICATED)
     yield Rule(f"{megatron}mlp.router.weight", (f"{hugging_face}mlp.gate.weight",), Layout.REPLICATED)
+    if spec.moe.expert_bias:
+        bias = (f"{hugging_face}mlp.gate.e_score_correction_bias",)
+        yield Rule(f"{megatron}mlp.router.expert_bias", bias, Layout.REPLICATED, float32=True)
+    if spec.moe.shared_ffn_hidden_size:
+        yield from _gated_rules(f"{megatron}mlp.shared_experts.", f"{hugging_face}mlp.shared_experts.")
     for expert in range(spec.moe.num_experts):
-        yield from _gated_rules(f"{megatron}mlp.experts.local_experts.{expert}.", f"{hugging_face}mlp.experts.{expert}.")
+        # Transformer Engine has all experts of a rank in one module.
+        grouped = {f"linear_{name}.weight": f"{megatron}mlp.experts.linear_{name}.weight{expert}" for name in ("fc1", "fc2")}
+        own = f"{megatron}mlp.experts.local_experts.{expert}."
+        for rule in _gated_rules(own, f"{hugging_face}mlp.experts.{expert}."):
+            yield replace(rule, transformer_engine=grouped[rule.megatron.removeprefix(own)], of_expert=True)
 
 
 def _gated_rules(megatron: str, hugging_face: str) -> Iterator[Rule]:

@@ -5,11 +5,15 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_rl.models.attention import PackedAttention
+from megatron_rl.models.latent_attention import LatentAttention
+from megatron_rl.models.routing import with_packed_router
 from megatron_rl.models.spec import Attention
 
 
@@ -28,23 +32,56 @@ class RMSNorm(torch.nn.RMSNorm):
 
 def layer_specs(config: TransformerConfig, *, attention: Attention, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers that this pipeline rank builds for one of its virtual stages, and the norm after them."""
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    arguments = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm, "qk_layernorm": config.qk_layernorm}
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    layers = [_layer(config, attention, experts=has_experts(config, layer)) for layer in here]
     if attention == "transformer_engine":
         # Transformer Engine is not importable everywhere, and its names exist only where it is.
         from megatron.core.extensions.transformer_engine import TENorm
 
-        return TransformerBlockSubmodules([get_gpt_layer_with_transformer_engine_spec(**arguments)] * num_layers, layer_norm=TENorm)
-    layer = _torch_layer(get_gpt_layer_local_spec(normalization="RMSNorm", **arguments), qk_norm=config.qk_layernorm)
-    return TransformerBlockSubmodules([layer] * num_layers, layer_norm=RMSNorm)
+        return TransformerBlockSubmodules(layers, layer_norm=TENorm)
+    return TransformerBlockSubmodules(layers, layer_norm=RMSNorm)
 
 
-def _torch_layer(layer: ModuleSpec, *, qk_norm: bool) -> ModuleSpec:
+def has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Whether the layer, counted from 0 over the whole model, is a mixture of experts."""
+    frequency = config.moe_layer_freq
+    if config.num_moe_experts is None:
+        return False
+    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+
+
+def _layer(config: TransformerConfig, attention: Attention, *, experts: bool) -> ModuleSpec:
+    arguments = {
+        "num_experts": config.num_moe_experts if experts else None,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+    }
+    if attention == "transformer_engine":
+        layer = _with_latent_attention(get_gpt_layer_with_transformer_engine_spec(**arguments))
+    else:
+        layer = _torch_layer(get_gpt_layer_local_spec(normalization="RMSNorm", **arguments), config)
+    return with_packed_router(layer)
+
+
+def _torch_layer(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     """Replace attention and norms of a local layer; nothing else differs from upstream's."""
     attention = layer.submodules.self_attention
-    norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if qk_norm else {}
+    names = ("q_layernorm", "kv_layernorm" if config.multi_latent_attention else "k_layernorm")
+    norms = dict.fromkeys(names, RMSNorm) if config.qk_layernorm else {}
     attention = dataclasses.replace(
         attention, submodules=dataclasses.replace(attention.submodules, core_attention=PackedAttention, **norms)
     )
     submodules = dataclasses.replace(layer.submodules, self_attention=attention, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
-    return dataclasses.replace(layer, submodules=submodules)
+    return _with_latent_attention(dataclasses.replace(layer, submodules=submodules))
+
+
+def _with_latent_attention(layer: ModuleSpec) -> ModuleSpec:
+    """Put this project's latent attention in the place of upstream's, where the layer has it."""
+    attention = layer.submodules.self_attention
+    if not issubclass(attention.module, MultiLatentAttention):
+        return layer
+    assert attention.module is MLASelfAttention, f"megatron-core builds latent attention as {attention.module.__name__}"
+    attention = dataclasses.replace(attention, module=LatentAttention)
+    return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, self_attention=attention))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_rl.models.attention_spec import MlaSpec
 from megatron_rl.models.families import Layout, Rule
 from megatron_rl.models.spec import ModelSpec
 
@@ -65,16 +66,44 @@ def join(layout: Layout, shards: Sequence[Tensor]) -> Tensor:
 def hugging_face_shapes(rule: Rule, spec: ModelSpec) -> list[tuple[int, ...]]:
     """Shapes of the Hugging Face tensors of a rule, in its order."""
     hidden, name = spec.hidden_size, rule.megatron
+    if spec.mla is not None and ".self_attention." in name:
+        return [_latent_shape(name.split(".")[-2], spec, spec.mla)]
     if rule.layout is Layout.VOCABULARY:
         return [(spec.vocab_size, hidden)]
     if rule.layout is Layout.QKV:
         rows = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
         return [(row,) if name.endswith(".bias") else (row, hidden) for row in rows]
-    width = spec.moe.ffn_hidden_size if spec.moe else spec.ffn_hidden_size
+    width = _ffn_width(rule, spec)
     if rule.layout is Layout.GATE_UP:
         return [(width, hidden)] * 2
     if rule.layout is Layout.COLUMNS:
-        return [(hidden, spec.num_heads * spec.head_dim if "linear_proj" in name else width)]
+        return [(hidden, spec.num_heads * spec.value_dim if "linear_proj" in name else width)]
     if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
         return [(spec.head_dim,)]
-    return [(spec.moe.num_experts, hidden)] if spec.moe and name.endswith("router.weight") else [(hidden,)]
+    if spec.moe is not None and ".router." in name:
+        return [(spec.moe.num_experts, hidden) if name.endswith("weight") else (spec.moe.num_experts,)]
+    return [(hidden,)]
+
+
+def _ffn_width(rule: Rule, spec: ModelSpec) -> int:
+    if spec.moe is not None and rule.of_expert:
+        return spec.moe.ffn_hidden_size
+    return spec.moe.shared_ffn_hidden_size if spec.moe is not None and ".shared_experts." in rule.megatron else spec.ffn_hidden_size
+
+
+def _latent_shape(module: str, spec: ModelSpec, mla: MlaSpec) -> tuple[int, ...]:
+    hidden, heads = spec.hidden_size, spec.num_heads
+    shapes = {
+        "linear_q_proj": (heads * mla.qk_head_dim, hidden),
+        "linear_kv_down_proj": (mla.kv_lora_rank + mla.qk_rope_head_dim, hidden),
+        "kv_layernorm": (mla.kv_lora_rank,),
+        "linear_kv_up_proj": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
+        "linear_proj": (hidden, heads * mla.v_head_dim),
+    }
+    if mla.q_lora_rank is not None:
+        shapes |= {
+            "linear_q_down_proj": (mla.q_lora_rank, hidden),
+            "q_layernorm": (mla.q_lora_rank,),
+            "linear_q_up_proj": (heads * mla.qk_head_dim, mla.q_lora_rank),
+        }
+    return shapes[module]

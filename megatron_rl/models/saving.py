@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import atomic_directory
+from megatron_rl.models.families import MTP_KEYS
 
 # Everything a model directory holds besides weights. Code files are left behind: nothing here runs code from a checkpoint.
 _COPIED_FILES = (
@@ -43,14 +44,18 @@ def save_hf(
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)
         dtype = _write_shards(directory, tensors.items() if isinstance(tensors, Mapping) else tensors, max_shard_bytes)
-        _state_dtype(directory / "config.json", dtype)
+        _state_what_is_written(directory / "config.json", dtype)
 
 
-def _state_dtype(file: Path, dtype: torch.dtype) -> None:
-    """Let config.json name the dtype that was written: transformers casts to the one it names, so a stale one would round the weights."""
+def _state_what_is_written(file: Path, dtype: torch.dtype) -> None:
+    """Let config.json name the dtype that was written, and no layers of multi-token prediction, which are not.
+
+    transformers casts to the dtype that it finds there, so a stale one would round the weights.
+    """
     config = json.loads(file.read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config else "torch_dtype"
-    file.write_text(json.dumps(config | {key: str(dtype).removeprefix("torch.")}, indent=2) + "\n", encoding="utf-8")
+    config |= {key: str(dtype).removeprefix("torch.")} | {key: 0 for key in MTP_KEYS if config.get(key)}
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> torch.dtype:

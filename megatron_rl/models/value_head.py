@@ -28,7 +28,7 @@ class ValueHead(nn.Module):
 def replace_heads(chunks: Sequence[PolicyModel]) -> None:
     """Give the chunk that ends the model a value head instead of its language model head; `chunks` are not wrapped in DDP yet.
 
-    Such a model answers values [N, 1] where a policy answers logits [N, V / tp].
+    Such a model answers values [N, 1] where a policy answers hidden states [N, H].
     """
     for chunk in chunks:
         # A tied head would also sum gradients of the first and the last pipeline stage.

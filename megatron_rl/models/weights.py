@@ -3,29 +3,31 @@
 One parameter at a time, in the order of the tables on every rank. Nothing family-specific is here.
 """
 
-import json
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel
+from megatron_rl.models.checkpoint_files import Checkpoint
 from megatron_rl.models.families import Layout, Rule, rules
 from megatron_rl.models.layouts import combine, hugging_face_shapes, join, shard, split
 from megatron_rl.models.saving import save_hf
 from megatron_rl.models.spec import ModelSpec
 
-__all__ = ["Checkpoint", "export_hf_weights", "global_parameters", "hf_shapes", "load_hf_weights", "save_hf"]
+__all__ = ["Checkpoint", "expert_biases", "export_hf_weights", "global_parameters", "hf_shapes", "load_hf_weights", "save_hf"]
 
 # Tensors that some checkpoints carry and that are recomputed here.
 _RECOMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# The number of one of a rank's experts in a parameter's name, in a module of its own or in Transformer Engine's module of all.
+_LOCAL_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -41,19 +43,19 @@ def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def load_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, path: Path) -> None:
     """Fill this rank's chunks from the safetensors of the Hugging Face directory `path`, casting to the parameters' dtype.
 
-    Padded vocabulary rows become zero. Raises UserError when there are no safetensors, and for a tensor that is missing, has another
-    shape than config.json says, or is not known.
+    Padded vocabulary rows become zero. Raises UserError when there are no safetensors or quantised ones, and for a tensor that is
+    missing, has another shape than config.json says, or is not known.
     """
     parameters = global_parameters(chunks)
-    tp_rank, tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     with Checkpoint(path) as checkpoint, torch.no_grad():
         _check_names(checkpoint, spec)
         for rule in rules(spec):
             parameter = parameters.pop(_present_name(rule, parameters), None)
             if parameter is None:
                 continue
+            ranks = _TensorRanks.of(rule)
             tensors = [checkpoint.read(name, shape) for name, shape in zip(rule.hugging_face, hugging_face_shapes(rule, spec), strict=True)]
-            local = shard(rule.layout, combine(rule.layout, tensors, spec, tp=tp), tp_rank=tp_rank, tp=tp)
+            local = shard(rule.layout, combine(rule.layout, tensors, spec, tp=ranks.size), tp_rank=ranks.rank, tp=ranks.size)
             assert local.shape == parameter.shape, f"{rule.megatron}: table gives {tuple(local.shape)}, model has {tuple(parameter.shape)}"
             parameter.copy_(local)
     assert not parameters, f"no table row loads {next(iter(parameters))}"
@@ -62,83 +64,92 @@ def load_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, path: Path) 
 def export_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor of the model as (name, whole tensor on this rank's device, in the parameters' dtype).
 
-    Collective over tensor and pipeline parallel ranks: each iterates to the end and gets the same names in the same order. A tensor can
-    be a view of a live parameter: copy what is kept beyond the next optimizer step.
+    Collective over tensor, expert and pipeline parallel ranks: each iterates to the end and gets the same names in the same order. A
+    tensor can be a view of a live parameter: copy what is kept beyond the next optimizer step.
     """
     parameters = global_parameters(chunks)
-    owners = _pipeline_owners(parameters)
+    owners = _Owners(parameters)
     for rule in rules(spec):
         if not rule.exported:
             continue
         parameter = parameters.get(_present_name(rule, parameters))
-        tensors = None if parameter is None else _gathered(rule.layout, parameter.detach(), spec)
-        if owners is not None:
-            tensors = _from_owner(rule, tensors, spec, owners, chunks[0].config.params_dtype)
+        tensors = None if parameter is None else _gathered(rule, parameter.detach(), spec)
+        group, holders = owners.of(rule)
+        if group is not None:
+            dtype = torch.float32 if rule.float32 else chunks[0].config.params_dtype
+            tensors = _from_owner(rule, tensors, spec, owner=holders[_present_name(rule, holders)], group=group, dtype=dtype)
         assert tensors is not None, f"no rank has {rule.megatron}"
         yield from zip(rule.hugging_face, tensors, strict=True)
 
 
-def global_parameters(chunks: Sequence[PolicyModel]) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by their names in the whole model: layers counted from 0 over all pipeline stages."""
-    named = {}
+def global_parameters(chunks: Sequence[PolicyModel]) -> dict[str, Tensor]:
+    """This rank's parameters, and the routers' expert biases, by their names in the whole model.
+
+    Layers are counted from 0 over all pipeline stages, the experts of a layer from 0 over all expert parallel ranks.
+    """
+    named: dict[str, Tensor] = {}
     for chunk in chunks:
+        num_local_experts = (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
+        first_expert = num_local_experts * parallel_state.get_expert_model_parallel_rank()
         offsets = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.decoder.layers)}
-        for name, parameter in chunk.named_parameters():
+        for name, tensor in (*chunk.named_parameters(), *expert_biases(chunk)):
             if name.startswith("decoder.layers."):
                 _, _, index, rest = name.split(".", 3)
-                name = f"decoder.layers.{offsets[int(index)]}.{rest}"
-            named[name] = parameter
+                name = f"decoder.layers.{offsets[int(index)]}.{_with_global_expert(rest, first_expert)}"
+            named[name] = tensor
     return named
 
 
-class Checkpoint:
-    """The safetensors of a directory, one file or sharded with an index, read tensor by tensor. A context manager."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._files = _tensor_files(path)
-        self._stack = ExitStack()
-        self._open: dict[Path, Any] = {}
-
-    def __enter__(self) -> "Checkpoint":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._files)
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor, on the CPU. Raises UserError when its shape is not `shape` or its file is damaged."""
-        file = self._files[name]
-        try:
-            if file not in self._open:
-                self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-            tensor = self._open[file].get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"cannot read {name} from {file}: {error}; download or save the model again") from error
-        if tuple(tensor.shape) != shape:
-            raise UserError(
-                f"tensor {name} in {file} has shape {tuple(tensor.shape)}, config.json needs {shape}; "
-                "use the config.json that belongs to these weights"
-            )
-        return tensor
+def expert_biases(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names in `module` and values [experts] float32 of its routers' biases, which are buffers."""
+    return ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".router.expert_bias"))
 
 
-def _tensor_files(path: Path) -> dict[str, Path]:
-    index = path / "model.safetensors.index.json"
-    try:
-        if index.exists():
-            return {name: path / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
-        single = path / "model.safetensors"
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except FileNotFoundError as error:
-        raise UserError(f"{path} has no model.safetensors; give a Hugging Face directory with safetensors weights") from error
-    except (json.JSONDecodeError, KeyError, AttributeError, OSError, SafetensorError) as error:
-        raise UserError(f"the safetensors in {path} cannot be read ({error}); download or save the model again") from error
+def _with_global_expert(name: str, first_expert: int) -> str:
+    return _LOCAL_EXPERT.sub(lambda match: str(first_expert + int(match[0])), name)
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorRanks:
+    """The tensor parallel ranks, of experts or of everything else, that split a parameter, and this one among them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, rule: Rule) -> "_TensorRanks":
+        of_expert, of_rest = parallel_state.get_expert_tensor_parallel_group, parallel_state.get_tensor_model_parallel_group
+        group = of_expert() if rule.of_expert else of_rest()
+        return cls(group, group.rank(), group.size())
+
+
+class _Owners:
+    """Which global rank has a parameter that not all have: a pipeline stage's, or an expert parallel rank's."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        """Exchange the names in `parameters`. Collective over expert and pipeline parallel ranks."""
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        self._dense: tuple[dist.ProcessGroup | None, Mapping[str, int]] = (None, {})
+        if stages.size() > 1:
+            self._dense = (stages, _holders(list(parameters), stages))
+        self._expert = self._dense
+        if parallel_state.get_expert_model_parallel_world_size() > 1:
+            # The ranks of all stages that have all experts between them, a stage's own pipeline group being a part of it.
+            group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+            self._expert = (group, _holders(list(parameters), group))
+
+    def of(self, rule: Rule) -> tuple[dist.ProcessGroup | None, Mapping[str, int]]:
+        """The group over which the parameter of `rule` is sent, None where every rank has it, and who has which name in that group."""
+        return self._expert if rule.of_expert else self._dense
+
+
+def _holders(held: list[str], group: dist.ProcessGroup) -> dict[str, int]:
+    """The first global rank of `group` that has each name."""
+    ranks = dist.get_process_group_ranks(group)
+    names: list[list[str]] = [[] for _ in ranks]
+    dist.all_gather_object(names, held, group=group)
+    return {name: rank for rank, some in zip(reversed(ranks), reversed(names), strict=True) for name in some}
 
 
 def _check_names(checkpoint: Checkpoint, spec: ModelSpec) -> None:
@@ -149,7 +160,7 @@ def _check_names(checkpoint: Checkpoint, spec: ModelSpec) -> None:
             f"{checkpoint.path} lacks {len(missing)} tensors that its config.json asks for, the first is {missing[0]}; "
             "use the config.json that belongs to these weights"
         )
-    extra = sorted(name for name in present - expected if not name.endswith(_RECOMPUTED_SUFFIXES))
+    extra = sorted(name for name in present - expected if not _is_left_out(name, spec))
     if spec.tie_embeddings and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")
         shape = (spec.vocab_size, spec.hidden_size)
@@ -165,40 +176,40 @@ def _check_names(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         )
 
 
+def _is_left_out(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor that the model does not have may be in its files: recomputed here, or of multi-token prediction.
+
+    The layers of multi-token prediction come behind the last one. They propose tokens for speculative decoding, which only an engine
+    does: the policy's probabilities do not depend on them, so nothing here could train them.
+    """
+    layer = _LAYER.match(name)
+    beyond = layer is not None and spec.num_layers <= int(layer[1]) < spec.num_layers + spec.num_mtp_layers
+    return beyond or name.endswith(_RECOMPUTED_SUFFIXES)
+
+
 def _present_name(rule: Rule, names: Container[str]) -> str:
     if rule.transformer_engine is not None and rule.transformer_engine in names:
         return rule.transformer_engine
     return rule.megatron
 
 
-def _gathered(layout: Layout, local: Tensor, spec: ModelSpec) -> list[Tensor]:
+def _gathered(rule: Rule, local: Tensor, spec: ModelSpec) -> list[Tensor]:
     """The Hugging Face tensors of a parameter of which each tensor parallel rank holds a part."""
-    shards = [local]
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    if tp > 1 and layout is not Layout.REPLICATED:
-        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(tp)]
-        dist.all_gather(shards, local.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    return split(layout, join(layout, shards), spec)
+    shards, ranks = [local], _TensorRanks.of(rule)
+    if ranks.size > 1 and rule.layout is not Layout.REPLICATED:
+        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks.size)]
+        dist.all_gather(shards, local.contiguous(), group=ranks.group)
+    return split(rule.layout, join(rule.layout, shards), spec)
 
 
-def _pipeline_owners(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, int] | None:
-    """Global rank that holds each parameter name within this pipeline group; None without pipeline parallelism."""
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return None
-    group = parallel_state.get_pipeline_model_parallel_group()
-    ranks = dist.get_process_group_ranks(group)
-    names: list[list[str]] = [[] for _ in ranks]
-    dist.all_gather_object(names, list(parameters), group=group)
-    return {name: rank for rank, held in zip(reversed(ranks), reversed(names), strict=True) for name in held}
-
-
-def _from_owner(rule: Rule, tensors: list[Tensor] | None, spec: ModelSpec, owners: Mapping[str, int], dtype: torch.dtype) -> list[Tensor]:
-    """Send the tensors of `rule` from the pipeline stage that has them to the others."""
-    name = _present_name(rule, owners)
+def _from_owner(
+    rule: Rule, tensors: list[Tensor] | None, spec: ModelSpec, *, owner: int, group: dist.ProcessGroup, dtype: torch.dtype
+) -> list[Tensor]:
+    """Send the tensors of `rule` from the global rank `owner` to all of `group`."""
     if tensors is None:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in hugging_face_shapes(rule, spec)]
     tensors = [tensor.contiguous() for tensor in tensors]
     for tensor in tensors:
-        dist.broadcast(tensor, owners[name], group=parallel_state.get_pipeline_model_parallel_group())
+        dist.broadcast(tensor, owner, group=group)
     return tensors

@@ -129,6 +129,16 @@ def test_no_helper_of_megatron_is_compiled(prepared):
         assert "_torchdynamo_orig_callable" not in vars(function)
 
 
+@needs_cpu
+def test_token_counts_of_experts_are_numbers(prepared):
+    from megatron.core.transformer.moe import token_dispatcher
+
+    counts = torch.tensor([3, 0, 2])
+    assert list(token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True, record_stream=False)) == [3, 0, 2]
+    assert token_dispatcher.maybe_move_tensor_to_cpu(counts) is counts
+    assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
+
+
 # Where the behaviour that a shim works around is written. A failure says that upstream changed: the shim may be removed.
 STILL_NEEDED = {
     "torch stand-in": ("megatron.core.optimizer.clip_grads", "device='cuda'"),
@@ -136,6 +146,9 @@ STILL_NEEDED = {
     "tensor type names": ("megatron.core.optimizer.optimizer", "'torch.cuda.FloatTensor'"),
     "tensor.cuda": ("megatron.core.models.common.language_module.language_module", "weight.data.cuda()"),
     "compiled helpers": ("megatron.core.jit", "jit_fuser = torch.compile"),
+    "latent attention": ("megatron.core.transformer.multi_latent_attention", "isinstance(self.linear_proj, TELinear)"),
+    "expert splits": ("megatron.core.transformer.moe.moe_utils", "if torch.is_tensor(tensor) and tensor.is_cuda:"),
+    "uneven collectives": ("megatron.core.tensor_parallel.mappings", "torch.split(output, output_split_sizes"),
     "moe names": ("megatron.core.transformer.moe.moe_utils", "te_general_gemm"),
 }
 

@@ -7,7 +7,9 @@ import torch
 
 from megatron_rl.models.families import Layout, Rule, rules
 from megatron_rl.models.layouts import combine, hugging_face_shapes, join, shard, split
+from megatron_rl.models.moe_spec import MoeSpec
 from megatron_rl.models.spec import ModelSpec, RotarySpec
+from megatron_rl.models.weights import _with_global_expert, hf_shapes
 
 SPEC = ModelSpec(
     architecture="Qwen2ForCausalLM",
@@ -27,14 +29,19 @@ SPEC = ModelSpec(
 )
 
 
-def tensors_of(rule: Rule) -> list[torch.Tensor]:
-    return [torch.randn(shape) for shape in hugging_face_shapes(rule, SPEC)]
+MOE = MoeSpec(3, 2, 8, True, num_dense_layers=1, shared_ffn_hidden_size=12, score_function="sigmoid", expert_bias=True)
+EXPERTS = dataclasses.replace(SPEC, moe=MOE)
 
 
+def tensors_of(rule: Rule, spec: ModelSpec = SPEC) -> list[torch.Tensor]:
+    return [torch.randn(shape) for shape in hugging_face_shapes(rule, spec)]
+
+
+@pytest.mark.parametrize("spec", (SPEC, EXPERTS), ids=("dense", "experts"))
 @pytest.mark.parametrize("tp", (1, 2, 4))
-def test_every_parameter_survives_the_round_trip(tp):
-    for rule in rules(SPEC):
-        tensors = tensors_of(rule)
+def test_every_parameter_survives_the_round_trip(tp, spec):
+    for rule in rules(spec):
+        tensors = tensors_of(rule, spec)
         whole = combine(rule.layout, tensors, SPEC, tp=tp)
         shards = [shard(rule.layout, whole, tp_rank=rank, tp=tp) for rank in range(tp)]
         assert rule.layout is Layout.REPLICATED or sum(part.numel() for part in shards) == whole.numel()
@@ -70,3 +77,30 @@ def test_tied_embeddings_load_twice_and_export_once():
     names = [(rule.megatron, rule.hugging_face, rule.exported) for rule in rules(dataclasses.replace(SPEC, tie_embeddings=True))]
     assert names[0] == ("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), True)
     assert names[-1] == ("output_layer.weight", ("model.embed_tokens.weight",), False)
+
+
+def test_a_dense_layer_comes_before_layers_of_experts():
+    shapes = hf_shapes(EXPERTS)
+    assert shapes["model.layers.0.mlp.down_proj.weight"] == (16, 20)
+    assert "model.layers.0.mlp.gate.weight" not in shapes
+    assert shapes["model.layers.1.mlp.gate.weight"] == (3, 16)
+    assert shapes["model.layers.1.mlp.gate.e_score_correction_bias"] == (3,)
+    assert shapes["model.layers.1.mlp.shared_experts.up_proj.weight"] == (12, 16)
+    assert shapes["model.layers.1.mlp.experts.2.down_proj.weight"] == (16, 8)
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" not in shapes
+
+
+def test_only_single_experts_are_split_like_experts():
+    marked = [rule for rule in rules(EXPERTS) if rule.of_expert]
+    assert len(marked) == 2 * 3
+    assert all(".experts." in rule.megatron for rule in marked)
+    assert marked[-1].megatron == "decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight"
+    assert marked[-1].transformer_engine == "decoder.layers.1.mlp.experts.linear_fc2.weight2"
+    assert [rule.megatron for rule in rules(EXPERTS) if rule.float32] == ["decoder.layers.1.mlp.router.expert_bias"]
+
+
+def test_local_experts_are_counted_over_all_ranks():
+    assert _with_global_expert("mlp.experts.local_experts.1.linear_fc1.weight", 4) == "mlp.experts.local_experts.5.linear_fc1.weight"
+    assert _with_global_expert("mlp.experts.linear_fc2.weight13", 4) == "mlp.experts.linear_fc2.weight17"
+    for name in ("mlp.shared_experts.linear_fc1.weight", "mlp.linear_fc1.weight", "mlp.router.weight"):
+        assert _with_global_expert(name, 4) == name

@@ -13,6 +13,7 @@ from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention import packed_sequences
 from megatron_rl.models.build import build_model, forward_selected
+from megatron_rl.models.language_model_head import TokenQuestion
 from megatron_rl.models.spec import read_model_spec, transformer_config
 from megatron_rl.models.weights import export_hf_weights, hf_shapes, load_hf_weights, save_hf
 
@@ -40,16 +41,33 @@ FAMILIES = {
         "rope_theta": 500.0,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     },
-    "qwen3 moe": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+    "qwen3, yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+    "qwen2, yarn, transformers 5 spelling": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64},
     },
+    "qwen3, sliding window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen2, sliding window by layer types": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 70,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3 moe": {"family": "qwen3_moe"},
+    "qwen3 moe, weights as they are": {"family": "qwen3_moe", "norm_topk_prob": False},
+    "glm 4.5": {"family": "glm4_moe"},
+    "glm 4.5 air, one group, whole rotary": {
+        "family": "glm4_moe",
+        "use_qk_norm": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "partial_rotary_factor": 1.0,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek v3": {"family": "deepseek_v3"},
+    "deepseek v3 without a latent of queries": {"family": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 0},
 }
 
 
@@ -118,11 +136,15 @@ def test_chosen_positions_get_the_same_logits(tiny_model, one_rank):
     _, input_ids, packed = packed_input(spec.vocab_size)
     positions = torch.tensor([0, 5, 5, 124, 30])
     whole = model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed)
-    chosen = forward_selected(model, input_ids, packed.plan.positions[None], packed, positions)
-    torch.testing.assert_close(chosen, whole[0, positions], rtol=0, atol=1e-6)
-    none = forward_selected(model, input_ids, packed.plan.positions[None], packed, positions[:0])
-    assert none.shape == (0, 32)
-    none.sum().backward()
+    hidden = forward_selected(model, input_ids, packed.plan.positions[None], packed, positions)
+    targets = torch.tensor([3, 1, 31, 0, 7])
+    chosen = model.token_statistics(hidden, TokenQuestion(targets, temperature=0.7, vocab_size=spec.vocab_size)).log_prob
+    expected = (whole[0, positions] / 0.7).log_softmax(-1)[torch.arange(5), targets]
+    torch.testing.assert_close(chosen, expected, rtol=0, atol=1e-6)
+    nothing = forward_selected(model, input_ids, packed.plan.positions[None], packed, positions[:0])
+    assert nothing.shape == (0, 64)
+    none = model.token_statistics(nothing, TokenQuestion(targets[:0], temperature=0.7, vocab_size=spec.vocab_size))
+    (none.log_prob.sum() + nothing.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters()), "every parameter needs a gradient, also without a token"
 
 

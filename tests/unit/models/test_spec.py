@@ -82,12 +82,15 @@ def test_scaled_frequencies_equal_transformers(kind):
         ({"architectures": ["MambaForCausalLM"]}, "names architecture MambaForCausalLM, supported are Qwen3ForCausalLM"),
         ({"architectures": None}, "names architecture none"),
         ({"hidden_act": "gelu"}, "sets hidden_act to 'gelu', only 'silu' is supported"),
-        ({"use_sliding_window": True}, "sets use_sliding_window to True"),
+        ({"use_sliding_window": True, "architectures": ["LlamaForCausalLM"]}, "sets use_sliding_window to True, which is not supported"),
         ({"attention_bias": True}, "sets attention_bias to True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of type sliding_attention"),
+        ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "layers of type linear_attention"),
+        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding_attention without use_sliding_window"),
+        ({"layer_types": ["full_attention"] * 3}, "3 layer_types for 4 layers"),
+        ({"partial_rotary_factor": 0.5}, "sets partial_rotary_factor to 0.5, needs 1.0"),
         ({"logit_scale": 0.5}, "has the key logit_scale = 0.5, whose effect on Qwen3ForCausalLM is not known"),
         ({"num_experts": 8}, "has the key num_experts = 8"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn', supported are default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope', supported are default, linear, llama3, yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type linear without factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "mystery": 2}}, "sets mystery = 2 for rope type default"),
         ({"vocab_size": "32"}, "has vocab_size = '32', needs a positive integer"),
@@ -153,8 +156,8 @@ def test_pipeline_combinations_that_are_silently_wrong_are_refused(monkeypatch):
             transformer_config(spec_of(), topology=topology, dtype=torch.float32, overrides=overrides)
 
 
-def test_experts_over_ranks_are_refused():
-    with pytest.raises(UserError, match="ep 2"):
+def test_expert_layouts_of_a_model_without_experts_are_refused():
+    with pytest.raises(UserError, match=r"ep 2 .* but the model has no experts"):
         config_of({}, num_ranks=2, ep=2)
 
 

@@ -8,18 +8,21 @@ Sequences of similar length share a bucket [S, L]; thousands of short ones cost 
 row, where causality hides it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+# Shorter blocks of a windowed layer's queries are not worth a call of their own.
+_SHORTEST_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The queries of one chunk of every sequence of a bucket: `query_length` C of them against the first `key_length` keys.
+    """The next `query_length` queries of every sequence of a bucket, against `key_length` keys from `first_key` on.
 
     `mask` is True where a query sees a key, [S or 1, 1, query_length, key_length]; None is the plain causal triangle.
     """
@@ -27,13 +30,14 @@ class Part:
     query_length: int
     key_length: int
     mask: torch.Tensor | None
+    first_key: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
     """`num_sequences` S sequences of at most `length` L tokens, stored consecutively from `first_query` and `first_key`.
 
-    Queries are laid out [S, parts, C], keys [S, L].
+    Queries are laid out [S, queries of all parts], keys [S, L].
     """
 
     num_sequences: int
@@ -106,6 +110,31 @@ def plan_attention(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0, devi
         buckets=tuple(buckets),
         identity=identity,
     )
+
+
+def with_window(plan: AttentionPlan, window: int) -> AttentionPlan:
+    """The same plan for a layer whose queries see the last `window` tokens of their sequence only, themselves included.
+
+    Its parts are blocks of queries against the keys that one of them sees, so that their cost grows with the length and not its square.
+    """
+    device = plan.positions.device
+    buckets = []
+    for bucket in plan.buckets:
+        parts = [narrow for part in bucket.parts for narrow in _windowed(part, window, device)]
+        buckets.append(replace(bucket, parts=tuple(parts)))
+    return replace(plan, buckets=tuple(buckets))
+
+
+def _windowed(part: Part, window: int, device: torch.device) -> Iterator[Part]:
+    if window >= part.key_length:
+        yield part
+        return
+    # A query sees all keys up to its own position, so their number tells where it is, [S or 1, query_length].
+    positions = torch.arange(part.query_length, device=device)[None] if part.mask is None else part.mask[:, 0].sum(-1) - 1
+    for block in positions.split(max(window, _SHORTEST_BLOCK), dim=1):
+        first, last = max(0, int(block.min()) - window + 1), int(block.max())
+        keys, queries = torch.arange(first, last + 1, device=device), block[:, None, :, None]
+        yield Part(block.shape[1], len(keys), (keys <= queries) & (keys > queries - window), first)
 
 
 def local_positions(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0) -> Ints:
@@ -186,10 +215,10 @@ class _Rows:
         return tuple(Part(chunk_length, (chunk + 1) * chunk_length, self._mask(chunk, device)) for chunk in self.chunks)
 
     def _mask(self, chunk: int, device: torch.device | str) -> torch.Tensor:
-        """Query j of chunk c is at position c C_i + j of row i and sees the keys up to itself; a padded query sees key 0."""
+        """Query j of chunk c is at position c C_i + j of row i and sees the keys up to itself; a padded one sees what the last one does."""
         lengths = np.unique(self.lengths) if len(np.unique(self.lengths)) == 1 else self.lengths
         chunk_length = torch.from_numpy(lengths // self.num_chunks).to(device)[:, None, None, None]
         longest = int(lengths.max()) // self.num_chunks
         query = torch.arange(longest, device=device)[:, None]
-        position = torch.where(query < chunk_length, chunk * chunk_length + query, 0)
+        position = chunk * chunk_length + torch.minimum(query, chunk_length - 1)
         return torch.arange((chunk + 1) * longest, device=device) <= position

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.models import attention
+from megatron_rl.models import attention, attention_plan
 from megatron_rl.models.attention import attend, packed_sequences
-from megatron_rl.models.plan import local_positions, plan_attention
+from megatron_rl.models.attention_plan import local_positions, plan_attention, with_window
 
 CASES = {
     "equal": [10] * 6,
@@ -17,14 +17,17 @@ CASES = {
 }
 
 
-def naive(query, key, value, lengths):
-    """Causal attention of each sequence, grouped heads, float64."""
+def naive(query, key, value, lengths, window=None):
+    """Causal attention of each sequence, grouped heads, float64; a query sees the last `window` tokens, or all before it."""
     outputs = []
     group = query.shape[1] // key.shape[1]
     for q, k, v in zip(*(x.double().split(list(lengths)) for x in (query, key, value)), strict=True):
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), float("-inf"))
+        hidden = torch.ones(len(q), len(q)).triu(1).bool()
+        if window is not None:
+            hidden |= torch.ones(len(q), len(q)).tril(-window).bool()
+        scores = scores.masked_fill(hidden, float("-inf"))
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     return torch.cat(outputs)
 
@@ -42,20 +45,22 @@ def offsets(lengths):
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def random_inputs(num_tokens, heads=4, groups=2, channels=8):
+def random_inputs(num_tokens, heads=4, groups=2, channels=8, value_channels=8):
     generator = torch.Generator().manual_seed(0)
-    shapes = ((num_tokens, heads, channels), (num_tokens, groups, channels), (num_tokens, groups, channels))
+    shapes = ((num_tokens, heads, channels), (num_tokens, groups, channels), (num_tokens, groups, value_channels))
     return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("short_keys", (0, 64))
-def test_output_and_gradients_equal_a_plain_loop(case, short_keys, monkeypatch):
+@pytest.mark.parametrize("window", (None, 1, 6, 75, 140))
+def test_output_and_gradients_equal_a_plain_loop(case, short_keys, window, monkeypatch):
     monkeypatch.setattr(attention, "_SHORT_KEYS", short_keys)
     lengths = CASES[case]
-    inputs = random_inputs(sum(lengths))
-    output = attend(*inputs, plan_attention(offsets(lengths)))
-    expected = naive(*inputs, lengths)
+    inputs = random_inputs(sum(lengths), value_channels=6)
+    plan = plan_attention(offsets(lengths))
+    output = attend(*inputs, plan if window is None else with_window(plan, window))
+    expected = naive(*inputs, lengths, window)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
     got = torch.autograd.grad((output * direction).sum(), inputs)
@@ -66,9 +71,11 @@ def test_output_and_gradients_equal_a_plain_loop(case, short_keys, monkeypatch):
 
 @pytest.mark.parametrize("cp", (2, 4))
 @pytest.mark.parametrize("short_keys", (0, 64))
-def test_context_parallel_ranks_together_equal_a_plain_loop(cp, short_keys, monkeypatch):
+@pytest.mark.parametrize("window", (None, 1, 7, 40))
+def test_context_parallel_ranks_together_equal_a_plain_loop(cp, short_keys, window, monkeypatch):
     monkeypatch.setattr(attention, "_SHORT_KEYS", short_keys)
-    lengths = [2 * cp * n for n in (1, 3, 5, 1, 12, 13, 2)]
+    monkeypatch.setattr(attention_plan, "_SHORTEST_BLOCK", 5)
+    lengths = [2 * cp * n for n in (1, 3, 5, 1, 12, 13, 2, 30)]
     inputs = random_inputs(sum(lengths))
     shards = [torch.from_numpy(zigzag(lengths, cp, rank)) for rank in range(cp)]
     query, key, value = inputs
@@ -76,8 +83,9 @@ def test_context_parallel_ranks_together_equal_a_plain_loop(cp, short_keys, monk
     whole = torch.zeros(sum(lengths), 4, 8)
     for rank, tokens in enumerate(shards):
         plan = plan_attention(offsets(lengths), cp_size=cp, cp_rank=rank)
+        plan = plan if window is None else with_window(plan, window)
         whole = whole.index_copy(0, tokens, attend(query[tokens], key[gathered], value[gathered], plan))
-    expected = naive(*inputs, lengths)
+    expected = naive(*inputs, lengths, window)
     torch.testing.assert_close(whole.double(), expected, rtol=0, atol=1e-5)
     direction = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1))
     got = torch.autograd.grad((whole * direction).sum(), inputs)
@@ -131,3 +139,21 @@ def test_values_of_another_sequence_do_not_matter():
     changed = (attend(query, key, value, plan) != before).flatten(1).any(1)
     assert changed[:7].all()
     assert not changed[7:].any()
+
+
+def test_windows_are_made_once_and_a_window_that_hides_nothing_costs_nothing():
+    packed = packed_sequences(offsets([5, 9, 20]))
+    assert packed.windowed(4) is packed.windowed(4)
+    assert packed.windowed(4) is packed.at(torch.tensor([0])).windowed(4), "views of the same sequences share it"
+    assert all(part.mask is None for bucket in packed.windowed(20).buckets for part in bucket.parts)
+    assert any(part.mask is not None for bucket in packed.windowed(19).buckets for part in bucket.parts)
+
+
+@pytest.mark.parametrize(("cp", "rank"), ((1, 0), (4, 0), (4, 3)))
+def test_the_cost_of_a_window_grows_with_the_length(cp, rank):
+    def scores(length):
+        plan = with_window(plan_attention(offsets([length] * 3), cp_size=cp, cp_rank=rank), 100)
+        return sum(part.query_length * part.key_length for bucket in plan.buckets for part in bucket.parts)
+
+    assert scores(32768) < 2.1 * scores(16384)
+    assert scores(16384) * cp < 3 * 100 * 16384, "a query is held against two or three windows of keys"

@@ -1,0 +1,78 @@
+"""Weights that training leaves as they are, chosen by patterns over Hugging Face tensor names."""
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_rl.errors import UserError
+from megatron_rl.models.build import PolicyModel
+from megatron_rl.models.families import Rule, rules
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.weights import global_parameters, hf_shapes
+
+
+def frozen_rules(spec: ModelSpec, patterns: Sequence[str]) -> list[Rule]:
+    """The parameters that `patterns` (of fnmatch, over Hugging Face names) freeze.
+
+    Raises UserError for a pattern that matches no tensor, for patterns that match only some of the tensors that one Megatron parameter
+    is made of, and when nothing is left to train.
+    """
+    for pattern in patterns:
+        _check_matches(spec, pattern)
+    every = list(rules(spec))
+    found = [rule for rule in every if _frozen_names(rule, patterns)]
+    for rule in found:
+        frozen = _frozen_names(rule, patterns)
+        if len(frozen) < len(rule.hugging_face):
+            others = [name for name in rule.hugging_face if name not in frozen]
+            raise UserError(
+                f"training.frozen {list(patterns)} freezes {', '.join(frozen)} but not {', '.join(others)}, which are one parameter in "
+                "Megatron and train or stay together; freeze all of them or none"
+            )
+    if len(found) == len(every):
+        raise UserError(f"training.frozen {list(patterns)} freezes every weight, so there is nothing to train; leave some out")
+    return found
+
+
+def _check_matches(spec: ModelSpec, pattern: str) -> None:
+    names = list(hf_shapes(spec))
+    if not any(fnmatchcase(name, pattern) for name in names):
+        closest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+        raise UserError(f"training.frozen has the pattern {pattern!r}, which matches no tensor of the model; the closest name is {closest}")
+
+
+def _frozen_names(rule: Rule, patterns: Sequence[str]) -> list[str]:
+    return [name for name in rule.hugging_face if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def freeze(chunks: Sequence[PolicyModel], spec: ModelSpec, patterns: Sequence[str]) -> None:
+    """Let the weights that `patterns` match take no gradient. Raises UserError as `frozen_rules`.
+
+    `chunks` are not wrapped in DDP yet and still have the heads of a language model.
+    """
+    parameters = global_parameters(chunks)
+    bias_rate = chunks[0].config.moe_router_bias_update_rate
+    for rule in frozen_rules(spec, patterns):
+        if rule.megatron.endswith(".router.expert_bias") and bias_rate:
+            raise UserError(
+                f"training.frozen {list(patterns)} freezes {rule.hugging_face[0]}, but model.megatron.moe_router_bias_update_rate "
+                f"{bias_rate} moves it; set the rate to 0, or leave the bias out"
+            )
+        for name in (rule.megatron, rule.transformer_engine):
+            if name in parameters:
+                parameters[name].requires_grad_(False)
+    for chunk in chunks:
+        recomputes = chunk.config.recompute_granularity is not None and any(parameter.requires_grad for parameter in chunk.parameters())
+        if recomputes and chunk.pre_process and not chunk.embedding.word_embeddings.weight.requires_grad:
+            chunk.embedding.register_forward_hook(_start_graph)
+
+
+def _start_graph(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    """Let embeddings [T, 1, H] that nobody trains take a gradient.
+
+    Recomputed layers train their weights only if their input takes one: megatron's checkpoint would leave them without, silently.
+    """
+    return output.requires_grad_() if module.training else output

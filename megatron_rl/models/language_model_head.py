@@ -1,0 +1,82 @@
+"""The policy's end of a model: a distribution over tokens, told by a few numbers of each position and not by its logits.
+
+Legend: N positions, H hidden channels, V padded vocabulary, tp tensor parallel size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region
+from torch import Tensor
+
+from megatron_rl.algorithms.head_statistics import head_statistics
+from megatron_rl.algorithms.log_prob import TokenStatistics
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenQuestion:
+    """What is asked about next tokens: `targets` [N] are their ids, among the first `vocab_size` of the vocabulary."""
+
+    targets: Tensor
+    temperature: float
+    vocab_size: int
+    with_entropy: bool = True
+
+
+class LanguageModelHead(ColumnParallelLinear):
+    """megatron-core's output layer, which answers logits when called as usual, and token statistics when given a question.
+
+    The statistics are made of whole sequences' hidden states, the same on every tensor parallel rank.
+    """
+
+    @classmethod
+    def in_place_of(cls, layer: ColumnParallelLinear) -> "LanguageModelHead":
+        """A head with the weight of `layer`, not a copy; None where it is tied to the embeddings of the same model chunk."""
+        head = cls(
+            layer.input_size,
+            layer.output_size,
+            config=layer.config,
+            init_method=layer.config.init_method,
+            bias=False,
+            skip_bias_add=layer.skip_bias_add,
+            gather_output=layer.gather_output,
+            skip_weight_param_allocation=True,
+            tp_group=layer.tp_group,
+        )
+        head.weight = layer.weight
+        # Choosing positions needs the gathered sequence, so the head must not gather again; it sums its input's gradient over ranks.
+        head.sequence_parallel = False
+        return head
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        question: TokenQuestion | None = None,
+    ) -> Any:
+        """Logits [N, 1, V / tp] of `input_` [N, 1, H] and a bias of None; or the TokenStatistics [N] of `input_` [N, H].
+
+        `weight` [V / tp, H] is for a tied head. Collective over the tensor parallel ranks.
+        """
+        if question is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        return self._answer(input_, self.weight if weight is None else weight, question)
+
+    def _answer(self, hidden: Tensor, weight: Tensor, question: TokenQuestion) -> TokenStatistics:
+        group = self.tp_group if self.tp_group.size() > 1 else None
+        if group is not None:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        return head_statistics(
+            hidden,
+            weight,
+            question.targets,
+            temperature=question.temperature,
+            vocab_size=question.vocab_size,
+            vocab_start=self.tp_group.rank() * len(weight),
+            group=group,
+            with_entropy=question.with_entropy,
+            # megatron's mark of a parameter whose gradients it sums; a weight that is not trained or not wrapped has none.
+            gradient_buffer=vars(weight).get("main_grad"),
+        )

@@ -1,0 +1,177 @@
+"""What `config.json` says about experts, megatron-core's fields for it, and the layouts that can hold them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_rl.errors import UserError
+from megatron_rl.models.config_json import positive_int
+
+if TYPE_CHECKING:
+    from megatron_rl.config.settings import TopologySettings
+
+ScoreFunction = Literal["softmax", "sigmoid"]
+# Of how many experts transformers sums the scores to compare groups. megatron-core sums experts per token / groups per token.
+_EXPERTS_THAT_RANK_A_GROUP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Mixture of experts: how many experts, how many each token takes, their width, and how the router weighs them.
+
+    The first `num_dense_layers` layers have a plain MLP. `shared_ffn_hidden_size` is the width of all shared experts together, 0 without.
+    `score_function` makes scores of the router's logits, and the taken ones are normalised to sum to 1 where `normalize_top_k`, then
+    multiplied by `routed_scaling_factor`. With `expert_bias` experts are chosen by score + bias, and weighed by the score. A token's
+    experts come from `groups_per_token` of `num_groups` groups of experts; None where nothing restricts them.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    ffn_hidden_size: int
+    normalize_top_k: bool
+    num_dense_layers: int = 0
+    shared_ffn_hidden_size: int = 0
+    score_function: ScoreFunction = "softmax"
+    expert_bias: bool = False
+    num_groups: int | None = None
+    groups_per_token: int | None = None
+    routed_scaling_factor: float = 1.0
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether the layer, counted from 0 over the whole model, has a plain MLP."""
+        return layer < self.num_dense_layers
+
+
+def parse_moe(config: Mapping[str, Any], origin: str, *, num_layers: int, score_function: ScoreFunction) -> MoeSpec | None:
+    """The experts of a config.json, whose family scores them by `score_function`; None where all layers are dense.
+
+    Sigmoid scores come with a bias, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, 2.1.2). Raises UserError, naming `origin`, for
+    sizes that are missing, that contradict each other, or that megatron-core's router computes in another way.
+    """
+    sigmoid = score_function == "sigmoid"
+    num_dense_layers = _count(config, "first_k_dense_replace", origin) if sigmoid else 0
+    if num_dense_layers >= num_layers:
+        return None
+    spellings = ("n_routed_experts", "num_experts", "num_local_experts")
+    count = next((key for key in spellings if config.get(key) is not None), "n_routed_experts" if sigmoid else "num_experts")
+    width = positive_int(config, "moe_intermediate_size", origin)
+    moe = MoeSpec(
+        num_experts=positive_int(config, count, origin),
+        num_experts_per_token=positive_int(config, "num_experts_per_tok", origin),
+        ffn_hidden_size=width,
+        normalize_top_k=bool(config.get("norm_topk_prob", sigmoid)),
+        num_dense_layers=num_dense_layers,
+        shared_ffn_hidden_size=width * _count(config, "n_shared_experts", origin) if sigmoid else 0,
+        score_function=score_function,
+        expert_bias=sigmoid,
+        **_groups(config, origin),
+        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+    )
+    _check_router(moe, origin)
+    return moe
+
+
+def _count(config: Mapping[str, Any], key: str, origin: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UserError(f"{origin} has {key} = {value!r}, needs an integer >= 0; correct the file")
+    return value
+
+
+def _groups(config: Mapping[str, Any], origin: str) -> dict[str, int]:
+    """The two fields about groups, or none where every group may be taken."""
+    num_groups = positive_int(config, "n_group", origin, default=1)
+    per_token = positive_int(config, "topk_group", origin, default=1)
+    if per_token > num_groups:
+        raise UserError(f"{origin} takes experts from {per_token} of {num_groups} groups (topk_group, n_group); correct the file")
+    return {} if per_token == num_groups else {"num_groups": num_groups, "groups_per_token": per_token}
+
+
+def _check_router(moe: MoeSpec, origin: str) -> None:
+    taken = moe.num_experts_per_token
+    if taken > moe.num_experts:
+        raise UserError(f"{origin} takes {taken} of {moe.num_experts} experts for each token; correct the file")
+    if moe.score_function == "sigmoid" and moe.normalize_top_k != (taken > 1):
+        raise UserError(
+            f"{origin} has norm_topk_prob {moe.normalize_top_k} with {taken} experts per token, but megatron-core normalises sigmoid "
+            "scores of more than one expert always, and of one never; use another model"
+        )
+    if moe.num_groups is None or moe.groups_per_token is None:
+        return
+    if moe.num_experts % moe.num_groups:
+        raise UserError(f"{origin} has {moe.num_experts} experts in {moe.num_groups} groups, needs a multiple; correct the file")
+    ranked_by = taken // moe.groups_per_token
+    if ranked_by != _EXPERTS_THAT_RANK_A_GROUP:
+        raise UserError(
+            f"{origin} takes {taken} experts from {moe.groups_per_token} groups, so megatron-core would compare groups by their best "
+            f"{ranked_by}, the model compares them by their best {_EXPERTS_THAT_RANK_A_GROUP}; use another model"
+        )
+
+
+def moe_fields(moe: MoeSpec, *, num_layers: int) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig that these experts fix."""
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_layer_freq": [0 if moe.is_dense(layer) else 1 for layer in range(num_layers)],
+        "moe_router_topk": moe.num_experts_per_token,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": False,
+        "moe_router_score_function": moe.score_function,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_num_groups": moe.num_groups,
+        "moe_router_group_topk": moe.groups_per_token,
+        "moe_router_topk_scaling_factor": None if moe.routed_scaling_factor == 1.0 else moe.routed_scaling_factor,
+        "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.normalize_top_k,
+        "moe_router_force_load_balancing": False,
+        "moe_apply_probs_on_input": False,
+        "moe_latent_size": None,
+    }
+
+
+def default_moe_fields(*, grouped: bool) -> dict[str, Any]:
+    """What an override can change; `grouped` computes all experts of a rank in one call, which Transformer Engine has."""
+    return {
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": grouped,
+        # Sums of many products decide which expert is taken: in bfloat16 near ties would fall either way.
+        "moe_router_dtype": "fp32",
+        # Pre-training moves the bias until all experts are used alike. A prompt set of RL is narrow: the bias would push its tokens away
+        # from the experts that know them, and change the policy behind the objective's back.
+        "moe_router_bias_update_rate": 0.0,
+    }
+
+
+def check_expert_layout(moe: MoeSpec | None, topology: "TopologySettings") -> None:
+    """Raise UserError, with the arithmetic, when the ranks of `topology` cannot share the experts; `moe` None is a model without."""
+    etp = topology.tp if topology.etp is None else topology.etp
+    if moe is None:
+        if topology.ep > 1 or topology.etp is not None:
+            raise UserError(f"training.topology has ep {topology.ep} and etp {topology.etp}, but the model has no experts; unset both")
+        return
+    if moe.num_experts % topology.ep:
+        fitting = [size for size in range(1, moe.num_experts + 1) if moe.num_experts % size == 0]
+        raise UserError(
+            f"training.topology.ep is {topology.ep}, but {moe.num_experts} experts / {topology.ep} ranks is not a whole number; "
+            f"choose ep among {fitting}"
+        )
+    if etp != topology.tp and topology.ep == 1:
+        raise UserError(
+            f"training.topology.etp is {etp} with tp {topology.tp} and ep 1, but megatron-core sums the gradients of experts over their "
+            "own data-parallel ranks only under expert parallelism; unset etp, or set ep to 2 or more"
+        )
+    if moe.ffn_hidden_size % etp:
+        raise UserError(
+            f"training.topology.etp is {etp}, but the {moe.ffn_hidden_size} columns of an expert / {etp} ranks is not a whole number; "
+            "set training.topology.etp to a divisor, 1 keeps experts whole"
+        )
+    if moe.shared_ffn_hidden_size % topology.tp:
+        raise UserError(
+            f"training.topology.tp is {topology.tp}, but the {moe.shared_ffn_hidden_size} columns of the shared experts / {topology.tp} "
+            "ranks is not a whole number; choose another tp"
+        )
+    if topology.tp > 1 and not topology.sequence_parallel:
+        raise UserError(
+            f"training.topology.tp is {topology.tp} without sequence parallelism, but experts get their tokens sharded over the tensor "
+            "parallel ranks; set training.topology.sequence_parallel to true"
+        )

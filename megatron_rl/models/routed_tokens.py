@@ -1,0 +1,170 @@
+"""What the routers of a mixture of experts are told of a micro-batch, and what they leave behind for the optimizer step.
+
+Legend: T tokens of a micro-batch that this rank holds, n of them that one router call sees (T / tp under sequence parallelism), S its
+sequences, B sequences and N tokens of the optimizer step, L mixture layers, E experts, K experts of each token.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+_CHANGED, _REPLAYED, _Z_LOSS, _BALANCE_LOSS = -4, -3, -2, -1
+_NUM_EXTRA = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedTokens:
+    """The tokens of a micro-batch as routers see them.
+
+    `sequence_index` [T] in [0, S), -1 on padding. `sequence_lengths` [S] tokens of each whole sequence, over all context-parallel
+    ranks, without padding. `counted` [S] True for sequences with a trainable token: only these have a share in auxiliary losses.
+    `experts` [T, L, K], in host memory, are those that an engine chose; None without a record. `recorded` [T] says where they are known.
+    """
+
+    sequence_index: Tensor
+    sequence_lengths: Tensor
+    counted: Tensor
+    experts: Tensor | None = None
+    recorded: Tensor | None = None
+
+    def part(self, rank: int, num_tokens: int) -> "RoutedTokens":
+        """The `num_tokens` n tokens that sequence parallelism gives to tensor-parallel `rank`; all of them when there are no more."""
+        if num_tokens == len(self.sequence_index):
+            return self
+        own = slice(rank * num_tokens, (rank + 1) * num_tokens)
+        return RoutedTokens(
+            sequence_index=self.sequence_index[own],
+            sequence_lengths=self.sequence_lengths,
+            counted=self.counted,
+            experts=None if self.experts is None else self.experts[own],
+            recorded=None if self.recorded is None else self.recorded[own],
+        )
+
+    @property
+    def real(self) -> Tensor:
+        """True where a token is no padding, [T]."""
+        return self.sequence_index >= 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AuxiliaryLosses:
+    """Coefficients of the routers' own losses and the step's denominators.
+
+    The loss of a layer is `balance_coef` times the mean over the step's `num_sequences` B sequences of the sequence-wise balance loss,
+    plus `z_coef` times the mean over their `num_tokens` N tokens, prompts included, of the squared log-sum-exp of the router's logits.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    balance_coef: float = 0.0
+    z_coef: float = 0.0
+
+
+class RouterStep:
+    """What the routers of this rank count in one optimizer step, and the auxiliary losses that they add to its gradient.
+
+    A router reports its call when that call is part of the training forward with gradients. Under activation recompute this is the
+    second run of a layer, so every token is counted once.
+    """
+
+    def __init__(self, losses: AuxiliaryLosses, *, num_layers: int, num_experts: int, device: torch.device) -> None:
+        self.losses = losses
+        self._table = torch.zeros(num_layers, num_experts + _NUM_EXTRA, dtype=torch.float64, device=device)
+
+    def count(self, layer: int, *, load: Tensor, replayed: Tensor, changed: Tensor) -> None:
+        """Add tokens for each expert [E], and tokens whose experts were replayed, and differed from the router's own choice, in `layer`."""
+        self._table[layer, :-_NUM_EXTRA] += load
+        self._table[layer, _REPLAYED] += replayed
+        self._table[layer, _CHANGED] += changed
+
+    def attach(self, probabilities: Tensor, *, layer: int, balance: Tensor | None, z_loss: Tensor | None) -> Tensor:
+        """`probabilities` [n, E] themselves, whose backward also runs that of this rank's shares of the layer's losses, scalars or None."""
+        for column, coef, share in ((_BALANCE_LOSS, self.losses.balance_coef, balance), (_Z_LOSS, self.losses.z_coef, z_loss)):
+            if share is not None:
+                self._table[layer, column] += share.detach()
+                probabilities = _AlsoDescend.apply(probabilities, coef * share)
+        return probabilities
+
+    def reduce(self) -> "RouterReport":
+        """The step's numbers over all ranks. Collective over all of them."""
+        table = self._table.clone()
+        if distributed.is_initialized():
+            distributed.all_reduce(table)
+        table = table.cpu()
+        return RouterReport(
+            load=table[:, :-_NUM_EXTRA],
+            replayed=float(table[:, _REPLAYED].sum()),
+            changed=float(table[:, _CHANGED].sum()),
+            balance_loss=float(table[:, _BALANCE_LOSS].mean()),
+            z_loss=float(table[:, _Z_LOSS].mean()),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterReport:
+    """What the routers of all ranks did in one optimizer step.
+
+    `load` [L, E] tokens given to each expert. `replayed` and `changed` count (token, layer) pairs. The losses are means over layers,
+    without their coefficients.
+    """
+
+    load: Tensor
+    replayed: float
+    changed: float
+    balance_loss: float
+    z_loss: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """What one pass over a micro-batch tells its routers: the tokens, whether recorded experts are used, and what the step counts."""
+
+    tokens: RoutedTokens
+    replay: bool = False
+    step: RouterStep | None = None
+
+
+class _AlsoDescend(torch.autograd.Function):
+    """A tensor of any shape unchanged, whose backward adds the gradient of a scalar loss.
+
+    megatron-core's own does the same with a scale in global state, for its fp16, which this trainer does not have.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ones_like(loss)
+
+
+def balance_loss(scores: Tensor, tokens: RoutedTokens, *, top_k: int, num_sequences: int, group: distributed.ProcessGroup | None) -> Tensor:
+    """This rank's share of the sequence-wise balance loss, averaged over the step's `num_sequences` B sequences (DeepSeek-V3, eq. 17-20).
+
+    `scores` [n, E] of the experts sum to 1 for each token. With f_i the fraction of a sequence's tokens that have expert i among their
+    `top_k`, times E / K, and P_i its mean score, the loss of the sequence is the sum of f_i P_i. The fractions carry no gradient and
+    are counted over `group`, whose ranks hold the other tokens of these sequences.
+    """
+    num_experts = scores.shape[-1]
+    real = tokens.real.unsqueeze(-1)
+    rows = tokens.sequence_index.clamp(min=0)
+    with torch.no_grad():
+        chosen = torch.zeros_like(scores).scatter_(1, scores.topk(top_k, dim=-1).indices, 1.0) * real
+        counts = scores.new_zeros(len(tokens.sequence_lengths), num_experts).index_add_(0, rows, chosen)
+        if group is not None and group.size() > 1:
+            distributed.all_reduce(counts, group=group)
+        lengths = tokens.sequence_lengths.to(scores.dtype).unsqueeze(-1)
+        fractions = counts * (num_experts / top_k) / lengths
+        weights = fractions * tokens.counted.unsqueeze(-1) / lengths / num_sequences
+    return (torch.where(real, scores, 0.0) * weights[rows]).sum()
+
+
+def z_loss(logits: Tensor, tokens: RoutedTokens, *, num_tokens: int) -> Tensor:
+    """This rank's share of the mean over the step's `num_tokens` N tokens of squared log-sum-exp of `logits` [n, E] (ST-MoE, eq. 5)."""
+    counted = tokens.real & tokens.counted[tokens.sequence_index.clamp(min=0)]
+    return torch.where(counted, logits.logsumexp(-1).square(), 0.0).sum() / num_tokens

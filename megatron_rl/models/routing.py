@@ -1,0 +1,182 @@
+"""The router of a mixture of experts in this trainer: counts, auxiliary losses and replayed experts, exact under every layout.
+
+Upstream's auxiliary losses are means over a micro-batch of a rank, so that they depend on which sequences share one; its replay keeps
+the experts of one micro-batch in global state. Here the router gets everything with the call: the packed sequences of the micro-batch.
+
+Legend: n tokens of one call, E experts, K experts of each token.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_rl.models.attention import PackedSequences
+from megatron_rl.models.routed_tokens import RoutedTokens, RouterStep, Routing, balance_loss, z_loss
+from megatron_rl.models.router_config import num_mixture_layers
+
+
+class PackedRouter(TopKRouter):
+    """Chooses experts for packed sequences. The layer sets `routing_call` for the time of a call; None is a call that nobody looks at."""
+
+    routing_call: Routing | None = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights [n, E], zero for experts that are not taken, and what is taken [n, E], from `logits` [n, 1, E]."""
+        logits = logits.view(-1, self.config.num_moe_experts)
+        call = self.routing_call
+        if call is None:
+            return self._choose(logits, None)
+        tokens = call.tokens.part(self.tp_group.rank(), len(logits))
+        assert len(tokens.sequence_index) == len(logits), f"{len(logits)} tokens came to a router that was told of {len(tokens.real)}"
+        record = _Record(tokens, self._layer) if call.replay and tokens.experts is not None else None
+        probabilities, taken = self._choose(logits, record)
+        if call.step is None or not torch.is_grad_enabled():
+            return probabilities, taken
+        self._count(call.step, tokens, taken, record)
+        return self._attach_losses(call.step, tokens, logits, probabilities), taken
+
+    @property
+    def _layer(self) -> int:
+        """Number of this router among the mixture layers of the whole model."""
+        return num_mixture_layers(self.config, before=int(self.layer_number) - 1)
+
+    def _choose(self, logits: Tensor, record: "_Record | None") -> tuple[Tensor, Tensor]:
+        config = self.config
+        probabilities, taken = topk_routing_with_score_function(
+            logits,
+            self.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            # The fused kernel would ignore the record.
+            fused=config.moe_router_fusion and record is None,
+            router_replay=record,
+        )
+        return probabilities, taken
+
+    def _count(self, step: RouterStep, tokens: RoutedTokens, taken: Tensor, record: "_Record | None") -> None:
+        with torch.no_grad():
+            load = (taken & tokens.real.unsqueeze(-1)).sum(0)
+            if self.enable_expert_bias:
+                self.local_tokens_per_expert += load
+            nothing = load.new_zeros(())
+            replayed, changed = (nothing, nothing) if record is None else (record.used.sum(), record.changed.sum())
+            step.count(self._layer, load=load, replayed=replayed, changed=changed)
+
+    def _attach_losses(self, step: RouterStep, tokens: RoutedTokens, logits: Tensor, probabilities: Tensor) -> Tensor:
+        losses, balance, squares = step.losses, None, None
+        if losses.balance_coef:
+            # Without sequence parallelism the tensor-parallel ranks hold the same tokens.
+            group = self.tp_cp_group if self.config.sequence_parallel else self.cp_group
+            scores = _normalised_scores(logits, self.score_function)
+            balance = balance_loss(scores, tokens, top_k=self.topk, num_sequences=losses.num_sequences, group=group)
+        if losses.z_coef:
+            squares = z_loss(logits.float(), tokens, num_tokens=losses.num_tokens)
+        return step.attach(probabilities, layer=self._layer, balance=balance, z_loss=squares)
+
+
+def _normalised_scores(logits: Tensor, score_function: str) -> Tensor:
+    """Affinities of the tokens to the experts, which sum to 1, [n, E] in float32."""
+    if score_function == "softmax":
+        return torch.softmax(logits, dim=-1, dtype=torch.float32)
+    scores = torch.sigmoid(logits.float())
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+class _Record:
+    """Recorded experts for one call of one layer, in the form in which megatron-core asks for them instead of taking its own.
+
+    Where the record names the experts that the router takes anyway, its own order is kept, so that such a replay changes no bit.
+    """
+
+    def __init__(self, tokens: RoutedTokens, layer: int) -> None:
+        assert tokens.experts is not None and tokens.recorded is not None, "a record has both"
+        self._experts = tokens.experts[:, layer]
+        self.used = tokens.recorded
+        self.changed = torch.zeros_like(tokens.recorded)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Scores [n, K] and numbers [n, K] of the recorded experts where there is a record, else of the router's own choice."""
+        _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        experts = self._experts.to(device=own.device, dtype=own.dtype, non_blocking=True)
+        self.changed = self.used & (experts.sort(-1).values != own.sort(-1).values).any(-1)
+        chosen = torch.where(self.changed.unsqueeze(-1), experts, own)
+        return scores.gather(1, chosen), chosen
+
+
+class RoutedLayer(TransformerLayer):
+    """A transformer layer that tells its router which tokens it routes.
+
+    The layer is what activation recompute runs again, with the packed sequences of then: a router that remembered the last micro-batch
+    would take those of another.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recompute_experts = self.is_moe_layer and self.mlp.moe_layer_recompute
+        if self._recompute_experts:
+            # Recomputed here, with the norm, because upstream's checkpoint would run the router again without its layer.
+            self.mlp.moe_layer_recompute = self.recompute_pre_mlp_layernorm = False
+
+    @contextmanager
+    def _routing(self, routing: Routing | None) -> Iterator[None]:
+        if not self.is_moe_layer:
+            yield
+            return
+        before, self.mlp.router.routing_call = self.mlp.router.routing_call, routing
+        try:
+            yield
+        finally:
+            self.mlp.router.routing_call = before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream's, while the router knows of the micro-batch."""
+        packed = kwargs.get("packed_seq_params")
+        with self._routing(packed.routing if isinstance(packed, PackedSequences) else None):
+            return super().forward(*args, **kwargs)
+
+    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self._recompute_experts or not torch.is_grad_enabled():
+            return super()._forward_mlp(hidden_states, *args, **kwargs)
+        routing = self.mlp.router.routing_call
+
+        def run(hidden_states: Tensor) -> Any:
+            with self._routing(routing):
+                return TransformerLayer._forward_mlp(self, hidden_states, *args, **kwargs)
+
+        return tensor_parallel.checkpoint(run, False, hidden_states)
+
+
+def with_packed_router(layer: ModuleSpec) -> ModuleSpec:
+    """The layer `layer` with this project's router, when it is one with experts."""
+    mlp = layer.submodules.mlp
+    # megatron-core 0.18 made the experts' description a function with arguments bound.
+    described = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords.get("submodules")
+    if not isinstance(described, MoESubmodules):
+        return layer
+    described = dataclasses.replace(described, router=PackedRouter)
+    if isinstance(mlp, ModuleSpec):
+        mlp = dataclasses.replace(mlp, submodules=described)
+    else:
+        mlp = type(mlp)(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": described})
+    return dataclasses.replace(layer, module=RoutedLayer, submodules=dataclasses.replace(layer.submodules, mlp=mlp))

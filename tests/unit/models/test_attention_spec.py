@@ -1,0 +1,104 @@
+"""Latent attention and sliding windows read from config.json, and megatron-core's fields for them."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+from megatron_rl.config.settings import TopologySettings
+from megatron_rl.errors import UserError
+from megatron_rl.models.attention_spec import MlaSpec, attention_fields, parse_mla, parse_sliding_window
+from megatron_rl.models.spec import parse_model_spec, transformer_config
+
+LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 96,
+}
+
+
+def window(config, *, num_layers=4, supported=True):
+    return parse_sliding_window(config, "config.json", num_layers=num_layers, supported=supported)
+
+
+def test_latent_attention_of_deepseek_v3():
+    mla = parse_mla(LATENT, "config.json")
+    assert mla == MlaSpec(1536, 512, 128, 64, 128)
+    assert mla.qk_head_dim == 192
+    assert parse_mla(LATENT | {"q_lora_rank": None}, "config.json").q_lora_rank is None
+    with pytest.raises(UserError, match=r"config\.json has kv_lora_rank = None, needs a positive integer"):
+        parse_mla({}, "config.json")
+
+
+def test_layers_with_a_window_equal_transformers():
+    cases = ({"max_window_layers": 2}, {"max_window_layers": 0}, {"max_window_layers": 4}, {})
+    cases += ({"layer_types": ["sliding_attention", "full_attention"] * 2, "max_window_layers": 1},)
+    for case in cases:
+        config = {"use_sliding_window": True, "sliding_window": 128, "num_hidden_layers": 4, **case}
+        expected = [index for index, kind in enumerate(transformers.Qwen2Config(**config).layer_types) if kind == "sliding_attention"]
+        assert window(config) == ((128, tuple(expected)) if expected else (None, ())), case
+
+
+def test_windows_that_are_off_and_windows_that_cannot_be():
+    assert window({"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 0}) == (None, ())
+    assert window({"layer_types": ["full_attention"] * 4}) == (None, ())
+    with pytest.raises(UserError, match="layers of type chunked_attention, supported are"):
+        window({"layer_types": ["chunked_attention"] * 4})
+    with pytest.raises(UserError, match="3 layer_types for 4 layers"):
+        window({"layer_types": ["full_attention"] * 3})
+    with pytest.raises(UserError, match="sliding_attention without use_sliding_window"):
+        window({"layer_types": ["sliding_attention"] * 4})
+    with pytest.raises(UserError, match="not supported in this family"):
+        window({"use_sliding_window": True}, supported=False)
+    with pytest.raises(UserError, match="sliding_window = 0, needs a positive integer"):
+        window({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0})
+
+
+def test_windows_for_transformer_engine():
+    spec = parse_model_spec(QWEN3 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, origin="config.json")
+    fields = attention_fields(spec, attention="transformer_engine", cp=1)
+    assert (fields["window_size"], fields["window_attn_skip_freq"]) == ((7, 0), [0, 0, 0, 1])
+    assert attention_fields(spec, attention="torch", cp=2)["window_size"] is None
+    with pytest.raises(UserError, match=r"cp is 2, which Transformer Engine does not compute .* set model\.attention=torch"):
+        attention_fields(spec, attention="transformer_engine", cp=2)
+
+
+def test_yarn_for_transformer_engine_is_in_the_softmax():
+    spec = parse_model_spec(QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, origin="config.json")
+    fields = attention_fields(spec, attention="transformer_engine", cp=1)
+    assert spec.rotary.attention_factor == pytest.approx(1.1386294)
+    assert fields["softmax_scale"] == pytest.approx(1.1386294**2 / 4)
+    assert attention_fields(spec, attention="torch", cp=1)["softmax_scale"] is None
+    with pytest.raises(UserError, match="YaRN on a part of the channels"):
+        attention_fields(dataclasses.replace(spec, rotary_fraction=0.5), attention="transformer_engine", cp=1)
+
+
+def test_latent_fields_reach_megatron():
+    config = {
+        **QWEN3,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "first_k_dense_replace": 4,
+        **LATENT,
+        "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0},
+    }
+    spec = parse_model_spec(config, origin="config.json")
+    assert (spec.head_dim, spec.num_kv_heads, spec.rotary_dim, spec.value_dim, spec.rotary.interleaved) == (192, 4, 64, 128, True)
+    built = transformer_config(spec, topology=TopologySettings(), dtype=torch.float32, overrides={})
+    assert (built.q_lora_rank, built.kv_lora_rank, built.qk_head_dim, built.qk_pos_emb_head_dim, built.v_head_dim) == (
+        1536,
+        512,
+        128,
+        64,
+        128,
+    )
+    assert (built.multi_latent_attention, built.qk_layernorm, built.rotary_scaling_factor, built.mscale_all_dim) == (True, True, 40.0, 1.0)
+    with pytest.raises(UserError, match=r"kv_lora_rank is 8, but the checkpoint needs 512"):
+        transformer_config(spec, topology=TopologySettings(), dtype=torch.float32, overrides={"kv_lora_rank": 8})
+    with pytest.raises(UserError, match=r"apply_rope_fusion is True, but the checkpoint needs False"):
+        transformer_config(spec, topology=TopologySettings(), dtype=torch.float32, overrides={"apply_rope_fusion": True})

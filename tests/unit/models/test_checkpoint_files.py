@@ -1,0 +1,81 @@
+"""Weights in every form in which they come: experts one by one or fused, layers that are left out, quantised ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.config.settings import TopologySettings
+from megatron_rl.errors import UserError
+from megatron_rl.models.build import build_model
+from megatron_rl.models.checkpoint_files import Checkpoint
+from megatron_rl.models.saving import save_hf
+from megatron_rl.models.spec import read_model_spec, transformer_config
+from megatron_rl.models.weights import export_hf_weights, load_hf_weights
+
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+
+
+def change_config(path: Path, **changes: object) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def load(path: Path):
+    spec = read_model_spec(path)
+    config = transformer_config(spec, topology=TopologySettings(), dtype=torch.float32, overrides={})
+    chunks = build_model(spec, config, attention="torch")
+    load_hf_weights(chunks, spec, path)
+    return chunks, spec
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("one_by_one", (True, False), ids=["one by one", "fused"])
+def test_both_forms_in_which_transformers_writes_experts_are_read(tiny_model, tmp_path, family, one_by_one):
+    path = tiny_model(family=family)
+    original = load_file(path / "model.safetensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved", save_original_format=one_by_one)
+    fused = any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "saved" / "model.safetensors"))
+    assert fused is not one_by_one
+    with Checkpoint(tmp_path / "saved") as checkpoint:
+        assert checkpoint.names() - {"lm_head.weight"} == original.keys() - {"lm_head.weight"}
+        for name, tensor in original.items():
+            assert torch.equal(checkpoint.read(name, tuple(tensor.shape)), tensor), name
+
+
+def test_a_fused_tensor_of_another_shape_is_refused(tiny_model):
+    path = tiny_model(family="qwen3_moe")
+    tensors = {name: tensor for name, tensor in load_file(path / "model.safetensors").items() if "layers.0.mlp.experts" not in name}
+    tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(4, 94, 64)
+    save_file(tensors, path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    with Checkpoint(path) as checkpoint, pytest.raises(UserError, match=rf"{name} .* has shape \(47, 64\), config.json needs \(48, 64\)"):
+        checkpoint.read(name, (48, 64))
+
+
+def test_multi_token_prediction_is_left_out_and_nothing_else(tiny_model, tmp_path, one_rank):
+    path = tiny_model(family="glm4_moe")
+    tensors = load_file(path / "model.safetensors")
+    extra = {"model.layers.2.eh_proj.weight": torch.zeros(64, 128), "model.layers.2.mlp.experts.0.up_proj.weight": torch.zeros(32, 64)}
+    save_file(tensors | extra, path / "model.safetensors")
+    chunks, spec = load(path)
+    exported = dict(export_hf_weights(chunks, spec))
+    assert exported.keys() == tensors.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in tensors.items())
+    save_hf(tmp_path / "saved", exported, source=path)
+    assert read_model_spec(tmp_path / "saved").num_mtp_layers == 0, "the saved directory must not promise layers that it lacks"
+    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}, path / "model.safetensors")
+    with pytest.raises(UserError, match=r"has 1 tensors that Glm4MoeForCausalLM does not, the first is model\.layers\.3\.eh_proj"):
+        load(path)
+
+
+def test_quantised_weights_are_refused(tiny_model):
+    path = tiny_model(family="deepseek_v3")
+    change_config(path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert read_model_spec(path).moe is not None, "a plan needs no weights"
+    with pytest.raises(UserError, match=r"are quantised .*method fp8.*convert them to bfloat16 first"):
+        Checkpoint(path)

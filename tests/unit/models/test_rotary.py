@@ -1,0 +1,93 @@
+"""Rotary embeddings against transformers: frequencies of every kind, what config.json says, and the rotation itself."""
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave, yarn_apply_mscale
+from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
+
+from megatron_rl.errors import UserError
+from megatron_rl.models.rotary import RotarySpec, parse_rotary, parse_rotary_fraction, rotate
+
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 512}
+YARNS = {
+    "plain": YARN,
+    "without original length": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0},
+    "deepseek": YARN | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "two different factors": YARN | {"mscale": 0.707, "mscale_all_dim": 1.3},
+    "one factor alone": YARN | {"mscale": 0.707},
+    "attention factor": YARN | {"attention_factor": 1.25, "mscale": 0.5, "mscale_all_dim": 2.0},
+    "other turns, not truncated": YARN | {"beta_fast": 20.5, "beta_slow": 2.5, "truncate": False},
+    "ramp of no width": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+}
+
+
+def parse(config, **arguments):
+    return parse_rotary(config, "config.json", max_position_embeddings=4096, interleaved=False, **arguments)
+
+
+@pytest.mark.parametrize("case", YARNS)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_yarn_equals_transformers(case, head_dim):
+    config = transformers.Qwen3Config(head_dim=head_dim, max_position_embeddings=4096, rope_parameters=dict(YARNS[case]))
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    spec = parse({"rope_parameters": YARNS[case]})
+    torch.testing.assert_close(spec.inverse_frequencies(head_dim), expected, rtol=1e-6, atol=0)
+    assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    assert spec.softmax_factor() == pytest.approx(yarn_apply_mscale(dict(YARNS[case]), 1.0), rel=1e-12)
+
+
+def test_both_spellings_of_yarn_agree():
+    scaling = {"factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 1}
+    old = parse({"rope_theta": 1e4, "rope_scaling": {"type": "yarn", **scaling}})
+    assert old == parse({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", **scaling}})
+    assert (old.factor, old.original_max_position_embeddings, old.attention_factor, old.mscale_all_dim) == (40.0, 4096, 1.0, 1.0)
+
+
+def test_only_yarn_changes_the_softmax():
+    assert RotarySpec(1e4, "linear", factor=8.0).softmax_factor() == 1.0
+    assert RotarySpec(1e4, "llama3", factor=8.0).softmax_factor() == 1.0
+
+
+def test_partial_rotary():
+    assert parse_rotary_fraction({}, "config.json", default=None) == 1.0
+    assert parse_rotary_fraction({}, "config.json", default=0.5) == 0.5
+    assert parse_rotary_fraction({"partial_rotary_factor": 0.25}, "config.json", default=0.5) == 0.25
+    assert parse_rotary_fraction({"rope_parameters": {"partial_rotary_factor": 0.75}}, "config.json", default=0.5) == 0.75
+    with pytest.raises(UserError, match=r"partial_rotary_factor to 0\.5, needs 1\.0, because this family rotates all"):
+        parse_rotary_fraction({"partial_rotary_factor": 0.5}, "config.json", default=None)
+    with pytest.raises(UserError, match=r"partial_rotary_factor to 1\.5, needs a number above 0 and up to 1"):
+        parse_rotary_fraction({"partial_rotary_factor": 1.5}, "config.json", default=0.5)
+
+
+def angles(num_tokens, dim):
+    angle = torch.arange(num_tokens)[:, None].double() * RotarySpec(100.0).inverse_frequencies(dim).double()
+    return angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize("dim", (4, 12))
+def test_rotation_equals_transformers(dim):
+    query, key = torch.randn(2, 7, 3, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cosine, sine = angles(7, dim)
+    whole = [torch.cat((part, part), dim=-1)[None] for part in (cosine, sine)]
+    expected = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], *whole)
+    for x, want in zip((query, key), expected, strict=True):
+        torch.testing.assert_close(rotate(x, cosine[:, None], sine[:, None]), want[0].transpose(0, 1))
+
+
+def test_interleaved_rotation_equals_transformers():
+    query, key = torch.randn(2, 7, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cosine, sine = angles(7, 8)
+    whole = [torch.cat((part, part), dim=-1)[None] for part in (cosine, sine)]
+    expected = apply_rotary_pos_emb_interleave(query.transpose(0, 1)[None], key.transpose(0, 1)[None], *whole)
+    for x, want in zip((query, key), expected, strict=True):
+        torch.testing.assert_close(rotate(x, cosine[:, None], sine[:, None], interleaved=True), want[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("interleaved", (False, True))
+@pytest.mark.parametrize("dim", (4, 8))
+def test_gradient_of_a_rotation(interleaved, dim):
+    x = torch.randn(3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    cosine, sine = (part[:, None] * 1.3 for part in angles(3, dim))
+    assert torch.autograd.gradcheck(lambda x: rotate(x, cosine, sine, interleaved=interleaved), (x,))
