@@ -5,6 +5,7 @@ Per-token arrays are aligned with the token they score: `log_probs[t] = log p(to
 """
 
 import enum
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Experts = NDArray[np.uint8] | NDArray[np.uint16]
+"""Numbers of experts [tokens, L mixture layers, K experts of a token], in the smallest type that the producer could choose."""
 
 
 def _freeze(owner: object, name: str, dtype: type[np.generic]) -> None:
@@ -41,6 +44,43 @@ def _freeze_table(owner: object, name: str, *, num_rows: int, num_columns: int) 
 
 def _no_components() -> Doubles:
     return np.empty((0, 0))
+
+
+def _nothing_routed() -> Bools:
+    return np.empty(0, np.bool_)
+
+
+def _read_only(array: Experts) -> Experts:
+    """`array`, which nobody else holds, so that it need not be copied when it is put into a record."""
+    array.setflags(write=False)
+    return array
+
+
+def _freeze_experts(owner: object, name: str) -> None:
+    """Replace the field `name` by a read-only array [tokens, L, K] of experts; it is not copied when nobody else can write to it."""
+    array = np.asarray(getattr(owner, name))
+    what = f"{type(owner).__name__}.{name}"
+    if array.dtype not in (np.uint8, np.uint16) or array.ndim != 3 or 0 in array.shape[1:]:
+        raise ValueError(f"{what} has type {array.dtype}, shape {array.shape}, needs uint8 or uint16 [tokens, layers, experts of a token]")
+    if array.flags.writeable:
+        array = array.copy()
+        array.setflags(write=False)
+    object.__setattr__(owner, name, array)
+
+
+def _check_distinct(owner: object, experts: Experts) -> None:
+    """Raise ValueError where `experts` [tokens, L, K] name one expert twice."""
+    _, num_layers, top_k = experts.shape
+    # Pairs of whole columns, so that nothing has to be sorted.
+    columns = np.ascontiguousarray(experts.reshape(-1, top_k).T)
+    for column, other in itertools.combinations(range(top_k), 2):
+        twice = columns[column] == columns[other]
+        if twice.any():
+            token, layer = divmod(int(twice.argmax()), num_layers)
+            raise ValueError(
+                f"{type(owner).__name__}.routed_experts names expert {experts[token, layer, other]} twice for token {token} in mixture "
+                f"layer {layer}, needs {top_k} different ones"
+            )
 
 
 def _check_lengths(owner: object, names: tuple[str, ...], length: int) -> None:
@@ -113,6 +153,10 @@ class Sample:
     Arrays have length R: `response_ids`; `loss_mask`, True where the policy chose the token and trains on it;
     `rollout_log_probs`, nats, of the sampling distribution; `weight_versions`, the weights that made each token
     (-1 for tokens no engine made).
+
+    `routed_experts` [N, L, K], from an engine that was asked for them, are the experts of the first N tokens of prompt and response
+    in each of the model's L mixture layers. The engine never routes the last token that it makes, so N is at most P + R - 1 for one
+    turn. None means that nothing is known.
     """
 
     group_id: str
@@ -126,6 +170,7 @@ class Sample:
     response_text: str = ""
     reward: Reward | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    routed_experts: Experts | None = None
 
     def __post_init__(self) -> None:
         _freeze(self, "response_ids", np.int64)
@@ -135,6 +180,15 @@ class Sample:
         _check_lengths(self, ("loss_mask", "rollout_log_probs", "weight_versions"), len(self.response_ids))
         if not np.isfinite(self.rollout_log_probs[self.loss_mask]).all():
             raise ValueError(f"Sample {self.index} of group {self.group_id} has a non-finite log-prob on a trainable token")
+        if self.routed_experts is not None:
+            _freeze_experts(self, "routed_experts")
+            _check_distinct(self, self.routed_experts)
+            num_tokens = len(self.prompt.token_ids) + len(self.response_ids)
+            if len(self.routed_experts) > num_tokens:
+                raise ValueError(
+                    f"Sample {self.index} of group {self.group_id} has experts of {len(self.routed_experts)} tokens, needs at most "
+                    f"{num_tokens}, those of its prompt and response"
+                )
 
     @property
     def truncated(self) -> bool:
@@ -163,7 +217,8 @@ class TrainBatch:
     `cu_seqlens` [B + 1] are the offsets of the sequences in the token arrays of length T. `loss_mask` [T] is False on
     prompts. `rollout_log_probs` [T] nats and `weight_versions` [T] hold 0 and -1 where no engine made the token.
     `rewards` [B], `group_ids` [B] (equal for samples of one prompt), `truncated` [B]. `reward_components` [B, K] are the parts of
-    composite rewards, named by `component_names` [K]; NaN where a sample's reward lacks the part.
+    composite rewards, named by `component_names` [K]; NaN where a sample's reward lacks the part. `routed_experts` [T, L, K] are the
+    experts of each token in each mixture layer as engines chose them, known where `routed` [T] is True; None without any record.
     """
 
     tokens: Ints
@@ -177,11 +232,13 @@ class TrainBatch:
     truncated: Bools
     component_names: tuple[str, ...] = ()
     reward_components: Doubles = field(default_factory=_no_components)
+    routed_experts: Experts | None = None
+    routed: Bools = field(default_factory=_nothing_routed)
 
     def __post_init__(self) -> None:
         for name in ("tokens", "cu_seqlens", "prompt_lengths", "weight_versions", "group_ids"):
             _freeze(self, name, np.int64)
-        for name in ("loss_mask", "truncated"):
+        for name in ("loss_mask", "truncated", "routed"):
             _freeze(self, name, np.bool_)
         _freeze(self, "rollout_log_probs", np.float32)
         _freeze(self, "rewards", np.float64)
@@ -190,6 +247,9 @@ class TrainBatch:
         _check_lengths(self, ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"), int(self.cu_seqlens[-1]))
         _check_lengths(self, ("prompt_lengths", "rewards", "group_ids", "truncated"), self.num_sequences)
         _freeze_table(self, "reward_components", num_rows=self.num_sequences, num_columns=len(self.component_names))
+        if self.routed_experts is not None:
+            _freeze_experts(self, "routed_experts")
+            _check_lengths(self, ("routed_experts", "routed"), int(self.cu_seqlens[-1]))
 
     @property
     def num_sequences(self) -> int:
@@ -222,6 +282,8 @@ class TrainBatch:
             truncated=self.truncated[rows],
             component_names=self.component_names,
             reward_components=self.reward_components[rows],
+            routed_experts=None if self.routed_experts is None else _read_only(self.routed_experts[positions]),
+            routed=self.routed if self.routed_experts is None else self.routed[positions],
         )
 
 
@@ -229,11 +291,13 @@ class TrainBatch:
 class StepTotals:
     """The denominators of one optimizer step, counted once over all ranks and micro-batches.
 
-    `num_tokens` trainable tokens N; `num_sequences` sequences with at least one trainable token, B.
+    `num_tokens` trainable tokens N; `num_sequences` sequences with at least one trainable token, B; `num_sequence_tokens` all tokens
+    of these sequences, prompts included.
     """
 
     num_tokens: int
     num_sequences: int
+    num_sequence_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

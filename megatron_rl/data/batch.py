@@ -3,6 +3,7 @@
 T tokens of all sequences, B sequences.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rl.errors import UserError
-from megatron_rl.types import Group, Ints, RewardOutcome, Sample, TrainBatch
+from megatron_rl.types import Experts, Group, Ints, RewardOutcome, Sample, TrainBatch
 
 
 def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
@@ -20,6 +21,8 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
 
     Samples whose reward ended in an error or a timeout are left out: they have no score, not a score of zero. Raises ValueError
     for a sample that was never given to a reward function and UserError when no sample was scored.
+
+    Experts that engines recorded come along; tokens without a record are marked.
     """
     kept = [(position, sample) for position, group in enumerate(groups) for sample in group.samples if _scored(sample)]
     if not kept:
@@ -47,13 +50,43 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
         truncated=np.array([sample.truncated for sample in samples]),
         component_names=names,
         reward_components=np.array([[parts.get(name, np.nan) for name in names] for parts in components]),
+        **_routing([sample.routed_experts for sample in samples], lengths=prompt_lengths + response_lengths),
     )
+
+
+def with_records(batch: TrainBatch, records: Sequence[Experts | None]) -> TrainBatch:
+    """The batch with the experts [N, L, K] of the first N tokens of each of its sequences [B]; as it is where nothing is known.
+
+    Raises ValueError when records are of different models.
+    """
+    return dataclasses.replace(batch, **_routing(records, lengths=batch.lengths))
 
 
 def _scored(sample: Sample) -> bool:
     if sample.reward is None:
         raise ValueError(f"sample {sample.index} of group {sample.group_id!r} was never given to a reward function")
     return sample.reward.outcome is RewardOutcome.SCORED
+
+
+def _routing(records: Sequence[Experts | None], *, lengths: Ints) -> dict[str, Any]:
+    """The fields `routed_experts` [T, L, K] and `routed` [T] of a batch of sequences of `lengths` [B]; none where no sequence has a record.
+
+    Raises ValueError when records are of different models.
+    """
+    known = [record for record in records if record is not None]
+    if not known:
+        return {}
+    shapes = {record.shape[1:] for record in known}
+    if len(shapes) > 1:
+        raise ValueError(f"samples have experts of shapes [layers, experts of a token] {sorted(shapes)}, one batch needs the same for all")
+    experts = np.zeros((int(lengths.sum()), *known[0].shape[1:]), np.result_type(*known))
+    routed = np.zeros(len(experts), np.bool_)
+    for record, start in zip(records, np.cumsum(lengths) - lengths, strict=True):
+        if record is not None:
+            experts[start : start + len(record)] = record
+            routed[start : start + len(record)] = True
+    experts.setflags(write=False)
+    return {"routed_experts": experts, "routed": routed}
 
 
 def _with_prompts(responses: Sequence[NDArray[Any]], prompt_lengths: Ints, *, fill: float) -> NDArray[Any]:

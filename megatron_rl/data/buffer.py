@@ -23,6 +23,8 @@ While a run is live anyone may read the file, for example with the `sqlite3` she
               min_version, max_version   of the weights that made its tokens; NULL when no engine made any
               response_ids, weight_versions (arrays of <i4), rollout_log_probs (<f4), loss_mask (u1); NULL after `prune`
               metadata           JSON
+              routed_experts     experts of its first tokens, [tokens, layers, experts of a token]; NULL without a record or after
+              routed_format      `prune`. routed_format is the type and the last two sizes, such as "<u1 48 8"
 
     select consumed_step, avg(reward), avg(num_tokens) from samples join groups on id = group_id where outcome = 'scored' group by 1;
     numpy.frombuffer(response_ids, "<i4")
@@ -56,6 +58,8 @@ _FIXES = {
     "unable to open database file": "give yourself write permission or choose another run.directory",
     "database is locked": "end the other program's transaction on this file",
 }
+
+_FRONT = "SELECT position, state FROM groups WHERE state IN ('pending', 'in_flight', 'done') ORDER BY position LIMIT ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +116,16 @@ class Buffer:
                     )
             return new
 
-    def take_pending(self, limit: int) -> list[Prompt]:
-        """Put up to `limit` pending groups in flight, oldest first, and return their prompts; none when `limit` is not positive."""
-        chosen = "state = 'pending' ORDER BY position LIMIT ?"
+    def take_pending(self, limit: int, *, among: int | None = None) -> list[Prompt]:
+        """Put up to `limit` pending groups in flight, oldest first, and return their prompts; none when `limit` is not positive.
+
+        With `among` only of the first so many groups that are not consumed.
+        """
+        chosen = f"state = 'pending' AND position IN (SELECT position FROM ({_FRONT})) ORDER BY position LIMIT ?"
+        # SQLite takes a negative limit for none at all.
+        limits = (-1 if among is None else max(among, 0), max(limit, 0))
         with self._transaction() as connection:
-            found = connection.execute(f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE {chosen}", (max(limit, 0),)).fetchall()
+            found = connection.execute(f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE {chosen}", limits).fetchall()
             prompts = [rows.read_prompt(row) for row in found]
             self._move([prompt.id for prompt in prompts], "in_flight")
         return prompts
@@ -167,6 +176,25 @@ class Buffer:
             self._move(list(prompts), "consumed", step=step)
         return [Group(id=group_id, prompt=prompt, samples=tuple(samples[group_id])) for group_id, prompt in prompts.items()]
 
+    def num_done(self, *, among: int) -> int:
+        """Done groups among the first `among`, in the order of their prompts, that are not consumed."""
+        with self._database_errors():
+            (count,) = self._connection.execute(f"SELECT count(*) FROM ({_FRONT}) WHERE state = 'done'", (among,)).fetchone()
+        return int(count)
+
+    def renew(self, limit: int, *, oldest_version: int) -> int:
+        """Drop the samples of groups, among the first `limit` done ones, that have a token of weights older than `oldest_version`.
+
+        Those groups become pending again, to be generated anew; returns how many there were.
+        """
+        front = "SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?"
+        stale = f"SELECT group_id FROM samples WHERE min_version < ? AND group_id IN ({front})"
+        with self._transaction() as connection:
+            found = [group_id for (group_id,) in connection.execute(f"{stale} GROUP BY group_id", (oldest_version, max(limit, 0)))]
+            connection.executemany("DELETE FROM samples WHERE group_id = ?", [(group_id,) for group_id in found])
+            self._move(found, "pending")
+        return len(found)
+
     def counts(self) -> BufferCounts:
         """How many groups are in each state."""
         with self._database_errors():
@@ -206,8 +234,8 @@ class Buffer:
         """Drop the token arrays of groups consumed before `before_step`, to which no kept checkpoint goes back; the rest stays."""
         with self._transaction() as connection:
             connection.execute(
-                "UPDATE samples SET response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL "
-                "WHERE response_ids IS NOT NULL AND group_id IN (SELECT id FROM groups WHERE consumed_step < ?)",
+                "UPDATE samples SET response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL, "
+                "routed_experts = NULL WHERE response_ids IS NOT NULL AND group_id IN (SELECT id FROM groups WHERE consumed_step < ?)",
                 (before_step,),
             )
 
@@ -233,7 +261,7 @@ class Buffer:
         self.close()
 
     def _open(self) -> None:
-        """Make the tables in a new file, or check that the file is a buffer of this version."""
+        """Make the tables in a new file, bring those of an older version up to this one, or check that the file is a buffer."""
         # Where a file system cannot do WAL, SQLite stays with its rollback journal: as safe, slower.
         self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
         self._connection.execute("PRAGMA synchronous = NORMAL")
@@ -243,6 +271,9 @@ class Buffer:
             self._connection.executescript(f"BEGIN IMMEDIATE; {rows.SCHEMA} COMMIT;")
         elif application != rows.APPLICATION_ID:
             raise UserError(f"{self._path} is the database of another program; choose another run.directory")
+        elif version in rows.UPGRADES:
+            steps = "".join(rows.UPGRADES[old] for old in sorted(rows.UPGRADES) if old >= version)
+            self._connection.executescript(f"BEGIN IMMEDIATE; {steps} COMMIT;")
         elif version != rows.SCHEMA_VERSION:
             raise UserError(
                 f"{self._path} has schema version {version}, this release reads {rows.SCHEMA_VERSION}: choose another run.directory "

@@ -171,7 +171,12 @@ def make_shards(
     trainable = batch.trainable_tokens
     plans: list[list[StepPlan]] = [[] for _ in range(dp)]
     for rows in _step_rows(batch.num_sequences, optimizer_steps=optimizer_steps, seed=seed):
-        totals = StepTotals(num_tokens=int(trainable[rows].sum()), num_sequences=int((trainable[rows] > 0).sum()))
+        counted = trainable[rows] > 0
+        totals = StepTotals(
+            num_tokens=int(trainable[rows].sum()),
+            num_sequences=int(counted.sum()),
+            num_sequence_tokens=int(batch.lengths[rows][counted].sum()),
+        )
         packed = pack(lengths[rows], num_ranks=dp, max_tokens=max_tokens_per_micro_batch, attention_length=attention_length)
         for rank, micro_batches in enumerate(packed):
             plans[rank].append(StepPlan(micro_batches=tuple(rows[part] for part in micro_batches), totals=totals))

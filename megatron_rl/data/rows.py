@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rl.errors import UserError
-from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
+from megatron_rl.types import Experts, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 APPLICATION_ID = 0x4D52_4C42
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -47,17 +47,29 @@ CREATE TABLE samples (
     rollout_log_probs BLOB,
     weight_versions BLOB,
     metadata TEXT NOT NULL,
+    routed_format TEXT CHECK (routed_experts IS NULL OR routed_format IS NOT NULL),
+    routed_experts BLOB,
     PRIMARY KEY (group_id, sample_index)
 );
 """
+
+UPGRADES = {
+    1: """
+ALTER TABLE samples ADD COLUMN routed_format TEXT;
+ALTER TABLE samples ADD COLUMN routed_experts BLOB;
+PRAGMA user_version = 2;
+""",
+}
+"""What makes the next version of the schema out of a version; rows stay as they are."""
 
 INSERT_GROUP = "INSERT INTO groups (id, state, prompt_text, label, prompt_ids, metadata, updated_at) VALUES (?, 'pending', ?, ?, ?, ?, ?)"
 GROUP_COLUMNS = "id, prompt_text, label, prompt_ids, metadata"
 SAMPLE_COLUMNS = (
     "group_id, sample_index, outcome, reward, reward_message, reward_components, stop_reason, response_text, num_tokens, "
-    "num_trainable_tokens, min_version, max_version, response_ids, loss_mask, rollout_log_probs, weight_versions, metadata"
+    "num_trainable_tokens, min_version, max_version, response_ids, loss_mask, rollout_log_probs, weight_versions, metadata, routed_format, "
+    "routed_experts"
 )
-INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', '.join('?' * 17)})"
+INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', '.join('?' * 19)})"
 
 
 def prompt_row(prompt: Prompt) -> tuple[Any, ...]:
@@ -95,12 +107,13 @@ def sample_row(sample: Sample) -> tuple[Any, ...]:
         sample.rollout_log_probs.astype("<f4").tobytes(),
         _int32_bytes(sample.weight_versions, owner),
         _json(sample.metadata, owner),
+        *_experts_columns(sample.routed_experts),
     )
 
 
 def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
     """The sample of a row of SAMPLE_COLUMNS, equal to the one that was written down to the last bit."""
-    group_id, index, outcome, value, message, components, stop_reason, text, *_, ids, mask, log_probs, versions, metadata = row
+    group_id, index, outcome, value, message, components, stop_reason, text, *_, ids, mask, log_probs, versions, metadata = row[:17]
     reward = None
     if outcome is not None:
         reward = Reward(outcome=RewardOutcome(outcome), value=value, message=message, components=json.loads(components))
@@ -116,7 +129,23 @@ def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
         response_text=text,
         reward=reward,
         metadata=json.loads(metadata),
+        routed_experts=_read_experts(*row[17:]),
     )
+
+
+def _experts_columns(experts: Experts | None) -> tuple[str | None, bytes | None]:
+    """The values of routed_format, such as "<u1 48 8" (type, mixture layers, experts of a token), and routed_experts."""
+    if experts is None:
+        return None, None
+    kind = np.dtype(experts.dtype).newbyteorder("<")
+    return f"<{kind.kind}{kind.itemsize} {experts.shape[1]} {experts.shape[2]}", experts.astype(kind).tobytes()
+
+
+def _read_experts(routed_format: str | None, data: bytes | None) -> Experts | None:
+    if data is None or routed_format is None:
+        return None
+    kind, num_layers, top_k = routed_format.split()
+    return np.frombuffer(data, kind).reshape(-1, int(num_layers), int(top_k))
 
 
 def _int32_bytes(values: NDArray[np.int64], owner: str) -> bytes:

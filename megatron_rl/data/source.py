@@ -54,6 +54,11 @@ class PromptSource:
         """Rows of the file, one epoch."""
         return len(self._rows)
 
+    @property
+    def num_taken(self) -> int:
+        """Prompts taken so far, over all epochs."""
+        return self._epoch * len(self._rows) + self._cursor
+
     def next_prompts(self, count: int) -> list[Prompt]:
         """The next `count` prompts; a new epoch starts where the file ends. Ids are EPOCH-ROW, rows counted from 0."""
         return [prompt for prompt, _ in self._next(count)]
@@ -115,7 +120,8 @@ class PromptSource:
     def _encode(self, rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
         """Text and token ids of each row's prompt; a chat template brings its own special tokens, so the tokenizer adds none."""
         texts = [self._text(row) for row in rows]
-        encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        # The tokenizer does not take an empty list.
+        encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         limit = self._settings.max_prompt_tokens
         for row, ids in zip(rows, encoded, strict=True):
             if not ids:

@@ -7,19 +7,24 @@ What would bring the whole server down (token ids outside the vocabulary, reques
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.routing_record import MixtureShape, read_routed_experts
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.transport import MAX_ATTEMPTS, EngineRefusal, Transport
-from megatron_rl.types import Floats, Ints, StopReason
+from megatron_rl.types import Experts, Floats, Ints, StopReason
+
+EnginePart = Literal["weights", "kv_cache", "cuda_graph"]
+"""Parts of an engine's GPU memory, by SGLang's names."""
+ENGINE_PARTS: tuple[EnginePart, ...] = get_args(EnginePart)
 
 CONTROL_TIMEOUT_S = 60.0
 ABORT_TIMEOUT_S = 5.0
@@ -27,12 +32,27 @@ ABORT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """One response. `token_ids`, `log_probs` (nats, of the sampling distribution), `weight_versions` have length R."""
+    """One response. `token_ids`, `log_probs` (nats, of the sampling distribution), `weight_versions` have length R.
+
+    `routed_experts` [P + R - 1, L, K] are the experts of all tokens but the last, from an engine that records them.
+    """
 
     token_ids: Ints
     log_probs: Floats
     weight_versions: Ints
     stop_reason: StopReason
+    routed_experts: Experts | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """What an engine says of a sequence of T tokens: `log_probs` [T] in nats, 0 for the first token.
+
+    `routed_experts` [T - 1, L, K] are the experts of all tokens but the last, from an engine that records them.
+    """
+
+    log_probs: Floats
+    routed_experts: Experts | None = None
 
 
 class EngineClient:
@@ -74,6 +94,7 @@ class EngineClient:
             "input_ids": [prompt] * num_samples,
             "sampling_params": [sampling.request()] * num_samples,
             "return_logprob": True,
+            "return_routed_experts": self.address.mixture is not None,
         }
         try:
             answers = await self._transport.call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
@@ -84,23 +105,26 @@ class EngineClient:
             raise
         if not isinstance(answers, list) or len(answers) != num_samples:
             raise EngineError(f"the engine at {self.address.url} answered {num_samples} samples with {str(answers)[:200]!r}")
-        return tuple(_read_generation(answer) for answer in answers)
+        return tuple(_read_generation(answer, prompt_length=len(prompt), mixture=self.address.mixture) for answer in answers)
 
-    async def score(self, token_ids: Ints) -> Floats:
-        """Log-probs [T] at temperature 1 of the sequence `token_ids` [T] under the current weights; 0 for the first token.
-
-        Raises what `generate` raises.
-        """
+    async def score(self, token_ids: Ints) -> Scores:
+        """Log-probs at temperature 1 of the sequence `token_ids` [T] under the current weights. Raises what `generate` raises."""
         self._check_request(token_ids, Sampling(max_tokens=1))
         sampling = {**Sampling(max_tokens=1).request(), "max_new_tokens": 0}
+        mixture = self.address.mixture
         body = {"input_ids": token_ids.tolist(), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        body["return_routed_experts"] = mixture is not None
         answer = await self._transport.call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
         scored = answer["meta_info"]["input_token_logprobs"]
         # The server reports the id of the vocabulary's last row as 0 (it takes it for a placeholder); the log-prob is right.
         reported = np.where(token_ids < self.address.vocab_size - 1, token_ids, 0)
         if [entry[1] for entry in scored] != reported.tolist():
             raise EngineError(f"the engine at {self.address.url} scored other tokens than it was sent")
-        return np.array([0.0] + [entry[0] for entry in scored[1:]], np.float32)
+        log_probs = np.array([0.0] + [entry[0] for entry in scored[1:]], np.float32)
+        if mixture is None:
+            return Scores(log_probs)
+        # As a response of one token: it is the last one that has no record.
+        return Scores(log_probs, read_routed_experts(answer["meta_info"], mixture, prompt_length=len(token_ids) - 1, response_length=1))
 
     def _check_request(self, token_ids: Ints, sampling: Sampling) -> None:
         address, length = self.address, len(token_ids)
@@ -145,6 +169,20 @@ class EngineClient:
     async def flush_cache(self) -> None:
         """Forget all cached prefixes; waits a few seconds for running requests. Raises EngineRefusal when they do not end."""
         await self._control("/flush_cache?timeout=5", {})
+
+    # Memory
+
+    async def release_memory(self, parts: Collection[EnginePart]) -> None:
+        """Give GPU memory back, content and all; without a GPU cached prefixes are forgotten, nothing else.
+
+        The server dies of a release while a request runs, so it is asked to be idle first: EngineRefusal when it is not within seconds.
+        """
+        await self.flush_cache()
+        await self._control("/release_memory_occupation", {"tags": sorted(parts)})
+
+    async def restore_memory(self, parts: Collection[EnginePart]) -> None:
+        """Take memory again. Only parts that were released: the server dies of others. Weights come back without their content."""
+        await self._control("/resume_memory_occupation", {"tags": sorted(parts)})
 
     # Weights
 
@@ -223,7 +261,7 @@ def _read_version(text: str) -> int:
         raise EngineError(f"an engine serves weight version {text!r}, needs a number; only this program may update its weights") from error
 
 
-def _read_generation(answer: dict[str, Any]) -> Generation:
+def _read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: MixtureShape | None) -> Generation:
     """A response from one element of the server's answer."""
     meta = answer["meta_info"]
     finish = meta["finish_reason"]
@@ -238,6 +276,7 @@ def _read_generation(answer: dict[str, Any]) -> Generation:
         log_probs=np.array([entry[0] for entry in scored], np.float32),
         weight_versions=_token_versions(meta, len(token_ids)),
         stop_reason=StopReason(finish["type"]),
+        routed_experts=read_routed_experts(meta, mixture, prompt_length=prompt_length, response_length=len(token_ids)) if mixture else None,
     )
 
 

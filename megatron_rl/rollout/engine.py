@@ -22,6 +22,7 @@ import psutil
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.errors import DeadlineError, EngineError, UserError
+from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.server_args import server_arguments
 
 LOG_TAIL_LINES = 25
@@ -36,7 +37,8 @@ class EngineAddress:
     """What a client needs to know of a running engine.
 
     `context_length` and `max_total_tokens` are in tokens: the longest sequence, and the size of the key-value pool that all
-    running requests share. `has_tokenizer` is False when the server takes and gives token ids only (no stop strings).
+    running requests share. `has_tokenizer` is False when the server takes and gives token ids only (no stop strings). `mixture` is set
+    when the server records to which experts it routes tokens.
     """
 
     url: str
@@ -45,6 +47,7 @@ class EngineAddress:
     context_length: int
     max_total_tokens: int
     has_tokenizer: bool
+    mixture: MixtureShape | None = None
 
 
 class Engine:
@@ -52,7 +55,8 @@ class Engine:
 
     Args of the constructor: `model_path` a Hugging Face directory; `dtype` float32 or bfloat16; `seed` of the server's
     sampling; `log_path` gets everything the server prints; `gpu_ids` the GPUs that it may see, one tensor parallel rank
-    each; `host` the address to bind; `port` a fixed port, or None for a free one.
+    each; `host` the address to bind; `port` a fixed port, or None for a free one; `mixture` the model's experts, when the
+    server is to record to which of them it routes tokens; `colocated` when it shares its GPUs.
     """
 
     def __init__(
@@ -67,10 +71,13 @@ class Engine:
         gpu_ids: Sequence[int] = (),
         host: str = "127.0.0.1",
         port: int | None = None,
+        mixture: MixtureShape | None = None,
+        colocated: bool = False,
     ) -> None:
         self._settings = settings
         self._gpu_ids = tuple(gpu_ids)
         self._log_path = log_path
+        self._mixture = mixture
         self._host = host
         self._port = free_port(host) if port is None else check_port(host, port)
         self._process: subprocess.Popen[bytes] | None = None
@@ -88,6 +95,8 @@ class Engine:
             api_key=self.api_key,
             num_gpus=max(1, len(self._gpu_ids)),
             needs_tokenizer=bool(settings.sampling.stop),
+            records_routing=mixture is not None,
+            colocated=colocated,
         )
 
     @property
@@ -214,6 +223,7 @@ class Engine:
             context_length=int(json.loads(models)["data"][0]["max_model_len"]),
             max_total_tokens=int(json.loads(server)["max_total_num_tokens"]),
             has_tokenizer=not self._arguments["skip_tokenizer_init"],
+            mixture=self._mixture,
         )
 
 

@@ -52,6 +52,7 @@ async def single_turn(prompt: Prompt, *, engine: Generator, sampling: Sampling, 
             weight_versions=generation.weight_versions,
             stop_reason=generation.stop_reason,
             response_text=decode(generation.token_ids.tolist()),
+            routed_experts=generation.routed_experts,
         )
         for index, generation in enumerate(generations)
     )
@@ -72,11 +73,13 @@ def load_rollout(path: str | None) -> Rollout:
     return function
 
 
-def check_samples(samples: Sequence[Sample], *, prompt: Prompt, num_samples: int, vocab_size: int) -> tuple[Sample, ...]:
+def check_samples(
+    samples: Sequence[Sample], *, prompt: Prompt, num_samples: int, vocab_size: int, need_experts: bool = False
+) -> tuple[Sample, ...]:
     """The samples that a rollout returned, when they keep the contract.
 
     Raises:
-        UserError: another number of samples, another group, or token ids outside the vocabulary.
+        UserError: another number of samples, another group, token ids outside the vocabulary, or no experts where they are needed.
     """
     if len(samples) != num_samples:
         raise UserError(f"the rollout function returned {len(samples)} samples for prompt {prompt.id}, needs {num_samples}")
@@ -86,4 +89,9 @@ def check_samples(samples: Sequence[Sample], *, prompt: Prompt, num_samples: int
         ids = sample.response_ids
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             raise UserError(f"the rollout function returned token ids {ids.min()} to {ids.max()}, needs 0 to {vocab_size - 1}")
+        if need_experts and sample.routed_experts is None and (sample.weight_versions >= 0).any():
+            raise UserError(
+                "the rollout function returned a sample without routed_experts, which training.routing_replay needs; give it those of the "
+                "last Generation, which cover all tokens before it, or turn training.routing_replay off"
+            )
     return tuple(samples)

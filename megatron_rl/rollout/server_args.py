@@ -10,6 +10,7 @@ import msgspec
 from megatron_rl.config.messages import closest
 from megatron_rl.errors import UserError
 
+RECORD_ROUTING = "enable_return_routed_experts"
 OWNED = {
     "model_path": "model.path sets it",
     "tokenizer_path": "model.path sets it",
@@ -24,6 +25,7 @@ OWNED = {
     "use_ray": "each engine is placed by this program",
     "grpc_mode": "engines are spoken to by HTTP",
     "smg_grpc_mode": "engines are spoken to by HTTP",
+    RECORD_ROUTING: "training.routing_replay sets it",
     "encoder_only": "engines generate",
     "is_embedding": "engines generate",
 }
@@ -81,6 +83,15 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
             raise UserError(f"rollout.sglang.{name} is {value!r}, needs one of {', '.join(map(str, choices))}")
 
 
+def check_records_routing() -> None:
+    """Raise UserError when the installed SGLang cannot tell to which experts it routes tokens. Imports SGLang (3 s)."""
+    if RECORD_ROUTING not in field_types():
+        raise UserError(
+            f"training.routing_replay is true, but the installed SGLang has no argument {RECORD_ROUTING}; install 0.5.9 or later, or set "
+            "it to false"
+        )
+
+
 def _check_type(name: str, value: Any, declared: Any) -> None:
     try:
         msgspec.convert(value, declared, strict=True)
@@ -104,14 +115,18 @@ def server_arguments(
     api_key: str,
     num_gpus: int,
     needs_tokenizer: bool,
+    records_routing: bool = False,
+    colocated: bool = False,
 ) -> dict[str, Any]:
     """All fields for one server: defaults, then what the user set, then what the system owns. `num_gpus` is the default tp_size.
+
+    A `colocated` server on GPUs allocates so that its memory can be released.
 
     Raises:
         UserError: something that JSON cannot carry was set.
     """
     defaults = CPU_DEFAULTS if device_kind == "cpu" else {**GPU_DEFAULTS, "tp_size": num_gpus}
-    owned = {
+    owned: dict[str, Any] = {
         "model_path": str(model_path),
         "device": device_kind,
         "dtype": dtype,
@@ -122,6 +137,10 @@ def server_arguments(
         "weight_version": "0",
         "skip_tokenizer_init": not needs_tokenizer,
     }
+    if records_routing:
+        owned[RECORD_ROUTING] = True
+    if colocated and device_kind == "cuda":
+        owned["enable_memory_saver"] = True
     arguments = {**defaults, **user, **owned}
     try:
         json.dumps(arguments)

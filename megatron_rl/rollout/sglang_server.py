@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from megatron_rl.rollout.sglang_shims import fork_server_processes, provide_vllm_operators
+from megatron_rl.rollout.sglang_shims import allocate_host_memory_unpinned, fork_server_processes, provide_vllm_operators
 
 STDIN = 0
 
@@ -68,6 +68,7 @@ def main() -> None:
         from megatron_rl.rollout.sglang_attention import register
 
         register()
+        allocate_host_memory_unpinned()
     try:
         run_server(ServerArgs(**arguments))
     finally:

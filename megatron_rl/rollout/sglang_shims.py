@@ -31,3 +31,14 @@ def fork_server_processes() -> None:
         original("fork" if method == "spawn" else method, force=force)
 
     multiprocessing.set_start_method = set_start_method
+
+
+def allocate_host_memory_unpinned() -> None:
+    """Let SGLang keep the experts that it routed tokens to: it registers that host memory with CUDA even where there is none."""
+    import torch
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: object) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate

@@ -8,13 +8,16 @@ import pytest
 from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.generate import check_samples, load_rollout
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.types import Ints, Prompt, Sample, StopReason
+from megatron_rl.types import Experts, Ints, Prompt, Sample, StopReason
 
 VOCAB_SIZE = 50
 
 
 class ScriptedEngine:
-    """An engine that answers with seeded random tokens, and remembers each token's log-prob and version."""
+    """An engine that answers with seeded random tokens, and remembers each token's log-prob and version.
+
+    It routes a token to an expert of the token's number and to one that tells the position.
+    """
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
@@ -22,15 +25,20 @@ class ScriptedEngine:
 
     async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
         await asyncio.sleep(0)
-        return tuple(self._answer(sampling) for _ in range(num_samples))
+        return tuple(self._answer(token_ids, sampling) for _ in range(num_samples))
 
-    def _answer(self, sampling: Sampling) -> Generation:
+    def _answer(self, prompt: Ints, sampling: Sampling) -> Generation:
         length = int(self.random.integers(1, sampling.max_tokens + 1))
         tokens = self.random.integers(0, VOCAB_SIZE, length)
         log_probs = -self.random.random(length).astype(np.float32)
         versions = np.full(length, 3)
         self.made.update((float(log_prob), (int(token), 3)) for log_prob, token in zip(log_probs, tokens, strict=True))
-        return Generation(tokens, log_probs, versions, StopReason.STOP)
+        return Generation(tokens, log_probs, versions, StopReason.STOP, experts_of(np.concatenate([prompt, tokens]))[:-1])
+
+
+def experts_of(tokens: Ints) -> Experts:
+    """The scripted engine's experts [tokens, 1, 2] of a sequence."""
+    return np.stack([tokens, VOCAB_SIZE + np.arange(len(tokens))], axis=-1).astype(np.uint8)[:, None]
 
 
 @pytest.fixture
@@ -45,7 +53,7 @@ def run(path: str, engine: ScriptedEngine, *, num_samples: int) -> tuple[Sample,
     )
 
     async def wait() -> tuple[Sample, ...]:
-        return check_samples(await work, prompt=prompt, num_samples=num_samples, vocab_size=VOCAB_SIZE)
+        return check_samples(await work, prompt=prompt, num_samples=num_samples, vocab_size=VOCAB_SIZE, need_experts=True)
 
     return asyncio.run(wait())
 
@@ -68,3 +76,11 @@ def test_trained_tokens_are_exactly_what_the_engine_made(path: str) -> None:
 def test_tokens_that_no_engine_made_are_masked_and_have_no_version(path: str) -> None:
     for sample in run(path, ScriptedEngine(), num_samples=4):
         assert (sample.weight_versions[~sample.loss_mask] == -1).all() or sample.loss_mask.all()
+
+
+def test_experts_come_along_for_all_tokens_before_the_last_that_was_made(path: str) -> None:
+    for sample in run(path, ScriptedEngine(), num_samples=4):
+        assert sample.routed_experts is not None, "training.routing_replay needs the experts of the last Generation"
+        tokens = np.concatenate([sample.prompt.token_ids, sample.response_ids])
+        last_made = len(sample.prompt.token_ids) + int(np.flatnonzero(sample.weight_versions >= 0)[-1])
+        np.testing.assert_array_equal(sample.routed_experts, experts_of(tokens)[:last_made])

@@ -63,6 +63,34 @@ def test_a_group_passes_through_all_states_and_comes_back_equal(buffer: Buffer, 
     assert buffer.counts() == BufferCounts(pending=0, in_flight=0, done=0, consumed=2)
 
 
+def test_only_the_first_unconsumed_groups_are_handed_out_and_counted(buffer: Buffer, make_group: Any) -> None:
+    groups = [make_group(name) for name in "abcdef"]
+    fill(buffer, groups[:1])
+    buffer.take_done(1, step=0)
+    buffer.add_prompts(group.prompt for group in groups[1:])
+    # In front are b, c, d, whatever state they are in.
+    assert [prompt.id for prompt in buffer.take_pending(2, among=3)] == ["b", "c"]
+    buffer.put_done(groups[2])
+    assert [buffer.num_done(among=number) for number in (0, 1, 2, 9)] == [0, 0, 1, 1]
+    assert [prompt.id for prompt in buffer.take_pending(9, among=3)] == ["d"]
+    assert buffer.take_pending(9, among=3) == buffer.take_pending(9, among=-1) == []
+    buffer.put_done(groups[1])
+    assert [buffer.num_done(among=number) for number in (1, 2, 3)] == [1, 2, 2]
+    assert [prompt.id for prompt in buffer.take_pending(9)] == ["e", "f"]
+
+
+def test_finished_groups_that_are_too_old_are_made_anew(buffer: Buffer, make_group: Any) -> None:
+    fill(buffer, [make_group(name, version=version) for name, version in (("a", 3), ("b", 5), ("c", 4), ("d", 3))])
+    assert buffer.renew(3, oldest_version=3) == 0
+    assert buffer.renew(3, oldest_version=4) == 1, "d is not among the first three"
+    assert buffer.counts() == BufferCounts(pending=1, in_flight=0, done=3, consumed=0)
+    (prompt,) = buffer.take_pending(9)
+    assert prompt.id == "a"
+    assert buffer.finished_samples(prompt) == ()
+    buffer.put_done(make_group("a", version=6))
+    assert [group.id for group in buffer.take_done(9, step=6)] == ["a", "b", "c", "d"]
+
+
 def test_moves_that_skip_a_state_are_refused_and_change_nothing(buffer: Buffer, make_group: Any) -> None:
     group = make_group("a")
     with pytest.raises(ValueError, match="not in the buffer"):

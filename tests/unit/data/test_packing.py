@@ -64,6 +64,8 @@ def test_shards_cover_the_batch_once_and_keep_global_totals(lengths: list[int], 
         local = [shard.batch.select(np.concatenate(plan.micro_batches)) for shard, plan in zip(shards, plans, strict=True)]
         assert sum(int(part.loss_mask.sum()) for part in local) == plans[0].totals.num_tokens
         assert sum(int((part.trainable_tokens > 0).sum()) for part in local) == plans[0].totals.num_sequences
+        counted = sum(int(part.lengths[part.trainable_tokens > 0].sum()) for part in local)
+        assert counted == plans[0].totals.num_sequence_tokens
     for shard in shards:
         used = np.concatenate([part for plan in shard.steps for part in plan.micro_batches])
         assert sorted(used.tolist()) == list(range(shard.batch.num_sequences))

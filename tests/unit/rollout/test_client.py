@@ -1,6 +1,7 @@
 """The client against a server of this file that misbehaves on demand."""
 
 import asyncio
+import base64
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,6 +14,7 @@ from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.rollout import transport
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.transport import EngineRefusal, refusal
 from megatron_rl.types import StopReason
@@ -27,7 +29,9 @@ def answer(request_id: str = "r", **meta: Any) -> dict[str, Any]:
     return {"output_ids": [7, 8, 9], "meta_info": {**known, **meta}}
 
 
-def talk(handler: Handler, work: Callable[[EngineClient], Awaitable[Any]], *, timeout_s: float = 20.0) -> tuple[Any, list[Any]]:
+def talk(
+    handler: Handler, work: Callable[[EngineClient], Awaitable[Any]], *, timeout_s: float = 20.0, mixture: MixtureShape | None = None
+) -> tuple[Any, list[Any]]:
     """Run `work(client)` against `handler`; return its result and the (path, body) of all requests."""
     seen: list[tuple[str, dict]] = []
 
@@ -44,7 +48,8 @@ def talk(handler: Handler, work: Callable[[EngineClient], Awaitable[Any]], *, ti
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         host, port = runner.addresses[0][:2]
-        address = EngineAddress(f"http://{host}:{port}", "key", vocab_size=16, context_length=64, max_total_tokens=64, has_tokenizer=False)
+        sizes = {"vocab_size": 16, "context_length": 64, "max_total_tokens": 64}
+        address = EngineAddress(f"http://{host}:{port}", "key", **sizes, has_tokenizer=False, mixture=mixture)
         try:
             async with EngineClient(address, request_timeout_s=timeout_s, control_timeout_s=timeout_s) as client:
                 return await work(client)
@@ -122,6 +127,50 @@ def test_an_abort_keeps_the_partial_tokens() -> None:
     generations, _ = talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
     assert generations[0].stop_reason is StopReason.ABORT
     assert len(generations[0].token_ids) == 3
+
+
+MIXTURE = MixtureShape(num_layers=3, num_dense_layers=1, num_experts=9, experts_per_token=2)
+RECORD = np.random.default_rng(0).random((4, 3, 9)).argsort(-1)[..., :2].astype("<i4")
+
+
+def encoded(record: np.ndarray) -> str:
+    return base64.b64encode(record.tobytes()).decode()
+
+
+def ask_with_record(**meta: Any) -> tuple[Any, list[Any]]:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response([answer(**meta)])
+
+    return talk(handler, lambda client: client.generate(np.array([1, 2]), sampling=ONE), mixture=MIXTURE)
+
+
+def test_experts_are_asked_for_and_read_without_the_dense_layers() -> None:
+    (generation,), seen = ask_with_record(routed_experts=encoded(RECORD))
+    assert seen[0][1]["return_routed_experts"] is True
+    assert generation.routed_experts.dtype == np.uint8
+    np.testing.assert_array_equal(generation.routed_experts, RECORD[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({}, r"answered 3 tokens without the experts .* turn training\.routing_replay off"),
+        ({"routed_experts": encoded(RECORD[:-1])}, "recorded 18 experts for a prompt of 2 and a response of 3 tokens, needs .* = 24"),
+        ({"routed_experts": encoded(RECORD + 8)}, "recorded experts 8 to 16, the model has 0 to 8"),
+    ],
+)
+def test_experts_that_cannot_be_those_of_the_response_are_an_error(meta: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        ask_with_record(**meta)
+
+
+def test_a_response_that_was_aborted_before_its_first_token_needs_no_experts() -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.Response:
+        aborted = answer(finish_reason={"type": "abort"}, output_token_logprobs=[])
+        return web.json_response([{**aborted, "output_ids": []}])
+
+    (generation,), _ = talk(handler, lambda client: client.generate(np.array([1, 2]), sampling=ONE), mixture=MIXTURE)
+    assert generation.routed_experts.shape == (0, 2, 2)
 
 
 @pytest.mark.parametrize("trouble", ["dropped", "busy"])

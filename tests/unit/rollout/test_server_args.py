@@ -35,7 +35,9 @@ def test_what_the_server_would_not_take_is_one_sentence(arguments: dict[str, obj
         validate_server_args(arguments)
 
 
-def make_arguments(user: dict[str, object], *, device_kind: str = "cpu", needs_tokenizer: bool = False) -> dict[str, object]:
+def make_arguments(
+    user: dict[str, object], *, device_kind: str = "cpu", needs_tokenizer: bool = False, colocated: bool = False
+) -> dict[str, object]:
     return server_arguments(
         user,
         model_path=Path("/model"),
@@ -47,6 +49,7 @@ def make_arguments(user: dict[str, object], *, device_kind: str = "cpu", needs_t
         api_key="secret",
         num_gpus=2,
         needs_tokenizer=needs_tokenizer,
+        colocated=colocated,
     )
 
 
@@ -66,6 +69,12 @@ def test_the_user_overrides_defaults() -> None:
 def test_a_tokenizer_is_loaded_only_where_stop_strings_need_one() -> None:
     assert make_arguments({})["skip_tokenizer_init"] is True
     assert make_arguments({}, needs_tokenizer=True)["skip_tokenizer_init"] is False
+
+
+def test_a_server_that_shares_its_gpus_can_release_its_memory() -> None:
+    assert "enable_memory_saver" not in make_arguments({}, device_kind="cuda")
+    assert make_arguments({}, device_kind="cuda", colocated=True)["enable_memory_saver"] is True
+    assert "enable_memory_saver" not in make_arguments({}, colocated=True), "it cannot start with it on a CPU"
 
 
 def test_a_value_that_cannot_be_sent_is_one_sentence() -> None:

@@ -1,0 +1,52 @@
+"""The experts that an engine of a mixture of experts chose for each token, as the server reports them."""
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.errors import EngineError
+from megatron_rl.types import Experts
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureShape:
+    """What the records of a model look like: `num_layers` of which the first `num_dense_layers` have no experts, K experts of a token."""
+
+    num_layers: int
+    num_dense_layers: int
+    num_experts: int
+    experts_per_token: int
+
+
+def read_routed_experts(meta: dict[str, Any], shape: MixtureShape, *, prompt_length: int, response_length: int) -> Experts:
+    """The experts [P + R - 1, L, K] of `meta`, the `meta_info` of a response, in each of the L layers that have experts.
+
+    SGLang routes every token of prompt and response but the last, which it has only drawn; for a dense layer it reports zeros. A
+    response that was aborted before its first token has no record: [0, L, K].
+
+    Raises EngineError for a record that is missing, of another length, or that names experts which the model does not have.
+    """
+    kind = np.uint8 if shape.num_experts <= 256 else np.uint16
+    num_mixture_layers = shape.num_layers - shape.num_dense_layers
+    text = meta.get("routed_experts")
+    if text is None:
+        if response_length:
+            raise EngineError(
+                f"the engine answered {response_length} tokens without the experts that it routed them to, which training.routing_replay "
+                "needs; use an SGLang release that records them for this model, or turn training.routing_replay off"
+            )
+        return np.empty((0, num_mixture_layers, shape.experts_per_token), kind)
+    flat = np.frombuffer(base64.b64decode(text), "<i4")
+    num_tokens = prompt_length + response_length - 1
+    needed = num_tokens * shape.num_layers * shape.experts_per_token
+    if len(flat) != needed:
+        raise EngineError(
+            f"the engine recorded {len(flat)} experts for a prompt of {prompt_length} and a response of {response_length} tokens, needs "
+            f"{num_tokens} tokens x {shape.num_layers} layers x {shape.experts_per_token} experts = {needed}"
+        )
+    experts = flat.reshape(num_tokens, shape.num_layers, shape.experts_per_token)[:, shape.num_dense_layers :]
+    if experts.size and not 0 <= experts.min() <= experts.max() < shape.num_experts:
+        raise EngineError(f"the engine recorded experts {experts.min()} to {experts.max()}, the model has 0 to {shape.num_experts - 1}")
+    return experts.astype(kind)

@@ -1,0 +1,227 @@
+"""Experts that the real SGLang server records for a tiny mixture of experts, and what replaying them does to the trainer's log-probs."""
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megatron_rl.config.settings import RolloutSettings, SamplingSettings, Settings
+from megatron_rl.data.batch import make_train_batch
+from megatron_rl.data.packing import make_shards
+from megatron_rl.observe.metrics import metric_values
+from megatron_rl.rollout.client import EngineClient, Generation
+from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.rollout.generate import single_turn
+from megatron_rl.rollout.routing_record import MixtureShape
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.training.topology import shutdown
+from megatron_rl.training.trainer import Trainer
+from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, StopReason, TrainBatch
+
+VOCAB = 64
+SHAPE = MixtureShape(num_layers=3, num_dense_layers=0, num_experts=8, experts_per_token=2)
+PROMPT_LENGTHS = (1, 2, 3, 5, 9, 30, 33)
+MAX_TOKENS = 24
+
+
+def make_model(path: Path, *, vocab_size: int = VOCAB) -> Qwen3MoeForCausalLM:
+    """Save a random model of SHAPE to `path`."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=SHAPE.num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        dtype="float32",
+        num_experts=SHAPE.num_experts,
+        num_experts_per_tok=SHAPE.experts_per_token,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+    model = Qwen3MoeForCausalLM(config).float().eval()
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3MoeForCausalLM]:
+    path = tmp_path_factory.mktemp("moe") / "model"
+    return path, make_model(path)
+
+
+@pytest.fixture(scope="module")
+def address(model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineAddress]:
+    settings = RolloutSettings(startup_timeout_s=180, sampling=SamplingSettings(max_response_tokens=MAX_TOKENS))
+    log = tmp_path_factory.mktemp("log") / "engine.log"
+    engine = Engine(model[0], settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=log, mixture=SHAPE)
+    yield engine.start()
+    engine.stop()
+
+
+def chosen_experts(model: Qwen3MoeForCausalLM, tokens: Sequence[int]) -> np.ndarray:
+    """Experts [T, L, K] that transformers takes, in ascending order."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+    return torch.stack([layer.topk(SHAPE.experts_per_token).indices.sort(-1).values for layer in logits], 1).numpy()
+
+
+def test_records_cover_all_tokens_but_the_last_whatever_ends_a_response(address: EngineAddress, model: tuple[Path, Any]) -> None:
+    prompt = np.array([3, 1, 4, 1, 5])
+
+    async def work() -> list[tuple[Generation, ...]]:
+        async with EngineClient(address, request_timeout_s=60) as client:
+            stopped = await client.generate(prompt, sampling=Sampling(max_tokens=60, stop_token_ids=tuple(range(7, 14))), num_samples=4)
+            cached = await client.generate(prompt, sampling=Sampling(max_tokens=1), num_samples=2)
+            running = asyncio.create_task(client.generate(prompt, sampling=Sampling(max_tokens=400)))
+            await asyncio.sleep(0.3)
+            await client.abort_all()
+            retracted = asyncio.create_task(client.generate(prompt, sampling=Sampling(max_tokens=100)))
+            await asyncio.sleep(0.1)
+            await client.pause("retract")
+            await client.resume()
+            return [stopped, cached, await running, await retracted]
+
+    stopped, cached, aborted, retracted = asyncio.run(work())
+    assert {generation.stop_reason for generation in stopped} == {StopReason.STOP}
+    assert aborted[0].stop_reason is StopReason.ABORT and 0 < len(aborted[0].token_ids) < 400
+    for generation in (*stopped, *cached, *aborted, *retracted):
+        tokens = [*prompt.tolist(), *generation.token_ids.tolist()]
+        assert generation.routed_experts is not None and generation.routed_experts.dtype == np.uint8
+        assert generation.routed_experts.shape == (len(tokens) - 1, SHAPE.num_layers, SHAPE.experts_per_token)
+        expected = chosen_experts(model[1], tokens)[:-1]
+        assert (np.sort(generation.routed_experts, axis=-1) == expected).all(-1).mean() > 0.99
+
+
+def generated_batch(address: EngineAddress) -> TrainBatch:
+    """Two samples for each prompt, with rewards 0 and 1, as training gets them."""
+    random = np.random.default_rng(0)
+    prompts = [Prompt(id=str(length), token_ids=random.integers(0, VOCAB, length), text="") for length in PROMPT_LENGTHS]
+
+    async def work() -> list[Group]:
+        async with EngineClient(address, request_timeout_s=60) as client:
+            groups = []
+            for prompt in prompts:
+                samples = await single_turn(prompt, engine=client, sampling=Sampling(max_tokens=MAX_TOKENS), num_samples=2, decode=str)
+                groups.append(Group(id=prompt.id, prompt=prompt, samples=samples))
+            return groups
+
+    groups = []
+    for group in asyncio.run(work()):
+        rewards = [Reward(RewardOutcome.SCORED, float(sample.index)) for sample in group.samples]
+        samples = [dataclasses.replace(sample, reward=reward) for sample, reward in zip(group.samples, rewards, strict=True)]
+        groups.append(Group(id=group.id, prompt=group.prompt, samples=tuple(samples)))
+    return make_train_batch(groups)
+
+
+def train_once(model: Path, directory: Path, batch: TrainBatch, *, dtype: str, replay: bool) -> dict[str, float]:
+    """Metrics of one step of one rank."""
+    settings = Settings.model_validate(
+        {
+            "run": {"directory": directory / "run"},
+            "model": {"path": model, "dtype": dtype},
+            "data": {"train": "unused.jsonl"},
+            "training": {"routing_replay": replay, "max_tokens_per_micro_batch": 64},
+        }
+    )
+    trainer = Trainer(settings, rank=0, init_method=f"file://{directory}/rendezvous-{dtype}-{replay}")
+    try:
+        shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=64, seed=0)[0]
+        return metric_values(trainer.train(shard)[0])
+    finally:
+        shutdown()
+
+
+def test_replay_brings_the_trainer_closer_to_the_engine(address: EngineAddress, model: tuple[Path, Any], tmp_path: Path) -> None:
+    batch = generated_batch(address)
+    outcomes = {
+        (dtype, replay): train_once(model[0], tmp_path, batch, dtype=dtype, replay=replay)
+        for dtype in ("float32", "bfloat16")
+        for replay in (False, True)
+    }
+    for (dtype, replay), metrics in outcomes.items():
+        print(f"{dtype} replay {replay}: |d log-prob| {metrics['train/log_prob_diff']:.3g}, changed {metrics.get('train/routing_changed')}")
+    exact, rounded = outcomes["float32", True], outcomes["bfloat16", True]
+    num_sequences = 2 * len(PROMPT_LENGTHS)
+    for metrics in (exact, rounded):
+        assert metrics["train/routing_replayed"] == pytest.approx(1 - num_sequences / len(batch.tokens))
+    assert exact["train/routing_changed"] < 0.01
+    assert exact["train/log_prob_diff"] < 1e-4
+    assert 0.005 < rounded["train/routing_changed"] < 0.2
+    assert rounded["train/log_prob_diff"] < 0.8 * outcomes["bfloat16", False]["train/log_prob_diff"]
+
+
+@pytest.mark.slow
+def test_records_of_responses_that_stop_strings_end_have_their_length(model: tuple[Path, Any], tmp_path: Path) -> None:
+    model[1].save_pretrained(tmp_path / "model")
+    words = WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(tmp_path / "model")
+    stops = tuple(f"w{index}" for index in range(20, 30))
+    settings = RolloutSettings(startup_timeout_s=180, sampling=SamplingSettings(max_response_tokens=60, stop=stops))
+    log = tmp_path / "engine.log"
+    engine = Engine(tmp_path / "model", settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=log, mixture=SHAPE)
+
+    async def work(address: EngineAddress) -> tuple[Generation, ...]:
+        async with EngineClient(address, request_timeout_s=60) as client:
+            return await client.generate(np.array([3, 1, 4]), sampling=Sampling(max_tokens=60, stop=stops), num_samples=8)
+
+    try:
+        generations = asyncio.run(work(engine.start()))
+    finally:
+        engine.stop()
+    assert {generation.stop_reason for generation in generations} == {StopReason.STOP}
+    for generation in generations:
+        assert generation.routed_experts is not None and len(generation.routed_experts) == 3 + len(generation.token_ids) - 1
+        expected = chosen_experts(model[1], [3, 1, 4, *generation.token_ids.tolist()])[:-1]
+        assert (np.sort(generation.routed_experts, axis=-1) == expected).all(-1).mean() > 0.99
+
+
+@pytest.mark.slow
+def test_a_run_replays_what_its_engine_chose(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    make_model(tmp_path / "model", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(tmp_path / "model")
+    paths = (
+        f"run.directory={tmp_path / 'run'}",
+        f"model.path={tmp_path / 'model'}",
+        f"data.train={task}/train.jsonl",
+        f"data.eval={task}/held_out.jsonl",
+    )
+    sizes = (
+        "run.num_steps=2",
+        "data.prompts_per_step=8",
+        "data.samples_per_prompt=4",
+        "training.schedule.warmup_steps=0",
+        "rollout.sampling.max_response_tokens=12",
+    )
+    replay = ("training.routing_replay=true", "model.megatron.moe_aux_loss_coeff=0.01", "training.topology={num_ranks: 2, ep: 2}")
+    run = start("train", "examples/arithmetic/grpo.yaml", *paths, *sizes, *replay)
+    assert run.wait() == 0, run.output
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "train/routing_replayed" in row]
+    assert len(steps) == 2
+    for row in steps:
+        assert row["train/routing_replayed"] > 0.8
+        assert row["train/routing_changed"] < 0.01
+        assert row["train/log_prob_diff"] < 1e-4
+        assert row["train/expert_load_max"] > 1
+        assert row["train/aux_loss"] > 0.9
