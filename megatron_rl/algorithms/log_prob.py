@@ -35,12 +35,31 @@ class TokenStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
-    """Which columns of the vocabulary a rank holds: `columns` real ones of global index `start` ..., padding behind them."""
+class Shard:
+    """Which columns of the vocabulary a rank holds: `columns` real ones of global index `start` ..., padding behind them.
+
+    Logits are divided by `temperature`.
+    """
 
     temperature: float
     start: int
     columns: int
+
+    @classmethod
+    def of(cls, targets: Tensor, *, num_columns: int, temperature: float, vocab_size: int, vocab_start: int) -> "Shard":
+        """The shard of `num_columns` columns, padding included, of a vocabulary of `vocab_size` in which `targets` of any shape are.
+
+        Raises ValueError when the temperature is not positive or a target is outside the vocabulary.
+        """
+        if not temperature > 0:
+            raise ValueError(
+                f"token_statistics got temperature {temperature}, needs a positive one; greedy sampling has no entropy to train on"
+            )
+        if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < vocab_size):
+            raise ValueError(
+                f"token_statistics got targets in [{int(targets.min())}, {int(targets.max())}], needs them in [0, {vocab_size})"
+            )
+        return cls(temperature, vocab_start, max(0, min(num_columns, vocab_size - vocab_start)))
 
 
 def token_statistics(
@@ -64,14 +83,7 @@ def token_statistics(
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"token_statistics got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}, needs [T, V] and [T]")
-    if not temperature > 0:
-        raise ValueError(
-            f"token_statistics got temperature {temperature}, needs a positive one; greedy sampling has no entropy to train on"
-        )
-    if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < vocab_size):
-        raise ValueError(f"token_statistics got targets in [{int(targets.min())}, {int(targets.max())}], needs them in [0, {vocab_size})")
-    columns = max(0, min(logits.shape[1], vocab_size - vocab_start))
-    shard = _Shard(temperature, vocab_start, columns)
+    shard = Shard.of(targets, num_columns=logits.shape[1], temperature=temperature, vocab_size=vocab_size, vocab_start=vocab_start)
     log_prob, entropy, varentropy = _TokenStatistics.apply(logits, targets, shard, group, with_entropy)
     return TokenStatistics(log_prob, entropy if with_entropy else None, varentropy if with_entropy else None)
 
@@ -81,17 +93,12 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, shard: _Shard, group: dist.ProcessGroup | None, with_entropy: bool
+        ctx: Any, logits: Tensor, targets: Tensor, shard: Shard, group: dist.ProcessGroup | None, with_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         local = local_partials(logits, targets, shard=shard, with_entropy=with_entropy)
-        partials = local.unsqueeze(0)
-        if group is not None:
-            gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(gathered, local, group=group)
-            partials = torch.stack(gathered)
-        maximum, log_normaliser, log_prob, entropy, varentropy = merge_partials(partials)
-        share = torch.where(local[:, 1] > 0, (local[:, 0] - maximum).exp() * local[:, 1] / log_normaliser.exp(), 0.0)
-        ctx.save_for_backward(logits, targets, maximum, log_normaliser, entropy, varentropy, share)
+        log_prob, saved = gather_partials(local, group)
+        _, _, entropy, varentropy, _ = saved
+        ctx.save_for_backward(logits, targets, *saved)
         ctx.shard = shard
         ctx.set_materialize_grads(False)
         if not with_entropy:
@@ -102,7 +109,7 @@ class _TokenStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         logits, targets, *saved = ctx.saved_tensors
-        return _logit_gradient(logits, targets, ctx.shard, saved, gradients), None, None, None, None
+        return logit_gradient(logits, targets, ctx.shard, saved, gradients), None, None, None, None
 
 
 def _chunks(logits: Tensor, columns: int) -> tuple[list[slice], Tensor]:
@@ -121,7 +128,7 @@ def _scaled(chunk: Tensor, temperature: float, scratch: Tensor) -> Tensor:
     return scratch.copy_(chunk).mul_(1.0 / temperature)
 
 
-def local_partials(logits: Tensor, targets: Tensor, *, shard: _Shard, with_entropy: bool) -> Tensor:
+def local_partials(logits: Tensor, targets: Tensor, *, shard: Shard, with_entropy: bool) -> Tensor:
     """What one rank knows of each row, [T, 5]: maximum m, normaliser Z = sum e^s, mean of s, its variance, the target's z.
 
     z = logits / temperature and s = z - m over this rank's real columns; mean and variance are under its own softmax. A row
@@ -161,6 +168,21 @@ def _chunk_partials(chunk: Tensor, out: Tensor, scratch: Tensor, temperature: fl
     out[:, 3] = shifted.sub_(mean.unsqueeze(1)).square_().mul_(weights).sum(-1)
 
 
+def gather_partials(local: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[Tensor]]:
+    """The log-prob [T], and what `logit_gradient` needs: maximum, log normaliser, entropy, varentropy, this rank's share, each [T].
+
+    From the partials [T, 5] of this rank and of the others of `group`. Collective over it.
+    """
+    partials = local.unsqueeze(0)
+    if group is not None:
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, local, group=group)
+        partials = torch.stack(gathered)
+    maximum, log_normaliser, log_prob, entropy, varentropy = merge_partials(partials)
+    share = torch.where(local[:, 1] > 0, (local[:, 0] - maximum).exp() * local[:, 1] / log_normaliser.exp(), 0.0)
+    return log_prob, [maximum, log_normaliser, entropy, varentropy, share]
+
+
 def merge_partials(partials: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(maximum, log normaliser, log-prob, entropy, varentropy), each [T], from the partials [R, T, 5] of all ranks.
 
@@ -181,12 +203,13 @@ def merge_partials(partials: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     return maximum, log_normaliser, log_prob, entropy, varentropy
 
 
-def _logit_gradient(
-    logits: Tensor, targets: Tensor, shard: _Shard, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]
+def logit_gradient(
+    logits: Tensor, targets: Tensor, shard: Shard, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> Tensor | None:
-    """The gradient [T, V] in the logits' dtype; padding columns get 0.
+    """The gradient [T, V] in the logits' dtype; padding columns get 0. `saved` [T] each are of `gather_partials`.
 
-    With u = ln p + H: d log_prob = onehot - p, d entropy = -p u, d varentropy = p (u^2 + 2 u - varentropy), all over temperature.
+    `gradients` [T] are of log-prob, entropy and varentropy; the result is None when all of them are. With u = ln p + H:
+    d log_prob = onehot - p, d entropy = -p u, d varentropy = p (u^2 + 2 u - varentropy), all over temperature.
     """
     if all(gradient is None for gradient in gradients):
         return None

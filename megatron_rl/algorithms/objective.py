@@ -185,6 +185,12 @@ class Objective:
     kl_unbiased: bool = _doc("Multiply the KL in the loss by the differentiable ratio, which makes its gradient unbiased.", False)
     kl_reward_coef: float = _doc("Coefficient of the KL to the reference in the token rewards.", 0.0, ge=0)
     kl_reward_estimator: KLEstimator = _doc("Estimator of the KL in the token rewards.", "k1")
+    distillation_coef: float = _doc(
+        "Coefficient of on-policy distillation: token advantage - coef x (log pi_old - log pi_teacher), before whitening; needs "
+        "model.teacher.",
+        0.0,
+        ge=0,
+    )
     kl_control: KLControl | None = _doc("Adapt the KL coefficient; fixed when not set.", None)
     advantage: AdvantageSettings = _section("How rewards become advantages.", AdvantageSettings)
     zero_variance: Literal["keep", "mask_kl", "drop", "resample"] = _doc(
@@ -211,6 +217,11 @@ class Objective:
         if self.kl_loss_coef and self.kl_reward_coef:
             raise ValueError(
                 f"Objective has kl_loss_coef {self.kl_loss_coef} and kl_reward_coef {self.kl_reward_coef}, needs at most one above 0"
+            )
+        if self.distillation_coef and not self.trains_by_rewards:
+            raise ValueError(
+                f"Objective.distillation_coef has no effect with policy_loss {self.policy_loss!r}, which has no advantages; remove it, or "
+                "choose a policy loss that samples"
             )
         if self.kl_control is not None and not (self.kl_loss_coef or self.kl_reward_coef):
             raise ValueError("Objective.kl_control is set while both KL coefficients are 0, needs one above 0 to start from")

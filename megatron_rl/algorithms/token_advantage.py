@@ -41,20 +41,27 @@ def token_advantages(
     kl_coef: float = 0.0,
     values: Tensor | None = None,
     bootstrap: Tensor | None = None,
+    teacher_log_ratio: Tensor | None = None,
     all_reduce_sum: AllReduceSum = identity,
 ) -> tuple[Tensor, Tensor | None]:
     """(advantages [T], returns [T] for a critic or None), 0 at masked positions; whitened over all ranks where the settings say so.
 
     `scores` [S] from `sample_scores`. `kl` [T] raw KL to the reference and its present coefficient, for a KL in the reward. `values`
-    [T] and `bootstrap` [S] (the value after a truncated response, else 0) are for ppo. `all_reduce_sum` adds over data-parallel ranks.
+    [T] and `bootstrap` [S] (the value after a truncated response, else 0) are for ppo. `teacher_log_ratio` [T], log pi_old - log
+    pi_teacher, is for on-policy distillation, of which a critic knows nothing. `all_reduce_sum` adds over data-parallel ranks.
 
-    Raises ValueError when ppo gets no values or a KL reward no kl.
+    Raises ValueError when ppo gets no values, a KL reward no kl or distillation no teacher.
     """
     settings = objective.advantage
     if kl_coef != 0.0 and kl is None:
         raise ValueError("token_advantages got kl_coef without kl, needs the raw KL of every token")
+    if objective.distillation_coef and teacher_log_ratio is None:
+        raise ValueError("Objective.distillation_coef got no teacher_log_ratio, needs that of every token to the teacher")
+    distillation: Tensor | float = 0.0
+    if objective.distillation_coef and teacher_log_ratio is not None:
+        distillation = objective.distillation_coef * teacher_log_ratio.double().masked_fill(~loss_mask, 0.0)
     if settings.estimator not in _BY_TOKEN:
-        return _spread(scores, loss_mask, cu_seqlens), None
+        return _spread(scores, loss_mask, cu_seqlens) - distillation, None
     returns: Tensor | None = None
     if settings.estimator == "reinforce_plus_plus_baseline":
         none = torch.zeros_like(scores)
@@ -70,6 +77,7 @@ def token_advantages(
             end = bootstrap if settings.bootstrap_truncated else None
             places = {"loss_mask": loss_mask, "cu_seqlens": cu_seqlens}
             advantages, returns = gae(rewards=shaped, values=values, gamma=settings.gamma, lam=settings.lam, bootstrap=end, **places)
+    advantages = advantages - distillation
     return whiten(advantages, mask=loss_mask, all_reduce_sum=all_reduce_sum) if settings.whiten else advantages, returns
 
 

@@ -27,11 +27,14 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, disk_errors, partial_path, start_partial
+from megatron_rl.training.bucket_padding import states_at_padded_offsets
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
 
 POLICY = "policy"
 """Name of the model whose weights have no prefix in a checkpoint."""
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_MODEL_METADATA = {"non_homogeneous_layers": True}
+"""Each layer has names of its own: stacked, all of them would need an optimizer state, which frozen ones do not have."""
 _FIXED_IN_GROUPS = ("params", "step")
 
 
@@ -107,10 +110,12 @@ def _chunk_key(index: int, count: int) -> str:
 def _sharded_state(name: str, model: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
     """What megatron shards of the model `name`: weights and optimizer."""
     state: dict[str, Any] = {
-        _chunk_key(index, len(model.chunks)): chunk.module.sharded_state_dict() for index, chunk in enumerate(model.chunks)
+        _chunk_key(index, len(model.chunks)): chunk.module.sharded_state_dict(metadata=dict(_MODEL_METADATA))
+        for index, chunk in enumerate(model.chunks)
     }
     weights = state if len(model.chunks) > 1 else state["model"]
-    state["optimizer"] = model.optimizer.sharded_state_dict(dict(weights), is_loading=is_loading, metadata=dict(_METADATA))
+    with states_at_padded_offsets(model.optimizer):
+        state["optimizer"] = model.optimizer.sharded_state_dict(dict(weights), is_loading=is_loading, metadata=dict(_METADATA))
     if name != POLICY:
         # Models of one architecture have one set of names between them.
         add_prefix_for_sharding(state, f"{name}.")
@@ -136,7 +141,11 @@ def _complete(models: Mapping[str, TrainedModel]) -> Iterator[None]:
 
 def _progress(model: TrainedModel) -> dict[str, Any]:
     """What stands in a checkpoint about a model besides its state."""
-    return {"scheduler_steps": model.scheduler.num_steps, "distributed_optimizer": model.optimizer.config.use_distributed_optimizer}
+    return {
+        "scheduler_steps": model.scheduler.num_steps,
+        "distributed_optimizer": model.optimizer.config.use_distributed_optimizer,
+        "expert_parallel": model.chunks[0].config.expert_model_parallel_size > 1,
+    }
 
 
 def _param_groups(state: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
@@ -208,6 +217,15 @@ def _check_progress(directory: Path, name: str, model: TrainedModel, saved: Mapp
         raise UserError(
             f"checkpoint {directory} has use_distributed_optimizer {saved['distributed_optimizer']}, the settings have "
             f"{present}; set training.optimizer.use_distributed_optimizer as the checkpoint has it"
+        )
+    ep = model.chunks[0].config.expert_model_parallel_size
+    if saved["expert_parallel"] != (ep > 1):
+        # Under expert parallelism megatron-core has an optimizer for experts and one for the rest, otherwise one for all.
+        needed = "2 or more" if saved["expert_parallel"] else "1"
+        raise UserError(
+            f"checkpoint {directory} was saved {'with' if saved['expert_parallel'] else 'without'} expert parallelism, the settings have "
+            f"training.topology.ep {ep}, and the optimizer's state cannot move between the two; set training.topology.ep to {needed}, or "
+            "start a new run from the policy's weights"
         )
 
 

@@ -17,6 +17,7 @@ from megatron_rl.config.settings import TrainingSettings
 from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
 from megatron_rl.training import passes
 from megatron_rl.training.dump import dump_suspects
+from megatron_rl.training.expert_load import ExpertLoad
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.optimizer import OPTIMIZER_DEFAULTS
 from megatron_rl.training.sequence_sum import SequenceSum
@@ -85,7 +86,8 @@ class Critic:
             )
             return output.loss, Report(output.loss.detach(), output.metrics)
 
-        done = update(self.model, micro_batches, loss, place=self._place)
+        load = ExpertLoad(self.model.chunks[0], totals, device=micro_batches[0].input_ids.device)
+        done = update(self.model, micro_batches, loss, place=self._place, router_step=load.step)
         title = f"critic-step-{number:06d}"
         dump_suspects(self._dump_directory, title, done, micro_batches, data, temperature=1.0)
         agreed: dict[str, Metric] = {

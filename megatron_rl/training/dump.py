@@ -26,7 +26,7 @@ def dump_suspects(
 
 
 def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, loss: float, grad_norm: float, temperature: float) -> None:
-    """Write `path`.safetensors with the tokens that this rank holds and the loss's inputs [N], and `path`.json about them.
+    """Write `path`.safetensors with the tokens that this rank holds, with recorded experts, and the loss's inputs [N], and `path`.json.
 
     Raises UserError when the place cannot be written.
     """
@@ -44,10 +44,14 @@ def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, lo
     optional = {
         "old_log_probs": data.old_log_probs,
         "ref_log_probs": data.ref_log_probs,
+        "teacher_log_probs": data.teacher_log_probs,
         "old_values": data.old_values,
         "returns": data.returns,
     }
     arrays |= {name: values[index] for name, values in optional.items() if values is not None}
+    routed = micro_batch.routed
+    if routed.experts is not None and routed.recorded is not None:
+        arrays |= {"routed_experts": routed.experts.numpy(), "routed": routed.recorded.cpu().numpy()}
     about = {"loss": _number(loss), "grad_norm": _number(grad_norm), "temperature": temperature, "rows": micro_batch.rows.tolist()}
     write_atomic(path.with_name(path.name + ".safetensors"), save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
     write_atomic(path.with_name(path.name + ".json"), json.dumps(about, indent=2))

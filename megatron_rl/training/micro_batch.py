@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.data.packing import micro_batch_layout, trainable_targets
+from megatron_rl.data.packing import MicroBatchLayout, micro_batch_layout, trainable_targets
 from megatron_rl.models.attention import PackedSequences, packed_sequences
+from megatron_rl.models.routed_tokens import RoutedTokens
 from megatron_rl.training.topology import Place, Topology
 from megatron_rl.types import Ints, TrainBatch
 
@@ -23,7 +24,7 @@ class MicroBatch:
     `input_ids` and `position_ids` [1, T]; `token_index` [T] where the tokens stand in the batch's token arrays, -1 for padding;
     `positions` [N] among the T, ascending; `targets` [N] the tokens predicted there;
     `target_index` [N] where these stand in the batch's token arrays; `sequence_index` [N] in [0, S); `sequence_tokens` [S]
-    trainable tokens of each whole sequence, over all context-parallel ranks. `rows` [S] of the batch.
+    trainable tokens of each whole sequence, over all context-parallel ranks. `rows` [S] of the batch. `routed` is for routers.
     """
 
     rows: Ints
@@ -36,6 +37,7 @@ class MicroBatch:
     target_index: Ints
     sequence_index: Tensor
     sequence_tokens: Tensor
+    routed: RoutedTokens
 
     def pick(self, values: NDArray[np.generic], dtype: torch.dtype = torch.float32) -> Tensor:
         """The entries of a token-aligned array of the whole batch that belong to this micro-batch's targets, [N]."""
@@ -67,4 +69,24 @@ def make_micro_batch(
         target_index=target_index,
         sequence_index=move(layout.sequence_index[positions]),
         sequence_tokens=move(batch.trainable_tokens[rows]),
+        routed=_routed_tokens(batch, rows, layout, device=device),
+    )
+
+
+def _routed_tokens(batch: TrainBatch, rows: Ints, layout: MicroBatchLayout, *, device: torch.device) -> RoutedTokens:
+    """What routers are told of the layout's tokens. A micro-batch without rows holds one sequence of padding."""
+    real = layout.token_index >= 0
+    lengths = batch.lengths[rows] if len(rows) else np.ones(1, np.int64)
+    counted = batch.trainable_tokens[rows] > 0 if len(rows) else np.zeros(1, np.bool_)
+    experts = recorded = None
+    if batch.routed_experts is not None:
+        index = np.maximum(layout.token_index, 0)
+        experts = torch.from_numpy(batch.routed_experts[index])
+        recorded = torch.from_numpy(batch.routed[index] & real).to(device)
+    return RoutedTokens(
+        sequence_index=torch.from_numpy(np.where(real, layout.sequence_index, -1)).to(device),
+        sequence_lengths=torch.from_numpy(lengths).to(device),
+        counted=torch.from_numpy(counted).to(device),
+        experts=experts,
+        recorded=recorded,
     )

@@ -31,6 +31,8 @@ DDP_DEFAULTS: Mapping[str, Any] = {"grad_reduce_in_fp32": True}
 """Gradients are summed in fp32 whatever the parameters' dtype, so that the sum does not depend on the layout."""
 
 _DTYPES: Mapping[Any, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DECAY_STYLES = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}
+"""megatron-core's names of decay styles where they are not ours."""
 _OPTIMIZER_REFUSED = {
     "bf16": "it follows from model.dtype",
     "fp16": "model.dtype can be float32 or bfloat16",
@@ -158,10 +160,12 @@ def build_scheduler(
     """The learning rate over optimizer steps: linear warm-up to `config.lr`, then constant or falling to `config.min_lr`.
 
     Step n of w warm-up steps, counted from 0, has n + 1 of w + 1 parts of the peak, so that none is lost at rate 0. The rate
-    falls over `schedule.decay_steps`, or over `total_steps` of the run. Raises UserError when the warm-up leaves no step to fall.
+    falls over `schedule.decay_steps`, or over `total_steps` of the run; as the inverse square root it has (w / n)^0.5 of the peak at
+    step n, without an end. wsd (Hu et al. 2024, arXiv 2404.06395) anneals along 1 - square root, which Hägele et al. 2024 (arXiv
+    2405.18392) found best. Raises UserError when the warm-up leaves no step to fall.
     """
     decay_steps = schedule.decay_steps or total_steps
-    if schedule.decay_style == "constant":
+    if schedule.decay_style in ("constant", "inverse_square_root"):
         decay_steps = max(decay_steps, schedule.warmup_steps + 1)
     if schedule.warmup_steps >= decay_steps:
         raise UserError(
@@ -175,11 +179,13 @@ def build_scheduler(
         min_lr=config.min_lr or 0.0,
         lr_warmup_steps=schedule.warmup_steps,
         lr_decay_steps=decay_steps,
-        lr_decay_style=schedule.decay_style,
+        lr_decay_style=_DECAY_STYLES.get(schedule.decay_style, schedule.decay_style),
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
+        wsd_decay_steps=min(schedule.anneal_steps or max(1, decay_steps // 10), decay_steps - schedule.warmup_steps),
+        lr_wsd_decay_style="minus_sqrt",
     )
 
 

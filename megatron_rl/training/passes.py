@@ -3,13 +3,13 @@
 All go through megatron-core's schedules, so that a pipeline, interleaved or not, needs no code of its own. Every rank makes every
 call, also with micro-batches of padding alone.
 
-Legend: N predictions of a micro-batch that are looked at, T tokens of a batch, V padded vocabulary.
+Legend: N predictions of a micro-batch that are looked at, T tokens of a batch, H hidden channels.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,56 +17,60 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, distributed
 
-from megatron_rl.algorithms.log_prob import TokenStatistics, token_statistics
-from megatron_rl.models.build import forward_selected
+from megatron_rl.algorithms.log_prob import TokenStatistics
+from megatron_rl.models.build import PolicyModel, forward_selected
+from megatron_rl.models.language_model_head import TokenQuestion
+from megatron_rl.models.routed_tokens import RouterStep, Routing
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.topology import Place, sum_over
 from megatron_rl.types import Ints
 
+Chunk: TypeAlias = DistributedDataParallel | PolicyModel
+"""A model chunk; one that is not trained needs no gradient buffers around it."""
+
 LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """From a micro-batch and the model's output at its positions to this rank's additive share of the step's loss, and anything to report.
 
-The output is logits [N, V / tp] of a policy, values [N, 1] of a critic.
+The output is hidden states [N, H] of a policy, values [N, 1] of a critic.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model as a distribution over next tokens: softmax of its logits over `vocab_size` tokens at `temperature`."""
+    """A model as a distribution over next tokens: softmax of its logits over `vocab_size` tokens at `temperature`.
 
-    chunks: Sequence[DistributedDataParallel]
+    With `replays_routing` its routers take the experts that an engine chose, where micro-batches have a record.
+    """
+
+    chunks: Sequence[Chunk]
     place: Place
     vocab_size: int
     temperature: float
+    replays_routing: bool = False
 
-    def statistics(self, logits: Tensor, micro_batch: MicroBatch, *, with_entropy: bool) -> TokenStatistics:
-        """Statistics [N] at the micro-batch's targets from this rank's columns of the logits [N, V / tp]."""
-        group = self.place.tp_group if self.place.tp_group.size() > 1 else None
-        return token_statistics(
-            logits,
-            micro_batch.targets,
-            temperature=self.temperature,
-            vocab_size=self.vocab_size,
-            vocab_start=self.place.tp_rank * logits.shape[-1],
-            group=group,
-            with_entropy=with_entropy,
-        )
+    def statistics(self, hidden: Tensor, micro_batch: MicroBatch, *, with_entropy: bool) -> TokenStatistics:
+        """Statistics [N] at the micro-batch's targets from the last stage's hidden states [N, H]. Collective over tp ranks."""
+        last = self.chunks[-1]
+        model = last if isinstance(last, PolicyModel) else last.module
+        assert isinstance(model, PolicyModel), "a policy is made of PolicyModels"
+        question = TokenQuestion(micro_batch.targets, self.temperature, self.vocab_size, with_entropy)
+        return model.token_statistics(hidden, question)
 
 
-def _iterators(
-    chunks: Sequence[DistributedDataParallel], micro_batches: Sequence[MicroBatch]
-) -> Iterator[MicroBatch] | list[Iterator[MicroBatch]]:
+def _iterators(chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch] | list[Iterator[MicroBatch]]:
     """One iterator for each model chunk, as the interleaved schedule wants; a lone one otherwise."""
     iterators = [iter(micro_batches) for _ in chunks]
     return iterators if len(iterators) > 1 else iterators[0]
 
 
 def _run(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[Chunk],
     micro_batches: Sequence[MicroBatch],
     finish: Callable[..., Any],
     *,
     everywhere: bool = False,
+    replay: bool = False,
+    router_step: RouterStep | None = None,
     **options: Any,
 ) -> list[Any]:
     """Put all micro-batches through the schedule; `finish(micro_batch, output)` ends each on the last stage.
@@ -74,9 +78,10 @@ def _run(
     The output is that at the micro-batch's positions, or `everywhere`.
     """
 
-    def forward_step(iterator: Iterator[MicroBatch], chunk: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
+    def forward_step(iterator: Iterator[MicroBatch], chunk: Chunk) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        input_ids, position_ids, packed = micro_batch.input_ids, micro_batch.position_ids, micro_batch.packed
+        input_ids, position_ids = micro_batch.input_ids, micro_batch.position_ids
+        packed = micro_batch.packed.routed(Routing(micro_batch.routed, replay=replay, step=router_step))
         if everywhere:
             output = chunk(input_ids, position_ids, None, packed_seq_params=packed)
         else:
@@ -97,11 +102,12 @@ def _run(
 
 
 def _look(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[Chunk],
     micro_batches: Sequence[MicroBatch],
     finish: Callable[..., Any],
     *,
     everywhere: bool = False,
+    replay: bool = False,
 ) -> list[Any]:
     """What `finish` makes of each micro-batch's output on the last stage, without gradients; an empty list on the others."""
 
@@ -110,7 +116,7 @@ def _look(
 
     for chunk in chunks:
         chunk.eval()
-    reports = _run(chunks, micro_batches, collect, everywhere=everywhere, forward_only=True, collect_non_loss_data=True)
+    reports = _run(chunks, micro_batches, collect, everywhere=everywhere, replay=replay, forward_only=True, collect_non_loss_data=True)
     for chunk in chunks:
         chunk.train()
     return reports
@@ -134,10 +140,10 @@ def _by_token(parts: Sequence[tuple[Ints, Tensor]], place: Place, *, num_tokens:
 def statistics(policy: Policy, micro_batches: Sequence[MicroBatch], *, with_entropy: bool = True) -> list[TokenStatistics]:
     """Statistics [N] of each micro-batch on the last pipeline stage, without gradients; an empty list on the others."""
 
-    def finish(micro_batch: MicroBatch, logits: Tensor) -> TokenStatistics:
-        return policy.statistics(logits, micro_batch, with_entropy=with_entropy)
+    def finish(micro_batch: MicroBatch, hidden: Tensor) -> TokenStatistics:
+        return policy.statistics(hidden, micro_batch, with_entropy=with_entropy)
 
-    return _look(policy.chunks, micro_batches, finish)
+    return _look(policy.chunks, micro_batches, finish, replay=policy.replays_routing)
 
 
 @torch.no_grad()
@@ -153,9 +159,7 @@ def log_probs(policy: Policy, micro_batches: Sequence[MicroBatch], *, num_tokens
 
 
 @torch.no_grad()
-def state_values(
-    chunks: Sequence[DistributedDataParallel], micro_batches: Sequence[MicroBatch], place: Place, *, num_tokens: int
-) -> Tensor:
+def state_values(chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch], place: Place, *, num_tokens: int) -> Tensor:
     """A critic's values [T] float32 of the states behind each of the micro-batches' tokens among `num_tokens`; 0 at every other token.
 
     The same on all ranks of a data-parallel rank's tensor-, context- and pipeline-parallel groups.
@@ -168,10 +172,18 @@ def state_values(
     return _by_token(parts, place, num_tokens=num_tokens, device=micro_batches[0].input_ids.device)
 
 
-def forward_backward(chunks: Sequence[DistributedDataParallel], micro_batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
+def forward_backward(
+    chunks: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[MicroBatch],
+    loss: LossFunction,
+    *,
+    replay: bool = False,
+    router_step: RouterStep | None = None,
+) -> list[Any]:
     """Gradients of the sum of `loss` over micro-batches and over data- and context-parallel ranks, in the gradient buffers.
 
-    The reports of `loss`, one for each micro-batch, on the last stage; an empty list on the others.
+    With `replay` routers take recorded experts; what they count, and their own losses, are those of `router_step`. Returns the reports
+    of `loss`, one for each micro-batch, on the last stage; an empty list on the others.
     """
     no_tokens = torch.zeros((), dtype=torch.int, device=micro_batches[0].input_ids.device)
 
@@ -185,4 +197,4 @@ def forward_backward(chunks: Sequence[DistributedDataParallel], micro_batches: S
 
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    return _run(chunks, micro_batches, finish, forward_only=False)
+    return _run(chunks, micro_batches, finish, replay=replay, router_step=router_step, forward_only=False)

@@ -7,9 +7,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from megatron_rl.models.weights import expert_biases
+
 
 class ReferenceWeights:
-    """A host copy of every parameter of `model` as it is now, on this rank.
+    """A host copy of every parameter of `model` that is trained, as it is now, on this rank.
 
     The parameters of the model change places with the copy, one at a time, so that the device never holds two models. The
     optimizer's own fp32 parameters are not touched.
@@ -23,7 +25,10 @@ class ReferenceWeights:
             self._host = [tensor.pin_memory() for tensor in self._host]
 
     def _parameters(self) -> Iterator[Tensor]:
-        return (parameter for chunk in self._model for parameter in chunk.parameters())
+        for chunk in self._model:
+            yield from (parameter for parameter in chunk.parameters() if parameter.requires_grad)
+            # A bias decides which experts are taken, and moves where model.megatron.moe_router_bias_update_rate says so.
+            yield from (bias for _, bias in expert_biases(chunk))
 
     @torch.no_grad()
     def _exchange(self) -> None:

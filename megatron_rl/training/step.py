@@ -14,6 +14,7 @@ from megatron_rl.training import passes
 from megatron_rl.training.before_step import look_before_step, make_step_statistics
 from megatron_rl.training.controllers import Controllers, StepMeasurements, StepObjective
 from megatron_rl.training.dump import dump_suspects
+from megatron_rl.training.expert_load import ExpertLoad
 from megatron_rl.training.loss_inputs import loss_inputs
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.sequence_sum import SequenceSum
@@ -74,7 +75,17 @@ class StepRunner:
             return _agreed_metrics(policy, totals, {"train/skipped_steps": Sum(1)})
         frozen = self._num_steps <= self._frozen_steps
         present, loss = self._prepare(policy, micro_batches, totals, data)
-        done = update(self._model, micro_batches, loss, place=policy.place, measure=("entropy", "kl_per_sequence"), frozen=frozen)
+        load = ExpertLoad(policy.chunks[0], totals, device=micro_batches[0].input_ids.device, replays=policy.replays_routing)
+        done = update(
+            self._model,
+            micro_batches,
+            loss,
+            place=policy.place,
+            measure=("entropy", "kl_per_sequence"),
+            frozen=frozen,
+            replay=policy.replays_routing,
+            router_step=load.step,
+        )
         if done.sound and not frozen:
             measured = StepMeasurements(entropy=done.means["entropy"], kl_per_sequence=done.means["kl_per_sequence"])
             self._controllers.update(measured, num_sequences=totals.num_sequences)
@@ -85,6 +96,7 @@ class StepRunner:
             "train/lr": Last(done.lr),
             "train/skipped_steps": Sum(int(not done.sound)),
             **_coefficients(present),
+            **load.metrics(),
         }
         own = share_of_metrics(done.reports, policy.place, loss="loss", names=_METRIC_NAMES)
         return {**_agreed_metrics(policy, totals, agreed), **own, **_micro_batch_count(policy, done)}
@@ -105,8 +117,8 @@ class StepRunner:
         seen = {} if before is None else {id(part): part_seen for part, part_seen in zip(micro_batches, before.seen, strict=False)}
         sequence_sum = SequenceSum(policy.place.cp_group)
 
-        def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Report]:
-            current = policy.statistics(logits, micro_batch, with_entropy=True)
+        def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
+            current = policy.statistics(hidden, micro_batch, with_entropy=True)
             inputs = loss_inputs(micro_batch, current, data, seen=seen.get(id(micro_batch)))
             output = compute_loss(
                 present.objective,
@@ -118,17 +130,23 @@ class StepRunner:
                 sequence_sum=sequence_sum,
                 statistics=statistics,
             )
-            return output.loss, Report(output.loss.detach(), {**output.metrics, **_rollout_difference(inputs, micro_batch, data)})
+            # Without predictions the share must still depend on the head, whose gradient other ranks wait for.
+            share = output.loss if len(micro_batch.positions) else output.loss + current.log_prob.sum()
+            return share, Report(output.loss.detach(), {**output.metrics, **_differences(inputs, micro_batch, data)})
 
         return present, loss
 
 
-def _rollout_difference(inputs: LossInputs, micro_batch: MicroBatch, data: TokenData) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean |engine - trainer| log-prob over the tokens that an engine made."""
+def _differences(inputs: LossInputs, micro_batch: MicroBatch, data: TokenData) -> dict[str, tuple[Tensor, Tensor]]:
+    """Mean |engine - trainer| log-prob over the tokens that an engine made, and old policy - teacher over all."""
     assert inputs.rollout_log_probs is not None and inputs.old_log_probs is not None, "loss_inputs gives both"
     generated = micro_batch.pick(data.weight_versions, dtype=torch.int64) >= 0
     difference = (inputs.rollout_log_probs - inputs.old_log_probs).abs()
-    return {"log_prob_diff": (torch.where(generated, difference, 0.0).sum(), generated.sum())}
+    pairs = {"log_prob_diff": (torch.where(generated, difference, 0.0).sum(), generated.sum())}
+    if data.teacher_log_probs is not None:
+        to_teacher = inputs.old_log_probs - micro_batch.pick(data.teacher_log_probs)
+        pairs["teacher_kl"] = (to_teacher.sum(), torch.ones_like(to_teacher).sum())
+    return pairs
 
 
 def _agreed_metrics(policy: passes.Policy, totals: StepTotals, metrics: Mapping[str, Metric]) -> dict[str, Metric]:

@@ -29,7 +29,7 @@ class TokenData:
 
     `old_log_probs` None: the old policy is the current one. `ref_log_probs` None: no reference is used. `kl_mask` None: the KL of
     every token counts. `token_keys` name a token within the whole batch, the same under every layout. `old_values`, of the states in
-    which the tokens were chosen, and `returns` are for a critic, None without one.
+    which the tokens were chosen, and `returns` are for a critic, None without one; `teacher_log_probs` likewise for a teacher.
     """
 
     rollout_log_probs: Floats
@@ -41,6 +41,7 @@ class TokenData:
     kl_mask: Bools | None = None
     old_values: Floats | None = None
     returns: Floats | None = None
+    teacher_log_probs: Floats | None = None
 
 
 def check_objective(objective: Objective) -> None:
@@ -57,7 +58,7 @@ def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:
 
     With a single step the old policy is the current one, whose log-probs the step computes anyway.
     """
-    return objective.trains_by_rewards and (num_steps > 1 or objective.kl_reward_coef > 0)
+    return objective.trains_by_rewards and (num_steps > 1 or objective.kl_reward_coef > 0 or objective.distillation_coef > 0)
 
 
 def make_token_data(
@@ -67,18 +68,24 @@ def make_token_data(
     old: Floats | None,
     reference: Floats | None,
     state_values: Floats | None = None,
+    teacher: Floats | None = None,
     kl_reward_coef: float = 0.0,
 ) -> TokenData:
     """The data [T] of `shard`, with advantages by the groups of the whole batch; advantages are zero for supervised training.
 
-    `state_values` [T], for ppo, are a critic's of the states behind each token; `kl_reward_coef` is the present coefficient.
+    `state_values` [T], for ppo, are a critic's of the states behind each token, `teacher` [T] a teacher's log-probs for distillation;
+    `kl_reward_coef` is the present coefficient.
     Collective over data-parallel ranks.
     """
     batch = shard.batch
     advantages, returns, kl_mask = np.zeros(len(batch.tokens)), None, None
     old_values = None if state_values is None else values_before(state_values)
     if objective.trains_by_rewards:
-        advantages, returns = _advantages(objective, shard, old, reference, state_values, kl_reward_coef)
+        log_ratio = None
+        if objective.distillation_coef:
+            assert old is not None and teacher is not None, "distillation needs old and teacher log-probs"
+            log_ratio = _tensor(old).double() - _tensor(teacher).double()
+        advantages, returns = _advantages(objective, shard, old, reference, state_values, log_ratio, kl_reward_coef)
         if objective.zero_variance == "mask_kl":
             constant = zero_variance(rewards=_tensor(shard.all_rewards), group_ids=_tensor(shard.all_group_ids)).numpy()[shard.rows]
             kl_mask = np.repeat(~constant, batch.lengths)
@@ -93,6 +100,7 @@ def make_token_data(
         kl_mask=kl_mask,
         old_values=old_values,
         returns=None if returns is None else returns.astype(np.float32),
+        teacher_log_probs=teacher,
     )
 
 
@@ -114,6 +122,7 @@ def _advantages(
     old: Floats | None,
     reference: Floats | None,
     state_values: Floats | None,
+    teacher_log_ratio: Tensor | None,
     kl_reward_coef: float,
 ) -> tuple[Doubles, Doubles | None]:
     """Advantages [T] and a critic's returns [T]; groups and whitening are of the whole batch."""
@@ -145,6 +154,7 @@ def _advantages(
         kl_coef=kl_reward_coef,
         values=values,
         bootstrap=bootstrap,
+        teacher_log_ratio=teacher_log_ratio,
         all_reduce_sum=sum_over_data_parallel,
     )
     return np.asarray(advantages.numpy(), np.float64), None if returns is None else np.asarray(returns.numpy(), np.float64)

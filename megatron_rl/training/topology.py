@@ -2,7 +2,9 @@
 
 import datetime
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -77,19 +79,74 @@ class Topology:
         """A rank's token count must be a multiple of this number."""
         return self.tp if self.sequence_parallel else 1
 
-    def check_model(self, *, num_layers: int, num_heads: int, num_kv_groups: int, ffn_size: int) -> None:
-        """Raise UserError when a model of these sizes cannot be divided: heads, KV groups and FFN by tp, layers by the stages."""
-        if num_layers % self.stages:
-            raise UserError(
-                f"training.topology: {self}: num_layers {num_layers} is not divisible by pp·vpp {self.stages}; choose pp and vpp "
-                f"so that pp·vpp is one of {_divisors(num_layers)}"
-            )
-        for name, size in (("attention heads", num_heads), ("KV groups", num_kv_groups), ("FFN columns", ffn_size)):
+    def check_model(
+        self, *, num_layers: int, num_heads: int, num_kv_groups: int, ffn_size: int, megatron: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raise UserError when a model of these sizes cannot be divided: heads, KV groups and FFN by tp, layers by the stages.
+
+        `megatron` are the user's fields of megatron-core's configuration, which may give the first and the last pipeline stage a number
+        of layers of their own. KV groups fewer than tp are shared by as many ranks each.
+        """
+        self._check_stages(num_layers, megatron or {})
+        for name, size in (("attention heads", num_heads), ("FFN columns", ffn_size)):
             if size % self.tp:
                 raise UserError(
                     f"training.topology: {self}: the model's {size} {name} are not divisible by tp {self.tp}; "
-                    f"choose tp among {_divisors(math.gcd(num_heads, num_kv_groups, ffn_size))}"
+                    f"choose tp among {_divisors(math.gcd(num_heads, ffn_size))}"
                 )
+        if num_kv_groups % self.tp and self.tp % num_kv_groups:
+            sizes = [size for size in _divisors(math.gcd(num_heads, ffn_size)) if num_kv_groups % size == 0 or size % num_kv_groups == 0]
+            raise UserError(
+                f"training.topology: {self}: the model's {num_kv_groups} KV groups are neither a multiple nor a divisor of tp {self.tp}; "
+                f"choose tp among {sizes}"
+            )
+
+    def _check_stages(self, num_layers: int, megatron: Mapping[str, Any]) -> None:
+        counted = [name for name in _COUNTED_AS_LAYERS if megatron.get(name)]
+        if counted:
+            raise UserError(
+                f"model.megatron.{counted[0]} is set, which is not supported; give the stages their numbers of layers with {_FIX}"
+            )
+        if megatron.get("pipeline_model_parallel_layout") is not None:
+            # megatron-core holds a layout against the number of layers and of stages itself.
+            return
+        ends = [(name, _layer_count(name, megatron[name])) for name in (_FIRST, _LAST) if megatron.get(name) is not None]
+        if not ends:
+            if num_layers % self.stages:
+                raise UserError(
+                    f"training.topology: {self}: num_layers {num_layers} is not divisible by pp·vpp {self.stages}; choose pp and vpp "
+                    f"so that pp·vpp is one of {_divisors(num_layers)}, or set {self._suggested_ends(num_layers)}"
+                )
+            return
+        middle, stages = num_layers - sum(count for _, count in ends), self.pp - len(ends)
+        sizes = [count for _, count in ends] + ([middle // stages] if stages > 0 else [])
+        if stages < 0 or min(sizes) < 1 or (middle % stages if stages else middle) or any(size % self.vpp for size in sizes):
+            given = " - ".join(f"{count} ({name})" for name, count in ends)
+            raise UserError(
+                f"training.topology: {self}: num_layers {num_layers} - {given} = {middle} layers for the {max(stages, 0)} other pipeline "
+                f"stages; each of the {self.pp} stages needs the same multiple of vpp {self.vpp} there, and at least one layer: "
+                f"set {self._suggested_ends(num_layers)}"
+            )
+
+    def _suggested_ends(self, num_layers: int) -> str:
+        """Numbers of layers for the first and the last stage that fit; those between, without embedding and head, have a few more."""
+        units = num_layers // self.vpp
+        between = -(-units // self.pp)
+        first, last = -(-(units - between * (self.pp - 2)) // 2), (units - between * (self.pp - 2)) // 2
+        if num_layers % self.vpp or self.pp < 2 or last < 1:
+            return f"{_FIX} (no numbers fit {num_layers} layers, pp {self.pp} and vpp {self.vpp}) or another pp"
+        return f"model.megatron.{_FIRST} {first * self.vpp} and {_LAST} {last * self.vpp}"
+
+
+_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_FIX = f"model.megatron.{_FIRST} and {_LAST}"
+_COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def _layer_count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UserError(f"model.megatron.{name} is {value!r}, needs a number of layers; give a whole number")
+    return value
 
 
 def _divisors(number: int) -> list[int]:
@@ -109,6 +166,11 @@ def initialize(topology: Topology, *, rank: int, init_method: str, device: Devic
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device.torch_device if device.kind == "cuda" else None,
     )
+    initialize_groups(topology, timeout_s=timeout_s, seed=seed)
+
+
+def initialize_groups(topology: Topology, *, timeout_s: float, seed: int) -> None:
+    """Build Megatron's groups and random generators in a process that is in a process group of all ranks. Collective."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,

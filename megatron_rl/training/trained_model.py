@@ -9,10 +9,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import distributed
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import Device, prepare_megatron
-from megatron_rl.models.build import build_model
+from megatron_rl.errors import UserError
+from megatron_rl.models.build import PolicyModel, build_model
+from megatron_rl.models.freezing import freeze
 from megatron_rl.models.spec import ModelSpec, resolve_attention, transformer_config
 from megatron_rl.models.value_head import replace_heads
 from megatron_rl.models.weights import load_hf_weights
@@ -36,23 +39,35 @@ class TrainedModel:
 
 
 def build_trained_model(
-    settings: Settings, spec: ModelSpec, *, device: Device, optimizer: Mapping[str, Any], with_value_head: bool = False
+    settings: Settings,
+    spec: ModelSpec,
+    *,
+    device: Device,
+    optimizer: Mapping[str, Any],
+    with_value_head: bool = False,
+    with_weights: bool = True,
 ) -> TrainedModel:
     """The model of `settings.model.path` with its weights, trained by an optimizer of the fields `optimizer`.
 
-    `with_value_head` makes it a critic: one value for each position in place of logits. Collective; megatron's parallel state must
+    `with_value_head` makes it a critic: one value for each position in place of logits. Without weights, which then need not be there,
+    only sizes can be asked. Collective; megatron's parallel state must
     be initialised. Raises UserError for what does not fit the model, the layout or the installed megatron-core.
     """
     training, dtype = settings.training, model_dtype(settings, device)
     attention = resolve_attention(settings.model.attention)
     config = transformer_config(spec, topology=training.topology, dtype=dtype, overrides=settings.model.megatron, attention=attention)
     chunks = build_model(spec, config, attention=attention)
-    load_hf_weights(chunks, spec, settings.model.path)
+    if with_weights:
+        load_hf_weights(chunks, spec, settings.model.path)
+    # Before a critic's head takes the name of the head that it replaces, which may be tied to frozen embeddings.
+    freeze(chunks, spec, training.frozen)
     if with_value_head:
         replace_heads(chunks)
     # Building a model imports more of megatron-core, which the shims have to reach too.
     prepare_megatron(device)
     optimizer_config, ddp_config = make_configs(optimizer, training.ddp, dtype=dtype)
+    if training.frozen and optimizer_config.use_distributed_optimizer:
+        _check_ranks_train(chunks)
     wrapped = wrap_ddp(chunks, config, ddp_config)
     built = build_optimizer(optimizer_config, wrapped)
     total_steps = settings.run.num_steps * training.optimizer_steps_per_batch
@@ -60,6 +75,18 @@ def build_trained_model(
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = built.scale_loss
     return TrainedModel(wrapped, built, scheduler)
+
+
+def _check_ranks_train(chunks: Sequence[PolicyModel]) -> None:
+    """Raise UserError, on every rank, when one of them has no weight to train: its distributed optimizer could not be saved. Collective."""
+    trainable = any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
+    trains = torch.tensor([int(trainable)], device="cuda" if distributed.get_backend() == "nccl" else "cpu")
+    distributed.all_reduce(trains, op=distributed.ReduceOp.MIN)
+    if not int(trains):
+        raise UserError(
+            "training.frozen leaves a pipeline stage with nothing to train, which megatron-core's distributed optimizer cannot save; "
+            "set training.optimizer.use_distributed_optimizer to false, freeze less, or choose another training.topology.pp"
+        )
 
 
 def model_dtype(settings: Settings, device: Device) -> torch.dtype:

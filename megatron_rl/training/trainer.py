@@ -1,8 +1,9 @@
 """Everything that one Megatron rank can do: log-probabilities, training, weights out, checkpoints."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -17,9 +18,12 @@ from megatron_rl.models.weights import export_hf_weights
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.training import checkpoint, passes
 from megatron_rl.training.critic import Critic, critic_optimizer
+from megatron_rl.training.expert_load import check_record, check_routing_replay
 from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
+from megatron_rl.training.offload import PARTS, ModelMemory, Part
 from megatron_rl.training.reference import ReferenceWeights
 from megatron_rl.training.step import StepRunner
+from megatron_rl.training.teacher import Teacher
 from megatron_rl.training.token_data import TokenData, check_objective, make_token_data, needs_old_log_probs
 from megatron_rl.training.topology import Place, Topology, initialize
 from megatron_rl.training.trained_model import TrainedModel, build_trained_model, complete_parameters
@@ -43,7 +47,8 @@ class Trainer:
         prepare_megatron(self._device)
         self._topology = Topology.of(settings.training.topology)
         self._spec = read_model_spec(settings.model.path)
-        check_layout(self._topology, self._spec)
+        check_layout(self._topology, self._spec, settings.model.megatron)
+        check_routing_replay(settings, self._spec)
         initialize(
             self._topology,
             rank=rank,
@@ -56,6 +61,7 @@ class Trainer:
         self._model = build_trained_model(settings, self._spec, device=self._device, optimizer=settings.training.optimizer)
         self._critic = self._build_critic() if settings.has_critic else None
         self._reference = ReferenceWeights(self._model.chunks) if self._objective.trains_by_rewards else None
+        self._teacher = self._build_teacher() if self._objective.distillation_coef else None
         self._steps = StepRunner(
             self._objective,
             self._model,
@@ -64,11 +70,19 @@ class Trainer:
             frozen_steps=settings.training.critic.warmup_steps if settings.has_critic else 0,
         )
 
+        self._memories = {name: ModelMemory(model) for name, model in self.trained_models().items()}
+
     def _build_critic(self) -> Critic:
         settings = self._settings
         optimizer = critic_optimizer(settings.training)
         model = build_trained_model(settings, self._spec, device=self._device, optimizer=optimizer, with_value_head=True)
         return Critic(self._objective, model, place=self._place, dump_directory=settings.run.directory / "dumps")
+
+    def _build_teacher(self) -> Teacher:
+        path = self._settings.model.teacher
+        assert path is not None, "settings without a teacher have no distillation"
+        check_layout(self._topology, read_model_spec(path), self._settings.model.megatron)
+        return Teacher(self._settings, path, device=self._device, place=self._place)
 
     @property
     def dp_rank(self) -> int:
@@ -83,7 +97,13 @@ class Trainer:
     def _policy(self, temperature: float | None = None) -> passes.Policy:
         if temperature is None:
             temperature = 1.0 if self._settings.supervised else self._settings.rollout.sampling.temperature
-        return passes.Policy(chunks=self._model.chunks, place=self._place, vocab_size=self._spec.vocab_size, temperature=temperature)
+        return passes.Policy(
+            chunks=self._model.chunks,
+            place=self._place,
+            vocab_size=self._spec.vocab_size,
+            temperature=temperature,
+            replays_routing=self._settings.training.routing_replay,
+        )
 
     def _micro_batches(self, batch: TrainBatch, parts: Sequence[Ints], *, all_tokens: bool = False) -> list[MicroBatch]:
         """Tensors of the micro-batches, and empty ones behind them where an interleaved pipeline wants a multiple of its stages."""
@@ -105,6 +125,8 @@ class Trainer:
                 values = passes.log_probs(policy, micro_batches, num_tokens=len(batch.tokens))
             else:
                 assert self._reference is not None, "supervised training keeps no reference weights"
+                # Another model: it routes by itself.
+                policy = dataclasses.replace(policy, replays_routing=False)
                 with self._reference.in_place():
                     values = passes.log_probs(policy, micro_batches, num_tokens=len(batch.tokens))
         return np.asarray(values.cpu().numpy(), dtype=np.float32)
@@ -115,6 +137,7 @@ class Trainer:
         Of the current weights or of the initial `reference` ones, at `temperature` or else that of the rollout (1 for
         supervised training). All ranks of one data-parallel rank pass the same batch and get the same values.
         """
+        check_record(batch, self._spec)
         unit = sequence_multiple(self._topology.cp)
         lengths = -(-batch.lengths // unit) * unit
         budget = self._settings.training.max_tokens_per_micro_batch * self._topology.cp
@@ -128,6 +151,7 @@ class Trainer:
         Merging the metrics of all ranks gives the step's: a rank that would only repeat another's returns empty dicts.
         A step with a non-finite loss or gradient changes no weights; its micro-batches are written to the run's `dumps`.
         """
+        check_record(shard.batch, self._spec)
         parts = [self._micro_batches(shard.batch, step.micro_batches) for step in shard.steps]
         data = self._token_data(shard, [micro_batch for part in parts for micro_batch in part], num_steps=len(parts))
         policy, metrics = self._policy(), []
@@ -141,25 +165,43 @@ class Trainer:
 
     def _token_data(self, shard: Shard, micro_batches: Sequence[MicroBatch], *, num_steps: int) -> TokenData:
         """Everything about the batch's tokens that stays the same through its optimizer steps, from the models before the first."""
-        reference = old = state_values = None
+        reference = old = state_values = teacher = None
         if self._objective.trains_by_rewards:
             reference = self._log_probs(shard.batch, micro_batches, reference=True)
         if needs_old_log_probs(self._objective, num_steps=num_steps):
             old = self._log_probs(shard.batch, micro_batches, reference=False)
         if self._critic is not None:
             state_values = self._critic.state_values(micro_batches, num_tokens=len(shard.batch.tokens))
+        if self._teacher is not None:
+            temperature = self._settings.rollout.sampling.temperature
+            teacher = self._teacher.log_probs(micro_batches, num_tokens=len(shard.batch.tokens), temperature=temperature)
         return make_token_data(
             self._objective,
             shard,
             old=old,
             reference=reference,
             state_values=state_values,
+            teacher=teacher,
             kl_reward_coef=self._steps.kl_reward_coef,
         )
 
-    def _trained_models(self) -> dict[str, TrainedModel]:
+    def trained_models(self) -> dict[str, TrainedModel]:
+        """The models with an optimizer, by their names in a checkpoint: `policy` and, for ppo, `critic`."""
         policy = {checkpoint.POLICY: self._model}
         return policy if self._critic is None else {**policy, "critic": self._critic.model}
+
+    def put_away(self, parts: Collection[Part] = PARTS) -> None:
+        """Free the device memory of these parts of all models; for `weights` the parameters must be here, for all else everything.
+
+        Not collective; a part that is away already stays so.
+        """
+        for memory in self._memories.values():
+            memory.put_away(parts)
+
+    def take_back(self, parts: Collection[Part] = PARTS) -> None:
+        """Bring these parts of all models back to the device, bit for bit. Not collective."""
+        for memory in self._memories.values():
+            memory.take_back(parts)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under their Hugging Face names, one whole tensor at a time, the same on every rank."""
@@ -168,11 +210,11 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint that `load` continues from; the directory appears complete or not at all. Raises UserError."""
-        checkpoint.save(directory, self._trained_models(), counters=self._steps.state())
+        checkpoint.save(directory, self.trained_models(), counters=self._steps.state())
 
     def load(self, directory: Path) -> None:
         """Continue from a checkpoint, of this layout or another. The reference stays the model of the settings. Raises UserError."""
-        self._steps.restore(checkpoint.load(directory, self._trained_models()))
+        self._steps.restore(checkpoint.load(directory, self.trained_models()))
 
     def save_hf(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory. Raises UserError when it cannot be written."""
@@ -202,8 +244,12 @@ def resolve_objective(settings: Settings) -> Objective:
     return objective
 
 
-def check_layout(topology: Topology, spec: ModelSpec) -> None:
-    """Raise UserError when the model cannot be divided as `topology` asks."""
+def check_layout(topology: Topology, spec: ModelSpec, megatron: Mapping[str, Any]) -> None:
+    """Raise UserError when the model cannot be divided as `topology` and the user's fields of megatron-core's configuration ask."""
     topology.check_model(
-        num_layers=spec.num_layers, num_heads=spec.num_heads, num_kv_groups=spec.num_kv_heads, ffn_size=spec.ffn_hidden_size
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_groups=spec.num_kv_heads,
+        ffn_size=spec.ffn_hidden_size,
+        megatron=megatron,
     )

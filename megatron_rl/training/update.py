@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
+from megatron_rl.models.routed_tokens import RouterStep
 from megatron_rl.observe.metrics import Mean, Metric
 from megatron_rl.training import passes
 from megatron_rl.training.micro_batch import MicroBatch
@@ -48,14 +49,17 @@ def update(
     place: Place,
     measure: Sequence[str] = (),
     frozen: bool = False,
+    replay: bool = False,
+    router_step: RouterStep | None = None,
 ) -> Update:
     """Update the weights once by the gradient of `loss`, whose reports are `Report`s, over all micro-batches of all ranks.
 
-    `measure` names metrics whose means are wanted. A `frozen` model is left as it is, and its learning rate is 0. Collective.
+    `measure` names metrics whose means are wanted. A `frozen` model is left as it is, and its learning rate is 0. `replay` and
+    `router_step` are for the routers of a mixture of experts, see `passes.forward_backward`. Collective.
     """
     lr = 0.0 if frozen else model.lr
     model.optimizer.zero_grad()
-    reports: list[Report] = passes.forward_backward(model.chunks, micro_batches, loss)
+    reports: list[Report] = passes.forward_backward(model.chunks, micro_batches, loss, replay=replay, router_step=router_step)
     finite, means = _measure(reports if place.reports else [], measure, device=micro_batches[0].input_ids.device)
     sound, grad_norm = optimizer_step(model.optimizer, frozen=frozen) if finite else (False, math.nan)
     suspects: tuple[int, ...] = ()

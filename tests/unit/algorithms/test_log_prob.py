@@ -145,7 +145,7 @@ def test_shards_merge_to_the_whole_also_one_of_padding_and_one_of_minus_infinity
     shards = ((0, 8), (8, 8), (16, 5), (24, 0))
     partials = [
         log_prob.local_partials(
-            logits[:, start % 24 : start % 24 + 8], targets, shard=log_prob._Shard(0.7, start, columns), with_entropy=True
+            logits[:, start % 24 : start % 24 + 8], targets, shard=log_prob.Shard(0.7, start, columns), with_entropy=True
         )
         for start, columns in shards
     ]

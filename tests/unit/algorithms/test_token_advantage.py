@@ -46,6 +46,24 @@ def test_a_kl_in_the_reward_counts_per_token() -> None:
     torch.testing.assert_close(advantages[MASK], (centred.repeat_interleave(LENGTHS) - 0.1 * kl)[MASK])
 
 
+@pytest.mark.parametrize(
+    ("estimator", "whitened"), [("grpo", False), ("reinforce_plus_plus", True), ("reinforce_plus_plus_baseline", False)]
+)
+def test_distillation_takes_the_log_ratio_to_the_teacher_from_each_token(estimator: Estimator, whitened: bool) -> None:
+    settings = AdvantageSettings(estimator=estimator, whiten=whitened)
+    without = dataclasses.replace(settings, whiten=False)
+    log_ratio = torch.arange(10, dtype=torch.float64).masked_fill(~MASK, torch.nan)
+    scores = sample_scores(settings, rewards=REWARDS, group_ids=GROUPS, lengths=TRAINABLE)
+    fixed = {"scores": scores, "loss_mask": MASK, "cu_seqlens": CU_SEQLENS}
+    objective = Objective(advantage=settings, distillation_coef=0.5)
+    advantages, _ = token_advantages(objective, teacher_log_ratio=log_ratio, **fixed)
+    plain, _ = token_advantages(Objective(advantage=without), **fixed)
+    expected = torch.where(MASK, plain - 0.5 * log_ratio, 0.0)
+    torch.testing.assert_close(advantages, whiten(expected, mask=MASK) if whitened else expected)
+    with pytest.raises(ValueError, match="needs that of every token to the teacher"):
+        token_advantages(objective, **fixed)
+
+
 @pytest.mark.parametrize("bootstrapped", [True, False])
 def test_ppo(bootstrapped: bool) -> None:
     settings = AdvantageSettings(estimator="ppo", gamma=0.9, lam=0.8, bootstrap_truncated=bootstrapped)

@@ -25,12 +25,20 @@ def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
         if torch.distributed.is_initialized():
             shutdown()
 
-    def make(model: Path, objective: dict[str, Any] | None = None, **training: Any) -> Trainer:
+    def make(
+        model: Path,
+        objective: dict[str, Any] | None = None,
+        *,
+        dtype: str = "float32",
+        megatron: dict[str, Any] | None = None,
+        teacher: Path | None = None,
+        **training: Any,
+    ) -> Trainer:
         close()
         settings = Settings.model_validate(
             {
                 "run": {"directory": tmp_path / "run"},
-                "model": {"path": model, "dtype": "float32"},
+                "model": {"path": model, "dtype": dtype, "megatron": megatron or {}, "teacher": teacher},
                 "data": {"train": "unused.jsonl"},
                 "objective": objective or {},
                 "rollout": {"sampling": {"temperature": TEMPERATURE}},

@@ -1,5 +1,6 @@
 """Optimizer and gradient-buffer fields by megatron-core's own names, checked before anything is built."""
 
+import math
 import types
 
 import pytest
@@ -74,9 +75,38 @@ def test_warm_up_wastes_no_step_at_rate_zero() -> None:
     assert rates(ScheduleSettings(warmup_steps=3), steps=6) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
 
 
-def test_cosine_falls_to_the_floor() -> None:
-    seen = rates(ScheduleSettings(decay_style="cosine", decay_steps=4), steps=6, min_lr=0.1)
-    assert seen == pytest.approx([1.0, 0.868198, 0.55, 0.231802, 0.1, 0.1], abs=1e-6)
+PEAK, FLOOR, WARMUP, DECAY, ANNEAL = 2.0, 0.1, 3, 20, 5
+
+
+def closed_form(style: str, step: int) -> float:
+    """The rate of a step counted from 0, as a share of the way from the floor to the peak; the inverse square root as one of the peak."""
+    if step <= WARMUP:
+        return PEAK * (step + 1) / (WARMUP + 1)
+    if style == "inverse_square_root":
+        return max(FLOOR, PEAK * math.sqrt(WARMUP / step))
+    fallen = min(1.0, (step - WARMUP) / (DECAY - WARMUP))
+    annealed = min(1.0, max(0.0, (step - (DECAY - ANNEAL)) / ANNEAL))
+    shares = {
+        "constant": 1.0,
+        "linear": 1 - fallen,
+        "cosine": 0.5 * (1 + math.cos(math.pi * fallen)),
+        "wsd": 1 - math.sqrt(annealed),
+    }
+    return FLOOR + shares[style] * (PEAK - FLOOR)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse_square_root", "wsd"])
+def test_rates_are_those_of_the_closed_form(style: str) -> None:
+    fields = {"decay_steps": DECAY} if style in ("linear", "cosine", "wsd") else {}
+    anneal = {"anneal_steps": ANNEAL} if style == "wsd" else {}
+    schedule = ScheduleSettings.model_validate({"decay_style": style, "warmup_steps": WARMUP, **fields, **anneal})
+    seen = rates(schedule, steps=DECAY + 4, lr=PEAK, min_lr=FLOOR)
+    assert seen == pytest.approx([closed_form(style, step) for step in range(DECAY + 4)], rel=1e-12)
+
+
+def test_wsd_anneals_the_last_tenth_when_not_told() -> None:
+    seen = rates(ScheduleSettings(decay_style="wsd"), steps=41)
+    assert seen[37:40] == pytest.approx([1.0, 1 - math.sqrt(1 / 4), 1 - math.sqrt(2 / 4)])
 
 
 def test_warm_up_without_a_fall_is_refused() -> None:

@@ -1,10 +1,21 @@
 """Topologies that fit, and the arithmetic shown for those that do not."""
 
 import pytest
+import torch
 
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
+from megatron_rl.models.spec import parse_model_spec, transformer_config
 from megatron_rl.training.topology import Topology
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 96,
+}
 
 
 def test_data_parallel_size_follows_and_is_printed() -> None:
@@ -31,11 +42,83 @@ def test_sizes_that_do_not_fit_each_other_are_refused_with_the_arithmetic(settin
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_ranks": 8, "pp": 2, "vpp": 2}, r"num_layers 6 is not divisible by pp·vpp 4.*\[1, 2, 3, 6\]"),
-        ({"num_ranks": 4, "tp": 4}, r"2 KV groups are not divisible by tp 4.*\[1, 2\]"),
+        (
+            {"num_ranks": 8, "pp": 2, "vpp": 2},
+            r"num_layers 6 is not divisible by pp·vpp 4.*\[1, 2, 3, 6\], or set model\.megatron\.num_layers_in_first_pipeline_stage 4 and "
+            "num_layers_in_last_pipeline_stage 2",
+        ),
+        ({"num_ranks": 5, "tp": 5}, r"12 attention heads are not divisible by tp 5.*\[1, 2, 3, 4, 6, 12\]"),
+        ({"num_ranks": 3, "tp": 3}, r"2 KV groups are neither a multiple nor a divisor of tp 3; choose tp among \[1, 2, 4, 6, 12\]"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(settings: dict[str, int], message: str) -> None:
     topology = Topology.of(TopologySettings.model_validate(settings))
     with pytest.raises(UserError, match=message):
-        topology.check_model(num_layers=6, num_heads=4, num_kv_groups=2, ffn_size=24)
+        topology.check_model(num_layers=6, num_heads=12, num_kv_groups=2, ffn_size=24)
+
+
+def check_stages(num_layers: int, *, pp: int, vpp: int = 1, **megatron: object) -> None:
+    topology = Topology.of(TopologySettings(num_ranks=pp, pp=pp, vpp=vpp))
+    topology.check_model(num_layers=num_layers, num_heads=4, num_kv_groups=4, ffn_size=16, megatron=megatron)
+
+
+def ends(first: object, last: object) -> dict[str, object]:
+    return {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "vpp", "first", "last"),
+    [
+        *((61, 2, 1, 31, 30), (61, 8, 1, 7, 6), (61, 16, 1, 3, 2)),
+        *((94, 4, 1, 23, 23), (94, 8, 1, 11, 11), (94, 16, 1, 5, 5), (94, 4, 2, 24, 22)),
+        *((46, 4, 1, 11, 11), (46, 8, 1, 5, 5), (92, 8, 1, 10, 10), (92, 16, 1, 4, 4)),
+    ],
+)
+def test_numbers_of_layers_that_are_suggested_fit(num_layers: int, pp: int, vpp: int, first: int, last: int) -> None:
+    with pytest.raises(UserError, match=rf"first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last}$"):
+        check_stages(num_layers, pp=pp, vpp=vpp)
+    check_stages(num_layers, pp=pp, vpp=vpp, **ends(first, last))
+    topology = TopologySettings(num_ranks=pp, pp=pp, vpp=vpp)
+    spec = parse_model_spec({**QWEN3, "num_hidden_layers": num_layers}, origin="config.json")
+    transformer_config(spec, topology=topology, dtype=torch.float32, overrides=ends(first, last))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "vpp", "megatron", "message"),
+    [
+        (61, 4, 1, ends(16, 14), r"61 - 16 \(num_layers_in_first_pipeline_stage\) - 14 \(.*\) = 31 layers for the 2 other pipeline stages"),
+        (61, 4, 1, ends(None, 14), "= 47 layers for the 3 other pipeline stages"),
+        (6, 2, 1, ends(4, 1), "= 1 layers for the 0 other pipeline stages"),
+        (6, 2, 2, ends(3, 3), "the same multiple of vpp 2"),
+        (3, 1, 1, ends(2, 1), "= 0 layers for the 0 other pipeline stages"),
+        (6, 2, 1, ends("4", 2), "num_layers_in_first_pipeline_stage is '4', needs a number of layers"),
+        (6, 2, 1, ends(6, 0), "at least one layer"),
+        (5, 2, 1, {"account_for_loss_in_pipeline_split": True}, "account_for_loss_in_pipeline_split is set, which is not supported"),
+        (3, 8, 1, {}, "no numbers fit 3 layers, pp 8 and vpp 1"),
+        (61, 4, 2, {}, "no numbers fit 61 layers, pp 4 and vpp 2"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(num_layers: int, pp: int, vpp: int, megatron: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_stages(num_layers, pp=pp, vpp=vpp, **megatron)
+
+
+def test_a_layout_of_stages_is_left_to_megatron() -> None:
+    layout = {"pipeline_model_parallel_layout": "Et*2|t*1L"}
+    check_stages(3, pp=2, **layout)
+    spec = parse_model_spec({**QWEN3, "num_hidden_layers": 3}, origin="config.json")
+    transformer_config(spec, topology=TopologySettings(num_ranks=2, pp=2), dtype=torch.float32, overrides=layout)
+    with pytest.raises(UserError, match=r"megatron-core refuses .*must match num_layers 3"):
+        transformer_config(
+            spec,
+            topology=TopologySettings(num_ranks=2, pp=2),
+            dtype=torch.float32,
+            overrides={"pipeline_model_parallel_layout": "Et*2|t*2L"},
+        )
+    with pytest.raises(UserError, match=r"layout has 2 virtual stages .* vpp is 1; set training\.topology\.vpp to 2"):
+        transformer_config(
+            spec,
+            topology=TopologySettings(num_ranks=2, pp=2),
+            dtype=torch.float32,
+            overrides={"pipeline_model_parallel_layout": "Et|t|t|L"},
+        )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from megatron_rl.algorithms import head_statistics
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import check_metrics
@@ -124,9 +125,11 @@ def poison(path: Path, *, token: int) -> None:
     save_file(tensors, path / "model.safetensors")
 
 
+@pytest.mark.parametrize("chunk_rows", [3, 1000])
 def test_non_finite_loss_changes_nothing_and_leaves_its_micro_batch(
-    make_trainer: MakeTrainer, tiny_model: Callable[..., Path], tmp_path: Path
+    make_trainer: MakeTrainer, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_rows: int
 ) -> None:
+    monkeypatch.setitem(head_statistics._CHUNK_LOGITS, "cpu", chunk_rows * 32)
     path = tiny_model(tied=False)
     poison(path, token=17)
     trainer = make_trainer(path, SUPERVISED)

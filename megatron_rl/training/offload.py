@@ -1,0 +1,154 @@
+"""A trained model's memory, put away in host memory while somebody else needs the device, and taken back.
+
+What moves is the storage beneath the tensors: its bytes are copied out and the storage shrinks to 0 bytes, so every parameter,
+every view into a gradient buffer and every entry of the optimizer's state stays the very object that it was. Touching one while it is
+away is an error of the caller that torch reports as an access to a storage of size 0.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from torch import Tensor, UntypedStorage
+
+from megatron_rl.training.trained_model import TrainedModel
+
+Part = Literal["parameters", "gradients", "optimizer"]
+"""`optimizer` is main parameters of their own, as bf16 has them, and moments. Gradients come back as zeros: every step begins with that."""
+
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stored:
+    """A storage that is away: its size in bytes and its bytes [num_bytes] uint8 in host memory, None where zeros are as good."""
+
+    storage: UntypedStorage
+    num_bytes: int
+    host: Tensor | None
+
+
+class ModelMemory:
+    """The device memory of one rank's share of `model`, in three parts, each of them here or away. No method is collective."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self._model = model
+        self._device = next(model.chunks[0].parameters()).device
+        self._away: dict[Part, list[_Stored]] = {}
+        # Page-locked memory is slow to get and never given back while the model lives.
+        self._spare: dict[int, list[Tensor]] = {}
+
+    @property
+    def away(self) -> frozenset[Part]:
+        """The parts that are away."""
+        return frozenset(self._away)
+
+    def num_bytes(self, part: Part) -> int:
+        """Bytes that `part` takes on the device now; 0 while it is away."""
+        return sum(storage.nbytes() for storage in self._storages(part))
+
+    @torch.no_grad()
+    def put_away(self, parts: Iterable[Part] = PARTS) -> None:
+        """Free the device memory of `parts`; one that is away already stays so."""
+        coming = [part for part in PARTS if part in set(parts) - self.away]
+        if "gradients" in coming:
+            # Main parameters hold gradients of their own between backward and step.
+            self._model.optimizer.zero_grad()
+        for part in coming:
+            self._away[part] = [self._copy_out(storage, keep=part != "gradients") for storage in self._storages(part)]
+        self._synchronize()
+        for part in coming:
+            for stored in self._away[part]:
+                stored.storage.resize_(0)
+        self._release_caches()
+
+    @torch.no_grad()
+    def take_back(self, parts: Iterable[Part] = PARTS) -> None:
+        """Bring `parts` back, bit for bit as they were; one that is here already stays as it is."""
+        returned = [stored for part in PARTS if part in set(parts) & self.away for stored in self._away.pop(part)]
+        for stored in returned:
+            stored.storage.resize_(stored.num_bytes)
+            if stored.host is None:
+                _bytes_of(stored.storage).zero_()
+            else:
+                _bytes_of(stored.storage).copy_(stored.host, non_blocking=True)
+        self._synchronize()
+        for stored in returned:
+            if stored.host is not None and stored.host.is_pinned():
+                self._spare.setdefault(stored.num_bytes, []).append(stored.host)
+
+    @contextmanager
+    def while_away(self, parts: Iterable[Part] = PARTS) -> Iterator[None]:
+        """Inside, `parts` are away; afterwards those that were here before are back."""
+        coming = [part for part in parts if part not in self._away]
+        self.put_away(coming)
+        try:
+            yield
+        finally:
+            self.take_back(coming)
+
+    def _copy_out(self, storage: UntypedStorage, *, keep: bool) -> _Stored:
+        if not storage.resizable():
+            raise ValueError(f"a storage of {storage.nbytes()} bytes on {storage.device} belongs to somebody else and cannot be put away")
+        num_bytes = storage.nbytes()
+        if not keep:
+            return _Stored(storage, num_bytes, None)
+        spare = self._spare.get(num_bytes)
+        host = spare.pop() if spare else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        host.copy_(_bytes_of(storage), non_blocking=True)
+        return _Stored(storage, num_bytes, host)
+
+    def _storages(self, part: Part) -> list[UntypedStorage]:
+        """The distinct storages of `part` on the device; one that two parts share belongs to the first of them."""
+        owners: dict[int, tuple[Part, UntypedStorage]] = {}
+        for owner in PARTS:
+            for tensor in _tensors(self._model, owner):
+                if tensor.device == self._device:
+                    storage = tensor.untyped_storage()
+                    owners.setdefault(storage._cdata, (owner, storage))
+        return [storage for owner, storage in owners.values() if owner == part]
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _release_caches(self) -> None:
+        """Hand what is free to whoever shares the device."""
+        if self._device.type == "cuda":
+            # Sequence parallelism gathers activations into a buffer that megatron-core would keep for good.
+            parallel_state.get_global_memory_buffer().buffer.clear()
+            torch.cuda.empty_cache()
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    """The whole storage as a tensor [bytes] uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _tensors(model: TrainedModel, part: Part) -> Iterator[Tensor]:
+    """Tensors that lie in the storages of `part`, with repetitions."""
+    if part == "optimizer":
+        for optimizer in _optimizers(model.optimizer):
+            for group in optimizer.param_groups:
+                yield from group["params"]
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+        return
+    for chunk in model.chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            whole = buffer.param_data if part == "parameters" else buffer.grad_data
+            if whole is not None:
+                yield whole
+        if part == "parameters":
+            yield from chunk.parameters()
+
+
+def _optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    """The torch optimizers inside; a rank may have none for a kind of parameters that it lacks."""
+    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+        if part.optimizer is not None:
+            yield part.optimizer

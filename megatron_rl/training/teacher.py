@@ -1,0 +1,95 @@
+"""The teacher of on-policy distillation: a second model of any architecture, asked for log-probs and never trained.
+
+Legend: T tokens of a batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.device import Device
+from megatron_rl.errors import UserError
+from megatron_rl.models.build import PolicyModel, build_model
+from megatron_rl.models.spec import Attention, ModelSpec, read_model_spec, resolve_attention, transformer_config
+from megatron_rl.models.weights import load_hf_weights
+from megatron_rl.training import passes
+from megatron_rl.training.micro_batch import MicroBatch
+from megatron_rl.training.topology import Place
+from megatron_rl.training.trained_model import model_dtype
+from megatron_rl.types import Floats
+
+
+def teacher_config(settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, attention: Attention) -> TransformerConfig:
+    """megatron-core's configuration of the teacher of `spec`, in the policy's layout. Raises UserError when it does not fit that."""
+    try:
+        return transformer_config(
+            spec,
+            topology=settings.training.topology,
+            dtype=dtype,
+            overrides=settings.model.megatron,
+            attention=attention,
+        )
+    except UserError as error:
+        raise UserError(f"model.teacher {settings.model.teacher} is to run in the policy's layout, but: {error}") from error
+
+
+def check_vocabulary(policy: Path, teacher: Path) -> None:
+    """Raise UserError when the directories' tokenizers give any token another id, or know other tokens."""
+    ours, theirs = (load_tokenizer(path).get_vocab() for path in (policy, teacher))
+    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    if different:
+        token = different[0]
+        raise UserError(
+            f"model.teacher {teacher} has another vocabulary than model.path {policy}: {len(different)} tokens differ, the first is "
+            f"{token!r} with ids {theirs.get(token)} and {ours.get(token)}; take a teacher with the policy's tokenizer"
+        )
+
+
+class Teacher:
+    """One rank's share of the teacher. Its weights rest in host memory while it is not asked. Methods are collective over all ranks."""
+
+    def __init__(self, settings: Settings, path: Path, *, device: Device, place: Place) -> None:
+        """Build the model of the Hugging Face directory `path`. Raises UserError for what does not fit the policy's layout."""
+        self._spec, self._place = read_model_spec(path), place
+        attention = resolve_attention(settings.model.attention)
+        config = teacher_config(settings, self._spec, dtype=model_dtype(settings, device), attention=attention)
+        self._chunks = build_model(self._spec, config, attention=attention)
+        load_hf_weights(self._chunks, self._spec, path)
+        self._device = self._tensors()[0].device
+        for chunk in self._chunks:
+            chunk.requires_grad_(False)
+        self._host = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
+        if torch.cuda.is_available():
+            self._host = [tensor.pin_memory() for tensor in self._host]
+        self._put_away()
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for chunk in self._chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+
+    def _put_away(self) -> None:
+        # The weights never change, so those on the device are dropped.
+        for tensor, host in zip(self._tensors(), self._host, strict=True):
+            tensor.data = host
+
+    @contextmanager
+    def _in_place(self) -> Iterator[Sequence[PolicyModel]]:
+        for tensor, host in zip(self._tensors(), self._host, strict=True):
+            tensor.data = host.to(self._device, non_blocking=True)
+        try:
+            yield self._chunks
+        finally:
+            self._put_away()
+
+    def log_probs(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int, temperature: float) -> Floats:
+        """Log-probs [T] in nats of the micro-batches' targets among `num_tokens` tokens, at `temperature`; 0 at every other token."""
+        with self._in_place() as chunks:
+            policy = passes.Policy(chunks=chunks, place=self._place, vocab_size=self._spec.vocab_size, temperature=temperature)
+            values = passes.log_probs(policy, micro_batches, num_tokens=num_tokens)
+        return np.asarray(values.cpu().numpy(), dtype=np.float32)
