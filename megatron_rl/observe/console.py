@@ -40,6 +40,7 @@ RL_COLUMNS = (
     Column("grad", "train/grad_norm", ".3f", 8),
     Column("tok/s", "rollout/tokens_per_second", ",.0f", 8),
     Column("rollout s", "time/rollout", ".2f", 9),
+    Column("wait s", "time/rollout_wait", ".2f", 7),
     Column("train s", "time/train", ".2f", 8),
     Column("sync s", "time/sync", ".2f", 7),
 )

@@ -6,22 +6,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_rl.observe.metrics import Max, Mean, Metric, Sum
-from megatron_rl.types import Group, RewardOutcome, Sample, StopReason
+from megatron_rl.types import Group, Ints, RewardOutcome, Sample, StopReason
 
 
-def rollout_metrics(groups: Sequence[Group], *, version: int, seconds: float) -> dict[str, Metric]:
-    """Metrics `rollout/*` of the groups that one step trains on, generated in `seconds`, when the engines serve `version`."""
+def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metric]:
+    """Metrics `rollout/*` of the groups that the step which trains weights of `version` takes."""
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.response_ids) for sample in samples]
     num_tokens = sum(lengths)
-    ages = np.concatenate([version - sample.weight_versions[sample.weight_versions >= 0] for sample in samples]) if samples else np.empty(0)
+    ages = np.concatenate([np.empty(0, np.int64), *(version - sample.weight_versions[sample.weight_versions >= 0] for sample in samples)])
     metrics: dict[str, Metric] = {
         "rollout/num_samples": Sum(len(samples)),
         "rollout/num_tokens": Sum(num_tokens),
         "rollout/response_length": Mean(num_tokens, len(samples)),
         "rollout/response_length_max": Max(max(lengths, default=0)),
         "rollout/prompt_length": Mean(sum(len(group.prompt.token_ids) for group in groups), len(groups)),
-        "rollout/tokens_per_second": Mean(num_tokens, seconds),
         "rollout/truncated_fraction": Mean(sum(sample.truncated for sample in samples), len(samples)),
         "rollout/aborted_fraction": Mean(sum(sample.stop_reason is StopReason.ABORT for sample in samples), len(samples)),
         "rollout/zero_variance_fraction": Mean(sum(has_one_reward(group) for group in groups), len(groups)),
@@ -29,7 +28,18 @@ def rollout_metrics(groups: Sequence[Group], *, version: int, seconds: float) ->
     }
     if len(ages):
         metrics |= {"rollout/staleness": Mean(float(ages.sum()), len(ages)), "rollout/staleness_max": Max(float(ages.max()))}
+        metrics |= _shares_by_age(ages)
+        mixed = [len(np.unique(sample.weight_versions[sample.weight_versions >= 0])) > 1 for sample in samples]
+        metrics["rollout/mixed_versions_fraction"] = Mean(sum(mixed), len(samples))
     return metrics | reward_metrics(samples, prefix="rollout")
+
+
+def _shares_by_age(ages: Ints) -> dict[str, Metric]:
+    """Share of the tokens at each age in weight versions; nothing where all are of age 0."""
+    values, counts = np.unique(ages, return_counts=True)
+    if values.tolist() == [0]:
+        return {}
+    return {f"rollout/staleness_share/{age}": Mean(int(count), len(ages)) for age, count in zip(values, counts, strict=True)}
 
 
 def has_one_reward(group: Group) -> bool:

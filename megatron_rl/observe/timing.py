@@ -22,7 +22,11 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self._step[name] = self._step.get(name, 0.0) + self._clock() - start
+            self.add(name, self._clock() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that somebody else has measured to the phase `name`."""
+        self._step[name] = self._step.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, Metric]:
         """Seconds per phase since the last call, as metrics `time/NAME`."""

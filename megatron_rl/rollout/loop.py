@@ -1,9 +1,13 @@
-"""Generation for many prompts on several engines: bounded, balanced, and each group handed over as soon as it is complete."""
+"""Generation on several engines: bounded, balanced, and each group handed over as soon as it is complete."""
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 from megatron_rl.errors import DeadlineError, EngineError
@@ -17,95 +21,143 @@ Score = Callable[[Sample], Awaitable[Reward]]
 Samples = tuple[Sample, ...]
 
 
-async def generate_groups(
-    prompts: Iterable[Prompt],
-    *,
-    clients: Sequence[EngineClient],
-    sampling: Sampling,
-    num_samples: int,
-    decode: Decode,
-    score: Score | None,
-    max_concurrent_requests: int,
-    rollout: Rollout = single_turn,
-) -> AsyncIterator[Group]:
-    """Yield one group of `num_samples` samples for each prompt, as they finish, with rewards when `score` is given.
+class Urgency(IntEnum):
+    """Who gets a free place on an engine first; among equals, who asked first."""
 
-    At most `max_concurrent_requests` samples run on one engine at a time (at least one group); scoring does not hold a place.
-    An engine that fails gives its prompts back to the others. Closing the iterator early aborts what still runs.
+    AGAIN = 0
+    """What an engine that failed gave back."""
+    EVALUATION = 1
+    TRAINING = 2
 
-    Raises:
-        EngineError, DeadlineError: the last engine failed, with its reason. EngineRefusal: an engine refused a request.
-        UserError: a prompt that no engine can take, or a rollout that breaks its contract.
+
+class EnginePool:
+    """The places on all engines: at most `max_samples` samples run on one engine at a time, or one request if that is larger.
+
+    A place is on the least busy engine that has not failed.
     """
 
-    async def generate(prompt: Prompt, client: EngineClient) -> Samples:
-        samples = await rollout(prompt, engine=client, sampling=sampling, num_samples=num_samples, decode=decode)
-        return check_samples(samples, prompt=prompt, num_samples=num_samples, vocab_size=client.address.vocab_size)
+    def __init__(self, clients: Sequence[EngineClient], *, max_samples: int) -> None:
+        self._clients = tuple(clients)
+        self._healthy = list(clients)
+        self._max_samples = max_samples
+        self._running: Counter[EngineClient] = Counter()
+        self._waiting: list[tuple[Urgency, int, int, asyncio.Future[EngineClient]]] = []
+        self._arrivals = itertools.count()
+        self._failure: Exception | None = None
 
-    engines = _Engines(clients, capacity=max(1, max_concurrent_requests // num_samples))
-    waiting = deque(prompts)
-    generating: dict[asyncio.Task[Any], tuple[Prompt, EngineClient]] = {}
-    scoring: set[asyncio.Task[Any]] = set()
-    try:
-        while waiting or generating or scoring:
-            while waiting and (client := engines.take()) is not None:
-                prompt = waiting.popleft()
-                generating[asyncio.create_task(generate(prompt, client))] = (prompt, client)
-            done, _ = await asyncio.wait([*generating, *scoring], return_when=asyncio.FIRST_COMPLETED)
-            for task in done & generating.keys():
-                prompt, client = generating.pop(task)
-                engines.give_back(client)
+    @asynccontextmanager
+    async def place(self, num_samples: int, *, urgency: Urgency) -> AsyncIterator[EngineClient]:
+        """Inside, `num_samples` samples may run on the engine given. Raises why the last engine failed when none is left."""
+        client = await self._take(num_samples, urgency)
+        try:
+            yield client
+        finally:
+            self._give_back(client, num_samples)
+
+    def retire(self, client: EngineClient, error: Exception) -> None:
+        """Give `client` no more work because of `error`, which whoever waits is told when it was the last engine."""
+        self._healthy = [other for other in self._healthy if other is not client]
+        if not self._healthy:
+            self._failure = error
+        self._fill()
+
+    def readmit(self) -> None:
+        """Give every engine that failed another chance: a request that was too slow says little about the next."""
+        self._healthy, self._failure = list(self._clients), None
+        self._fill()
+
+    async def _take(self, num_samples: int, urgency: Urgency) -> EngineClient:
+        future: asyncio.Future[EngineClient] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (urgency, next(self._arrivals), num_samples, future))
+        self._fill()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            # The place was given in the very moment in which nobody wanted it any more.
+            if not future.cancelled() and future.exception() is None:
+                self._give_back(future.result(), num_samples)
+            raise
+
+    def _give_back(self, client: EngineClient, num_samples: int) -> None:
+        self._running[client] -= num_samples
+        self._fill()
+
+    def _fill(self) -> None:
+        """Give free places to those who wait, in order."""
+        while self._waiting:
+            _, _, num_samples, future = self._waiting[0]
+            if not future.cancelled():
+                if self._failure is not None:
+                    future.set_exception(self._failure)
+                else:
+                    client = min(self._healthy, key=self._running.__getitem__)
+                    if self._running[client] and self._running[client] + num_samples > self._max_samples:
+                        return
+                    self._running[client] += num_samples
+                    future.set_result(client)
+            heapq.heappop(self._waiting)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMaker:
+    """How one prompt becomes a group of `num_samples` samples on the engines of `pool`, with rewards when `score` is given."""
+
+    pool: EnginePool
+    sampling: Sampling
+    num_samples: int
+    decode: Decode
+    score: Score | None
+    rollout: Rollout = single_turn
+    urgency: Urgency = Urgency.TRAINING
+
+    async def make(self, prompt: Prompt) -> Group:
+        """Generate and score; scoring does not hold a place. A prompt whose engine fails goes to the others. Cancelling aborts it.
+
+        Raises:
+            EngineError, DeadlineError: the last engine failed, with its reason. EngineRefusal: an engine refused a request.
+            UserError: a prompt that no engine can take, or a rollout that breaks its contract.
+        """
+        samples = await self._generate(prompt)
+        if self.score is not None:
+            rewards = await asyncio.gather(*map(self.score, samples))
+            samples = tuple(replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True))
+        return Group(id=prompt.id, prompt=prompt, samples=samples)
+
+    async def _generate(self, prompt: Prompt) -> Samples:
+        urgency = self.urgency
+        while True:
+            async with self.pool.place(self.num_samples, urgency=urgency) as client:
                 try:
-                    scoring.add(asyncio.create_task(_score_group(prompt, task.result(), score)))
+                    samples = await self.rollout(
+                        prompt, engine=client, sampling=self.sampling, num_samples=self.num_samples, decode=self.decode
+                    )
+                    return check_samples(
+                        samples,
+                        prompt=prompt,
+                        num_samples=self.num_samples,
+                        vocab_size=client.address.vocab_size,
+                        need_experts=client.address.mixture is not None,
+                    )
                 except EngineRefusal:
                     raise  # the request is at fault, another engine would refuse it too
                 except (EngineError, DeadlineError) as error:
-                    engines.retire(client, error)
-                    waiting.appendleft(prompt)
-            for scored in done & scoring:
-                scoring.discard(scored)
-                yield scored.result()
+                    self.pool.retire(client, error)
+                    urgency = Urgency.AGAIN
+
+
+async def make_groups(prompts: Iterable[Prompt], maker: GroupMaker) -> AsyncGenerator[Group, None]:
+    """Yield one group for each prompt, as they finish. Closing the iterator early aborts what still runs. Raises what `maker` raises."""
+    tasks = [asyncio.create_task(maker.make(prompt)) for prompt in prompts]
+    try:
+        for finished in asyncio.as_completed(tasks):
+            yield await finished
     finally:
-        await _cancel([*generating, *scoring])
+        await cancel(tasks)
 
 
-class _Engines:
-    """Which engine gets the next prompt: the least busy one that has not failed."""
-
-    def __init__(self, clients: Sequence[EngineClient], *, capacity: int) -> None:
-        self._healthy = list(clients)
-        self._capacity = capacity
-        self._running: Counter[EngineClient] = Counter()
-
-    def take(self) -> EngineClient | None:
-        """An engine with room for one more group, None when all are full."""
-        client = min(self._healthy, key=self._running.__getitem__)
-        if self._running[client] >= self._capacity:
-            return None
-        self._running[client] += 1
-        return client
-
-    def give_back(self, client: EngineClient) -> None:
-        """A group on `client` ended."""
-        self._running[client] -= 1
-
-    def retire(self, client: EngineClient, error: Exception) -> None:
-        """Give `client` no more work because of `error`, which is raised when it was the last engine."""
-        self._healthy = [other for other in self._healthy if other is not client]
-        if not self._healthy:
-            raise error
-
-
-async def _score_group(prompt: Prompt, samples: Samples, score: Score | None) -> Group:
-    """All samples of a prompt as a group, rewarded when `score` is given."""
-    if score is not None:
-        rewards = await asyncio.gather(*map(score, samples))
-        samples = tuple(replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True))
-    return Group(id=prompt.id, prompt=prompt, samples=samples)
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
     """Cancel tasks and wait until they are gone, so that their aborts reach the engines."""
+    tasks = list(tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

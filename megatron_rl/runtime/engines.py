@@ -1,17 +1,24 @@
 """All generation engines as one object, seen from the driver."""
 
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.rollout.routing_record import MixtureShape
+from megatron_rl.runtime.cluster import Places
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.runtime.workers import EngineWorker
+
+with quiet_megatron_imports():
+    from megatron_rl.models.spec import read_model_spec
+    from megatron_rl.training.expert_load import check_routing_replay
 
 STOP_TIMEOUT_S = 30.0
 
@@ -19,16 +26,15 @@ STOP_TIMEOUT_S = 30.0
 class EngineGroup:
     """Starts one actor per engine, each with a server of its own.
 
-    `first_place` is the first bundle of `places` that belongs to an engine.
+    `gpus_of_ranks` are the GPUs of every Megatron rank, of which colocated engines take those of the ranks beside them.
     """
 
-    def __init__(
-        self, settings: Settings, *, places: PlacementGroup, first_place: int, device_kind: Literal["cpu", "cuda"], watchdog: Watchdog
-    ) -> None:
+    def __init__(self, settings: Settings, *, places: Places, watchdog: Watchdog, gpus_of_ranks: Sequence[tuple[int, ...]] = ()) -> None:
         self._settings = settings
         self._watchdog = watchdog
         self._workers = []
-        num_gpus = settings.runtime.num_gpus_per_engine if device_kind == "cuda" else 0
+        device_kind, placement = places.device_kind, places.placement
+        mixture = recorded_mixture(settings)
         for number in range(settings.rollout.num_engines):
             make_engine = partial(
                 Engine,
@@ -38,12 +44,14 @@ class EngineGroup:
                 dtype=engine_dtype(settings, device_kind=device_kind),
                 seed=settings.run.seed * settings.rollout.num_engines + number,
                 log_path=settings.run.directory / "logs" / f"engine-{number}.log",
+                mixture=mixture,
+                colocated=settings.runtime.colocate,
             )
-            worker = EngineWorker.options(  # type: ignore[attr-defined]
-                num_cpus=1,
-                num_gpus=num_gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=first_place + number),
-            ).remote(make_engine)
+            beside = placement.ranks_beside(number) if placement.needs.colocated else ()
+            shared_gpus = tuple(gpu for rank in beside for gpu in gpus_of_ranks[rank])
+            worker = EngineWorker.options(**places.engine_options(number)).remote(  # type: ignore[attr-defined]
+                make_engine, directory=Path.cwd(), shared_gpus=shared_gpus
+            )
             self._workers.append(worker)
 
     def begin_start(self) -> list[ray.ObjectRef]:
@@ -68,6 +76,21 @@ class EngineGroup:
                 ray.get(ref, timeout=STOP_TIMEOUT_S)
             except (RayActorError, GetTimeoutError):
                 continue
+
+
+def recorded_mixture(settings: Settings) -> MixtureShape | None:
+    """The experts of the model, when the engines are to record to which of them they route tokens."""
+    if not settings.training.routing_replay:
+        return None
+    spec = read_model_spec(settings.model.path)
+    check_routing_replay(settings, spec)
+    assert spec.moe is not None, "checked right above"
+    return MixtureShape(
+        num_layers=spec.num_layers,
+        num_dense_layers=spec.moe.num_dense_layers,
+        num_experts=spec.moe.num_experts,
+        experts_per_token=spec.moe.num_experts_per_token,
+    )
 
 
 def engine_dtype(settings: Settings, *, device_kind: Literal["cpu", "cuda"]) -> str:

@@ -4,17 +4,18 @@ from megatron_rl.runtime.training_run import TrainingRun
 
 
 def train_loop(run: TrainingRun, *, first_step: int) -> None:
-    """Next batch, train, publish weights, evaluate, save, log, until the run's last step.
+    """Next batch, train, save, publish weights, evaluate, log, until the run's last step.
 
-    `first_step` is 0 or where a checkpoint left off. The weights that s steps have made carry version s.
+    `first_step` is 0 or where a checkpoint left off. The weights that s steps have made carry version s. With a `max_staleness` above 0
+    the samples of later steps are made meanwhile: `next_batch` then finds them ready.
     """
     run.begin(step=first_step)
     for step in range(first_step, run.num_steps):
         batch = run.next_batch(step)
         run.train(batch, step=step)
+        if run.saves_after(step):
+            run.save(step=step + 1)
         run.publish(version=step + 1)
         if run.evaluates_after(step):
             run.evaluate(step=step + 1)
-        if run.saves_after(step):
-            run.save(step=step + 1)
         run.log(step=step + 1)

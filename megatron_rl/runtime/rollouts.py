@@ -3,8 +3,8 @@
 Every method is a coroutine for `BackgroundLoop.submit`; the buffer and the clients belong to that one thread.
 """
 
-import time
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -14,28 +14,30 @@ import numpy as np
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.baseline import with_baseline
-from megatron_rl.data.batch import make_train_batch
+from megatron_rl.data.batch import make_train_batch, with_records
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.group_metrics import evaluation_metrics, has_one_reward, rollout_metrics
-from megatron_rl.observe.metrics import Metric, merge_metrics
+from megatron_rl.observe.metrics import Mean, Metric, Sum, merge_metrics
 from megatron_rl.rewards.runner import RewardRunner, check_error_rate
-from megatron_rl.rollout.client import EngineClient
+from megatron_rl.rollout.admission import Admission
+from megatron_rl.rollout.client import EngineClient, EnginePart
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.generate import load_rollout
-from megatron_rl.rollout.loop import generate_groups
+from megatron_rl.rollout.loop import EnginePool, GroupMaker, Urgency, make_groups
 from megatron_rl.rollout.sampling import make_sampling
-from megatron_rl.types import Floats, Group, Prompt, Reward, Sample, TrainBatch
+from megatron_rl.runtime.production import Production
+from megatron_rl.types import Floats, Group, Prompt, Sample, TrainBatch
 from megatron_rl.weights.parity import sequences
 
 MAX_RESAMPLING_ROUNDS = 10
 
 
 class Rollouts:
-    """Open with `await Rollouts.open(...)`, close with `await rollouts.close()`."""
+    """Made before anything is started; ready for training after `start_rewards`, `open_buffer`, `connect` and `begin_production`."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -47,7 +49,14 @@ class Rollouts:
         self.eval_prompts: list[Prompt] = eval_source.all() if eval_source is not None else []
         self.vocab_size = len(self._tokenizer)
         self._rollout = load_rollout(settings.rollout.function)
+        self._admission = Admission(
+            groups_per_step=data.prompts_per_step,
+            max_staleness=settings.rollout.max_staleness,
+            num_steps=settings.run.num_steps,
+        )
         self.clients: list[EngineClient] = []
+        # Seconds of making groups and tokens made, at the end of the last step.
+        self._measured = (0.0, 0)
 
     async def start_rewards(self) -> None:
         """Start the reward workers and call the function on a probe, before anything expensive starts."""
@@ -60,19 +69,38 @@ class Rollouts:
         self._buffer = self._stack.enter_context(Buffer(path))
 
     async def connect(self, addresses: Sequence[EngineAddress]) -> None:
-        """Open a client to every engine."""
+        """Open a client to every engine; from now on `next_batch` and `evaluate` can generate."""
         for address in addresses:
             client = EngineClient(address, request_timeout_s=self._settings.rollout.request_timeout_s)
             self.clients.append(await self._stack.enter_async_context(client))
+        self._pool = EnginePool(self.clients, max_samples=self._settings.rollout.max_concurrent_requests)
+
+    async def begin_production(self) -> None:
+        """Be ready to make groups for training; nothing is made before `next_batch` asks."""
+        self._production = Production(self.source, self._buffer, self._make_group)
+        self._stack.push_async_callback(self._production.stop)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far in which groups for training were being made. May be asked from any thread."""
+        return self._production.busy_s
 
     async def close(self) -> None:
         """Close clients, reward workers and buffer."""
         await self._stack.aclose()
 
-    async def rewind(self, *, step: int, source_state: dict[str, Any]) -> None:
-        """Continue where the checkpoint after `step` steps stood."""
-        self.source.restore(source_state)
+    async def rewind(self, *, step: int, source_state: dict[str, Any] | None) -> None:
+        """Continue where the checkpoint after `step` steps stood, at the first prompt when it has no `source_state`.
+
+        Groups that were finished since then are kept where their weights still exist.
+        """
+        if source_state is not None:
+            self.source.restore(source_state)
         self._buffer.rewind(step, version=step)
+        # Prompts that were taken after the checkpoint are in the buffer: the next ones come behind them.
+        counts = self._buffer.counts()
+        known = counts.pending + counts.in_flight + counts.done + counts.consumed
+        self._buffer.add_prompts(self.source.next_prompts(max(0, known - self.source.num_taken)))
 
     async def flush(self) -> None:
         """Bring the buffer to the disk itself."""
@@ -83,17 +111,24 @@ class Rollouts:
         self._buffer.prune(before_step)
 
     async def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
-        """The groups of one step, generated as far as they are not in the buffer already, and what they say of the rollout.
+        """The groups of one step, for which the engines serve weights of version `step`, and what they say of the rollout.
+
+        Waits for those that the buffer does not hold yet. Up to `rollout.max_staleness` later steps are generated in the meantime, and
+        go on when this returns.
 
         Raises:
             UserError: too many reward calls failed, or resampling found no groups with a signal.
         """
-        start = time.monotonic()
+        production = self._production
+        self._pool.readmit()
+        busy_before_s, tokens_before = self._measured
         wanted = self._settings.data.prompts_per_step
         kept: list[Group] = []
         seen: list[Group] = []
+        num_renewed = 0
         for _ in range(MAX_RESAMPLING_ROUNDS):
-            groups = await self._groups(wanted - len(kept), step=step, progress=progress)
+            groups, renewed = await self._groups(wanted - len(kept), step=step, progress=progress)
+            num_renewed += renewed
             seen += groups
             kept += [group for group in groups if not self._rejects(group)]
             if len(kept) == wanted or self._settings.objective.zero_variance != "resample":
@@ -103,58 +138,88 @@ class Rollouts:
                 f"step {step}: {len(kept)} of {len(seen)} groups have different rewards after {MAX_RESAMPLING_ROUNDS} rounds of resampling,"
                 f" needs {wanted}; use prompts of other difficulty or objective.zero_variance drop"
             )
-        metrics = rollout_metrics(seen, version=step, seconds=time.monotonic() - start)
+        self._measured = production.busy_s, production.num_tokens
+        speed = Mean(production.num_tokens - tokens_before, self._measured[0] - busy_before_s)
+        metrics = {**rollout_metrics(seen, version=step), "rollout/tokens_per_second": speed, "rollout/renewed_groups": Sum(num_renewed)}
         return make_train_batch(kept) if kept else _without_signal(make_train_batch(seen)), metrics
 
     def _rejects(self, group: Group) -> bool:
         return self._settings.objective.zero_variance in ("drop", "resample") and has_one_reward(group)
 
-    async def _groups(self, count: int, *, step: int, progress: PhaseProgress) -> list[Group]:
-        self._buffer.add_prompts(self.source.next_prompts(count))
-        prompts = self._buffer.take_pending(count - self._buffer.counts().done)
-        baselines = await self._greedy_rewards(prompts) if self._settings.objective.advantage.estimator == "remax" else {}
-        async with aclosing(self._generate(prompts, num_samples=self._settings.data.samples_per_prompt)) as finished:
-            async for group in finished:
-                self._buffer.put_done(with_baseline(group, baselines[group.id]) if baselines else group)
-                progress.advance()
+    async def _groups(self, count: int, *, step: int, progress: PhaseProgress) -> tuple[list[Group], int]:
+        """The next `count` groups, in the order of their prompts, and how many had to be made anew because they were too old.
+
+        Groups are only ever made when they will be young enough; a run that is resumed with a smaller max_staleness finds others.
+        """
+        production, oldest = self._production, self._admission.oldest_version(step)
+        renewed = self._buffer.renew(count, oldest_version=oldest)
+        production.admit(self._admission.num_admitted(step=step, missing=count, version=step))
+        await production.wait(count, progress=progress)
         groups = self._buffer.take_done(count, step=step)
+        check_staleness(groups, step=step, oldest_version=oldest)
         rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
         check_error_rate(rewards, max_error_rate=self._settings.reward.max_error_rate)
-        return groups
+        return groups, renewed
 
-    async def _greedy_rewards(self, prompts: Sequence[Prompt]) -> dict[str, Reward]:
-        """The reward of the greedy response to each prompt, by the prompt's id."""
-        async with aclosing(self._generate(prompts, num_samples=1, greedy=True)) as finished:
-            return {group.id: group.samples[0].reward async for group in finished}
+    async def _make_group(self, prompt: Prompt) -> Group:
+        """A group for training, with the reward of the greedy response where the objective compares with it."""
+        baseline = None
+        if self._settings.objective.advantage.estimator == "remax":
+            baseline = (await self._maker(num_samples=1, greedy=True).make(prompt)).samples[0].reward
+        group = await self._maker(num_samples=self._settings.data.samples_per_prompt).make(prompt)
+        return group if baseline is None else with_baseline(group, baseline)
 
-    def _generate(self, prompts: Sequence[Prompt], *, num_samples: int, greedy: bool = False) -> Any:
-        rollout = self._settings.rollout
-        return generate_groups(
-            prompts,
-            clients=self.clients,
-            sampling=make_sampling(rollout.sampling, eos_token_ids=[self._tokenizer.eos_token_id], greedy=greedy),
+    def _maker(self, *, num_samples: int, greedy: bool = False, urgency: Urgency = Urgency.TRAINING) -> GroupMaker:
+        sampling = make_sampling(self._settings.rollout.sampling, eos_token_ids=[self._tokenizer.eos_token_id], greedy=greedy)
+        return GroupMaker(
+            pool=self._pool,
+            sampling=sampling,
             num_samples=num_samples,
             decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)),
             score=self._rewards.score,
-            max_concurrent_requests=rollout.max_concurrent_requests,
             rollout=self._rollout,
+            urgency=urgency,
         )
 
     async def evaluate(self, *, progress: PhaseProgress) -> dict[str, Metric]:
-        """Every held-out prompt once at temperature 0 and once at the training temperature."""
+        """Every held-out prompt once at temperature 0 and once at the training temperature, before what is made for training meanwhile."""
         shares = []
         for kind in ("greedy", "sampled"):
             samples: list[Sample] = []
-            async with aclosing(self._generate(self.eval_prompts, num_samples=1, greedy=kind == "greedy")) as finished:
+            maker = self._maker(num_samples=1, greedy=kind == "greedy", urgency=Urgency.EVALUATION)
+            async with aclosing(make_groups(self.eval_prompts, maker)) as finished:
                 async for group in finished:
                     samples += group.samples
                     progress.advance()
             shares.append(evaluation_metrics(samples, kind=kind))
         return merge_metrics(shares)
 
-    async def score(self, batch: TrainBatch) -> list[Floats]:
-        """Log-probs [T] at temperature 1 of the batch's sequences, from each engine."""
-        return [np.concatenate([await client.score(tokens) for tokens in sequences(batch)]) for client in self.clients]
+    async def release_memory(self, parts: Collection[EnginePart]) -> None:
+        """Let every engine free these parts of its memory; nothing may be generating."""
+        await asyncio.gather(*(client.release_memory(parts) for client in self.clients))
+
+    async def restore_memory(self, parts: Collection[EnginePart]) -> None:
+        """Let every engine take these parts of its memory again."""
+        await asyncio.gather(*(client.restore_memory(parts) for client in self.clients))
+
+    async def score(self, batch: TrainBatch) -> list[tuple[Floats, TrainBatch]]:
+        """From each engine: log-probs [T] at temperature 1 of the batch's sequences, and the batch with the experts that it routed to."""
+        answers = []
+        for client in self.clients:
+            scores = [await client.score(tokens) for tokens in sequences(batch)]
+            recorded = with_records(batch, [score.routed_experts for score in scores])
+            answers.append((np.concatenate([score.log_probs for score in scores]), recorded))
+        return answers
+
+
+def check_staleness(groups: Sequence[Group], *, step: int, oldest_version: int) -> None:
+    """Assert that no token of what `step` is to train on was made by weights older than `oldest_version`: admission has seen to it."""
+    for group in groups:
+        for sample in group.samples:
+            made = sample.weight_versions[sample.weight_versions >= 0]
+            assert not len(made) or made.min() >= oldest_version, (
+                f"step {step}: group {group.id} has tokens of weights {made.min()}, needs {oldest_version} or later"
+            )
 
 
 def _without_signal(batch: TrainBatch) -> TrainBatch:

@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
@@ -11,13 +14,14 @@ from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Last, Metric
+from megatron_rl.rollout.client import EnginePart
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.runtime.background import BackgroundLoop
 from megatron_rl.runtime.publish import Publisher
 from megatron_rl.runtime.rollouts import MAX_RESAMPLING_ROUNDS, Rollouts
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
-from megatron_rl.types import TrainBatch
+from megatron_rl.types import Floats, TrainBatch
 from megatron_rl.weights.parity import ParityReport, check_parity, make_probe
 
 Result = TypeVar("Result")
@@ -40,6 +44,14 @@ def generation_deadline_s(settings: Settings, num_samples: int) -> float:
     return waves * rollout.request_timeout_s + math.ceil(num_samples / reward.num_workers) * reward.timeout_s
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredProbe:
+    """The parity probe, and from each engine its log-probs [T] with the probe as that engine has routed it."""
+
+    batch: TrainBatch
+    by_engines: list[tuple[Floats, TrainBatch]]
+
+
 class SampleSource(Protocol):
     """What the loop needs of the side that makes samples."""
 
@@ -50,6 +62,11 @@ class SampleSource(Protocol):
     @property
     def generates(self) -> bool:
         """True when engines take part, which need weights and can be evaluated; `num_eval_prompts` to `check_parity` are about them."""
+        ...
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far in which samples were being generated, also while nobody waited for them."""
         ...
 
     @property
@@ -65,16 +82,20 @@ class SampleSource(Protocol):
         """Give the trainer's weights to whoever generates, as `version`."""
         ...
 
-    def check_parity(self) -> dict[str, Metric]:
-        """Compare the trainer with whoever generates; ParityError when they disagree."""
+    def score_probe(self) -> ScoredProbe:
+        """Let whoever generates score fixed tokens."""
+        ...
+
+    def check_parity(self, scored: ScoredProbe) -> dict[str, Metric]:
+        """Compare the trainer with whoever generates about these tokens; ParityError when they disagree."""
         ...
 
     def state(self) -> dict[str, Any]:
         """Where the data continue, as JSON values, on disk before this returns."""
         ...
 
-    def rewind(self, *, step: int, state: dict[str, Any]) -> None:
-        """Continue where the checkpoint after `step` steps stood."""
+    def rewind(self, *, step: int, state: dict[str, Any] | None) -> None:
+        """Continue where the checkpoint after `step` steps stood; None: at the start of the data, before any checkpoint."""
         ...
 
     def forget(self, *, before_step: int) -> None:
@@ -86,6 +107,7 @@ class SupervisedSamples:
     """Rows with answers, from a file. Nobody generates, so there is nothing to evaluate, to publish to or to compare with."""
 
     generates = False
+    busy_s = 0.0
     num_eval_prompts = 0
 
     def __init__(self, settings: Settings) -> None:
@@ -105,7 +127,11 @@ class SupervisedSamples:
         """Not for supervised training."""
         raise NotImplementedError("nobody generates in supervised training")
 
-    def check_parity(self) -> dict[str, Metric]:
+    def score_probe(self) -> ScoredProbe:
+        """Not for supervised training."""
+        raise NotImplementedError("nobody generates in supervised training")
+
+    def check_parity(self, scored: ScoredProbe) -> dict[str, Metric]:
         """Not for supervised training."""
         raise NotImplementedError("nobody generates in supervised training")
 
@@ -113,9 +139,10 @@ class SupervisedSamples:
         """The position in the file."""
         return self._source.state()
 
-    def rewind(self, *, step: int, state: dict[str, Any]) -> None:
+    def rewind(self, *, step: int, state: dict[str, Any] | None) -> None:
         """Go back to a position."""
-        self._source.restore(state)
+        if state is not None:
+            self._source.restore(state)
 
     def forget(self, *, before_step: int) -> None:
         """Nothing is kept."""
@@ -148,12 +175,18 @@ class GeneratedSamples:
         self._wait(self.rollouts.connect(addresses), name="connecting to the engines", timeout_s=CONTROL_TIMEOUT_S)
 
     def attach(self, publisher: Publisher, trainers: TrainerGroup, *, dtype: str) -> None:
-        """Name the trainer whose weights the engines serve, in `dtype`."""
+        """Name the trainer whose weights the engines serve, in `dtype`, and for which samples are to be made."""
         self._publisher, self._trainers, self._dtype = publisher, trainers, dtype
+        self._wait(self.rollouts.begin_production(), name="preparing the rollout", timeout_s=CONTROL_TIMEOUT_S)
 
     def close(self) -> None:
         """Close clients, reward workers and buffer."""
         self.background.submit(self.rollouts.close()).result(timeout=CONTROL_TIMEOUT_S)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far in which engines or reward workers were making groups for training."""
+        return self.rollouts.busy_s
 
     @property
     def num_eval_prompts(self) -> int:
@@ -161,7 +194,7 @@ class GeneratedSamples:
         return len(self.rollouts.eval_prompts)
 
     def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
-        """Generate what the buffer does not hold yet."""
+        """Wait for what the buffer does not hold yet."""
         data = self._settings.data
         rounds = MAX_RESAMPLING_ROUNDS if self._settings.objective.zero_variance == "resample" else 1
         timeout_s = rounds * generation_deadline_s(self._settings, data.prompts_per_step * data.samples_per_prompt)
@@ -176,8 +209,8 @@ class GeneratedSamples:
         """Sync the engines' weights."""
         return self._publisher.publish(version=version)
 
-    def check_parity(self) -> dict[str, Metric]:
-        """Score fixed tokens on every engine and on the trainer."""
+    def score_probe(self) -> ScoredProbe:
+        """Score fixed tokens on every engine."""
         address = self.rollouts.clients[0].address
         probe = make_probe(
             self.rollouts.eval_prompts,
@@ -187,20 +220,39 @@ class GeneratedSamples:
             seed=self._settings.run.seed,
         )
         by_engines = self._wait(self.rollouts.score(probe), name="parity probe of the engines", timeout_s=CONTROL_TIMEOUT_S)
-        by_trainer = self._trainers.log_probs(probe, temperature=1.0)
+        return ScoredProbe(probe, by_engines)
+
+    def check_parity(self, scored: ScoredProbe) -> dict[str, Metric]:
+        """Score the same tokens with the trainer, and compare."""
+        probe, by_engines = scored.batch, scored.by_engines
+        free = self._trainers.log_probs(probe, temperature=1.0)
+        replays = self._settings.training.routing_replay
         threshold = self._settings.weights.parity_threshold or PARITY_THRESHOLDS[self._dtype]
-        reports: list[ParityReport] = [
-            check_parity(by_engine, by_trainer, mask_T=probe.loss_mask, threshold=threshold) for by_engine in by_engines
-        ]
+        reports: list[ParityReport] = []
+        for by_engine, recorded in by_engines:
+            by_trainer = self._trainers.log_probs(recorded, temperature=1.0) if replays else free
+            reports.append(check_parity(by_engine, by_trainer, mask_T=probe.loss_mask, threshold=threshold))
         worst = max(reports, key=lambda report: report.mean)
-        return {"weights/parity_mean": Last(worst.mean), "weights/parity_max": Last(worst.maximum)}
+        metrics: dict[str, Metric] = {"weights/parity_mean": Last(worst.mean), "weights/parity_max": Last(worst.maximum)}
+        if replays:
+            difference = np.abs(by_engines[0][0] - free)[probe.loss_mask]
+            metrics["weights/parity_mean_without_replay"] = Last(float(difference.mean()))
+        return metrics
+
+    def release_memory(self, parts: frozenset[EnginePart]) -> None:
+        """Let every engine free these parts of its memory; their content is lost."""
+        self._wait(self.rollouts.release_memory(parts), name="releasing the engines' memory", timeout_s=CONTROL_TIMEOUT_S)
+
+    def restore_memory(self, parts: frozenset[EnginePart]) -> None:
+        """Let every engine take these parts of its memory again."""
+        self._wait(self.rollouts.restore_memory(parts), name="restoring the engines' memory", timeout_s=CONTROL_TIMEOUT_S)
 
     def state(self) -> dict[str, Any]:
         """The position in the prompts; the buffer is flushed to disk first, so that a checkpoint never knows more than it."""
         self._wait(self.rollouts.flush(), name="flushing the buffer", timeout_s=CONTROL_TIMEOUT_S)
         return self.rollouts.source.state()
 
-    def rewind(self, *, step: int, state: dict[str, Any]) -> None:
+    def rewind(self, *, step: int, state: dict[str, Any] | None) -> None:
         """Take back what was consumed after the checkpoint."""
         self._wait(self.rollouts.rewind(step=step, source_state=state), name="rewinding the buffer", timeout_s=CONTROL_TIMEOUT_S)
 

@@ -4,12 +4,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Literal
 
-from ray.util.placement_group import PlacementGroup
-
+from megatron_rl.config.checks import gpu_contradictions
 from megatron_rl.config.load import dump_settings
+from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
+from megatron_rl.errors import UserError
 from megatron_rl.files import write_atomic
 from megatron_rl.observe.console import RL_COLUMNS, SUPERVISED_COLUMNS, RunConsole
 from megatron_rl.observe.memory import PeakMemory
@@ -18,16 +18,16 @@ from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.background import BackgroundLoop
 from megatron_rl.runtime.checkpoint import newest_checkpoint
-from megatron_rl.runtime.cluster import Needs, cluster_device_kind, ray_cluster, reserved_places
+from megatron_rl.runtime.cluster import DeviceKind, Places, cluster_device_kind, no_gpu, ray_cluster, reserved_places
 from megatron_rl.runtime.engines import EngineGroup, engine_dtype, ranks_per_engine
 from megatron_rl.runtime.loop import train_loop
+from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.publish import BroadcastPublisher, DiskPublisher, Parties, Publisher
 from megatron_rl.runtime.samples import GeneratedSamples, SampleSource, SupervisedSamples
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.training_run import SETTINGS_FILE, TrainingRun
+from megatron_rl.runtime.turns import NoTurns, SharedDevices, Turn, Turns
 from megatron_rl.runtime.watchdog import Watchdog
-
-DeviceKind = Literal["cpu", "cuda"]
 
 PLACE_TIMEOUT_S = 120.0
 BUFFER_FILE = "buffer.sqlite"
@@ -43,10 +43,12 @@ def train(settings: Settings, *, resume: bool) -> None:
         memory = stack.enter_context(PeakMemory([os.getpid()]))
         with _announcing_failure(console, settings):
             with timer.measure("start"), console.phase("start"):
-                samples, trainers = _start(settings, stack)
+                samples, trainers, turns = _start(settings, stack)
             write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
             sinks = stack.enter_context(Sinks(directory, settings.observe, config=settings.model_dump(mode="json")))
-            run = TrainingRun(settings, samples=samples, trainers=trainers, console=console, sinks=sinks, memory=memory, timer=timer)
+            run = TrainingRun(
+                settings, samples=samples, trainers=trainers, turns=turns, console=console, sinks=sinks, memory=memory, timer=timer
+            )
             first_step = run.resume() if resume else 0
             train_loop(run, first_step=first_step)
             run.finish(resume_command=_resume_command(settings))
@@ -70,8 +72,8 @@ def evaluate(settings: Settings) -> None:
         console = stack.enter_context(RunConsole(1))
         with console.phase("start"):
             samples = _open_samples(settings, stack, watchdog := Watchdog(), buffer=False)
-            places, device_kind = _reserve(settings, stack, Needs(0, settings.rollout.num_engines, settings.runtime.num_gpus_per_engine))
-            engines = EngineGroup(settings, places=places, first_place=0, device_kind=device_kind, watchdog=watchdog)
+            places = _reserve(settings, stack, trains=False)
+            engines = EngineGroup(settings, places=places, watchdog=watchdog)
             stack.callback(engines.stop)
             samples.connect(engines.finish_start(engines.begin_start()))
         with console.phase("eval", total=2 * samples.num_eval_prompts, unit="prompts") as progress:
@@ -80,27 +82,38 @@ def evaluate(settings: Settings) -> None:
             console.say(f"{name:<28} {value:.4f}")
 
 
-def _start(settings: Settings, stack: ExitStack) -> tuple[SampleSource, TrainerGroup]:
-    """Check what is cheap to check, then start every process at once and wait for all."""
+def _start(settings: Settings, stack: ExitStack) -> tuple[SampleSource, TrainerGroup, Turns]:
+    """Check what is cheap to check, then start every process and wait for all: at once, or in turns on shared devices."""
     watchdog = Watchdog()
-    num_ranks = settings.training.topology.num_ranks
     if settings.supervised:
         samples = SupervisedSamples(settings)
-        places, device_kind = _reserve(settings, stack, Needs(num_ranks, 0, 0))
-        trainers = TrainerGroup(settings, places=places, device_kind=device_kind, watchdog=watchdog)
+        trainers = TrainerGroup(settings, places=_reserve(settings, stack), watchdog=watchdog)
         trainers.finish_start(trainers.begin_start())
-        return samples, trainers
+        return samples, trainers, NoTurns()
     generated = _open_samples(settings, stack, watchdog, buffer=True)
-    places, device_kind = _reserve(settings, stack, Needs(num_ranks, settings.rollout.num_engines, settings.runtime.num_gpus_per_engine))
-    engines = EngineGroup(settings, places=places, first_place=num_ranks, device_kind=device_kind, watchdog=watchdog)
+    places = _reserve(settings, stack)
+    if places.device_kind == "cuda" and (wrong := gpu_contradictions(settings)):
+        raise joined_error(wrong, origin="on GPUs")
+    trainers = TrainerGroup(settings, places=places, watchdog=watchdog)
+    engines = EngineGroup(
+        settings, places=places, watchdog=watchdog, gpus_of_ranks=trainers.gpus if places.placement.needs.colocated else ()
+    )
     stack.callback(engines.stop)
-    trainers = TrainerGroup(settings, places=places, device_kind=device_kind, watchdog=watchdog)
-    engines_starting, trainers_starting = engines.begin_start(), trainers.begin_start()
-    trainers.finish_start(trainers_starting)
-    generated.connect(engines.finish_start(engines_starting))
-    publisher = _publisher(settings, generated, trainers, watchdog, device_kind=device_kind)
-    generated.attach(publisher, trainers, dtype=engine_dtype(settings, device_kind=device_kind))
-    return generated, trainers
+    if settings.runtime.colocate:
+        # An engine sizes its cache by what is free when it starts.
+        trainers.finish_start(trainers.begin_start())
+        trainers.put_away(Turn.TRAINING.trainer_parts)
+        generated.connect(engines.finish_start(engines.begin_start()))
+    else:
+        engines_starting, trainers_starting = engines.begin_start(), trainers.begin_start()
+        trainers.finish_start(trainers_starting)
+        generated.connect(engines.finish_start(engines_starting))
+    turns = SharedDevices(trainers, generated) if settings.runtime.colocate else NoTurns()
+    # A publisher looks at the weights that it is going to send.
+    turns.take(Turn.SYNC)
+    publisher = _publisher(settings, generated, trainers, watchdog, device_kind=places.device_kind)
+    generated.attach(publisher, trainers, dtype=engine_dtype(settings, device_kind=places.device_kind))
+    return generated, trainers, turns
 
 
 def _open_samples(settings: Settings, stack: ExitStack, watchdog: Watchdog, *, buffer: bool) -> GeneratedSamples:
@@ -112,10 +125,14 @@ def _open_samples(settings: Settings, stack: ExitStack, watchdog: Watchdog, *, b
     return samples
 
 
-def _reserve(settings: Settings, stack: ExitStack, needs: Needs) -> tuple[PlacementGroup, DeviceKind]:
-    stack.enter_context(ray_cluster(address=settings.runtime.ray_address, needs=needs))
+def _reserve(settings: Settings, stack: ExitStack, *, trains: bool = True) -> Places:
+    on_cpu, runtime = Needs.of(settings, device_kind="cpu", trains=trains), settings.runtime
+    stack.enter_context(ray_cluster(address=runtime.ray_address, num_processes=on_cpu.num_ranks + on_cpu.num_engines))
     device_kind = cluster_device_kind()
-    return stack.enter_context(reserved_places(needs, device_kind=device_kind, timeout_s=PLACE_TIMEOUT_S)), device_kind
+    if device_kind == "cpu" and runtime.cluster.gpu is not None:
+        raise UserError(no_gpu(runtime.cluster.gpu, "the Ray cluster"))
+    needs = on_cpu if device_kind == "cpu" else Needs.of(settings, device_kind=device_kind, trains=trains)
+    return stack.enter_context(reserved_places(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACE_TIMEOUT_S))
 
 
 def _publisher(

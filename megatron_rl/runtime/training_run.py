@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.checkpoint import RunState, checkpoint_paths, newest_checkpoint, oldest_step, save_checkpoint
 from megatron_rl.runtime.samples import SampleSource
 from megatron_rl.runtime.trainers import TrainerGroup
+from megatron_rl.runtime.turns import Turn, Turns
 from megatron_rl.types import TrainBatch
 
 SETTINGS_FILE = "settings.yaml"
@@ -52,16 +54,18 @@ class TrainingRun:
         *,
         samples: SampleSource,
         trainers: TrainerGroup,
+        turns: Turns,
         console: RunConsole,
         sinks: Sinks,
         memory: PeakMemory,
         timer: PhaseTimer,
     ) -> None:
-        self._settings, self._samples, self._trainers = settings, samples, trainers
+        self._settings, self._samples, self._trainers, self._turns = settings, samples, trainers, turns
         self._console, self._sinks, self._memory, self._timer = console, sinks, memory, timer
         self._metrics: list[dict[str, Metric]] = []
         self._first_evaluation: dict[str, float] = {}
         self._last_evaluation: dict[str, float] = {}
+        self._busy_logged_s = 0.0
 
     @property
     def directory(self) -> Path:
@@ -74,16 +78,25 @@ class TrainingRun:
         return self._settings.run.num_steps
 
     @contextmanager
-    def _phase(self, name: str, *, total: int | None = None, unit: str = "") -> Iterator[PhaseProgress]:
-        with self._timer.measure(name), self._console.phase(name, total=total, unit=unit) as progress:
+    def _phase(self, name: str, *, clock: str | None = None, total: int | None = None, unit: str = "") -> Iterator[PhaseProgress]:
+        """Show the phase `name` and measure it, as `clock` where that differs."""
+        with self._timer.measure(clock or name), self._console.phase(name, total=total, unit=unit) as progress:
             yield progress
+
+    def _turn(self, turn: Turn) -> None:
+        """Have what is needed on the devices, where ranks and engines share them."""
+        if self._turns.changes(turn):
+            with self._phase("swap"):
+                self._turns.take(turn)
 
     def resume(self) -> int:
         """Load the newest checkpoint and return the number of steps done, 0 when there is none."""
         found = newest_checkpoint(self.directory)
         if found is None:
+            self._samples.rewind(step=0, state=None)
             return 0
         path, state = found
+        self._turn(Turn.TRAINING)
         with self._phase("load"):
             self._trainers.load(path / "megatron")
             self._samples.rewind(step=state.step, state=state.source)
@@ -93,16 +106,22 @@ class TrainingRun:
 
     def next_batch(self, step: int) -> TrainBatch:
         """The sequences of this step."""
-        with self._phase("rollout", total=self._settings.data.prompts_per_step, unit="groups") as progress:
+        self._turn(Turn.GENERATION)
+        with self._phase("rollout", clock="rollout_wait", total=self._settings.data.prompts_per_step, unit="groups") as progress:
             batch, metrics = self._samples.next_batch(step, progress=progress)
         self._metrics.append(metrics)
         return batch
 
     def train(self, batch: TrainBatch, *, step: int) -> None:
         """Optimizer steps on one batch."""
+        self._turn(Turn.TRAINING)
+        start_s, busy_before_s = time.perf_counter(), self._samples.busy_s
         with self._phase("train"):
             results = self._trainers.train(batch, step=step)
         self._metrics += results
+        if self._samples.generates:
+            overlap_s, train_s = self._samples.busy_s - busy_before_s, time.perf_counter() - start_s
+            self._metrics.append({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
 
     def begin(self, *, step: int) -> None:
         """Before the first step, engines get the trainer's weights, must agree with the trainer about them, and are evaluated."""
@@ -116,14 +135,21 @@ class TrainingRun:
         """Sync the engines' weights."""
         if not self._samples.generates:
             return
+        self._turn(Turn.SYNC)
         with self._phase("sync"):
             self._metrics.append(self._samples.publish(version=version))
 
     def _check_parity(self) -> None:
+        self._turn(Turn.GENERATION)
         with self._phase("parity probe"):
-            metrics = self._samples.check_parity()
-        mean = metric_values(metrics)["weights/parity_mean"]
-        self._console.say(f"parity of engine and trainer: mean |Δ log-prob| {mean:.1e} nats")
+            scored = self._samples.score_probe()
+        self._turn(Turn.SYNC)
+        with self._phase("parity probe"):
+            metrics = self._samples.check_parity(scored)
+        values = metric_values(metrics)
+        free = values.get("weights/parity_mean_without_replay")
+        note = "" if free is None else f", {free:.1e} without routing replay"
+        self._console.say(f"parity of engine and trainer: mean |Δ log-prob| {values['weights/parity_mean']:.1e} nats{note}")
         self._metrics.append(metrics)
 
     def evaluates_after(self, step: int) -> bool:
@@ -142,6 +168,7 @@ class TrainingRun:
         """Evaluate the weights that `step` steps have made."""
         if not self._samples.num_eval_prompts or not self._settings.run.eval_interval:
             return
+        self._turn(Turn.GENERATION)
         with self._phase("eval", total=2 * self._samples.num_eval_prompts, unit="prompts") as progress:
             metrics = self._samples.evaluate(progress=progress)
         self._last_evaluation = metric_values(metrics)
@@ -150,6 +177,7 @@ class TrainingRun:
 
     def save(self, *, step: int) -> None:
         """Write a checkpoint that `--resume` continues from, with the policy as a Hugging Face directory."""
+        self._turn(Turn.TRAINING)
         with self._phase("save"):
             state = RunState(step=step, source=self._samples.state(), first_evaluation=self._first_evaluation)
             path = save_checkpoint(self.directory, state=state, trainers=self._trainers, keep=self._settings.run.keep_checkpoints)
@@ -159,6 +187,10 @@ class TrainingRun:
     def log(self, *, step: int) -> None:
         """Write and show everything measured since the last call, as that of the first `step` steps."""
         self._metrics.append({"memory/peak_bytes": Max(self._memory.peak_bytes)})
+        if self._samples.generates:
+            busy_s = self._samples.busy_s
+            self._timer.add("rollout", busy_s - self._busy_logged_s)
+            self._busy_logged_s = busy_s
         metrics = merge_metrics([*self._metrics, self._timer.take()])
         tokens, seconds = metrics.get("train/num_tokens"), metrics.get("time/train")
         if tokens is not None and seconds is not None:

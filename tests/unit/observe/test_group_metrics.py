@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -29,23 +31,33 @@ def scored(value: float, **components: float) -> Reward:
 def test_failed_rewards_are_counted_and_not_averaged() -> None:
     failed = [Reward(RewardOutcome.ERROR, message="boom"), Reward(RewardOutcome.TIMEOUT, message="late")]
     group = Group("p", PROMPT, tuple(map(sample, [scored(1.0), scored(0.5), *failed])))
-    metrics = rollout_metrics([group], version=4, seconds=2.0)
+    metrics = rollout_metrics([group], version=4)
     check_metrics(metrics)
     values = metric_values(metrics)
     assert values["rollout/reward"] == 0.75
     assert values["rollout/reward_errors"] == values["rollout/reward_timeouts"] == 1
     assert values["rollout/num_samples"] == 4
-    assert values["rollout/tokens_per_second"] == 4
 
 
 def test_lengths_truncation_and_staleness() -> None:
     samples = (sample(scored(0), length=3, stop=StopReason.LENGTH, version=2), sample(scored(1), length=1))
-    values = metric_values(rollout_metrics([Group("p", PROMPT, samples)], version=4, seconds=1.0))
+    metrics = rollout_metrics([Group("p", PROMPT, samples)], version=4)
+    check_metrics(metrics)
+    values = metric_values(metrics)
     assert values["rollout/truncated_fraction"] == 0.5
     assert values["rollout/response_length"] == 2
     assert values["rollout/response_length_max"] == 3
     assert values["rollout/staleness"] == pytest.approx(1.5)
     assert values["rollout/staleness_max"] == 2
+    assert (values["rollout/staleness_share/0"], values["rollout/staleness_share/2"]) == (0.25, 0.75)
+    assert values["rollout/mixed_versions_fraction"] == 0.0
+
+
+def test_a_response_across_a_weight_sync_is_counted_as_mixed() -> None:
+    first = replace(sample(scored(0), length=3), weight_versions=np.array([3, 3, 4]))
+    values = metric_values(rollout_metrics([Group("p", PROMPT, (first, sample(scored(1))))], version=4))
+    assert values["rollout/mixed_versions_fraction"] == 0.5
+    assert values["rollout/staleness"] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(("rewards", "expected"), [((0.3,) * 8, True), ((0.3, 0.3, 0.30000001), False), ((1.0,), True)])
@@ -55,7 +67,7 @@ def test_a_group_without_signal_is_one_of_equal_rewards(rewards: tuple[float, ..
 
 def test_groups_without_signal_are_counted_by_their_reward() -> None:
     groups = [Group("p", PROMPT, tuple(sample(scored(value)) for value in values)) for values in ((0, 0), (1, 1), (1, 1), (0, 1))]
-    metrics = rollout_metrics(groups, version=4, seconds=1.0)
+    metrics = rollout_metrics(groups, version=4)
     check_metrics(metrics)
     values = metric_values(metrics)
     assert values["rollout/zero_variance_fraction"] == 0.75

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ from megatron_rl.errors import EngineError, UserError
 from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.generate import Rollout, load_rollout, single_turn
-from megatron_rl.rollout.loop import Score, generate_groups
+from megatron_rl.rollout.loop import EnginePool, GroupMaker, Score, Urgency, make_groups
+from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.transport import EngineRefusal
 from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
@@ -43,20 +45,30 @@ def make_prompts(number: int) -> list[Prompt]:
     return [Prompt(id=f"{index:03d}", token_ids=np.array([index, 1]), text=str(index)) for index in range(number)]
 
 
+def make_maker(
+    pool: EnginePool,
+    *,
+    score: Score | None = None,
+    rollout: Rollout = single_turn,
+    num_samples: int = 2,
+    urgency: Urgency = Urgency.TRAINING,
+) -> GroupMaker:
+    return GroupMaker(
+        pool=pool,
+        sampling=Sampling(max_tokens=4),
+        num_samples=num_samples,
+        decode=lambda ids: " ".join(map(str, ids)),
+        score=score,
+        rollout=rollout,
+        urgency=urgency,
+    )
+
+
 async def collect(
     prompts: Sequence[Prompt], clients: Sequence[FakeClient], *, limit: int = 8, score: Score | None = None, rollout: Rollout = single_turn
 ) -> list[Group]:
-    groups = generate_groups(
-        prompts,
-        clients=clients,  # type: ignore[arg-type]
-        sampling=Sampling(max_tokens=4),
-        num_samples=2,
-        decode=lambda ids: " ".join(map(str, ids)),
-        score=score,
-        max_concurrent_requests=limit,
-        rollout=rollout,
-    )
-    return [group async for group in groups]
+    maker = make_maker(EnginePool(clients, max_samples=limit), score=score, rollout=rollout)  # type: ignore[arg-type]
+    return [group async for group in make_groups(prompts, maker)]
 
 
 def test_every_prompt_becomes_one_group_with_all_that_is_known_of_its_tokens() -> None:
@@ -114,6 +126,21 @@ def test_without_any_engine_left_the_reason_is_raised() -> None:
         asyncio.run(collect(make_prompts(20), [FakeClient(fail_at=3), FakeClient(fail_at=1)]))
 
 
+def test_an_engine_that_failed_gets_another_chance_when_asked() -> None:
+    slow, other = FakeClient(delay_s=0.001, fail_at=1), FakeClient(delay_s=0.001)
+
+    async def work() -> None:
+        pool = EnginePool([slow, other], max_samples=4)  # type: ignore[list-item]
+        for expected in (1, 1, 2):
+            if expected == 2:
+                slow.fail_at = None
+                pool.readmit()
+            assert len([group async for group in make_groups(make_prompts(1), make_maker(pool))]) == 1
+            assert slow.calls == expected
+
+    asyncio.run(work())
+
+
 def test_a_refused_request_is_raised_and_kills_no_engine() -> None:
     refusing, other = FakeClient(fail_at=1, error=EngineRefusal), FakeClient(delay_s=0.01)
     with pytest.raises(EngineRefusal):
@@ -132,6 +159,47 @@ def test_closing_early_cancels_what_runs() -> None:
 
     asyncio.run(work())
     assert slow.cancelled == slow.calls == 2
+
+
+def test_an_evaluation_goes_before_what_is_made_for_training_and_keeps_to_the_same_limit() -> None:
+    client = FakeClient(delay_s=0.001)
+
+    async def work() -> list[str]:
+        pool, order = EnginePool([client], max_samples=4), []  # type: ignore[list-item]
+
+        async def consume(name: str, maker: GroupMaker) -> None:
+            async for _ in make_groups(make_prompts(8), maker):
+                order.append(name)
+
+        training = asyncio.create_task(consume("training", make_maker(pool)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await consume("evaluation", make_maker(pool, num_samples=1, urgency=Urgency.EVALUATION))
+        await training
+        return order
+
+    order = asyncio.run(work())
+    # Two groups of two samples were running when the evaluation came.
+    assert order[:10].count("evaluation") == 8
+    assert client.most_running == 4
+
+
+def test_a_place_that_is_given_up_goes_to_the_next() -> None:
+    client = FakeClient(delay_s=0.01)
+
+    async def work() -> None:
+        pool = EnginePool([client], max_samples=2)  # type: ignore[list-item]
+        for cancel_at in range(6):
+            tasks = [asyncio.create_task(make_maker(pool).make(prompt)) for prompt in make_prompts(3)]
+            for _ in range(cancel_at):
+                await asyncio.sleep(0)
+            tasks[0].cancel()
+            tasks[1].cancel()
+            await asyncio.wait_for(tasks[2], 5)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(work())
+    assert client.running == 0
 
 
 async def too_few(prompt: Prompt, *, engine, sampling, num_samples, decode) -> list[Sample]:
@@ -159,6 +227,14 @@ async def beyond_the_vocabulary(prompt: Prompt, *, engine, sampling, num_samples
 def test_a_rollout_that_breaks_its_contract_is_one_sentence(rollout: Rollout, message: str) -> None:
     with pytest.raises(UserError, match=message):
         asyncio.run(collect(make_prompts(1), [FakeClient()], rollout=rollout))
+
+
+def test_a_rollout_without_experts_is_refused_where_the_engine_records_them() -> None:
+    client = FakeClient()
+    mixture = MixtureShape(num_layers=2, num_dense_layers=0, num_experts=4, experts_per_token=1)
+    client.address = replace(client.address, mixture=mixture)
+    with pytest.raises(UserError, match=r"without routed_experts, which training\.routing_replay needs"):
+        asyncio.run(collect(make_prompts(1), [client]))
 
 
 def test_a_rollout_is_found_by_its_path() -> None:

@@ -1,0 +1,92 @@
+"""Who has the devices when ranks and engines share them: one side puts its memory away before the other takes its own back.
+
+The weight sync is in between: it needs the trainer's parameters and the engines' weights at once, but neither the optimizer nor the
+key-value cache, so that the four never add up. What runs on devices of its own needs no turns.
+"""
+
+from enum import Enum
+from typing import Protocol
+
+from megatron_rl.rollout.client import ENGINE_PARTS, EnginePart
+from megatron_rl.runtime.trainers import TrainerGroup
+from megatron_rl.training.offload import PARTS, Part
+
+
+class Turn(Enum):
+    """What is on the devices: parts of the trained models, and parts of the engines' memory."""
+
+    TRAINING = (PARTS, ())
+    """Also for loading and saving a checkpoint."""
+    SYNC = (("parameters",), ("weights",))
+    GENERATION = ((), ENGINE_PARTS)
+
+    @property
+    def trainer_parts(self) -> frozenset[Part]:
+        """Parts of the trained models."""
+        return frozenset(self.value[0])
+
+    @property
+    def engine_parts(self) -> frozenset[EnginePart]:
+        """Parts of the engines' memory."""
+        return frozenset(self.value[1])
+
+
+class Turns(Protocol):
+    """Where the run stands, and how it goes on."""
+
+    def changes(self, turn: Turn) -> bool:
+        """Whether anything has to move for `turn`."""
+        ...
+
+    def take(self, turn: Turn) -> None:
+        """Have on the devices what `turn` needs."""
+        ...
+
+
+class NoTurns:
+    """For ranks and engines with devices of their own: everything is always there."""
+
+    def changes(self, turn: Turn) -> bool:
+        """Never."""
+        return False
+
+    def take(self, turn: Turn) -> None:
+        """Nothing moves."""
+
+
+class EngineMemory(Protocol):
+    """The engines' side of a turn. No request may be running."""
+
+    def release_memory(self, parts: frozenset[EnginePart]) -> None:
+        """Free these parts of every engine; their content is lost."""
+        ...
+
+    def restore_memory(self, parts: frozenset[EnginePart]) -> None:
+        """Allocate these parts of every engine again; they have been released before."""
+        ...
+
+
+class SharedDevices:
+    """Turns on shared devices, of which the engines have just been started while the trainer was away."""
+
+    def __init__(self, trainers: TrainerGroup, engines: EngineMemory) -> None:
+        self._trainers, self._engines = trainers, engines
+        self._trainer_parts: frozenset[Part] = frozenset()
+        self._engine_parts: frozenset[EnginePart] = frozenset(ENGINE_PARTS)
+
+    def changes(self, turn: Turn) -> bool:
+        """Whether the parts on the devices are others than those of `turn`."""
+        return (self._trainer_parts, self._engine_parts) != (turn.trainer_parts, turn.engine_parts)
+
+    def take(self, turn: Turn) -> None:
+        """First everything goes that `turn` does not need, then comes what it does: never more than one side and a half is there."""
+        assert turn is not Turn.GENERATION or "weights" in self._engine_parts, "released weights come back empty: a sync goes first"
+        if leaving := self._trainer_parts - turn.trainer_parts:
+            self._trainers.put_away(leaving)
+        if released := self._engine_parts - turn.engine_parts:
+            self._engines.release_memory(released)
+        if restored := turn.engine_parts - self._engine_parts:
+            self._engines.restore_memory(restored)
+        if coming := turn.trainer_parts - self._trainer_parts:
+            self._trainers.take_back(coming)
+        self._trainer_parts, self._engine_parts = turn.trainer_parts, turn.engine_parts

@@ -1,0 +1,169 @@
+"""Generation beside training, and on the trainer's devices: the real engines, ranks and buffer, on the CPU."""
+
+import json
+import shutil
+import signal
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+SETTINGS = (
+    "data.prompts_per_step=16", "data.samples_per_prompt=4", "run.eval_interval=2", "training.schedule.warmup_steps=1",
+    "reward.function=tests.e2e.one_by_one:score",
+)  # fmt: skip
+ONE_BY_ONE = (
+    "rollout.function=tests.e2e.one_by_one:rollout", "rollout.max_concurrent_requests=1", "rollout.sglang.disable_radix_cache=true",
+)  # fmt: skip
+"""Releasing memory forgets cached prefixes, and a log-prob behind a cached prefix may be rounded in another way."""
+MEASURED = ("time/", "memory/", "rollout/tokens_per_second", "train/tokens_per_second", "rollout/overlap_fraction")
+"""Metrics that no two runs share."""
+
+
+def arguments(task: Path, directory: Path, *overrides: str) -> list[str]:
+    paths = (f"model.path={task}/model", f"data.train={task}/train.jsonl", f"data.eval={task}/held_out.jsonl")
+    return ["train", "examples/arithmetic/grpo.yaml", f"run.directory={directory}", *paths, *SETTINGS, *overrides]
+
+
+def metrics(directory: Path) -> dict[int, dict[str, float]]:
+    steps: dict[int, dict[str, float]] = {}
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        steps.setdefault(row["step"], {}).update(row)
+    return steps
+
+
+def query(buffer: Path, sql: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(f"file:{buffer}?mode=ro", uri=True) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def assert_no_token_is_too_old(buffer: Path, *, num_steps: int, max_staleness: int) -> None:
+    """Every step has its groups, and none of them a token of weights older than allowed, nor one of weights that were not there yet."""
+    rows = query(
+        buffer,
+        "SELECT consumed_step, count(DISTINCT id), min(min_version), max(max_version) FROM groups JOIN samples ON id = group_id "
+        f"WHERE consumed_step < {num_steps} GROUP BY 1 ORDER BY 1",
+    )
+    assert [row[:2] for row in rows] == [(step, 16) for step in range(num_steps)]
+    for step, _, oldest, newest in rows:
+        assert step - max_staleness <= oldest <= newest <= step
+
+
+def test_later_steps_are_generated_while_one_trains(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    directory = tmp_path / "run"
+    # Responses of some length, so that weight syncs come in the middle of them.
+    overrides = ("rollout.max_staleness=2", "run.num_steps=6", "rollout.sampling.max_response_tokens=24")
+    run = start(*arguments(task, directory, *overrides))
+    assert run.wait() == 0, run.output
+    assert run.survivors() == []
+    assert "without objective.off_policy_correction" in run.output
+    assert_no_token_is_too_old(directory / "buffer.sqlite", num_steps=6, max_staleness=2)
+    steps = metrics(directory)
+    assert steps[1]["rollout/staleness_max"] == 0
+    assert max(steps[step]["rollout/staleness_max"] for step in range(2, 7)) == 2
+    assert [steps[step]["weights/version"] for step in range(7)] == list(range(7))
+    assert all(steps[step]["time/rollout_wait"] <= steps[step]["time/rollout"] + 0.5 for step in range(1, 7))
+    assert any(steps[step]["rollout/mixed_versions_fraction"] > 0 for step in range(2, 7))
+    assert steps[6]["rollout/reward"] > steps[1]["rollout/reward"] + 0.05
+    # Nothing is left over at the end of the run.
+    assert query(directory / "buffer.sqlite", "SELECT count(*) FROM groups WHERE state != 'consumed'") == [(0,)]
+
+
+def test_ranks_and_engines_take_turns_on_shared_devices(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    directory = tmp_path / "run"
+    run = start(
+        *arguments(task, directory, "runtime.colocate=true", "run.num_steps=2", "training.optimizer.use_distributed_optimizer=true")
+    )
+    assert run.wait() == 0, run.output
+    assert run.survivors() == []
+    steps = metrics(directory)
+    assert all(steps[step]["train/log_prob_diff"] <= 1e-4 for step in (1, 2))
+    assert all(steps[step]["time/swap"] > 0 for step in (0, 1, 2))
+    assert [steps[step]["weights/version"] for step in (0, 1, 2)] == [0, 1, 2]
+
+
+def assert_same_run(directory: Path, expected: Path) -> None:
+    """Every metric but those that measure the machine, and every weight, to the last bit."""
+    got, wanted = metrics(directory), metrics(expected)
+    assert got.keys() == wanted.keys()
+    for step, row in wanted.items():
+        names = [name for name in row if "/" in name and not name.startswith(MEASURED)]
+        assert len(names) > 10
+        assert {name: got[step][name] for name in names} == {name: row[name] for name in names}, step
+    weights, others = (load_file(path / "huggingface" / "model.safetensors") for path in (directory, expected))
+    assert weights.keys() == others.keys()
+    assert all(np.array_equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="broadcast"),
+        pytest.param(("weights.transport=disk", "training.optimizer.use_distributed_optimizer=true"), id="disk"),
+    ],
+)
+def test_a_run_in_turns_is_bit_for_bit_the_run_with_devices_of_its_own(
+    task: Path, tmp_path: Path, start: Callable[..., Any], overrides: tuple[str, ...]
+) -> None:
+    for name, colocate in (("own", "false"), ("shared", "true")):
+        run = start(
+            *arguments(
+                task, tmp_path / name, "run.num_steps=3", *ONE_BY_ONE, f"runtime.colocate={colocate}", "run.save_interval=2", *overrides
+            )
+        )
+        assert run.wait() == 0, run.output
+    assert_same_run(tmp_path / "shared", tmp_path / "own")
+    assert metrics(tmp_path / "own")[3]["train/grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_colocated_run_resumes(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    directory = tmp_path / "run"
+    first = start(*arguments(task, directory, "runtime.colocate=true", "run.num_steps=2"))
+    assert first.wait() == 0, first.output
+    second = start("train", directory / "settings.yaml", "--resume", "run.num_steps=4")
+    assert second.wait() == 0, second.output
+    steps = metrics(directory)
+    assert [steps[step]["weights/version"] for step in (3, 4)] == [3, 4]
+    assert all(steps[step]["train/log_prob_diff"] <= 1e-4 for step in (3, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_asynchronous_run_goes_on_under_the_same_rule(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    directory = tmp_path / "run"
+    overrides = ("rollout.max_staleness=1", "run.num_steps=1000", "run.save_interval=2", "run.eval_interval=0")
+    run = start(*arguments(task, directory, *overrides))
+    run.wait_for("  5/1000")
+    run.descendants()
+    run.process.kill()
+    assert run.wait() == -signal.SIGKILL
+    run.survivors()
+    left = tmp_path / "left"
+    left.mkdir()
+    for file in directory.glob("buffer.sqlite*"):
+        shutil.copy(file, left / file.name)
+    resumed_at = max(int(path.name.removeprefix("step-")) for path in (directory / "checkpoints").glob("step-*"))
+    finished = (
+        "SELECT group_id, sample_index, response_text, reward FROM samples WHERE group_id IN (SELECT group_id FROM samples JOIN groups ON "
+        f"id = group_id WHERE state IN ('done', 'consumed') GROUP BY 1 HAVING max(max_version) <= {resumed_at})"
+    )
+    with sqlite3.connect(left / "buffer.sqlite") as connection:
+        before = set(connection.execute(finished))
+    num_steps = resumed_at + 4
+    again = start("train", directory / "settings.yaml", "--resume", f"run.num_steps={num_steps}")
+    assert again.wait() == 0, again.output
+    assert f"after {resumed_at} steps" in again.output
+    assert_no_token_is_too_old(directory / "buffer.sqlite", num_steps=num_steps, max_staleness=1)
+    after = set(query(directory / "buffer.sqlite", "SELECT group_id, sample_index, response_text, reward FROM samples"))
+    assert len(before) >= 4 * 16 * resumed_at
+    assert before <= after, "a finished group was lost"
+    assert max(metrics(directory)[step]["rollout/staleness_max"] for step in range(resumed_at + 2, num_steps + 1)) == 1

@@ -1,0 +1,302 @@
+"""What a step trains on, whoever is ahead: the real prompts, buffer and rollout loop, with engines whose weights change under them."""
+
+import asyncio
+import itertools
+import json
+import random
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.config.load import load_settings
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import EngineError
+from megatron_rl.observe.console import PhaseProgress
+from megatron_rl.observe.metrics import check_metrics, metric_values
+from megatron_rl.rollout.client import Generation
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.runtime import rollouts as module
+from megatron_rl.runtime.rollouts import Rollouts
+from megatron_rl.types import Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
+
+PROMPTS_PER_STEP = 4
+NUM_PROMPTS = 60
+ADDRESS = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
+
+
+class Engine:
+    """An engine at `version` that makes three tokens, each after a random number of turns of the event loop."""
+
+    def __init__(self, *, seed: int) -> None:
+        self.version = 0
+        self.broken = False
+        self.random = random.Random(seed)
+        self.started: list[tuple[bool, int]] = []
+        self.running = 0
+
+    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
+        greedy = sampling.temperature == 0
+        self.started.append((greedy, self.version))
+        self.running += 1
+        versions = []
+        try:
+            for _ in range(3):
+                versions.append(self.version)
+                for _ in range(self.random.randrange(6)):
+                    await asyncio.sleep(0)
+                if self.broken:
+                    raise EngineError("gone")
+        finally:
+            self.running -= 1
+        ids = np.concatenate([token_ids[:2], [1]])
+        made = Generation(ids, np.full(3, -1.0, np.float32), np.array(versions), StopReason.STOP)
+        return (made,) * num_samples
+
+
+class Client:
+    """What `Rollouts` sees of the engine."""
+
+    engine: Engine
+
+    def __init__(self, address: EngineAddress, *, request_timeout_s: float) -> None:
+        self.address = address
+        self.generate = Client.engine.generate
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+
+class Rewards:
+    """Rewards in place of worker processes; a third of the prompts gives all samples the same."""
+
+    def __init__(self, _: object) -> None:
+        pass
+
+    def __enter__(self) -> "Rewards":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def probe(self, prompt: Prompt) -> None:
+        return None
+
+    async def score(self, sample: Sample) -> Reward:
+        await asyncio.sleep(0)
+        return Reward(RewardOutcome.SCORED, 0.5 if is_constant(sample.prompt.text) else float(sample.index))
+
+
+def is_constant(text: str) -> bool:
+    return int(text.rstrip("=")) % 3 == 0
+
+
+@pytest.fixture
+def make_settings(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Settings]:
+    rows = [json.dumps({"prompt": f"{number}=", "label": "1"}) for number in range(NUM_PROMPTS)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
+    model = tiny_model()
+
+    def make(*overrides: str) -> Settings:
+        paths = (f"run.directory={tmp_path}/run", f"model.path={model}", f"data.train={tmp_path}/train.jsonl", "run.num_steps=8")
+        sizes = (f"data.prompts_per_step={PROMPTS_PER_STEP}", "data.samples_per_prompt=2", "rollout.max_concurrent_requests=6")
+        return load_settings(None, [*paths, *sizes, *overrides])
+
+    return make
+
+
+async def opened(settings: Settings, path: Path) -> Rollouts:
+    rollouts = Rollouts(settings)
+    await rollouts.start_rewards()
+    await rollouts.open_buffer(path)
+    await rollouts.connect([ADDRESS])
+    await rollouts.begin_production()
+    return rollouts
+
+
+async def step_of(rollouts: Rollouts, engine: Engine, step: int) -> tuple[TrainBatch, dict[str, float]]:
+    """A step as the loop does it: the engines get version `step`, the batch is taken, and training takes a while."""
+    engine.version = step
+    batch, metrics = await rollouts.next_batch(step, progress=PhaseProgress("rollout", total=None, unit=""))
+    check_metrics(metrics)
+    for _ in range(engine.random.randrange(12)):
+        await asyncio.sleep(0)
+    return batch, metric_values(metrics)
+
+
+def prompts_of(batch: TrainBatch) -> list[tuple[int, ...]]:
+    """The prompt tokens of every group, in order."""
+    spans = zip(batch.cu_seqlens[:-1:2], batch.prompt_lengths[::2], strict=True)
+    return [tuple(batch.tokens[start : start + length]) for start, length in spans]
+
+
+def assert_young(batch: TrainBatch, *, step: int, max_staleness: int) -> None:
+    made = batch.weight_versions[batch.loss_mask]
+    assert step - max_staleness <= made.min() <= made.max() <= step
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EngineClient", Client)
+    monkeypatch.setattr(module, "RewardRunner", Rewards)
+
+
+@pytest.mark.parametrize("zero_variance", ["keep", "drop", "resample"])
+def test_every_staleness_trains_on_the_groups_of_the_synchronous_run(
+    make_settings: Callable[..., Settings], tmp_path: Path, zero_variance: str
+) -> None:
+    async def run(max_staleness: int, seed: int) -> tuple[list[Any], list[dict[str, float]]]:
+        Client.engine = engine = Engine(seed=seed)
+        settings = make_settings(f"rollout.max_staleness={max_staleness}", f"objective.zero_variance={zero_variance}")
+        rollouts = await opened(settings, tmp_path / f"{zero_variance}-{max_staleness}-{seed}.sqlite")
+        batches, metrics = [], []
+        for step in range(settings.run.num_steps):
+            batch, values = await step_of(rollouts, engine, step)
+            assert_young(batch, step=step, max_staleness=max_staleness)
+            batches.append(prompts_of(batch))
+            metrics.append(values)
+            if max_staleness == 0:
+                assert engine.running == 0, "nothing is made while a synchronous run trains"
+        await rollouts.close()
+        return batches, metrics
+
+    expected, metrics = asyncio.run(run(0, 0))
+    assert all(values["rollout/staleness_max"] == 0 for values in metrics)
+    mixed = 0.0
+    for max_staleness, seed in itertools.product((1, 2, 5), (1, 2)):
+        got, metrics = asyncio.run(run(max_staleness, seed))
+        assert got == expected
+        assert 1 <= max(values["rollout/staleness_max"] for values in metrics) <= max_staleness
+        assert all(values["rollout/renewed_groups"] == 0 for values in metrics)
+        mixed += sum(values["rollout/mixed_versions_fraction"] for values in metrics)
+    assert mixed > 0, "some responses go on across a weight sync"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_killed_run_goes_on_with_its_finished_groups_under_the_same_rule(
+    make_settings: Callable[..., Settings], tmp_path: Path, seed: int
+) -> None:
+    settings = make_settings("rollout.max_staleness=2", "objective.zero_variance=resample")
+    path, killed = tmp_path / "buffer.sqlite", tmp_path / "killed.sqlite"
+    checkpoint_step, killed_step = 2 + seed % 2, 4
+
+    async def first() -> tuple[list[Any], dict[str, Any]]:
+        Client.engine = engine = Engine(seed=seed)
+        rollouts = await opened(settings, path)
+        batches, state = [], {}
+        for step in range(killed_step):
+            if step == checkpoint_step:
+                await rollouts.flush()
+                state = rollouts.source.state()
+            batches.append(prompts_of((await step_of(rollouts, engine, step))[0]))
+        # What `kill -9` leaves of the file at this moment.
+        with sqlite3.connect(path) as source, sqlite3.connect(killed) as copy:
+            source.backup(copy)
+        await rollouts.close()
+        return batches, state
+
+    async def second(state: dict[str, Any]) -> list[Any]:
+        Client.engine = engine = Engine(seed=seed + 10)
+        rollouts = await opened(settings, killed)
+        await rollouts.rewind(step=checkpoint_step, source_state=state)
+        batches = []
+        for step in range(checkpoint_step, settings.run.num_steps):
+            batch, values = await step_of(rollouts, engine, step)
+            assert_young(batch, step=step, max_staleness=2)
+            assert values["rollout/renewed_groups"] == 0
+            batches.append(prompts_of(batch))
+        await rollouts.close()
+        return batches
+
+    before, state = asyncio.run(first())
+    finished = finished_by_old_weights(killed, version=checkpoint_step)
+    after = asyncio.run(second(state))
+    assert after[: killed_step - checkpoint_step] == before[checkpoint_step:]
+    made_again = {sample for sample in tokens_of(killed) if sample[0] in finished} - tokens_of(path)
+    assert finished and not made_again, "what the weights of the checkpoint had finished was not made again"
+
+
+def finished_by_old_weights(path: Path, *, version: int) -> set[str]:
+    with sqlite3.connect(path) as copy:
+        states = "SELECT group_id FROM samples JOIN groups ON id = group_id WHERE state IN ('done', 'consumed')"
+        return {group_id for (group_id,) in copy.execute(f"{states} GROUP BY 1 HAVING max(max_version) <= ?", (version,))}
+
+
+def tokens_of(path: Path) -> set[tuple[str, bytes]]:
+    """(group, weight versions) of every sample: the versions tell one generation from another."""
+    with sqlite3.connect(path) as copy:
+        return set(copy.execute("SELECT group_id, weight_versions FROM samples"))
+
+
+def test_a_resume_with_less_staleness_makes_what_is_too_old_anew(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    path = tmp_path / "buffer.sqlite"
+
+    async def run(max_staleness: int, steps: range, state: dict[str, Any] | None) -> tuple[dict[str, Any], list[dict[str, float]]]:
+        Client.engine = engine = Engine(seed=0)
+        rollouts = await opened(make_settings(f"rollout.max_staleness={max_staleness}"), path)
+        if state is not None:
+            await rollouts.rewind(step=steps.start, source_state=state)
+        metrics = []
+        for step in steps:
+            batch, values = await step_of(rollouts, engine, step)
+            assert_young(batch, step=step, max_staleness=max_staleness)
+            metrics.append(values)
+        while rollouts.busy_s and engine.running:
+            await asyncio.sleep(0)
+        state = rollouts.source.state()
+        await rollouts.close()
+        return state, metrics
+
+    state, _ = asyncio.run(run(2, range(3), None))
+    _, metrics = asyncio.run(run(0, range(3, 6), state))
+    assert metrics[0]["rollout/renewed_groups"] == PROMPTS_PER_STEP
+
+
+def test_greedy_baselines_come_with_the_groups_of_later_steps(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    async def run() -> list[TrainBatch]:
+        Client.engine = engine = Engine(seed=3)
+        rollouts = await opened(make_settings("rollout.max_staleness=1", "objective.advantage.estimator=remax"), tmp_path / "buffer.sqlite")
+        batches = [(await step_of(rollouts, engine, step))[0] for step in range(4)]
+        assert sum(greedy for greedy, _ in engine.started) >= 4 * PROMPTS_PER_STEP
+        await rollouts.close()
+        return batches
+
+    for batch in asyncio.run(run()):
+        assert batch.component_names == ("greedy_baseline",)
+        assert np.isin(batch.reward_components[:, 0], (0.0, 0.5)).all()
+
+
+def test_a_failure_while_nobody_waits_is_raised_by_the_next_step(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    async def run() -> None:
+        Client.engine = engine = Engine(seed=1)
+        rollouts = await opened(make_settings("rollout.max_staleness=2"), tmp_path / "buffer.sqlite")
+        try:
+            await step_of(rollouts, engine, 0)
+            engine.broken = True
+            for _ in range(100):
+                await asyncio.sleep(0)
+            with pytest.raises(EngineError, match="gone"):
+                await step_of(rollouts, engine, 1)
+        finally:
+            await rollouts.close()
+
+    asyncio.run(run())
+
+
+def test_closing_in_the_middle_aborts_what_is_being_made(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    async def run() -> int:
+        Client.engine = engine = Engine(seed=2)
+        rollouts = await opened(make_settings("rollout.max_staleness=5"), tmp_path / "buffer.sqlite")
+        await rollouts.next_batch(0, progress=PhaseProgress("rollout", total=None, unit=""))
+        assert engine.running
+        await rollouts.close()
+        return engine.running
+
+    assert asyncio.run(run()) == 0

@@ -1,0 +1,84 @@
+"""What lies on shared devices at every moment of a run, in the order in which the loop takes its turns."""
+
+import random
+from collections.abc import Collection
+
+import pytest
+
+from megatron_rl.runtime.turns import NoTurns, SharedDevices, Turn
+
+
+class Memory:
+    """The devices: what is there, and everything that ever was there at once."""
+
+    def __init__(self) -> None:
+        self.present = {"weights", "kv_cache", "cuda_graph"}
+        self.seen: list[frozenset[str]] = []
+
+    def put_away(self, parts: Collection[str]) -> None:
+        assert set(parts) <= self.present
+        self._move(self.present - set(parts))
+
+    release_memory = put_away
+
+    def take_back(self, parts: Collection[str]) -> None:
+        assert not set(parts) & self.present, "an engine dies when it takes what it has"
+        self._move(self.present | set(parts))
+
+    restore_memory = take_back
+
+    def _move(self, present: set[str]) -> None:
+        self.present = present
+        self.seen.append(frozenset(present))
+
+
+def make_turns() -> tuple[SharedDevices, Memory]:
+    memory = Memory()
+    return SharedDevices(memory, memory), memory  # type: ignore[arg-type]
+
+
+def test_a_synchronous_step_goes_from_weights_to_cache_to_training() -> None:
+    turns, memory = make_turns()
+    order = []
+    for turn in (Turn.SYNC, Turn.GENERATION, Turn.TRAINING, Turn.SYNC, Turn.GENERATION):
+        turns.take(turn)
+        order.append(sorted(memory.present))
+    assert order == [
+        ["parameters", "weights"],
+        ["cuda_graph", "kv_cache", "weights"],
+        ["gradients", "optimizer", "parameters"],
+        ["parameters", "weights"],
+        ["cuda_graph", "kv_cache", "weights"],
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_order_of_turns_ever_has_more_there_than_a_turn_needs(seed: int) -> None:
+    turns, memory = make_turns()
+    needs = {turn: set(turn.trainer_parts | turn.engine_parts) for turn in Turn}
+    last = Turn.GENERATION
+    for turn in random.Random(seed).choices(list(Turn), k=30):
+        if (last, turn) == (Turn.TRAINING, Turn.GENERATION):
+            turn = Turn.SYNC
+        last = turn
+        changes = turns.changes(turn)
+        moves = len(memory.seen)
+        turns.take(turn)
+        assert memory.present == needs[turn]
+        assert changes == (len(memory.seen) > moves)
+        assert not turns.changes(turn)
+    assert all(any(there <= need for need in needs.values()) for there in memory.seen[1:])
+    for there in memory.seen:
+        assert not there & {"kv_cache", "cuda_graph"} or not there & {"parameters", "gradients", "optimizer"}
+        assert not there & {"gradients", "optimizer"} or "weights" not in there
+
+
+def test_engines_never_generate_with_weights_that_were_released() -> None:
+    turns, _ = make_turns()
+    turns.take(Turn.TRAINING)
+    with pytest.raises(AssertionError, match="a sync goes first"):
+        turns.take(Turn.GENERATION)
+
+
+def test_devices_of_their_own_need_no_turns() -> None:
+    assert not any(NoTurns().changes(turn) for turn in Turn)
