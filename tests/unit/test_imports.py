@@ -17,6 +17,7 @@ TIERS = (
     ("types", "errors", "files", "versions"),
     ("algorithms", "data", "rewards", "config", "observe"),
     ("device", "models", "rollout", "training", "weights"),
+    ("planning",),
     ("runtime",),
     ("cli", "__main__", "doctor"),
 )
@@ -45,6 +46,7 @@ ALLOWED_HEAVY = {
     "training": {"megatron"},
     "rollout": {"sglang"},
     "weights": set(),
+    "planning": {"megatron"},
     "runtime": {"ray"},
     "cli": set(),
     "doctor": HEAVY_PACKAGES,

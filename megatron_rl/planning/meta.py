@@ -1,0 +1,185 @@
+"""Building and running a rank without its memory and without its peers: tensors of numbers have shapes only, collectives do nothing.
+
+Inside `rank_without_memory` floating-point tensors are made on torch's meta device, whatever device the code asks for. Tensors of
+integers and booleans stay real on the CPU where nobody asks otherwise: indices, lengths and counts decide shapes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from torch import Tensor, distributed
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatron_rl.algorithms.head_statistics import _CHUNK_LOGITS
+from megatron_rl.algorithms.log_prob import _CHUNK_ELEMENTS
+from megatron_rl.planning.fused import fused_attention, fused_rms_norm, masked_select
+from megatron_rl.training.topology import Topology, initialize_groups
+
+META = torch.device("meta")
+_BASE = torch._C.TensorBase
+_FACTORIES = frozenset([torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.eye])
+_VALUE_FACTORIES = frozenset([torch.full, torch.tensor, torch.as_tensor, torch.arange])
+_MOVES = frozenset([_BASE.to, _BASE.cpu, _BASE.cuda])
+_LIKE_FACTORIES = frozenset([_BASE.new_empty, _BASE.new_zeros, _BASE.new_ones, _BASE.new_full])
+_READS = frozenset([_BASE.tolist, _BASE.item, _BASE.numpy, torch.equal])
+
+
+@contextmanager
+def rank_without_memory(topology: Topology, *, rank: int, fused: bool) -> Iterator[None]:
+    """Inside, this process is `rank` of `topology`, alone, and its floating-point tensors have no memory.
+
+    `fused` counts attention and norms as a GPU's fused kernels keep them, otherwise as torch runs them on the CPU. megatron-core must
+    be prepared. The process must be in no process group.
+    """
+    # Importing it registers the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    mode = MetaTensors(fused=fused)
+    with mode, _kept_in_backward(mode), _chunks_as_on("cuda" if fused else "cpu"):
+        distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.num_ranks)
+        try:
+            initialize_groups(topology, timeout_s=60.0, seed=0)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            distributed.destroy_process_group()
+
+
+@contextmanager
+def _chunks_as_on(device_kind: str) -> Iterator[None]:
+    """Let what is computed in chunks take those of this device, not the small ones of an unknown one."""
+    for sizes in (_CHUNK_LOGITS, _CHUNK_ELEMENTS):
+        sizes["meta"] = sizes[device_kind]
+    try:
+        yield
+    finally:
+        for sizes in (_CHUNK_LOGITS, _CHUNK_ELEMENTS):
+            del sizes["meta"]
+
+
+@contextmanager
+def _kept_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
+    """Keep `mode` in backward passes: torch leaves a mode while it handles a call, and a whole backward pass is one call."""
+    run = vars(torch.autograd)["_engine_run_backward"]
+
+    def run_inside(*arguments: Any, **keywords: Any) -> Any:
+        with mode:
+            return run(*arguments, **keywords)
+
+    vars(torch.autograd)["_engine_run_backward"] = run_inside
+    try:
+        yield
+    finally:
+        vars(torch.autograd)["_engine_run_backward"] = run
+
+
+class MetaTensors(TorchFunctionMode):
+    """Sends floating-point tensors to the meta device, and attention and norms to stand-ins that keep what fused kernels keep."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self._replaced: dict[Callable[..., Any], Callable[..., Any]] = {
+            F.scaled_dot_product_attention: fused_attention,
+            _BASE.masked_select: masked_select,
+            torch.masked_select: masked_select,
+            distributed.all_to_all_single: _all_to_all_single,
+        }
+        if fused:
+            self._replaced[F.rms_norm] = fused_rms_norm
+        self._handlers: tuple[tuple[frozenset[Any], Callable[..., Any]], ...] = (
+            (frozenset(self._replaced), lambda func, args, kwargs: self._replaced[func](*args, **kwargs)),
+            (_FACTORIES, _make),
+            (_LIKE_FACTORIES, _make_like),
+            (_VALUE_FACTORIES, _make_values),
+            (_READS, lambda func, args, kwargs: func(*args, **kwargs)),
+        )
+        self._twins = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `func` on the meta device when it makes numbers, or is given some without memory. Tensors of any shape."""
+        if func.__name__ == "__get__":
+            return func(*args)
+        kwargs = dict(kwargs or {})
+        for tables, handler in self._handlers:
+            if func in tables:
+                return handler(func, args, kwargs)
+        tensors = list(_tensors(args)) + list(_tensors(kwargs.values()))
+        if not any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)
+        if func is _BASE.__bool__:
+            # What is asked of numbers is whether they are exceptional.
+            return False
+        if func in _MOVES or func is Tensor.cuda:
+            return _move(func, args, kwargs)
+        if func is _BASE.type or func is Tensor.type:
+            # The optimizers select parameters by this name, in which a meta tensor's device would stand.
+            answer = func(*args, **kwargs)
+            return answer.replace(".meta", "") if isinstance(answer, str) else answer
+        if not all(tensor.is_meta or tensor.ndim == 0 for tensor in tensors):
+            args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        """The meta tensor that stands for a real one among meta tensors, always the same; a number needs none."""
+        if tensor.is_meta or tensor.ndim == 0:
+            return tensor
+        if tensor not in self._twins:
+            self._twins[tensor] = tensor.detach().to(META)
+        twin: Tensor = self._twins[tensor]
+        return twin
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _asks_for_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor of a given shape: on the meta device when it is to hold floating-point numbers, else real."""
+    kwargs.pop("pin_memory", None)
+    wanted, dtype = kwargs.pop("device", None), kwargs.get("dtype")
+    meta = dtype is None or dtype.is_floating_point or _asks_for_meta(wanted)
+    return func(*args, **kwargs, device=META if meta else "cpu")
+
+
+def _make_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor of a given shape whose dtype is that of another, where none is given."""
+    return _make(func, args, {"dtype": args[0].dtype, **kwargs})
+
+
+def _make_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor whose dtype may follow from its values: real, and moved to the meta device where it belongs there."""
+    kwargs.pop("pin_memory", None)
+    wanted = kwargs.pop("device", None)
+    made = func(*args, **kwargs, device="cpu") if not _asks_for_meta(wanted) else func(*args, **kwargs, device=META)
+    return made.to(META) if made.is_floating_point() and made.numel() > 1 else made
+
+
+def _all_to_all_single(output: Tensor, input: Tensor, *arguments: Any, **keywords: Any) -> Any:
+    """The collective, whose lengths may come as tensors: without a GPU megatron-core leaves them so."""
+    arguments, keywords = tree_map_only(Tensor, Tensor.tolist, (arguments, keywords))
+    return distributed.all_to_all_single(output, input, *arguments, **keywords)
+
+
+def _move(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A move of a meta tensor: its dtype may change, its device stays."""
+    tensor, *rest = args
+    dtypes = [argument.dtype if isinstance(argument, Tensor) else argument for argument in (*rest, kwargs.get("dtype"))]
+    wanted = next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), tensor.dtype)
+    return tensor if func is not _BASE.to else func(tensor, wanted, copy=kwargs.get("copy", False))

@@ -1,0 +1,172 @@
+"""The plan of a run: real ranks measured without memory, put together with what cannot be measured without a GPU."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_rl.config.derived import derive
+from megatron_rl.config.settings import Settings
+from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.errors import UserError
+from megatron_rl.planning.engine import plan_engine
+from megatron_rl.planning.gpus import GIB, Gpu
+from megatron_rl.planning.in_flight import most_held
+from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
+from megatron_rl.planning.worker import Answer, Job, measure
+
+with quiet_megatron_imports():
+    from megatron_rl.models.spec import ModelSpec
+    from megatron_rl.training.topology import Topology
+    from megatron_rl.training.trainer import check_layout
+
+if TYPE_CHECKING:
+    from megatron_rl.planning.rank import RankMemory
+
+CONTEXT_BYTES = int(2.5 * GIB)
+"""The CUDA context, cuBLAS's workspaces and NCCL's buffers of a training rank: what such processes usually take, not measured here."""
+FRAGMENTATION = 0.05
+"""Share of the activations that the allocator cannot use."""
+ASLEEP_BYTES = 2 * GIB
+"""What an engine keeps on a GPU with its weights and cache put away: CUDA context, CUDA graphs, NCCL."""
+RANK_HOST_BYTES, ENGINE_HOST_BYTES = 6 * GIB, 10 * GIB
+"""Main memory of a rank and of an engine before any weight: imported code, the CUDA context's share, pinned buffers."""
+
+_FUSED = {"bias_activation_fusion": True}
+"""What Transformer Engine brings on a GPU and changes sizes; attention and norms are counted as its fused kernels."""
+
+
+def plan_run(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_nodes: int | None) -> RunPlan:
+    """What `settings` need of `gpu`s for a model of `spec`; neither weights nor a GPU have to be there.
+
+    `num_nodes` None is as many as the run's GPUs take. One rank of each kind of pipeline stage is built on the meta device, in a process
+    of its own, which takes seconds. Experts take equally many tokens, micro-batches are full. Raises UserError for a layout that the
+    model or megatron-core refuse.
+    """
+    [plan] = plan_layouts([settings], spec, gpu=gpu, num_nodes=num_nodes)
+    if isinstance(plan, str):
+        raise UserError(plan)
+    return plan
+
+
+def plan_layouts(variants: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, num_nodes: int | None) -> list[RunPlan | str]:
+    """`plan_run` of several settings of one model, measured one after the other in one process; a sentence for each that is refused."""
+    refused = {index: sentence for index, settings in enumerate(variants) if (sentence := _refusal(settings, spec)) is not None}
+    asked = [settings for index, settings in enumerate(variants) if index not in refused]
+    answers = iter(measure([Job(on_gpu(settings), spec, fused=True) for settings in asked]) if asked else [])
+    plans: list[RunPlan | str] = []
+    for index, settings in enumerate(variants):
+        answer = Answer(refused=refused[index]) if index in refused else next(answers)
+        plans.append(answer.refused or assemble(settings, spec, answer, gpu=gpu, num_nodes=num_nodes))
+    return plans
+
+
+def _refusal(settings: Settings, spec: ModelSpec) -> str | None:
+    """Why the model cannot be divided as the settings ask; None when it can."""
+    try:
+        check_layout(Topology.of(settings.training.topology), spec, settings.model.megatron)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def on_gpu(settings: Settings) -> Settings:
+    """The settings as the ranks of a GPU see them: bf16 unless another dtype is set, the kernels of Transformer Engine unless refused."""
+    model = settings.model
+    dtype = "bfloat16" if model.dtype == "auto" else model.dtype
+    fields = model.megatron if model.attention == "torch" else {**_FUSED, **model.megatron}
+    return settings.model_copy(update={"model": model.model_copy(update={"dtype": dtype, "attention": "torch", "megatron": fields})})
+
+
+def assemble(settings: Settings, spec: ModelSpec, answer: Answer, *, gpu: Gpu, num_nodes: int | None) -> RunPlan:
+    """The plan of `settings` from measured ranks."""
+    topology = Topology.of(settings.training.topology)
+    stages = stage_memories(settings, answer, frees_outputs=True)
+    colocated = settings.runtime.colocate and not settings.supervised
+    engine = None if settings.supervised else plan_engine(settings, spec, gpu, shared_with=CONTEXT_BYTES if colocated else 0)
+    per_node = min(settings.runtime.cluster.gpus_per_node or gpu.per_node, gpu.per_node)
+    num_engine_gpus = 0 if engine is None or colocated else engine.num_engines * engine.num_gpus
+    weights = max(stage.parameters for stage in stages) + (0 if engine is None else engine.weights)
+    return RunPlan(
+        gpu=gpu,
+        layout=str(topology),
+        tokens=_tokens(settings),
+        num_nodes=num_nodes or -(-(topology.num_ranks + num_engine_gpus) // per_node),
+        stages=stages,
+        engine=engine,
+        colocated=colocated,
+        asleep=ASLEEP_BYTES if colocated else 0,
+        handover=weights + CONTEXT_BYTES + ASLEEP_BYTES if colocated else 0,
+        host_per_node=_host_bytes(stages, engine, topology, per_node=per_node, colocated=colocated),
+    )
+
+
+def stage_memories(settings: Settings, answer: Answer, *, frees_outputs: bool) -> tuple[StageMemory, ...]:
+    """Every pipeline stage, critic included: its state stays beside the policy's, its passes come after.
+
+    `frees_outputs` says that a stage drops what it has sent on, which megatron-core does on GPUs.
+    """
+    topology = Topology.of(settings.training.topology)
+    stages = []
+    for number, policy in enumerate(answer.policy):
+        models = [policy, *answer.critic[number : number + 1]]
+        passes = [_activations(settings, model, topology, stage=number, frees_outputs=frees_outputs) for model in models]
+        activations, in_flight = max(passes)
+        working = max(max(model.backward for model in models), max(model.update for model in models) - activations, 0)
+        stages.append(
+            StageMemory(
+                stage=number,
+                num_layers=policy.num_layers,
+                num_parameters=policy.num_parameters,
+                stage_parameters=policy.stage_parameters,
+                in_flight=in_flight,
+                parameters=sum(model.parameters for model in models),
+                gradients=sum(model.gradients for model in models),
+                optimizer=sum(model.optimizer for model in models),
+                activations=activations,
+                logits=policy.head,
+                working=working,
+                reserved=CONTEXT_BYTES + int(FRAGMENTATION * activations),
+                host=_rank_host(settings, policy, models),
+                largest_collective=max((model.largest_collective for model in models), key=lambda collective: collective.num_bytes),
+            )
+        )
+    return tuple(stages)
+
+
+def _activations(settings: Settings, model: "RankMemory", topology: Topology, *, stage: int, frees_outputs: bool) -> tuple[int, float]:
+    """Bytes of all micro-batches in flight on a stage, and how many these are."""
+    last = stage == topology.pp - 1
+    held = [
+        chunk.held - (chunk.output if frees_outputs and not (last and index == len(model.chunks) - 1) else 0)
+        for index, chunk in enumerate(model.chunks)
+    ]
+    return most_held(held, stage=stage, pp=topology.pp, num_micro_batches=_num_micro_batches(settings, topology))
+
+
+def _num_micro_batches(settings: Settings, topology: Topology) -> int:
+    """Micro-batches of an optimizer step on a data-parallel rank when all sequences have the greatest length."""
+    sequences = -(-derive(settings).sequences_per_optimizer_step // topology.dp)
+    longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
+    together = max(1, settings.training.max_tokens_per_micro_batch * topology.cp // longest)
+    count = -(-sequences // together)
+    return -(-count // topology.pp) * topology.pp if topology.vpp > 1 else count
+
+
+def _tokens(settings: Settings) -> int:
+    longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
+    return max(settings.training.max_tokens_per_micro_batch, -(-longest // settings.training.topology.cp))
+
+
+def _rank_host(settings: Settings, policy: "RankMemory", models: Sequence["RankMemory"]) -> int:
+    """Main memory for a rank: the reference copy, and weights and optimizer state while a colocated engine generates."""
+    reference = policy.reference if settings.objective.trains_by_rewards else 0
+    away = sum(model.parameters + model.optimizer for model in models) if settings.runtime.colocate else 0
+    return reference + away + RANK_HOST_BYTES
+
+
+def _host_bytes(stages: Sequence[StageMemory], engine: EngineMemory | None, topology: Topology, *, per_node: int, colocated: bool) -> int:
+    """Main memory that the fullest node needs: its ranks, and its engines when they are there."""
+    ranks = max(stage.host for stage in stages) * min(per_node, topology.num_ranks)
+    if engine is None:
+        return ranks
+    engines = max(1, per_node // engine.num_gpus) * ENGINE_HOST_BYTES
+    return ranks + engines if colocated else max(ranks, engines)

@@ -1,0 +1,224 @@
+"""What one rank of a layout needs, read off the real model, gradient buffers and optimizer, and off a forward and backward pass of it.
+
+Legend: T tokens of a micro-batch on this rank, n tokens that a router sees, E experts, H hidden channels.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.data.packing import sequence_multiple
+from megatron_rl.device import Device
+from megatron_rl.models.build import PolicyModel, forward_selected
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.planning.records import Collective
+from megatron_rl.planning.tracking import MemoryTracker
+from megatron_rl.training.critic import critic_optimizer
+from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
+from megatron_rl.training.offload import ModelMemory
+from megatron_rl.training.passes import Policy
+from megatron_rl.training.topology import Place, Topology
+from megatron_rl.training.trained_model import TrainedModel, build_trained_model
+from megatron_rl.types import TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMemory:
+    """One virtual stage: `held` bytes from a micro-batch's forward to its backward, of which `output` is handed to the next stage.
+
+    Besides them the backward pass needs up to `backward`, the language model head with its statistics up to `head`.
+    """
+
+    num_layers: int
+    held: int
+    output: int
+    backward: int
+    head: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """One rank's bytes, for the policy or a critic.
+
+    `num_parameters` are on this rank, `stage_parameters` on all tensor- and expert-parallel ranks of its stage together. `reference` is a
+    copy of the parameters. `update` is what the optimizer step needs for a moment.
+    """
+
+    num_parameters: int
+    stage_parameters: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    reference: int
+    chunks: tuple[ChunkMemory, ...]
+    update: int
+    largest_collective: Collective
+
+    @property
+    def num_layers(self) -> int:
+        """Layers on this rank."""
+        return sum(chunk.num_layers for chunk in self.chunks)
+
+    @property
+    def backward(self) -> int:
+        """The most that the backward pass of a chunk needs besides what is held."""
+        return max(chunk.backward for chunk in self.chunks)
+
+    @property
+    def head(self) -> int:
+        """The most that the language model head needs besides what is held; 0 before the last stage."""
+        return max(chunk.head for chunk in self.chunks)
+
+
+def full_batch(settings: Settings, topology: Topology) -> TrainBatch:
+    """The largest micro-batch: sequences of the greatest length that fill the token budget, every token but the first trainable."""
+    unit = sequence_multiple(topology.cp)
+    longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
+    longest = -(-longest // unit) * unit
+    budget = max(longest, settings.training.max_tokens_per_micro_batch * topology.cp)
+    whole, rest = divmod(budget, longest)
+    lengths = np.array([longest] * whole + [rest // unit * unit] * (rest >= 2 * unit))
+    mask = np.ones(lengths.sum(), np.bool_)
+    mask[np.cumsum(lengths) - lengths] = False
+    return TrainBatch(
+        tokens=np.zeros(lengths.sum()),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]),
+        prompt_lengths=np.ones(len(lengths), np.int64),
+        loss_mask=mask,
+        rollout_log_probs=np.zeros(lengths.sum()),
+        weight_versions=np.zeros(lengths.sum()),
+        rewards=np.zeros(len(lengths)),
+        group_ids=np.arange(len(lengths)),
+        truncated=np.zeros(len(lengths), np.bool_),
+    )
+
+
+def measure_rank(
+    settings: Settings, spec: ModelSpec, topology: Topology, *, device: Device, batch: TrainBatch, fused: bool, critic: bool = False
+) -> RankMemory:
+    """Build this process's rank, of the policy or the `critic`, and run the micro-batch `batch` through each of its chunks.
+
+    Call it inside `rank_without_memory`, with the same `fused`. Raises UserError for what the model or megatron-core refuse.
+    """
+    optimizer = critic_optimizer(settings.training) if critic else settings.training.optimizer
+    model = build_trained_model(settings, spec, device=device, optimizer=optimizer, with_value_head=critic, with_weights=False)
+    memory = ModelMemory(model)
+    parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
+    expert_gradients = _balance_experts(model, fused=fused)
+    policy = Policy(model.chunks, Place.here(), vocab_size=spec.vocab_size, temperature=1.0)
+    micro_batch = _micro_batch(batch, topology, policy.place, on=parameters[0].device)
+    with MemoryTracker() as tracker:
+        for chunk in model.chunks:
+            chunk.zero_grad_buffer()
+        chunks = [_run_chunk(chunk, None if critic else policy, micro_batch, tracker) for chunk in model.chunks]
+        update = _update(model, tracker, fused=fused)
+    return RankMemory(
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        stage_parameters=sum(_in_stage(parameter, topology) for parameter in parameters),
+        parameters=memory.num_bytes("parameters"),
+        gradients=memory.num_bytes("gradients"),
+        optimizer=memory.num_bytes("optimizer"),
+        reference=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        chunks=tuple(dataclasses.replace(chunk, backward=chunk.backward + expert_gradients) for chunk in chunks),
+        update=update,
+        largest_collective=tracker.largest_collective,
+    )
+
+
+def _micro_batch(batch: TrainBatch, topology: Topology, place: Place, *, on: torch.device) -> MicroBatch:
+    """The whole batch as one micro-batch; its targets are real numbers, as the statistics look at them."""
+    micro_batch = make_micro_batch(batch, np.arange(batch.num_sequences), topology=topology, place=place, device=on)
+    return dataclasses.replace(micro_batch, targets=torch.zeros(len(micro_batch.positions), dtype=torch.int64))
+
+
+def _in_stage(parameter: Tensor, topology: Topology) -> int:
+    """Numbers of the whole parameter, over the ranks of its stage that hold parts of it or experts beside it."""
+    marks = vars(parameter)
+    expert = not marks.get("allreduce", True)
+    split = bool(marks.get("tensor_model_parallel", False))
+    width = topology.etp if expert else topology.tp
+    return parameter.numel() * (width if split else 1) * (topology.ep if expert else 1)
+
+
+def _balance_experts(model: TrainedModel, *, fused: bool) -> int:
+    """Let all experts take equally many tokens, `fused` in one product; bytes of weight gradients that such a product makes besides."""
+    others = 0
+    for module in (module for chunk in model.chunks for module in chunk.modules()):
+        if isinstance(module, TopKRouter):
+            module.register_forward_hook(_balance)
+        elif isinstance(module, SequentialMLP) and fused:
+            first = next(module.local_experts[0].parameters())
+            others = max(others, (module.num_local_experts - 1) * first.numel() * first.element_size())
+            module.num_local_experts = 1
+    return others
+
+
+def _balance(router: torch.nn.Module, arguments: tuple[Tensor, ...], result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Every expert takes the same number of tokens: weights [n, E] as they are, what is taken [n, E] as real numbers."""
+    assert isinstance(router, TopKRouter), "the hook is put on routers"
+    weights, _ = result
+    num_tokens, num_experts = weights.shape
+    taken = (torch.arange(num_tokens)[:, None] * router.topk + torch.arange(router.topk)) % num_experts
+    chosen = torch.zeros(num_tokens, num_experts, dtype=torch.bool)
+    return weights, chosen.scatter_(1, taken, True)
+
+
+def _run_chunk(chunk: DistributedDataParallel, policy: Policy | None, micro_batch: MicroBatch, tracker: MemoryTracker) -> ChunkMemory:
+    """A forward and a backward pass of one chunk, of a `policy` or of a critic."""
+    model = chunk.module
+    before = tracker.live
+    if not model.pre_process:
+        model.set_input_tensor(_received(model, micro_batch))
+    output = forward_selected(chunk, micro_batch.input_ids, micro_batch.position_ids, micro_batch.packed, micro_batch.positions)
+    held = tracker.live - before
+    gradient, head = torch.empty_like(output), 0
+    if model.post_process and policy is not None:
+        gradient, head = _run_head(output, policy, micro_batch, tracker)
+    tracker.reset_peak()
+    torch.autograd.backward(output, gradient)
+    model.set_input_tensor(None)
+    return ChunkMemory(
+        num_layers=len(model.decoder.layers),
+        held=held,
+        output=output.numel() * output.element_size(),
+        backward=tracker.peak - before - held,
+        head=head,
+    )
+
+
+def _run_head(output: Tensor, policy: Policy, micro_batch: MicroBatch, tracker: MemoryTracker) -> tuple[Tensor, int]:
+    """The gradient of the model's `output` [N, H] after the head and its statistics, and the bytes that these take for it."""
+    before = tracker.live
+    tracker.reset_peak()
+    leaf = output.detach().requires_grad_()
+    statistics = policy.statistics(leaf, micro_batch, with_entropy=True)
+    assert statistics.entropy is not None, "it was asked for"
+    (statistics.log_prob.sum() + statistics.entropy.sum()).backward()
+    assert leaf.grad is not None, "the statistics depend on the output"
+    return leaf.grad, tracker.peak - before
+
+
+def _received(model: PolicyModel, micro_batch: MicroBatch) -> Tensor:
+    """Hidden states [T, 1, H] as the stage before sends them, of a part of T under sequence parallelism."""
+    config = model.config
+    num_tokens = micro_batch.input_ids.shape[1] // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    like = next(model.parameters())
+    return torch.empty(num_tokens, 1, config.hidden_size, dtype=config.pipeline_dtype, device=like.device, requires_grad=True)
+
+
+def _update(model: TrainedModel, tracker: MemoryTracker, *, fused: bool) -> int:
+    """Sum the gradients and step the optimizer; the bytes that this takes for a moment. A `fused` optimizer needs none for its step."""
+    before = tracker.live
+    tracker.reset_peak()
+    finalize_model_grads(list(model.chunks), None)
+    if not fused:
+        model.optimizer.prepare_grads()
+        model.optimizer.step_with_ready_grads()
+    return tracker.peak - before

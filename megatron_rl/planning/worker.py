@@ -1,0 +1,88 @@
+"""A process that builds ranks without memory: its standard input is a pickled list of jobs, the file it is given gets the answers.
+
+A process of its own, because joining a process group, even a pretended one, and taking CUDA away concern a whole process.
+"""
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.device import local_device, prepare_megatron, quiet_megatron_imports
+from megatron_rl.errors import MegatronRLError, UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.models.spec import ModelSpec
+    from megatron_rl.planning.rank import RankMemory
+
+DEADLINE_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One layout to measure: `fused` for a GPU with fused kernels, otherwise as on the CPU."""
+
+    settings: Settings
+    spec: "ModelSpec"
+    fused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Memory of each pipeline stage's first rank, of the policy and, where there is one, of the critic; or why there is none."""
+
+    policy: "tuple[RankMemory, ...]" = ()
+    critic: "tuple[RankMemory, ...]" = ()
+    refused: str | None = None
+
+
+def measure(jobs: Sequence[Job]) -> list[Answer]:
+    """The answers to `jobs`, from a process of its own. Raises MegatronRLError when it fails or takes longer than `DEADLINE_S`."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-plan-") as directory:
+        path = Path(directory) / "answers"
+        command = [sys.executable, "-m", "megatron_rl.planning.worker", str(path)]
+        try:
+            done = subprocess.run(
+                command, input=pickle.dumps(list(jobs)), capture_output=True, env=environment, timeout=DEADLINE_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise MegatronRLError(f"measuring {len(jobs)} layouts took longer than {DEADLINE_S:g} s") from error
+        if done.returncode:
+            raise MegatronRLError(f"measuring a layout failed:\n{done.stderr.decode(errors='replace')[-3000:]}")
+        answers: list[Answer] = pickle.loads(path.read_bytes())
+    return answers
+
+
+def _answer(job: Job) -> Answer:
+    with quiet_megatron_imports():
+        from megatron_rl.planning.stages import measure_stages
+    try:
+        policy = measure_stages(job.settings, job.spec, fused=job.fused, critic=False)
+        critic = measure_stages(job.settings, job.spec, fused=job.fused, critic=True) if job.settings.has_critic else ()
+    except UserError as error:
+        return Answer(refused=str(error))
+    return Answer(policy, critic)
+
+
+def _main() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    prepare_megatron(local_device())
+    jobs: list[Job] = pickle.loads(sys.stdin.buffer.read())
+    Path(sys.argv[1]).write_bytes(pickle.dumps([_answer(job) for job in jobs]))
+
+
+if __name__ == "__main__":
+    # What is pickled names this module, not __main__.
+    from megatron_rl.planning import worker
+
+    worker._main()

@@ -1,0 +1,93 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.overrides import Words
+from megatron_rl.errors import UserError
+from megatron_rl.planning.command import Request, parse_request, plan_lines, read_spec
+from megatron_rl.planning.gpus import GPUS
+
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
+GPU = GPUS["H100-80"]
+
+
+def request_of(model: Path | None, *overrides: str, config: Path | None = None, num_gpus: int | None = None, **topology: object) -> Request:
+    return Request(model, Words(config, overrides), GPU, num_gpus, topology)
+
+
+def test_a_model_and_a_settings_file_are_told_apart() -> None:
+    model = parse_request(Words(Path("models/Qwen3-8B"), ("run.seed=1",)), gpu=GPU, num_gpus=8, topology={})
+    assert model.model == Path("models/Qwen3-8B") and model.words == Words(None, ("run.seed=1",))
+    run = parse_request(Words(Path("run.yaml"), ()), gpu=GPU, num_gpus=None, topology={})
+    assert run.model is None and run.words.config == Path("run.yaml")
+    with pytest.raises(UserError, match="plan was given no model"):
+        parse_request(Words(None, ()), gpu=GPU, num_gpus=None, topology={})
+
+
+def test_a_config_json_alone_is_a_model(tmp_path: Path) -> None:
+    assert read_spec(CONFIGS / "Qwen3-4B.json").num_layers == 36
+    broken = tmp_path / "config.json"
+    with pytest.raises(UserError, match=r"cannot be read \(No such file.*give a Hugging Face directory or its config.json"):
+        read_spec(broken)
+    with pytest.raises(UserError, match=r"has no config.json"):
+        read_spec(tmp_path)
+    broken.write_text("{")
+    with pytest.raises(UserError, match=r"is not JSON"):
+        read_spec(broken)
+    broken.write_text("[]")
+    with pytest.raises(UserError, match=r"holds a list, needs the JSON object"):
+        read_spec(broken)
+
+
+def test_a_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a settings file the engine gets the GPUs that it needs."""
+    lines = list(plan_lines(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=4, tp=2, sequence_parallel=True)))
+    assert lines[0] == "4 ranks = tp 2 × pp 1 × cp 1 × dp 2 (sequence parallel)"
+    assert lines[-1].startswith("fits: ")
+    engine = lines[lines.index("SGLang engines, GiB per GPU") + 2].split()
+    assert engine[:2] == ["1", "1"]
+
+
+def test_mistakes_in_the_layout_are_the_settings_own() -> None:
+    with pytest.raises(UserError, match=r"8 ranks are not divisible by tp 3"):
+        list(plan_lines(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=8, tp=3)))
+
+
+def test_layouts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search itself has its own tests: here is what it is asked, and how its answer is printed."""
+    from megatron_rl.planning import command
+
+    asked: list[Any] = []
+
+    class Plan:
+        def lines(self) -> list[str]:
+            return ["a table", "fits: 1 of 2"]
+
+    def search(settings: Any, spec: Any, *, gpu: Any, num_gpus: int) -> list[tuple[Any, Plan]]:
+        asked.append((settings, num_gpus))
+        topology = settings.training.topology.model_copy(update={"num_ranks": num_gpus, "tp": 2, "sequence_parallel": True})
+        return [(settings.model_copy(update={"training": settings.training.model_copy(update={"topology": topology})}), Plan())]
+
+    monkeypatch.setattr(command, "best_layouts", search)
+    lines = list(plan_lines(request_of(CONFIGS / "Qwen3-8B.json", "data.prompts_per_step=32", num_gpus=8)))
+    assert lines == [
+        "1. training.topology.num_ranks=8 training.topology.tp=2 training.topology.sequence_parallel=true",
+        "a table",
+        "fits: 1 of 2",
+        "",
+    ]
+    [(settings, num_gpus)] = asked
+    assert num_gpus == 8 and settings.data.prompts_per_step == 32 and settings.training.optimizer["use_distributed_optimizer"]
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_rl.cli import main
+
+    model = str(CONFIGS / "Qwen3-4B.json")
+    assert main(["plan", model, "--gpu", "H100-8", "--gpus", "8"]) == 2
+    assert "did you mean H100-80?" in capsys.readouterr().err
+    assert main(["plan", model, "--gpus", "8", "--tp", "3"]) == 2
+    assert main(["plan", str(CONFIGS)]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+    assert main(["plan", model, "--gpus", "2", "--sequence-paralel"]) == 2
