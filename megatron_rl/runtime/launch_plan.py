@@ -7,24 +7,35 @@ import torch
 from megatron_rl.config.derived import Derived, derive
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
-from megatron_rl.device import Device, chosen_backends, local_device, quiet_megatron_imports
+from megatron_rl.device import Device, chosen_backends, quiet_megatron_imports
 from megatron_rl.rollout.server_args import server_arguments
 
 with quiet_megatron_imports():
-    from megatron_rl.models.spec import resolve_attention
+    from megatron_rl.models.spec import read_model_spec
+    from megatron_rl.planning import RunPlan, find_gpu, plan_run
+    from megatron_rl.runtime.placement_table import placement_rows
+    from megatron_rl.runtime.target import Target
     from megatron_rl.training.critic import critic_optimizer
     from megatron_rl.training.topology import Topology
     from megatron_rl.training.trained_model import model_dtype
 
 
-def launch_plan(settings: Settings) -> dict[str, Mapping[str, str]]:
+def launch_plan(settings: Settings, target: Target) -> dict[str, Mapping[str, str]]:
     """Titled tables of what follows from the settings, what would be launched where, and the packages that would be used."""
-    device = local_device()
     return {
         "What the settings add up to": _sizes(settings, derive(settings)),
-        "What would be launched": _processes(settings, device),
-        "What it would run on": _backends(settings, device),
+        "What would be launched": _processes(settings, target),
+        "Where it would be placed": _places(settings, target),
+        "What it would run on": _backends(settings, target),
     }
+
+
+def memory_plan(settings: Settings) -> RunPlan | None:
+    """What the run needs of the GPUs that `runtime.cluster.gpu` names; None when it names none. Takes seconds; see `plan_run`."""
+    cluster = settings.runtime.cluster
+    if cluster.gpu is None:
+        return None
+    return plan_run(settings, read_model_spec(settings.model.path), gpu=find_gpu(cluster.gpu), num_nodes=cluster.num_nodes)
 
 
 def _sizes(settings: Settings, derived: Derived) -> dict[str, str]:
@@ -44,15 +55,21 @@ def _sizes(settings: Settings, derived: Derived) -> dict[str, str]:
     if derived.max_sequence_tokens is not None:
         response = settings.rollout.sampling.max_response_tokens
         rows["tokens per sequence"] = f"at most {data.max_prompt_tokens} + {response} = {derived.max_sequence_tokens}"
+        staleness = settings.rollout.max_staleness
+        rows["groups made ahead"] = (
+            f"at most {staleness} steps × {data.prompts_per_step} groups = {derived.groups_ahead}, while a step trains"
+            if staleness
+            else "none: generation and training take turns (rollout.max_staleness 0)"
+        )
         rows["tokens per step"] = f"at most {derived.max_sequence_tokens} × {derived.sequences_per_step} = {derived.max_step_tokens}"
     return rows
 
 
-def _processes(settings: Settings, device: Device) -> dict[str, str]:
-    runtime, topology = settings.runtime, Topology.of(settings.training.topology)
+def _processes(settings: Settings, target: Target) -> dict[str, str]:
+    runtime, topology, device = settings.runtime, Topology.of(settings.training.topology), target.device
     place = "one GPU each" if device.kind == "cuda" else "on the CPU"
     rows = {
-        "Ray": "a local one, on loopback" if runtime.ray_address is None else f"the cluster at {runtime.ray_address}",
+        "Ray": _ray(settings, target),
         "Megatron": f"{topology}, {place}, {device.backend}",
     }
     if settings.has_critic:
@@ -61,11 +78,26 @@ def _processes(settings: Settings, device: Device) -> dict[str, str]:
         return rows | {"SGLang": "none: supervised training"}
     gpus = f", {runtime.num_gpus_per_engine} GPUs each" if device.kind == "cuda" else ", on the CPU"
     return rows | {
-        "SGLang": f"{settings.rollout.num_engines} servers{gpus}",
+        "SGLang": f"{settings.rollout.num_engines} servers{gpus}{', the same as those of the ranks, in turns' if runtime.colocate else ''}",
         "SGLang's arguments": _server_arguments(settings, device),
         "reward workers": f"{settings.reward.num_workers} processes, {settings.reward.function}",
         "weight sync": f"{settings.weights.transport} ({device.backend})" if settings.weights.transport == "broadcast" else "disk",
     }
+
+
+def _ray(settings: Settings, target: Target) -> str:
+    if settings.runtime.ray_address is not None:
+        return f"the cluster at {settings.runtime.ray_address}"
+    if target.nodes is not None and len(target.nodes) > 1:
+        return f"a cluster of {len(target.nodes)} nodes, whose address the run is given (--ray-address)"
+    return "a local one, on loopback"
+
+
+def _places(settings: Settings, target: Target) -> dict[str, str]:
+    placement = target.placement(settings)
+    if placement is None:
+        return {"nodes": f"those of the cluster at {settings.runtime.ray_address}, asked when the run starts"}
+    return placement_rows(placement, Topology.of(settings.training.topology))
 
 
 def _server_arguments(settings: Settings, device: Device) -> str:
@@ -81,6 +113,7 @@ def _server_arguments(settings: Settings, device: Device) -> str:
         api_key="",
         num_gpus=settings.runtime.num_gpus_per_engine,
         needs_tokenizer=bool(settings.rollout.sampling.stop),
+        colocated=settings.runtime.colocate,
     )
     return " ".join(f"{name}={format_value(value)}" for name, value in arguments.items() if name not in ("host", "port", "api_key"))
 
@@ -89,8 +122,8 @@ def _dtype_name(settings: Settings, device: Device) -> str:
     return str(model_dtype(settings, device)).removeprefix("torch.")
 
 
-def _backends(settings: Settings, device: Device) -> dict[str, str]:
-    chosen = {"device": f"{device.kind}, {_dtype_name(settings, device)}", "attention": resolve_attention(settings.model.attention)}
-    if device.kind == "cuda":
+def _backends(settings: Settings, target: Target) -> dict[str, str]:
+    chosen = {"device": f"{target.device.kind}, {_dtype_name(settings, target.device)}", "attention": target.attention}
+    if torch.cuda.is_available():
         chosen["GPUs here"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
-    return chosen | chosen_backends()
+    return chosen | {f"{package} here": version for package, version in chosen_backends().items()}

@@ -7,31 +7,36 @@ the greatest cost: a few seconds.
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
 
-import torch
-
-from megatron_rl.config.checks import without_effect
+from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.device import local_device, quiet_megatron_imports
+from megatron_rl.device import Device, local_device, quiet_megatron_imports
 from megatron_rl.errors import UserError
+from megatron_rl.rewards.loading import load_function
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.generate import load_rollout
-from megatron_rl.rollout.server_args import validate_server_args
+from megatron_rl.rollout.server_args import check_records_routing, validate_server_args
 from megatron_rl.runtime.checkpoint import newest_checkpoint
+from megatron_rl.runtime.cluster import no_gpu
 from megatron_rl.runtime.resources import available_memory_bytes
 
 with quiet_megatron_imports():
-    from megatron_rl.models.spec import ModelSpec, read_model_spec, resolve_attention, transformer_config
+    from megatron_rl.models.freezing import frozen_rules
+    from megatron_rl.models.spec import ModelSpec, read_model_spec, transformer_config
     from megatron_rl.models.weights import Checkpoint, hf_shapes
+    from megatron_rl.runtime.placement_table import crossing_notes
+    from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
+    from megatron_rl.training.expert_load import check_routing_replay
     from megatron_rl.training.optimizer import make_configs
+    from megatron_rl.training.teacher import check_vocabulary, teacher_config
     from megatron_rl.training.topology import Topology
     from megatron_rl.training.trained_model import model_dtype
     from megatron_rl.training.trainer import check_layout, resolve_objective
@@ -53,19 +58,42 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
     both anyway before it starts anything.
     Raises UserError with one line for every problem found.
     """
+    if settings.runtime.cluster.gpu is not None and settings.runtime.ray_address is None and local_device().kind == "cpu":
+        raise UserError(no_gpu(settings.runtime.cluster.gpu, "this machine"))
     checks: list[Callable[[], list[str]]] = [
         partial(check_run_directory, settings.run.directory, resume=resume),
         partial(_check_steps_left, settings, resume=resume),
-        partial(_check_model, settings),
-        partial(_check_objective, settings),
-        partial(_check_optimizer, settings),
+        *_config_checks(settings, find_target(settings, config_only=False)),
+        partial(_check_weights, settings.model.path),
+        partial(_check_teacher, settings),
         partial(_check_data, settings, probe=probe),
         partial(_check_resources, settings),
     ]
+    return _run_checks(checks, settings)
+
+
+def preflight_config(settings: Settings) -> list[str]:
+    """The checks of `preflight` that need of the model only its config.json, and neither data nor the machines of the run."""
+    checks = _config_checks(settings, find_target(settings, config_only=True))
     if not settings.supervised:
-        checks += [partial(_check_rollout, settings)]
+        checks.append(partial(_check_reward, settings))
+    return _run_checks(checks, settings)
+
+
+def _config_checks(settings: Settings, target: Target) -> list[Callable[[], list[str]]]:
+    checks: list[Callable[[], list[str]]] = [
+        partial(_check_model, settings, target),
+        partial(_check_objective, settings),
+        partial(_check_optimizer, settings, target.device),
+        partial(_check_placement, settings, target),
+        partial(_check_sharing, settings, target),
+    ]
+    return checks if settings.supervised else [*checks, partial(_check_rollout, settings)]
+
+
+def _run_checks(checks: Sequence[Callable[[], list[str]]], settings: Settings) -> list[str]:
     problems: list[str] = []
-    notes = without_effect(settings)
+    notes = [*without_effect(settings), *worth_noting(settings)]
     for check in checks:
         try:
             notes += check()
@@ -107,25 +135,44 @@ def _check_steps_left(settings: Settings, *, resume: bool) -> list[str]:
     return []
 
 
-def _check_model(settings: Settings) -> list[str]:
+def _check_model(settings: Settings, target: Target) -> list[str]:
     spec = read_model_spec(settings.model.path)
     topology = Topology.of(settings.training.topology)
-    check_layout(topology, spec)
+    check_layout(topology, spec, settings.model.megatron)
     transformer_config(
         spec,
         topology=settings.training.topology,
-        dtype=model_dtype(settings, local_device()),
+        dtype=model_dtype(settings, target.device),
         overrides=settings.model.megatron,
-        attention=resolve_attention(settings.model.attention),
+        attention=target.attention,
     )
-    with Checkpoint(settings.model.path) as checkpoint:
+    frozen_rules(spec, settings.training.frozen)
+    if settings.model.teacher is not None:
+        teacher = read_model_spec(settings.model.teacher)
+        check_layout(topology, teacher, settings.model.megatron)
+        teacher_config(settings, teacher, dtype=model_dtype(settings, target.device), attention=target.attention)
+    check_routing_replay(settings, spec)
+    return [] if settings.supervised else _check_context(settings, spec)
+
+
+def _check_teacher(settings: Settings) -> list[str]:
+    teacher = settings.model.teacher
+    if teacher is None:
+        return []
+    check_vocabulary(settings.model.path, teacher)
+    return _check_weights(teacher)
+
+
+def _check_weights(path: Path) -> list[str]:
+    spec = read_model_spec(path)
+    with Checkpoint(path) as checkpoint:
         missing = sorted(set(hf_shapes(spec)) - checkpoint.names())
     if missing:
         raise UserError(
-            f"model.path {settings.model.path} lacks {len(missing)} tensors that its config.json asks for, the first is {missing[0]}; "
+            f"model directory {path} lacks {len(missing)} tensors that its config.json asks for, the first is {missing[0]}; "
             f"use the config.json that belongs to these weights"
         )
-    return [] if settings.supervised else _check_context(settings, spec)
+    return []
 
 
 def _check_context(settings: Settings, spec: ModelSpec) -> list[str]:
@@ -144,8 +191,8 @@ def _check_objective(settings: Settings) -> list[str]:
     return []
 
 
-def _check_optimizer(settings: Settings) -> list[str]:
-    training, dtype = settings.training, model_dtype(settings, local_device())
+def _check_optimizer(settings: Settings, device: Device) -> list[str]:
+    training, dtype = settings.training, model_dtype(settings, device)
     make_configs(training.optimizer, training.ddp, dtype=dtype)
     notes = [] if "lr" in training.optimizer else ["training.optimizer.lr is not set: the learning rate is 1e-6"]
     if settings.has_critic:
@@ -173,14 +220,46 @@ def _check_data(settings: Settings, *, probe: bool) -> list[str]:
     return []
 
 
+def _check_sharing(settings: Settings, target: Target) -> list[str]:
+    if target.device.kind == "cuda" and (wrong := gpu_contradictions(settings)):
+        raise joined_error(wrong, origin="on GPUs")
+    return []
+
+
 def _check_rollout(settings: Settings) -> list[str]:
     with warnings.catch_warnings():
         # SGLang imports torchvision, whose image part is not used and cannot load next to a CPU build of torch.
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")
         # Seconds of imports when arguments were given, nothing when there are none.
         validate_server_args(settings.rollout.sglang)
+        if settings.training.routing_replay:
+            check_records_routing()
     load_rollout(settings.rollout.function)
     return []
+
+
+def _check_reward(settings: Settings) -> list[str]:
+    load_function(settings.reward.function, setting="reward.function")
+    return []
+
+
+def _check_placement(settings: Settings, target: Target) -> list[str]:
+    if target.device.kind == "cuda" and not settings.supervised:
+        _check_engine_gpus(settings)
+    placement = target.placement(settings)
+    return [] if placement is None else crossing_notes(placement, Topology.of(settings.training.topology))
+
+
+def _check_engine_gpus(settings: Settings) -> None:
+    """Refuse an engine that would leave GPUs of its own unused, or ask for those of others."""
+    sglang, num_gpus = settings.rollout.sglang, settings.runtime.num_gpus_per_engine
+    copies = 1 if sglang.get("enable_dp_attention", False) else sglang.get("dp_size", 1)
+    tp, pp = sglang.get("tp_size", num_gpus), sglang.get("pp_size", 1)
+    if tp * pp * copies != num_gpus:
+        raise UserError(
+            f"rollout.sglang asks for tp_size {tp} × pp_size {pp} × dp_size {copies} = {tp * pp * copies} GPUs, but an engine has "
+            f"runtime.num_gpus_per_engine {num_gpus}; set one to the other, or leave tp_size out"
+        )
 
 
 def _check_resources(settings: Settings) -> list[str]:
@@ -188,10 +267,7 @@ def _check_resources(settings: Settings) -> list[str]:
     parameters = sum(prod(shape) for shape in hf_shapes(spec).values())
     checkpoint_bytes = parameters * (OPTIMIZER_BYTES + 4) * (2 if settings.has_critic else 1)
     notes = check_disk(settings.run.directory, checkpoint_bytes=checkpoint_bytes, keep=settings.run.keep_checkpoints)
-    if settings.runtime.ray_address is not None:
-        return notes
-    if local_device().kind == "cuda":
-        check_gpus(settings, available=torch.cuda.device_count())
+    if settings.runtime.ray_address is not None or local_device().kind == "cuda":
         return notes
     return notes + check_cpu_memory(settings, parameters=parameters, available=available_memory_bytes())
 
@@ -211,19 +287,6 @@ def check_disk(directory: Path, *, checkpoint_bytes: int, keep: int) -> list[str
             f"{present} has {free / GIB:.1f} GiB free, run.keep_checkpoints {keep} and one being written take about {needed / GIB:.1f} GiB"
         ]
     return []
-
-
-def check_gpus(settings: Settings, *, available: int) -> None:
-    """Refuse more GPUs than this machine has; a Ray cluster is asked by the run itself."""
-    ranks = settings.training.topology.num_ranks
-    engines = 0 if settings.supervised else settings.rollout.num_engines
-    per_engine = settings.runtime.num_gpus_per_engine
-    needed = ranks + engines * per_engine
-    if needed > available:
-        raise UserError(
-            f"{ranks} Megatron ranks + {engines} engines × {per_engine} GPUs = {needed} GPUs, this machine has {available}; "
-            f"lower training.topology.num_ranks, rollout.num_engines or runtime.num_gpus_per_engine, or use a cluster with --ray-address"
-        )
 
 
 def check_cpu_memory(settings: Settings, *, parameters: int, available: int) -> list[str]:

@@ -1,18 +1,19 @@
 """All Megatron ranks as one object, seen from the driver."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.packing import make_shards
 from megatron_rl.observe.metrics import Metric, merge_metrics
+from megatron_rl.runtime.cluster import Places
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.runtime.workers import TrainerWorker
+from megatron_rl.training.offload import Part
 from megatron_rl.types import Floats, TrainBatch
 from megatron_rl.weights.broadcast import BroadcastGroup
 from megatron_rl.weights.bucket import WeightSpec
@@ -23,25 +24,41 @@ START_TIMEOUT_S = 600.0
 class TrainerGroup:
     """Starts one actor per rank and calls them together; the first failure ends the call."""
 
-    def __init__(self, settings: Settings, *, places: PlacementGroup, device_kind: str, watchdog: Watchdog) -> None:
+    def __init__(self, settings: Settings, *, places: Places, watchdog: Watchdog) -> None:
         self._settings = settings
         self._watchdog = watchdog
-        num_gpus = 1 if device_kind == "cuda" else 0
-        self.workers = [
-            TrainerWorker.options(  # type: ignore[attr-defined]
-                num_cpus=1,
-                num_gpus=num_gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=rank),
-            ).remote(rank)
-            for rank in range(settings.training.topology.num_ranks)
+        self._nodes = [
+            [TrainerWorker.options(**places.rank_options(node)).remote() for _ in share.ranks]  # type: ignore[attr-defined]
+            for node, share in enumerate(places.placement.nodes)
         ]
-        for rank, worker in enumerate(self.workers):
-            watchdog.watch(f"Megatron rank {rank}", worker.hold.remote().future())
+
+    @cached_property
+    def _seated(self) -> list[tuple[Any, tuple[int, ...]]]:
+        """The actor of every rank and the GPUs that Ray gave it: on each node in the order of the GPUs, which Ray deals out in any."""
+        workers = [worker for node in self._nodes for worker in node]
+        refs = [worker.take_place.remote(Path.cwd()) for worker in workers]
+        answers = self._watchdog.wait_refs(refs, name="starting the processes of the ranks", timeout_s=START_TIMEOUT_S)
+        gpus = dict(zip(workers, answers, strict=True))
+        seated = [(worker, gpus[worker]) for node in self._nodes for worker in sorted(node, key=gpus.__getitem__)]
+        for rank, (worker, _) in enumerate(seated):
+            self._watchdog.watch(f"Megatron rank {rank}", worker.hold.remote().future())
+        return seated
+
+    @property
+    def workers(self) -> list[Any]:
+        """The actors by rank."""
+        return [worker for worker, _ in self._seated]
+
+    @property
+    def gpus(self) -> list[tuple[int, ...]]:
+        """The GPUs of every rank, by the numbers of its node: one, or none on the CPU."""
+        return [gpus for _, gpus in self._seated]
 
     def begin_start(self) -> list[ray.ObjectRef]:
         """Ask every rank to build its model; wait for the result with `finish_start`."""
         address, port = self.free_address()
-        return [worker.start.remote(self._settings, init_method=f"tcp://{address}:{port}") for worker in self.workers]
+        init_method = f"tcp://{address}:{port}"
+        return [worker.start.remote(self._settings, rank=rank, init_method=init_method) for rank, worker in enumerate(self.workers)]
 
     def finish_start(self, refs: list[ray.ObjectRef]) -> None:
         """Wait until every rank has built its model."""
@@ -75,6 +92,14 @@ class TrainerGroup:
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
         """Log-probs [T] of the batch's tokens under the current weights."""
         return self._call("log_probs", batch, temperature=temperature)[0]
+
+    def put_away(self, parts: frozenset[Part]) -> None:
+        """Move these parts of the models to host memory."""
+        self._call("put_away", parts)
+
+    def take_back(self, parts: frozenset[Part]) -> None:
+        """Move these parts of the models back to the device."""
+        self._call("take_back", parts)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint that `load` continues from."""

@@ -3,6 +3,7 @@
 `hold` and `watch` run beside the other calls in a concurrency group of their own and return only when something is wrong.
 """
 
+import os
 import socket
 import threading
 import time
@@ -13,14 +14,26 @@ import ray
 import torch.distributed as dist
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.training.offload import Part
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Shard, TrainBatch
 from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender, send_buckets
 from megatron_rl.weights.bucket import WeightSpec, make_manifest
 
 HEALTH_INTERVAL_S = 0.5
+
+
+def enter_directory(directory: Path) -> None:
+    """Work where the driver does, so that relative paths mean the same on every node. Raises UserError where it does not exist."""
+    if not directory.is_dir():
+        raise UserError(
+            f"{ray.util.get_node_ip_address()} has no directory {directory}, from which this run was started and to which its relative "
+            f"paths belong; start it from a directory that all nodes share"
+        )
+    os.chdir(directory)
 
 
 def free_port() -> int:
@@ -34,8 +47,8 @@ def free_port() -> int:
 class TrainerWorker:
     """One Megatron rank."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
+        self._rank: int
         self._trainer: Trainer
         self._group: dist.ProcessGroup | None = None
 
@@ -44,12 +57,18 @@ class TrainerWorker:
         """Never return: the caller learns of this actor's death."""
         threading.Event().wait()
 
+    def take_place(self, directory: Path) -> tuple[int, ...]:
+        """Work in `directory` from now on; return the GPUs that Ray gave this process, by the numbers of its node."""
+        enter_directory(directory)
+        return tuple(int(gpu) for gpu in ray.get_gpu_ids())
+
     def address(self) -> tuple[str, int]:
         """An address of this node and a free port on it, for a rendezvous that this rank will serve."""
         return ray.util.get_node_ip_address(), free_port()
 
-    def start(self, settings: Settings, *, init_method: str) -> int:
-        """Build the model and the optimizer; return this rank's data-parallel rank."""
+    def start(self, settings: Settings, *, rank: int, init_method: str) -> int:
+        """Build the model and the optimizer as this rank; return its data-parallel rank."""
+        self._rank = rank
         self._trainer = Trainer(settings, rank=self._rank, init_method=init_method)
         return self._trainer.dp_rank
 
@@ -60,6 +79,14 @@ class TrainerWorker:
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
         """Log-probs [T] of the batch's tokens under the current weights."""
         return self._trainer.log_probs(batch, temperature=temperature)
+
+    def put_away(self, parts: frozenset[Part]) -> None:
+        """Move these parts of this rank's models to host memory."""
+        self._trainer.put_away(parts)
+
+    def take_back(self, parts: frozenset[Part]) -> None:
+        """Move these parts of this rank's models back to the device."""
+        self._trainer.take_back(parts)
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of a checkpoint that `load` continues from."""
@@ -89,10 +116,12 @@ class TrainerWorker:
 
 @ray.remote(concurrency_groups={"watch": 1})
 class EngineWorker:
-    """One SGLang server, a child process of this actor."""
+    """One SGLang server, a child process of this actor, on the GPUs that Ray gave it or, beside ranks, on `shared_gpus`."""
 
-    def __init__(self, make_engine: Callable[..., Engine]) -> None:
-        self._engine = make_engine(host=ray.util.get_node_ip_address(), gpu_ids=tuple(int(gpu) for gpu in ray.get_gpu_ids()))
+    def __init__(self, make_engine: Callable[..., Engine], *, directory: Path, shared_gpus: tuple[int, ...] = ()) -> None:
+        enter_directory(directory)
+        gpus = shared_gpus or tuple(int(gpu) for gpu in ray.get_gpu_ids())
+        self._engine = make_engine(host=ray.util.get_node_ip_address(), gpu_ids=gpus)
         self._stopping = False
 
     @ray.method(concurrency_group="watch")

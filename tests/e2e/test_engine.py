@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.config.settings import RolloutSettings, SamplingSettings
 from megatron_rl.errors import EngineError, UserError
-from megatron_rl.rollout.client import EngineClient, Generation
+from megatron_rl.rollout.client import ENGINE_PARTS, EngineClient, Generation
 from megatron_rl.rollout.engine import Engine, EngineAddress
 from megatron_rl.rollout.generate import single_turn
-from megatron_rl.rollout.loop import generate_groups
+from megatron_rl.rollout.loop import EnginePool, GroupMaker, make_groups
 from megatron_rl.rollout.sampling import Sampling, make_sampling
 from megatron_rl.types import Group, Prompt, StopReason
 from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender
@@ -129,7 +129,7 @@ def test_log_probs_of_a_mixed_batch_agree_with_transformers(ask, models) -> None
 
 def test_scores_agree_with_transformers(ask, models) -> None:
     for tokens in prompts_of_many_lengths()[1:]:
-        scores = ask(lambda client, tokens=tokens: client.score(np.array(tokens)))
+        scores = ask(lambda client, tokens=tokens: client.score(np.array(tokens))).log_probs
         assert scores[0] == 0
         np.testing.assert_allclose(scores[1:], reference_log_probs(models["first"][1], tokens, temperature=1.0), atol=2e-5)
 
@@ -155,7 +155,7 @@ def test_weights_from_disk_take_effect_with_their_version(ask, models) -> None:
     async def work(client: EngineClient) -> tuple[np.ndarray, int]:
         await client.score(np.array(tokens))
         await client.load_weights(models["second"][0], version=2)
-        return await client.score(np.array(tokens)), await client.weight_version()
+        return (await client.score(np.array(tokens))).log_probs, await client.weight_version()
 
     scores, version = ask(work)
     np.testing.assert_allclose(scores[1:], reference_log_probs(models["second"][1], tokens, temperature=1.0), atol=2e-5)
@@ -212,7 +212,7 @@ def test_weights_by_broadcast_take_effect_with_their_version(ask, models, flatte
         await client.resume()
         await client.leave_group(group.name)
         torch.distributed.destroy_process_group(process_group)
-        return await client.score(np.array([9, 9, 9, 2])), await client.weight_version()
+        return (await client.score(np.array([9, 9, 9, 2]))).log_probs, await client.weight_version()
 
     scores, version = ask(work)
     np.testing.assert_allclose(scores[1:], reference_log_probs(models["third"][1], [9, 9, 9, 2], temperature=1.0), atol=2e-5)
@@ -259,22 +259,35 @@ def test_cancelling_a_call_aborts_its_requests(ask) -> None:
     ask(work)
 
 
+def test_memory_is_released_and_taken_again_part_by_part(ask) -> None:
+    async def work(client: EngineClient) -> tuple[list[int], list[int]]:
+        sampling, prompt = Sampling(max_tokens=6, temperature=0.0), np.array([3, 9, 4])
+        (before,) = await client.generate(prompt, sampling=sampling)
+        await client.release_memory(ENGINE_PARTS)
+        await client.restore_memory(["weights"])
+        await client.restore_memory(["kv_cache", "cuda_graph"])
+        (after,) = await client.generate(prompt, sampling=sampling)
+        return before.token_ids.tolist(), after.token_ids.tolist()
+
+    # Without a GPU nothing but the cache is lost, so the answer is the same.
+    before, after = ask(work)
+    assert before == after
+
+
 def test_the_loop_yields_a_group_per_prompt(engine) -> None:
     prompts = [Prompt(id=str(index), token_ids=np.array([index % VOCAB, 1]), text="") for index in range(50)]
 
     async def work() -> list[Group]:
         async with EngineClient(engine[1], request_timeout_s=60) as client:
-            groups = generate_groups(
-                prompts,
-                clients=[client],
+            maker = GroupMaker(
+                pool=EnginePool([client], max_samples=32),
                 sampling=Sampling(max_tokens=4),
                 num_samples=4,
                 decode=lambda ids: " ".join(map(str, ids)),
                 score=None,
-                max_concurrent_requests=32,
                 rollout=single_turn,
             )
-            return [group async for group in groups]
+            return [group async for group in make_groups(prompts, maker)]
 
     groups = asyncio.run(work())
     assert sorted(group.id for group in groups) == sorted(prompt.id for prompt in prompts)

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_rl.algorithms.objective import Estimator
-from megatron_rl.config.checks import NEEDS_SEVERAL_SAMPLES, contradictions, without_effect
+from megatron_rl.config.checks import NEEDS_SEVERAL_SAMPLES, contradictions, gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 
@@ -32,11 +32,20 @@ MakeSettings = Callable[..., Settings]
         (["run.num_steps=5", "training.schedule.warmup_steps=6"], "run.num_steps 5 × training.optimizer_steps_per_batch 1 = 5"),
         (["training.schedule.decay_steps=5"], "decay_style constant never decays"),
         (["training.schedule={decay_style: cosine, decay_steps: 5, warmup_steps: 5}"], "set warmup_steps below 5"),
+        (["training.schedule={decay_style: inverse_square_root, decay_steps: 5}"], "inverse_square_root has no end"),
+        (["training.schedule.anneal_steps=5"], "only wsd anneals at the end"),
+        (["objective.distillation_coef=0.5"], "model.teacher is not set"),
+        (
+            ["training.schedule={decay_style: wsd, decay_steps: 9, warmup_steps: 4, anneal_steps: 6}"],
+            "4 steps of warm-up and 6 of annealing",
+        ),
         (["run.num_steps=5", "training.schedule={decay_style: linear, warmup_steps: 5}"], "floor at optimizer step 5, but warms up for 5"),
         (["training.optimizer={lr: 1e-6, min_lr: 1e-5}"], "min_lr 1e-05 is above lr 1e-06"),
         (["run.num_steps=5", "objective.preset=ppo", "training.critic.warmup_steps=5"], "set training.critic.warmup_steps below 5"),
         (["run.eval_interval=5"], "data.eval is not set"),
         (["objective.policy_loss=sft", "data.eval=e.jsonl"], "starts no engine that could generate"),
+        (["runtime.colocate=true", "rollout.sglang.enable_memory_saver=false"], "must be able to release their memory"),
+        (["runtime.colocate=true", "rollout.max_staleness=2"], "set rollout.max_staleness to 0, or runtime.colocate to false"),
     ],
 )
 def test_contradictions_show_the_arithmetic(settings_with: MakeSettings, overrides: list[str], part: str) -> None:
@@ -58,6 +67,8 @@ def test_contradictions_show_the_arithmetic(settings_with: MakeSettings, overrid
         ["run.num_steps=5", "training.schedule.warmup_steps=5"],
         ["data.eval=e.jsonl", "run.eval_interval=5"],
         ["run.eval_interval=0"],
+        ["runtime.colocate=true"],
+        ["rollout.max_staleness=4"],
     ],
 )
 def test_consistent_settings_pass(settings_with: MakeSettings, overrides: list[str]) -> None:
@@ -71,11 +82,26 @@ def test_settings_without_effect_are_noted(settings_with: MakeSettings) -> None:
     assert len(notes) == 2
     assert "data.samples_per_prompt 4 has no effect" in notes[0]
     assert "the section rollout has no effect" in notes[1]
+    replaying = settings_with("objective.policy_loss=sft", "training.routing_replay=true")
+    assert "training.routing_replay true has no effect" in without_effect(replaying)[0]
+    assert "runtime.colocate true has no effect" in without_effect(settings_with("objective.policy_loss=sft", "runtime.colocate=true"))[0]
 
 
 def test_a_critic_without_ppo_is_noted(settings_with: MakeSettings) -> None:
     assert without_effect(settings_with("objective.preset=ppo", "training.critic.warmup_steps=1")) == []
     assert "training.critic has no effect" in without_effect(settings_with("training.critic.warmup_steps=1"))[0]
+
+
+def test_ranks_and_engines_on_one_gpu_need_the_disk(settings_with: MakeSettings) -> None:
+    assert "set weights.transport to disk" in gpu_contradictions(settings_with("runtime.colocate=true"))[0]
+    assert gpu_contradictions(settings_with("runtime.colocate=true", "weights.transport=disk")) == []
+    assert gpu_contradictions(settings_with()) == []
+
+
+def test_staleness_without_a_correction_is_noted(settings_with: MakeSettings) -> None:
+    assert "without objective.off_policy_correction" in worth_noting(settings_with("rollout.max_staleness=1"))[0]
+    corrected = settings_with("rollout.max_staleness=1", "objective.off_policy_correction={mode: truncate, high: 2.0}")
+    assert worth_noting(corrected) == worth_noting(settings_with()) == []
 
 
 def test_estimators_that_need_a_group_exist() -> None:

@@ -20,6 +20,11 @@ def test_sizes_add_up(settings_with: Callable[..., Settings]) -> None:
     assert derived.optimizer_steps == 100
     assert (derived.max_sequence_tokens, derived.max_step_tokens, derived.micro_batch_tokens) == (40, 480, 200)
     assert (derived.evaluations, derived.checkpoints) == (4, 3)
+    assert derived.groups_ahead == 0
+
+
+def test_a_staleness_of_two_makes_two_steps_ahead(settings_with: Callable[..., Settings]) -> None:
+    assert derive(settings_with("rollout.max_staleness=2", "data.prompts_per_step=6")).groups_ahead == 12
 
 
 def test_supervised_rows_are_single_sequences(settings_with: Callable[..., Settings]) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.config.load import load_settings
+from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 from megatron_rl.runtime import preflight as module
 from megatron_rl.runtime.launch_plan import launch_plan
-from megatron_rl.runtime.preflight import GIB, check_cpu_memory, check_disk, check_gpus, check_run_directory, preflight
+from megatron_rl.runtime.preflight import GIB, check_cpu_memory, check_disk, check_run_directory, preflight, preflight_config
+from megatron_rl.runtime.target import find_target
 
 REWARD = """
 def score(*, prompt, response, label, metadata):
@@ -62,8 +63,13 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("model.attention=transformer_engine", ["not installed"]),
         ("training.topology={num_ranks: 8, tp: 8}", ["not divisible by tp 8"]),
         ("training.optimizer.learning_rate=1", ["training.optimizer.learning_rate"]),
+        ("training.frozen=[model.embed.*]", ["'model.embed.*', which matches no tensor", "model.embed_tokens.weight"]),
+        ('training.frozen=["*.k_proj.weight"]', ["freezes model.layers.0.self_attn.k_proj.weight", "one parameter"]),
+        ("model.megatron.recompute_modules=[mlpp]", ["recompute_granularity to selective"]),
         ("training.optimizer.adam_bta1=0.8", ["adam_beta1"]),
         ("training.ddp.overlap_grad_reduc=true", ["overlap_grad_reduce"]),
+        ("training.routing_replay=true", ["training.routing_replay is true", "has no experts"]),
+        ("rollout.sglang.enable_return_routed_experts=true", ["training.routing_replay sets it"]),
         ("objective.policy_loss=value", ["policy_loss is value", "beside a policy"]),
         ("data.train=nowhere.jsonl", ["nowhere.jsonl"]),
         ("data.prompt_key=question", ["train.jsonl:1", "question"]),
@@ -80,6 +86,18 @@ def test_problems_are_found(check: Callable[..., list[str]], override: str, part
     with pytest.raises(UserError) as caught:
         check(override)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_a_teacher_is_checked_too(check: Callable[..., list[str]], tiny_model: Callable[..., Path]) -> None:
+    teacher = tiny_model(name="teacher", layers=1, vocab=30)
+    with pytest.raises(UserError, match=r"another vocabulary than .*2 tokens differ"):
+        check(f"model.teacher={teacher}", "objective.distillation_coef=0.5")
+    good = tiny_model(name="good teacher", layers=1)
+    assert check(f"model.teacher={good}", "objective.distillation_coef=0.5") == []
+    assert check(f"model.teacher={good}") == [f"model.teacher {good} has no effect: objective.distillation_coef is 0"]
+    (good / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"good teacher has no model\.safetensors"):
+        check(f"model.teacher={good}", "objective.distillation_coef=0.5")
 
 
 def test_problems_are_told_together(check: Callable[..., list[str]]) -> None:
@@ -155,13 +173,8 @@ def test_disk(tmp_path: Path) -> None:
     assert "run.keep_checkpoints 1000000000" in check_disk(tmp_path, checkpoint_bytes=2**20, keep=10**9)[0]
 
 
-def test_gpus_and_memory_are_added_up(words: list[str]) -> None:
-    settings = load_settings(
-        None, [*words, "training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2", "runtime.num_gpus_per_engine=2"]
-    )
-    check_gpus(settings, available=8)
-    with pytest.raises(UserError, match=r"4 Megatron ranks \+ 2 engines × 2 GPUs = 8 GPUs, this machine has 7"):
-        check_gpus(settings, available=7)
+def test_memory_is_added_up(words: list[str]) -> None:
+    settings = load_settings(None, [*words, "training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2"])
     # 4 ranks x 0.5 + 2 engines x (1.6 + 4 x 0.25) + 2 copies x 0.25 x 24 bytes
     needed = 4 * 0.5 + 2 * (1.6 + 4 * 0.25) + 2 * 0.25 * 24
     assert check_cpu_memory(settings, parameters=GIB // 4, available=int((needed + 0.1) * GIB)) == []
@@ -173,23 +186,26 @@ def test_gpus_and_memory_are_added_up(words: list[str]) -> None:
 
 def test_plan_says_what_would_be_launched(words: list[str]) -> None:
     settings = load_settings(None, [*words, "training.topology={num_ranks: 2, tp: 2}", "rollout.sglang.mem_fraction_static=0.5"])
-    sizes, processes, backends = launch_plan(settings).values()
+    sizes, processes, places, backends = launch_plan(settings, find_target(settings, config_only=False)).values()
+    assert places == {"node 0": "ranks 0-1 on CPUs 0-1; engine 0 on CPU 2"}
     assert sizes["sequences per step"] == "4 prompts × 2 samples = 8"
     assert sizes["tokens per step"] == "at most 24 × 8 = 192"
     assert "tp 2" in processes["Megatron"]
     assert "mem_fraction_static=0.5" in processes["SGLang's arguments"]
     assert "api_key" not in processes["SGLang's arguments"]
-    assert backends["torch"]
+    assert backends["torch here"]
     assert "critic" not in processes
 
 
 def test_plan_has_the_critic(words: list[str]) -> None:
-    _, processes, _ = launch_plan(load_settings(None, [*words, "objective.preset=ppo"])).values()
+    settings = load_settings(None, [*words, "objective.preset=ppo"])
+    processes = launch_plan(settings, find_target(settings, config_only=False))["What would be launched"]
     assert processes["critic"] == "on the same ranks, learning rate 0.001"
 
 
 def test_plan_of_supervised_training_has_no_engine(words: list[str]) -> None:
-    _, processes, _ = launch_plan(load_settings(None, [*words, "objective.policy_loss=sft"])).values()
+    settings = load_settings(None, [*words, "objective.policy_loss=sft"])
+    processes = launch_plan(settings, find_target(settings, config_only=False))["What would be launched"]
     assert processes["SGLang"].startswith("none")
     assert "reward workers" not in processes
 
@@ -214,3 +230,89 @@ def test_supervised_runs_ask_nothing_of_engine_and_reward(words: list[str], monk
     monkeypatch.setattr(module, "_check_rollout", refuse)
     notes = preflight(load_settings(None, [*words, "objective.policy_loss=sft"]))
     assert [note.split(" has no effect")[0] for note in notes] == ["data.samples_per_prompt 2", "the section rollout", "the section reward"]
+
+
+CLUSTER = "runtime={num_gpus_per_engine: 4, cluster: {gpu: H100-80, num_nodes: 2}}"
+
+
+@pytest.fixture
+def elsewhere(words: list[str]) -> Callable[..., Settings]:
+    """Settings of a run on GPUs, whose model is a config.json alone and whose data is not here."""
+    path = Path(words[1].partition("=")[2])
+    for file in path.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+
+    def settings(*overrides: str) -> Settings:
+        kept = [word for word in words if not word.startswith("data=")]
+        sizes = ("data={train: /shared/train.jsonl, max_prompt_tokens: 16}", "training.topology.num_ranks=8", "rollout.num_engines=2")
+        return load_settings(None, [*kept, *sizes, CLUSTER, *overrides])
+
+    return settings
+
+
+def test_config_only_needs_neither_gpus_nor_weights_nor_data(elsewhere: Callable[..., Settings]) -> None:
+    settings = elsewhere()
+    assert preflight_config(settings) == []
+    target = find_target(settings, config_only=True)
+    assert (target.device.kind, target.attention, target.nodes) == ("cuda", "transformer_engine", (8, 8))
+    tables = launch_plan(settings, target)
+    assert tables["Where it would be placed"] == {
+        "node 0": "ranks 0-7 on GPUs 0-7",
+        "node 1": "engines 0-1 on GPUs 0-7, 4 each",
+    }
+    assert tables["What it would run on"]["device"] == "cuda, bfloat16"
+    assert "tp_size=4" in tables["What would be launched"]["SGLang's arguments"]
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("runtime.cluster.gpu=H100-8", "did you mean H100-80?"),
+        ("runtime.cluster.num_nodes=1", "8 ranks + 2 engines × 4 GPUs = 16 GPUs, 1 node × 8 = 8 GPUs"),
+        ("runtime.num_gpus_per_engine=16", "16 / 8 = 2 nodes of 8"),
+        ("rollout.sglang.tp_size=2", "tp_size 2 × pp_size 1 × dp_size 1 = 2 GPUs, but an engine has runtime.num_gpus_per_engine 4"),
+        ("model.megatron.num_layers=3", "model.megatron.num_layers is 3"),
+        ("reward.function=preflight_reward:scoer", "scoer"),
+        ("training.optimizer.learning_rate=1", "training.optimizer.learning_rate"),
+        ("rollout.sglang.mem_fraction_statc=0.5", "mem_fraction_static"),
+    ],
+)
+def test_config_only_still_finds_problems(elsewhere: Callable[..., Settings], override: str, part: str) -> None:
+    with pytest.raises(UserError) as caught:
+        preflight_config(elsewhere(override))
+    assert part in str(caught.value)
+
+
+def test_crossing_groups_are_noted(elsewhere: Callable[..., Settings]) -> None:
+    (note,) = preflight_config(elsewhere("runtime.cluster.gpus_per_node=3", "runtime.num_gpus_per_engine=1", "runtime.cluster.num_nodes=4",
+                                         "training.topology={num_ranks: 8, tp: 2}"))  # fmt: skip
+    assert "1 of 4 tensor parallel groups of tp 2 ranks lie on 2 nodes of 3 GPUs" in note
+
+
+def test_nodes_are_counted_when_they_are_not_set(elsewhere: Callable[..., Settings]) -> None:
+    assert find_target(elsewhere("runtime.cluster.num_nodes=null", "training.topology.num_ranks=16"), config_only=True).nodes == (8, 8, 8)
+
+
+def test_a_run_for_gpus_is_refused_where_there_are_none(elsewhere: Callable[..., Settings]) -> None:
+    with pytest.raises(UserError, match=r"runtime.cluster.gpu is H100-80, but this machine has no GPU.*--check --config-only"):
+        preflight(elsewhere())
+
+
+def test_config_only_belongs_to_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--config-only", "run.directory=x"]) == 2
+    assert "--config-only was given without --check" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "status", "part"), [(4096, 0, "# fits: "), (2 * 10**7, 2, "megatron-rl: does not fit: ")], ids=["fits", "too much"]
+)
+def test_the_plan_decides_how_a_config_only_check_ends(
+    elsewhere: Callable[..., Settings], capsys: pytest.CaptureFixture[str], tmp_path: Path, tokens: int, status: int, part: str
+) -> None:
+    config = tmp_path / "elsewhere.yaml"
+    config.write_text(dump_settings(elsewhere(f"training.max_tokens_per_micro_batch={tokens}")))
+    assert main(["train", str(config), "--check", "--config-only"]) == status
+    captured = capsys.readouterr()
+    assert part in captured.out + captured.err
+    assert captured.out.endswith("nothing was written.\n") == (status == 0)

@@ -1,0 +1,43 @@
+"""`python -m megatron_rl.runtime.await_nodes ADDRESS NODES`: wait until a Ray cluster has so many nodes with a GPU."""
+
+import sys
+import time
+
+from megatron_rl.errors import DeadlineError, MegatronRLError
+
+TIMEOUT_S = 1800.0
+POLL_S = 2.0
+
+
+def await_nodes(address: str, num_nodes: int, *, unit: str = "GPU", timeout_s: float = TIMEOUT_S) -> None:
+    """Join the Ray cluster at `address` and return when `num_nodes` of its nodes have a `unit`, telling how many there are.
+
+    A head that is still starting is waited for as well. Raises DeadlineError after `timeout_s` seconds.
+    """
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    told = None
+    while True:
+        try:
+            if not ray.is_initialized():
+                ray.init(address=address, log_to_driver=False, logging_level="error")
+            found = sum(node["Alive"] and node["Resources"].get(unit, 0) > 0 for node in ray.nodes())
+        except ConnectionError:
+            found = 0
+        if found != told:
+            print(f"nodes with {unit}s at {address}: {found} of {num_nodes}", flush=True)
+            told = found
+        if found >= num_nodes:
+            ray.shutdown()
+            return
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"{found} of {num_nodes} nodes joined {address} within {timeout_s:.0f} s; start Ray on the others")
+        time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    try:
+        await_nodes(sys.argv[1], int(sys.argv[2]))
+    except MegatronRLError as error:
+        sys.exit(f"await_nodes: {error}")

@@ -1,0 +1,186 @@
+"""Which Megatron rank and which engine sits on which node, as a value. Pure: no process, no Ray, no GPU is asked.
+
+A slot is what one rank needs: a GPU, or a CPU where there is no GPU. Ranks fill the nodes in Megatron's own order, in which the
+tensor parallel rank changes fastest, then context, data and pipeline parallel rank, so that the groups that talk most lie closest.
+Engines come behind them, each on one node; colocated ones sit on the slots of ranks instead.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Processes to place: ranks with one slot each, engines with `slots_per_engine`; `colocated` ones share the slots of ranks."""
+
+    num_ranks: int
+    num_engines: int
+    slots_per_engine: int
+    colocated: bool = False
+    unit: Literal["CPU", "GPU"] = "GPU"
+
+    @classmethod
+    def of(cls, settings: Settings, *, device_kind: Literal["cpu", "cuda"], trains: bool = True) -> "Needs":
+        """What a run of these settings needs; an evaluation does not train, so that it has no ranks."""
+        return cls(
+            num_ranks=settings.training.topology.num_ranks if trains else 0,
+            num_engines=0 if trains and settings.supervised else settings.rollout.num_engines,
+            slots_per_engine=settings.runtime.num_gpus_per_engine if device_kind == "cuda" else 1,
+            colocated=trains and settings.runtime.colocate and not settings.supervised,
+            unit="GPU" if device_kind == "cuda" else "CPU",
+        )
+
+    @property
+    def slots(self) -> int:
+        """Slots of the whole run."""
+        return self.num_ranks if self.colocated else self.num_ranks + self.num_engines * self.slots_per_engine
+
+    def __str__(self) -> str:
+        engines = f"{self.num_engines} engines × {self.slots_per_engine} {self.unit}s"
+        if self.colocated:
+            return f"{self.num_ranks} ranks = {self.slots} {self.unit}s, shared by {engines}"
+        parts = [f"{self.num_ranks} ranks"] * (self.num_ranks > 0) + [engines] * (self.num_engines > 0)
+        return f"{' + '.join(parts)} = {self.slots} {self.unit}s"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSeat:
+    """Engine `number` and the slots of its node that it has."""
+
+    number: int
+    slots: range
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """What one node holds: `ranks`, one on each slot from the first, and engines."""
+
+    ranks: range
+    engines: tuple[EngineSeat, ...]
+
+    @property
+    def slots(self) -> int:
+        """Slots that are taken."""
+        return max([len(self.ranks), *(seat.slots.stop for seat in self.engines)])
+
+    @property
+    def processes(self) -> int:
+        """Ranks and engines."""
+        return len(self.ranks) + len(self.engines)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The nodes in order, those without a process left out."""
+
+    needs: Needs
+    nodes: tuple[NodeShare, ...]
+
+    def nodes_of_block(self, first: int, size: int) -> range:
+        """The nodes on which the consecutive ranks from `first` lie."""
+        touched = [number for number, share in enumerate(self.nodes) if share.ranks and _overlap(share.ranks, range(first, first + size))]
+        return range(touched[0], touched[-1] + 1)
+
+    def node_of_engine(self, engine: int) -> int:
+        """The node of engine number `engine`."""
+        return next(node for node, share in enumerate(self.nodes) for seat in share.engines if seat.number == engine)
+
+    def ranks_beside(self, engine: int) -> tuple[int, ...]:
+        """The ranks that share their slots with a colocated engine, in the order of the slots."""
+        share = self.nodes[self.node_of_engine(engine)]
+        seat = next(seat for seat in share.engines if seat.number == engine)
+        return tuple(share.ranks[slot] for slot in seat.slots)
+
+
+def place(needs: Needs, *, nodes: Sequence[int]) -> Placement:
+    """Place everything on nodes with so many slots each.
+
+    Raises UserError, with the arithmetic, when it has no room or when an engine is larger than a node.
+    """
+    _check_room(needs, nodes)
+    shares, rank, engine = [], 0, 0
+    for slots in nodes:
+        ranks = range(rank, min(needs.num_ranks, rank + slots))
+        first, stop = (0, len(ranks)) if needs.colocated else (len(ranks), slots)
+        here = min((stop - first) // needs.slots_per_engine, needs.num_engines - engine)
+        starts = [first + index * needs.slots_per_engine for index in range(here)]
+        seats = [EngineSeat(engine + index, range(start, start + needs.slots_per_engine)) for index, start in enumerate(starts)]
+        rank, engine = ranks.stop, engine + here
+        if ranks or seats:
+            shares.append(NodeShare(ranks, tuple(seats)))
+    if engine < needs.num_engines:
+        raise UserError(
+            f"{needs} on {count_slots(nodes, needs.unit)}: an engine lives on one node, and only {engine} of {needs.num_engines} find "
+            f"{needs.slots_per_engine} free {needs.unit}s there; add nodes, or let runtime.num_gpus_per_engine divide what a node has left"
+        )
+    return Placement(needs, tuple(shares))
+
+
+def nodes_needed(needs: Needs, *, slots_per_node: int) -> int:
+    """The fewest equal nodes that hold everything. Raises UserError when an engine is larger than a node."""
+    _check_engine_size(needs, slots_per_node)
+    if needs.colocated or not needs.num_engines:
+        return -(-needs.num_ranks // slots_per_node)
+    engines_per_node = slots_per_node // needs.slots_per_engine
+    full, last = divmod(needs.num_ranks, slots_per_node)
+    beside = (slots_per_node - last) // needs.slots_per_engine if last else 0
+    return full + (last > 0) + -(-max(0, needs.num_engines - beside) // engines_per_node)
+
+
+def count_slots(nodes: Sequence[int], unit: str) -> str:
+    """The slots of these nodes as arithmetic: `15 nodes × 8 = 120 GPUs`."""
+    if len(set(nodes)) == 1:
+        return f"{len(nodes)} {'nodes' if len(nodes) > 1 else 'node'} × {nodes[0]} = {sum(nodes)} {unit}s"
+    return f"{len(nodes)} nodes with {' + '.join(map(str, nodes)) or 0} = {sum(nodes)} {unit}s"
+
+
+def match_bundles(placement: Placement, addresses: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+    """Which Ray bundle is which node: bundle i was asked for with the slots of node i and lies at `addresses[i]` (IP, node id).
+
+    Ray puts equal bundles onto any nodes. Nodes with equal shares are told apart by address, so that neighbours in rank are neighbours
+    in the network, where machines are numbered as they are cabled. The result holds the bundle of every node.
+    """
+    assert len(addresses) == len(placement.nodes), f"{len(addresses)} bundles for {len(placement.nodes)} nodes"
+    order = sorted(range(len(addresses)), key=lambda bundle: _natural(addresses[bundle]))
+    kinds = [(share.slots, share.processes) for share in placement.nodes]
+    waiting = {kind: [bundle for bundle in order if kinds[bundle] == kind] for kind in set(kinds)}
+    return tuple(waiting[kind].pop(0) for kind in kinds)
+
+
+def _natural(address: tuple[str, str]) -> tuple[list[tuple[int, str]], str]:
+    """A sort key under which 10.0.0.9 and node9 come before 10.0.0.10 and node10."""
+    parts = re.findall(r"\d+|\D+", address[0])
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts], address[1]
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
+
+
+def _check_room(needs: Needs, nodes: Sequence[int]) -> None:
+    _check_engine_size(needs, max(nodes, default=0))
+    if needs.slots > sum(nodes):
+        raise UserError(
+            f"{needs}, {count_slots(nodes, needs.unit)}; add nodes, or lower training.topology.num_ranks, rollout.num_engines or "
+            f"runtime.num_gpus_per_engine"
+        )
+    engine_slots = needs.num_engines * needs.slots_per_engine
+    if needs.colocated and engine_slots > needs.num_ranks:
+        raise UserError(
+            f"runtime.colocate: {needs.num_engines} engines × {needs.slots_per_engine} {needs.unit}s = {engine_slots}, but they share "
+            f"those of {needs.num_ranks} ranks; set rollout.num_engines to {needs.num_ranks // needs.slots_per_engine} or less"
+        )
+
+
+def _check_engine_size(needs: Needs, slots_per_node: int) -> None:
+    if needs.num_engines and needs.slots_per_engine > slots_per_node:
+        raise UserError(
+            f"an engine of {needs.slots_per_engine} {needs.unit}s needs {needs.slots_per_engine} / {slots_per_node} = "
+            f"{needs.slots_per_engine / max(1, slots_per_node):.3g} nodes of {slots_per_node}, but an engine lives on one node; set "
+            f"runtime.num_gpus_per_engine to {slots_per_node} or less, or use nodes with more {needs.unit}s or more memory"
+        )

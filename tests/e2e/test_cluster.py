@@ -1,0 +1,109 @@
+"""Several nodes on one machine: Ray's virtual nodes, each with its own scheduler, stand for machines."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Ray is started in processes of their own: what it leaves in a process would reach every later test.
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster()
+for number, words in enumerate(sys.argv[1:]):
+    cpus, gpus = map(int, words.split(","))
+    cluster.add_node(num_cpus=cpus, num_gpus=gpus, object_store_memory=150 * 2**20, include_dashboard=False)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+SEATS = """
+import json, sys
+import ray
+from megatron_rl.config.settings import ClusterSettings, Settings
+from megatron_rl.errors import DeadlineError
+from megatron_rl.runtime.await_nodes import await_nodes
+from megatron_rl.runtime.cluster import ray_cluster, reserved_places
+from megatron_rl.runtime.placement import Needs
+from megatron_rl.runtime.trainers import TrainerGroup
+from megatron_rl.runtime.watchdog import Watchdog
+
+settings = Settings.model_validate({"run": {"directory": "x"}, "model": {"path": "x"}, "data": {"train": "x"}})
+needs = Needs(num_ranks=3, num_engines=2, slots_per_engine=1)
+
+@ray.remote
+class Engine:
+    def seat(self):
+        return ray.get_runtime_context().get_node_id(), sorted(ray.get_gpu_ids())
+
+await_nodes(sys.argv[1], 3, timeout_s=60)
+try:
+    await_nodes(sys.argv[1], 4, timeout_s=1)
+    raise AssertionError("there are three")
+except DeadlineError as error:
+    assert "3 of 4 nodes joined" in str(error), error
+
+with ray_cluster(address=sys.argv[1], num_processes=0):
+    with reserved_places(needs, cluster=ClusterSettings(), device_kind="cuda", timeout_s=60) as places:
+        trainers = TrainerGroup(settings, places=places, watchdog=Watchdog())
+        gpus = trainers.gpus
+        actors = {actor["ActorID"]: actor["Address"]["NodeID"] for actor in ray._private.state.actors().values()}
+        ranks = [(actors[worker._actor_id.hex()], list(held)) for worker, held in zip(trainers.workers, gpus)]
+        engines = [Engine.options(**places.engine_options(number)).remote() for number in range(2)]
+        print(json.dumps({"ranks": ranks, "engines": ray.get([engine.seat.remote() for engine in engines])}))
+"""
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[..., str]]:
+    """`cluster("4,2", "4,2")` starts nodes with so many CPUs and GPUs, which may be make-believe; returns Ray's address."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*nodes: str) -> str:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER, *nodes], cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        return next(line.strip() for line in lines if ":" in line and " " not in line.strip())
+
+    yield start
+    for process in started:
+        process.communicate(timeout=60)
+
+
+def test_ranks_and_engines_are_where_the_placement_says(cluster: Callable[..., str]) -> None:
+    """3 ranks and 2 engines on nodes of 2 GPUs: ranks 0 and 1, then rank 2 and engine 0, then engine 1."""
+    address = cluster("4,2", "4,2", "4,2")
+    done = subprocess.run([sys.executable, "-c", SEATS, address], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    (node_0, gpus_0), (node_1, gpus_1), (node_2, gpus_2) = found["ranks"]
+    (beside, engine_gpus), (alone, _) = found["engines"]
+    assert node_0 == node_1
+    assert (gpus_0, gpus_1) == ([0], [1])
+    assert beside == node_2
+    assert sorted(gpus_2 + engine_gpus) == [0, 1]
+    assert len({node_0, node_2, alone}) == 3
+
+
+@pytest.mark.slow
+def test_a_run_over_three_nodes(task: Path, tmp_path: Path, start: Callable[..., Any], cluster: Callable[..., str]) -> None:
+    """Two ranks and an engine on a node each, reached by the nodes' address; the cluster, started elsewhere, outlives the run."""
+    address = cluster("1,0", "1,0", "1,0")
+    paths = (f"model.path={task}/model", f"data.train={task}/train.jsonl", f"data.eval={task}/held_out.jsonl")
+    sizes = ("data.prompts_per_step=16", "data.samples_per_prompt=4", "run.num_steps=2", "training.schedule.warmup_steps=1")
+    for name in ("first", "second"):
+        directory = tmp_path / name
+        run = start("train", "examples/arithmetic/grpo.yaml", f"run.directory={directory}", *paths, *sizes, "--ray-address", address)
+        assert run.wait() == 0, run.output
+        summary = json.loads((directory / "summary.json").read_text())
+        assert summary["steps"] == 2
+        assert (directory / "checkpoints").is_dir()

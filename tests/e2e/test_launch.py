@@ -1,0 +1,285 @@
+"""The launch scripts as their users call them: dry runs from a config.json, options, and the end of what they start."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.load import load_settings
+from megatron_rl.planning import GPUS
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "examples" / "launch"
+CONFIGS = ROOT / "tests" / "data" / "configs"
+GIB = 2**30
+
+MODELS = {
+    "qwen3-4b": "Qwen3-4B",
+    "qwen3-8b": "Qwen3-8B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "glm-4.5-air-106b": "GLM-4.5-Air",
+    "qwen3-235b-a22b": "Qwen3-235B-A22B",
+    "glm-4.5-355b": "GLM-4.5",
+    "deepseek-v3-671b": "DeepSeek-V3",
+}
+"""Script -> the config.json that it is dry-run with. One dense and one mixture of experts run always, the others in the wide run."""
+SHELL_SCRIPTS = sorted(
+    [*ROOT.glob("examples/**/*.sh"), *ROOT.glob("tools/*.sh"), *ROOT.glob("tests/*.sh"), LAUNCH / "slurm.sbatch"],
+)
+ALWAYS = ("qwen3-8b", "qwen3-30b-a3b")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A machine with an environment for the scripts and without a GPU."""
+    binaries = tmp_path / "venv" / "bin"
+    binaries.mkdir(parents=True)
+    for name, target in {"python": sys.executable, "ray": Path(sys.executable).with_name("ray")}.items():
+        _executable(binaries / name, f'exec {target} "$@"')
+    return {**os.environ, "VENV": str(tmp_path / "venv"), "OMP_NUM_THREADS": "1"}
+
+
+def _executable(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def run(script: str, *arguments: str, environment: Mapping[str, str], timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(LAUNCH / script), *arguments], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def test_every_script_has_a_model_and_settings_beside_it() -> None:
+    assert {path.stem for path in LAUNCH.glob("*.sh")} == {*MODELS, "common"}
+    assert {path.stem for path in LAUNCH.glob("*.yaml")} == set(MODELS)
+
+
+@pytest.mark.parametrize("name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+def test_a_dry_run_fits_and_the_header_says_how_much(name: str, environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shutil.copy(CONFIGS / f"{MODELS[name]}.json", tmp_path / "model" / "config.json")
+    done = run(f"{name}.sh", "--model", str(tmp_path / "model"), "--dry-run", environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert "# fits: " in done.stdout
+    settings = load_settings(LAUNCH / f"{name}.yaml", [f"model.path={tmp_path}/model"])
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(done.stdout)
+    assert load_settings(printed) == settings
+
+    last_rank = settings.training.topology.num_ranks - 1
+    assert f"ranks 0-{last_rank}" in done.stdout
+    assert f"engines 0-{settings.rollout.num_engines - 1}" in done.stdout
+    assert settings.runtime.cluster.gpu is not None
+    gpu = GPUS[settings.runtime.cluster.gpu]
+    header = memory_of_header(name)
+    expected = (*memory_of(done.stdout), gpu.memory_bytes / GIB)
+    assert header == pytest.approx(expected, abs=1.0), f"the header of {name}.sh says {header}, the plan says {expected}"
+
+
+def memory_of_header(name: str) -> tuple[float, ...]:
+    """GiB that a script's header names: trainer, engine's weights, engine's cache, one GPU."""
+    form = r"# Memory     trainer (\d+) GiB, engine (\d+) GiB of weights and (\d+) GiB of KV cache, of (\d+) GiB per GPU"
+    found = re.search(form, (LAUNCH / f"{name}.sh").read_text())
+    assert found is not None, f"{name}.sh has no line of the form {form}"
+    return tuple(map(float, found.groups()))
+
+
+def memory_of(dry_run: str) -> tuple[float, float, float]:
+    """GiB that a dry run printed: trainer, engine's weights, engine's cache."""
+    peak = re.search(r"^# fits: ([\d.]+) of", dry_run, re.MULTILINE)
+    assert peak is not None
+    weights, cache = _engine_cells(dry_run)
+    return float(peak[1]), float(weights), float(cache)
+
+
+def _engine_cells(dry_run: str) -> tuple[str, str]:
+    lines = dry_run.splitlines()
+    title = next(index for index, line in enumerate(lines) if line.startswith("# SGLang engines, GiB per GPU"))
+    cells = dict(zip(re.split(r"  +", lines[title + 1].strip("# ")), re.split(r"  +", lines[title + 2].strip("# ")), strict=True))
+    return cells["weights"], cells["KV cache"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_settings_beside_a_script_are_consistent(name: str) -> None:
+    settings = load_settings(LAUNCH / f"{name}.yaml", [])
+    nodes = settings.runtime.cluster.num_nodes
+    text = (LAUNCH / f"{name}.sh").read_text()
+    assert f"# Hardware   {nodes} node{'s' * (nodes != 1)} with 8 × {settings.runtime.cluster.gpu}" in text
+    assert ("colocated" in text) == settings.runtime.colocate
+    staleness = settings.rollout.max_staleness
+    assert f"asynchronous with max_staleness {staleness}" in text if staleness else ", synchronous" in text
+    assert f"{settings.run.num_steps} steps" in text
+    samples = f"{settings.data.prompts_per_step} × {settings.data.samples_per_prompt} samples"
+    assert samples in text
+    # Architecture comes from the checkpoint alone.
+    assert all(name.startswith("recompute_") or name.endswith("_pipeline_stage") for name in settings.model.megatron)
+
+
+def test_the_examples_cover_the_modes() -> None:
+    modes = {
+        (settings.runtime.colocate, settings.rollout.max_staleness > 0)
+        for settings in (load_settings(path, []) for path in LAUNCH.glob("*.yaml"))
+    }
+    assert modes == {(True, False), (False, False), (False, True)}
+
+
+@pytest.mark.parametrize("path", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_shell_scripts_are_sound(path: Path) -> None:
+    subprocess.run(["bash", "-n", path], check=True)
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert shellcheck is not None, "shellcheck is missing: install the packages of tools/requirements/test.txt"
+    # tests/run.sh goes on after a failed section, so it cannot stop at a failed cd either.
+    done = subprocess.run([shellcheck, "--external-sources", "--exclude=SC2164", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_scripts_stop_nothing_by_name() -> None:
+    for path in [*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"]:
+        assert re.search(r"\b(pkill|killall|ray stop|scancel)\b(?! or)", _code(path)) is None, f"{path} may stop what it did not start"
+
+
+def _code(path: Path) -> str:
+    return "\n".join(line for line in path.read_text().splitlines() if not line.lstrip().startswith("#"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "this machine has no GPU; start on a GPU node, name a Ray cluster with --ray-address, or look at the plan with --dry-run"),
+        (["--modle", "x"], "'--modle' is not known"),
+        (["--model"], "--model needs a value"),
+        (["--dry-run", "run.sed=1"], "did you mean run.seed?"),
+    ],
+)
+def test_mistakes_are_told(arguments: list[str], part: str, environment: dict[str, str], tmp_path: Path) -> None:
+    _executable(tmp_path / "path" / "nvidia-smi", "exit 9")
+    done = run("qwen3-4b.sh", *arguments, environment={**environment, "PATH": f"{tmp_path}/path:{environment['PATH']}"})
+    assert done.returncode == 2
+    assert part in done.stderr
+
+
+def test_help_is_the_header_and_the_options(environment: dict[str, str]) -> None:
+    done = run("glm-4.5-355b.sh", "--help", environment=environment)
+    assert done.returncode == 0
+    assert done.stdout.startswith("DAPO on mathematics with GLM-4.5")
+    assert "Hardware   24 nodes" in done.stdout
+    assert "--ray-address H:P" in done.stdout
+    assert "set -euo" not in done.stdout
+
+
+STAND_IN = """
+echo "$$ $(basename "$0") $*" >>"$RECORD"
+trap 'echo "$$ stopped" >>"$RECORD"; exit 143' TERM
+case " $* " in *await_nodes*|*get-auth-token*) exit 0 ;; esac
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.fixture
+def stand_ins(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """Ray, Python and Slurm are replaced by programs that write down how they were called and run until they are stopped."""
+    for name in ("python", "ray"):
+        _executable(tmp_path / "venv" / "bin" / name, STAND_IN)
+    _executable(tmp_path / "path" / "nvidia-smi", "echo GPU 0")
+    _executable(tmp_path / "path" / "scontrol", "printf 'node1\\nnode2\\nnode3\\n'")
+    _executable(tmp_path / "path" / "srun", 'while [[ $1 == --* ]]; do echo "$1" >>"$RECORD.srun"; shift; done; exec "$@"')
+    (tmp_path / "record").touch()
+    return {**environment, "RECORD": str(tmp_path / "record"), "PATH": f"{tmp_path}/path:{environment['PATH']}", "TMPDIR": str(tmp_path)}
+
+
+def interrupt_when(line: str, words: list[str], environment: Mapping[str, str], number: signal.Signals) -> tuple[int, str]:
+    """Start a script, send it a signal when `line` was recorded, and return its status and the record."""
+    record = Path(environment["RECORD"])
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    wait_until(lambda: line in record.read_text())
+    process.send_signal(number)
+    return process.wait(timeout=60), record.read_text()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "not within a minute"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_script_stops_the_ray_that_it_started_and_no_other(
+    stand_ins: dict[str, str], tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    other = subprocess.Popen([tmp_path / "venv" / "bin" / "ray", "start", "--head"], env=stand_ins)
+    try:
+        words = ["bash", str(LAUNCH / "qwen3-30b-a3b.sh"), "--model", "m", "--directory", "d"]
+        found, record = interrupt_when("megatron_rl train", words, stand_ins, number)
+        assert found == status
+        started = dict(line.split(" ", 1) for line in record.splitlines() if " start " in line or " train " in line)
+        own = {pid for pid in started if pid != str(other.pid)}
+        assert len(own) == 2
+        assert {line.split()[0] for line in record.splitlines() if line.endswith(" stopped")} == own
+        (training,) = (words for words in started.values() if " train " in words)
+        assert re.search(r"qwen3-30b-a3b.yaml model.path=m run.directory=d --ray-address [\d.a-f:]+:6379$", training)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_cluster_that_was_given_is_left_running(stand_ins: dict[str, str]) -> None:
+    words = ["bash", str(LAUNCH / "qwen3-30b-a3b.sh"), "--ray-address", "10.0.0.1:6379", "--resume"]
+    status, record = interrupt_when("megatron_rl train", words, stand_ins, signal.SIGTERM)
+    assert status == 143
+    assert "ray start" not in record
+    assert "--resume --ray-address 10.0.0.1:6379" in record
+
+
+def test_slurm_starts_a_head_and_workers_and_stops_them(stand_ins: dict[str, str]) -> None:
+    environment = {**stand_ins, "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_SUBMIT_DIR": str(ROOT)}
+    words = ["bash", str(LAUNCH / "slurm.sbatch"), "qwen3-30b-a3b.sh", "--model", "m"]
+    status, record = interrupt_when("megatron_rl train", words, environment, signal.SIGTERM)
+    assert status == 143
+    lines = record.splitlines()
+    assert len([line for line in lines if "ray start --head" in line]) == 1
+    assert len([line for line in lines if "ray start --address=" in line]) == 2
+    assert any("runtime.cluster.num_nodes=3 model.path=m --ray-address" in line for line in lines)
+    running = [line.split()[0] for line in lines if "ray start" in line or "megatron_rl train" in line]
+    wait_until(lambda: all(f"{pid} stopped" in Path(stand_ins["RECORD"]).read_text() for pid in running))
+    used = Path(stand_ins["RECORD"] + ".srun").read_text().split()
+    assert [f"--nodelist=node{number}" in used for number in (1, 2, 3)] == [True] * 3
+
+
+def test_slurm_directives_parse() -> None:
+    text = (LAUNCH / "slurm.sbatch").read_text()
+    directives = re.findall(r"^#SBATCH (--[a-z-]+)(?:=(\S+))?$", text, re.MULTILINE)
+    assert len(directives) == text.count("\n#SBATCH")
+    options = dict(directives)
+    assert {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--time", "--output"} <= set(options)
+    assert options["--ntasks-per-node"] == "1"
+    # Directives end at the first command.
+    assert "#SBATCH" not in text.split("set -euo pipefail")[1]
+
+
+def test_the_table_lists_every_script() -> None:
+    table = (LAUNCH / "README.md").read_text()
+    for name in MODELS:
+        settings = load_settings(LAUNCH / f"{name}.yaml", [])
+        row = next(line for line in table.splitlines() if line.startswith(f"| [{name}.sh]"))
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[2] == f"{settings.runtime.cluster.num_nodes} × 8 {settings.runtime.cluster.gpu}"
+        assert cells[4] == ("colocated" if settings.runtime.colocate else "disaggregated")
+        assert cells[5] == (f"asynchronous, {settings.rollout.max_staleness}" if settings.rollout.max_staleness else "synchronous")
+        assert cells[6] == f"{memory_of_header(name)[0]:.0f} GiB"
+
+
+def test_the_models_that_are_dry_run_have_their_config() -> None:
+    for model in MODELS.values():
+        assert json.loads((CONFIGS / f"{model}.json").read_text())["architectures"]
