@@ -3,7 +3,8 @@
 #
 #   bash tests/run.sh [--wide] [pytest arguments ...]
 #
-# --wide adds the tests marked slow. pytest arguments, such as -k packing or -x, go to every group of tests.
+# --wide adds the tests marked slow, among them the whole matrix of layouts (tests/dist/README.md), whose table is printed and, where
+# MATRIX_FILE names a file, written. pytest arguments, such as -k packing or -x, go to every group of tests.
 # GPU tests run where there is a GPU. About 8 minutes on 2 cores; every section is run even when an earlier one fails.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -20,6 +20,7 @@ import pytest
 POLL_S = 0.05
 GRACE_S = 2.0
 RunRanks = Callable[..., list[Any]]
+MATRIX = pytest.StashKey[list[Any]]()
 
 
 class RankFailure(AssertionError):
@@ -87,6 +88,27 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
         return [pickle.loads((directory / f"result{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
     return run
+
+
+@pytest.fixture
+def matrix(request: pytest.FixtureRequest) -> list[Any]:
+    """The rows of the layout matrix, (case, differences), which the end of the session prints."""
+    return request.config.stash.setdefault(MATRIX, [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the layout matrix, and write it to the file that MATRIX_FILE names."""
+    rows = config.stash.get(MATRIX, [])
+    if not rows:
+        return
+    from layout_report import markdown_table
+
+    terminalreporter.section("layout matrix")
+    lines = markdown_table(rows)
+    for line in lines:
+        terminalreporter.write_line(line)
+    if path := os.environ.get("MATRIX_FILE"):
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _rank_main(directory: Path, rank: int) -> None:

@@ -43,7 +43,9 @@ def variants() -> list[Objective]:
     ]
     for preset, correction, entropy in itertools.product(PRESETS, CORRECTIONS, ENTROPIES):
         made.append({"preset": preset, "max_response_length": 9, "off_policy_correction": correction, **entropy})
-    made += [{"policy_loss": loss, "clip_cov_low": -1.0, "clip_cov_fraction": 0.3} for loss in ("clip_cov", "kl_cov", "gpg", "sft", "value")]
+    made += [
+        {"policy_loss": loss, "clip_cov_low": -1.0, "clip_cov_fraction": 0.3} for loss in ("clip_cov", "kl_cov", "gpg", "sft", "value")
+    ]
     return [TypeAdapter(Objective).validate_python(expand_preset(config)) for config in made]
 
 
@@ -77,9 +79,7 @@ def summed(value: Tensor) -> Tensor:
 
 def check_variant(objective: Objective, step: Step, layout: Layout, rank: int) -> None:
     """This rank's share of the step, added up over both ranks, is the step of one rank."""
-    leaves = {
-        name: tensor.clone().requires_grad_(name in ("log_probs", "entropy", "values")) for name, tensor in step.tokens.items()
-    }
+    leaves = {name: tensor.clone().requires_grad_(name in ("log_probs", "entropy", "values")) for name, tensor in step.tokens.items()}
     dp_rank, cp_rank = (0, rank) if layout.cp == 2 else (rank, 0)
     micro_batches = [rank_inputs(step, leaves, rows, layout, cp_rank) for rows in layout.ranks[dp_rank]]
     sequence_sum: Callable[[Tensor], Tensor] = SequenceSum(distributed.group.WORLD) if layout.cp == 2 else torch.clone

@@ -1,0 +1,97 @@
+"""The layout changes nothing: every case of the matrix gives the numbers of one rank. `layout_table.py` says what is in it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from layout_runs import Differences, Outcome, check_ranks_agree, compare, merged_metrics, run_cases, wanted_arrangement
+from layout_table import CASES, GATE, LAYOUTS, MODELS, Case
+
+FLOAT32 = Differences(loss=1e-5, metrics=1e-5, grad_norm=1e-5, log_probs=1e-5, weights=1e-5)
+# The same products are rounded to bfloat16 in any case; only sums of gradients, in float32, differ in order. A main weight that they
+# move across a rounding border is off by 1/256 in bfloat16, and so are log-probs of size 4.
+BFLOAT16_SAME_SUMS = Differences(loss=1e-4, metrics=1e-3, grad_norm=1e-4, log_probs=0.03, weights=3e-4)
+# Parts of a sum are rounded to bfloat16, 1/256 each, before they are added over ranks; metrics such as KLs are small differences.
+BFLOAT16_SPLIT_SUMS = Differences(loss=3e-3, metrics=0.1, grad_norm=1e-2, log_probs=0.15, weights=5e-3)
+# A token whose router logits are a near tie goes to another expert.
+BFLOAT16_EXPERTS = Differences(loss=3e-3, metrics=0.1, grad_norm=1e-2, log_probs=1.0, weights=5e-3)
+SECONDS_PER_CASE = 15
+Outcomes = Callable[[Case], list[Outcome]]
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[Case, list[Outcome] | str]:
+    """Outcomes of the cases that ran already, or why they could not."""
+    return {}
+
+
+@pytest.fixture
+def outcomes(
+    request: pytest.FixtureRequest,
+    known: dict[Case, list[Outcome] | str],
+    run_ranks: Callable[..., list[Any]],
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+) -> Outcomes:
+    """`outcomes(case)` gives those of the case's ranks. All selected cases of as many ranks are run together, once."""
+    selected = [
+        item.callspec.params["case"] for item in request.session.items if item.path == request.path and "case" in item.callspec.params
+    ]
+
+    def run(wanted: list[Case]) -> None:
+        num_ranks = wanted[0].num_ranks
+        models = {name: str(tiny_model(name=f"{name}-{num_ranks}", **MODELS[name])) for name in {case.model for case in wanted}}
+        try:
+            timeout_s = 60 + SECONDS_PER_CASE * len(wanted) * max(1, num_ranks // 2)
+            ranks = run_ranks(run_cases, num_ranks, models, str(tmp_path), wanted, timeout_s=timeout_s)
+        except AssertionError as error:
+            known.update(dict.fromkeys(wanted, f"the ranks that run this case died in another one of {num_ranks} ranks, told above"))
+            pytest.fail(str(error), pytrace=False)
+        known.update({case: [rank[case] for rank in ranks] for case in wanted})
+
+    def get(case: Case) -> list[Outcome]:
+        if case not in known:
+            together = [*selected, *(other.base for other in selected)]
+            run([other for other in dict.fromkeys(together) if other.num_ranks == case.num_ranks])
+        found = known[case]
+        if isinstance(found, str):
+            pytest.fail(found, pytrace=False)
+        return found
+
+    return get
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=() if case in GATE else slow) for case in CASES])
+def test_the_layout_changes_nothing(case: Case, outcomes: Outcomes, matrix: list[tuple[Case, Differences]]) -> None:
+    base, found = outcomes(case.base), outcomes(case)
+    differences = compare(found, base)
+    matrix.append((case, differences))
+    check_ranks_agree(found)
+    for outcome in found:
+        wanted = wanted_arrangement(LAYOUTS[case.layout])
+        assert {name: outcome["arrangement"][name] for name in wanted} == wanted
+    assert not differences.beyond(tolerance_of(case)), differences
+    assert_trained(base)
+
+
+def tolerance_of(case: Case) -> Differences:
+    if case.dtype == "float32":
+        return FLOAT32
+    sizes = LAYOUTS[case.layout].topology
+    if "ep" in sizes:
+        return BFLOAT16_EXPERTS
+    return BFLOAT16_SPLIT_SUMS if "tp" in sizes or "cp" in sizes else BFLOAT16_SAME_SUMS
+
+
+def assert_trained(base: list[Outcome]) -> None:
+    """There was something to compare: gradients that are not tiny, steps that were taken, weights and log-probs that moved."""
+    for step in merged_metrics(base):
+        assert step["train/skipped_steps"] == 0 and step["train/grad_norm"] > 0.01
+        assert step.get("train/critic_grad_norm", 1.0) > 0.01 and step.get("train/critic_skipped_steps", 0) == 0
+    before, after = base[0]["log_probs"]
+    assert np.abs(after - before).max() > 0.01
