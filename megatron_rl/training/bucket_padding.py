@@ -1,9 +1,9 @@
 """The one mend that saving megatron-core's distributed optimizer needs when there are several gradient buckets.
 
-Upstream (0.16 to 0.19) gathers the states of a buffer without the padding at the end of each bucket, and cuts the parameters out
-of it at offsets that count this padding. So behind the first bucket with padding, main weights and moments are saved shifted,
-without an error, and a run that resumes from them goes on with other weights. Buckets are several when gradients are reduced
-during the backward (`training.ddp.overlap_grad_reduce`).
+Upstream (seen in 0.16.1; 0.18.0 and 0.19.2 have the same code) gathers the states of a buffer without the padding at the end of each
+bucket, and cuts the parameters out of it at offsets that count this padding. So behind the first bucket with padding, main weights and
+moments are saved shifted, without an error, and a run that resumes from them goes on with other weights. Buckets are several when
+gradients are reduced during the backward (`training.ddp.overlap_grad_reduce`).
 """
 
 from collections.abc import Iterator
