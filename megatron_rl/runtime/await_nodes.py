@@ -16,6 +16,15 @@ def await_nodes(address: str, num_nodes: int, *, unit: str = "GPU", timeout_s: f
     """
     import ray
 
+    try:
+        _await_nodes(address, num_nodes, unit=unit, timeout_s=timeout_s)
+    finally:
+        ray.shutdown()
+
+
+def _await_nodes(address: str, num_nodes: int, *, unit: str, timeout_s: float) -> None:
+    import ray
+
     deadline = time.monotonic() + timeout_s
     told = None
     while True:
@@ -29,7 +38,6 @@ def await_nodes(address: str, num_nodes: int, *, unit: str = "GPU", timeout_s: f
             print(f"nodes with {unit}s at {address}: {found} of {num_nodes}", flush=True)
             told = found
         if found >= num_nodes:
-            ray.shutdown()
             return
         if time.monotonic() > deadline:
             raise DeadlineError(f"{found} of {num_nodes} nodes joined {address} within {timeout_s:.0f} s; start Ray on the others")
