@@ -124,7 +124,7 @@ def _write_weights(path: Path, seed: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from megatron_rl.models.spec import read_model_spec
+    from megatron_rl.models.reading import read_model_spec
     from megatron_rl.models.weights import hf_shapes
 
     generator = torch.Generator().manual_seed(seed)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel
-from megatron_rl.models.families import Rule, rules
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.weight_rules import Rule, rules
 from megatron_rl.models.weights import global_parameters, hf_shapes
 
 

@@ -11,10 +11,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_rl.models.attention import PackedAttention
-from megatron_rl.models.latent_attention import LatentAttention
-from megatron_rl.models.routing import with_packed_router
-from megatron_rl.models.spec import Attention
+from megatron_rl.models.attention.latent import LatentAttention
+from megatron_rl.models.attention.megatron_fields import Attention
+from megatron_rl.models.attention.packed import PackedAttention
+from megatron_rl.models.experts.router import with_packed_router
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.models.attention_spec import MlaSpec
-from megatron_rl.models.families import Layout, Rule
+from megatron_rl.models.attention.spec import MlaSpec
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.weight_rules import Layout, Rule
 
 
 def combine(layout: Layout, tensors: Sequence[Tensor], spec: ModelSpec, *, tp: int) -> Tensor:

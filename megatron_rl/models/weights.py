@@ -16,10 +16,10 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel
 from megatron_rl.models.checkpoint_files import Checkpoint
-from megatron_rl.models.families import Layout, Rule, rules
 from megatron_rl.models.layouts import combine, hugging_face_shapes, join, shard, split
 from megatron_rl.models.saving import save_hf
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.weight_rules import Layout, Rule, rules
 
 __all__ = ["Checkpoint", "expert_biases", "export_hf_weights", "global_parameters", "hf_shapes", "load_hf_weights", "save_hf"]
 

@@ -14,7 +14,8 @@ from megatron_rl.planning.engine import plan_engine
 from megatron_rl.planning.gpus import Gpu
 
 with quiet_megatron_imports():
-    from megatron_rl.models.spec import ModelSpec, parse_model_spec, read_model_spec
+    from megatron_rl.models.reading import parse_model_spec, read_model_spec
+    from megatron_rl.models.spec import ModelSpec
     from megatron_rl.planning.plan import plan_run
     from megatron_rl.planning.search import best_layouts
 

@@ -6,7 +6,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import local_device
-from megatron_rl.models.spec import ModelSpec, transformer_config
+from megatron_rl.models.megatron_config import transformer_config
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.planning.meta import rank_without_memory
 from megatron_rl.planning.rank import RankMemory, full_batch, measure_rank
 from megatron_rl.training.topology import Topology

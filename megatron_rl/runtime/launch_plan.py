@@ -11,7 +11,7 @@ from megatron_rl.device import Device, chosen_backends, quiet_megatron_imports
 from megatron_rl.rollout.server_args import server_arguments
 
 with quiet_megatron_imports():
-    from megatron_rl.models.spec import read_model_spec
+    from megatron_rl.models.reading import read_model_spec
     from megatron_rl.planning import RunPlan, find_gpu, plan_run
     from megatron_rl.runtime.placement_table import placement_rows
     from megatron_rl.runtime.target import Target

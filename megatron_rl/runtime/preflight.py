@@ -29,7 +29,9 @@ from megatron_rl.runtime.resources import available_memory_bytes
 
 with quiet_megatron_imports():
     from megatron_rl.models.freezing import frozen_rules
-    from megatron_rl.models.spec import ModelSpec, read_model_spec, transformer_config
+    from megatron_rl.models.megatron_config import transformer_config
+    from megatron_rl.models.reading import read_model_spec
+    from megatron_rl.models.spec import ModelSpec
     from megatron_rl.models.weights import Checkpoint, hf_shapes
     from megatron_rl.runtime.placement_table import crossing_notes
     from megatron_rl.runtime.target import Target, find_target

@@ -11,7 +11,8 @@ from megatron_rl.planning import find_gpu
 from megatron_rl.runtime.placement import Needs, Placement, nodes_needed, place
 
 with quiet_megatron_imports():
-    from megatron_rl.models.spec import Attention, resolve_attention
+    from megatron_rl.models.attention.megatron_fields import Attention
+    from megatron_rl.models.megatron_config import resolve_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.data.packing import MicroBatchLayout, micro_batch_layout, trainable_targets
-from megatron_rl.models.attention import PackedSequences, packed_sequences
-from megatron_rl.models.routed_tokens import RoutedTokens
+from megatron_rl.models.experts.routed_tokens import RoutedTokens
+from megatron_rl.models.packed_sequences import PackedSequences, packed_sequences
 from megatron_rl.training.topology import Place, Topology
 from megatron_rl.types import Ints, TrainBatch
 

@@ -19,8 +19,8 @@ from torch import Tensor, distributed
 
 from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.models.build import PolicyModel, forward_selected
+from megatron_rl.models.experts.routed_tokens import RouterStep, Routing
 from megatron_rl.models.language_model_head import TokenQuestion
-from megatron_rl.models.routed_tokens import RouterStep, Routing
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.topology import Place, sum_over
 from megatron_rl.types import Ints

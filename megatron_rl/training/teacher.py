@@ -16,8 +16,11 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device
 from megatron_rl.errors import UserError
+from megatron_rl.models.attention.megatron_fields import Attention
 from megatron_rl.models.build import PolicyModel, build_model
-from megatron_rl.models.spec import Attention, ModelSpec, read_model_spec, resolve_attention, transformer_config
+from megatron_rl.models.megatron_config import resolve_attention, transformer_config
+from megatron_rl.models.reading import read_model_spec
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.models.weights import load_hf_weights
 from megatron_rl.training import passes
 from megatron_rl.training.micro_batch import MicroBatch

@@ -12,8 +12,9 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.packing import pack, sequence_multiple
 from megatron_rl.device import local_device, prepare_megatron
+from megatron_rl.models.reading import read_model_spec
 from megatron_rl.models.saving import save_hf
-from megatron_rl.models.spec import ModelSpec, read_model_spec
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.models.weights import export_hf_weights
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.training import checkpoint, passes

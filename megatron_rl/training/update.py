@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from megatron_rl.models.routed_tokens import RouterStep
+from megatron_rl.models.experts.routed_tokens import RouterStep
 from megatron_rl.observe.metrics import Mean, Metric
 from megatron_rl.training import passes
 from megatron_rl.training.micro_batch import MicroBatch

@@ -60,7 +60,7 @@ def models(tiny_model: Callable[..., Path]) -> Models:
 
 def gradients_of(trainer: Any, settings: Any) -> dict[str, torch.Tensor]:
     """Whole gradients of the step's loss on one batch, as they come out of the trainer's own passes and reductions."""
-    from megatron_rl.models.spec import read_model_spec
+    from megatron_rl.models.reading import read_model_spec
     from megatron_rl.models.weights import export_hf_weights
 
     trainer.train(shards_of(make_batch(1), settings)[trainer.dp_rank])

@@ -12,8 +12,9 @@ from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import build_model
 from megatron_rl.models.checkpoint_files import Checkpoint
+from megatron_rl.models.megatron_config import transformer_config
+from megatron_rl.models.reading import read_model_spec
 from megatron_rl.models.saving import save_hf
-from megatron_rl.models.spec import read_model_spec, transformer_config
 from megatron_rl.models.weights import export_hf_weights, load_hf_weights
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_rl.models.families import Layout, Rule, rules
+from megatron_rl.models.attention.rotary import RotarySpec
+from megatron_rl.models.experts.spec import MoeSpec
 from megatron_rl.models.layouts import combine, hugging_face_shapes, join, shard, split
-from megatron_rl.models.moe_spec import MoeSpec
-from megatron_rl.models.spec import ModelSpec, RotarySpec
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.weight_rules import Layout, Rule, rules
 from megatron_rl.models.weights import _with_global_expert, hf_shapes
 
 SPEC = ModelSpec(

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention import packed_sequences
 from megatron_rl.models.build import build_model, forward_selected
 from megatron_rl.models.language_model_head import TokenQuestion
-from megatron_rl.models.spec import read_model_spec, transformer_config
+from megatron_rl.models.megatron_config import transformer_config
+from megatron_rl.models.packed_sequences import packed_sequences
+from megatron_rl.models.reading import read_model_spec
 from megatron_rl.models.weights import export_hf_weights, hf_shapes, load_hf_weights, save_hf
 
 LENGTHS = (9, 10, 1, 10, 80, 3, 12)

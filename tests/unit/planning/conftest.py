@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 @pytest.fixture
 def model_spec() -> Callable[[str], Any]:
     """`model_spec("Qwen3-8B")` reads tests/data/configs/Qwen3-8B.json."""
-    from megatron_rl.models.spec import parse_model_spec
+    from megatron_rl.models.reading import parse_model_spec
 
     return lambda name: parse_model_spec(json.loads((CONFIGS / f"{name}.json").read_text()), origin=name)
 

@@ -8,7 +8,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.rotary import RotarySpec, parse_rotary, parse_rotary_fraction, rotate
+from megatron_rl.models.attention.rotary import RotarySpec, parse_rotary, parse_rotary_fraction, rotate
 
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 512}
 YARNS = {

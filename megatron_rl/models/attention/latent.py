@@ -24,8 +24,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_rl.models.attention import PackedSequences
-from megatron_rl.models.rotary import RotarySpec, rotate
+from megatron_rl.models.attention.rotary import RotarySpec, rotate
+from megatron_rl.models.packed_sequences import PackedSequences
 
 
 class ReplicatedLinear(nn.Module):

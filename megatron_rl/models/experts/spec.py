@@ -1,14 +1,11 @@
-"""What `config.json` says about experts, megatron-core's fields for it, and the layouts that can hold them."""
+"""What `config.json` says about experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.config_json import positive_int
-
-if TYPE_CHECKING:
-    from megatron_rl.config.settings import TopologySettings
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 # Of how many experts transformers sums the scores to compare groups. megatron-core sums experts per token / groups per token.
@@ -105,73 +102,4 @@ def _check_router(moe: MoeSpec, origin: str) -> None:
         raise UserError(
             f"{origin} takes {taken} experts from {moe.groups_per_token} groups, so megatron-core would compare groups by their best "
             f"{ranked_by}, the model compares them by their best {_EXPERTS_THAT_RANK_A_GROUP}; use another model"
-        )
-
-
-def moe_fields(moe: MoeSpec, *, num_layers: int) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that these experts fix."""
-    return {
-        "num_moe_experts": moe.num_experts,
-        "moe_layer_freq": [0 if moe.is_dense(layer) else 1 for layer in range(num_layers)],
-        "moe_router_topk": moe.num_experts_per_token,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-        "moe_shared_expert_gate": False,
-        "moe_router_score_function": moe.score_function,
-        "moe_router_enable_expert_bias": moe.expert_bias,
-        "moe_router_num_groups": moe.num_groups,
-        "moe_router_group_topk": moe.groups_per_token,
-        "moe_router_topk_scaling_factor": None if moe.routed_scaling_factor == 1.0 else moe.routed_scaling_factor,
-        "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.normalize_top_k,
-        "moe_router_force_load_balancing": False,
-        "moe_apply_probs_on_input": False,
-        "moe_latent_size": None,
-    }
-
-
-def default_moe_fields(*, grouped: bool) -> dict[str, Any]:
-    """What an override can change; `grouped` computes all experts of a rank in one call, which Transformer Engine has."""
-    return {
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": grouped,
-        # Sums of many products decide which expert is taken: in bfloat16 near ties would fall either way.
-        "moe_router_dtype": "fp32",
-        # Pre-training moves the bias until all experts are used alike. A prompt set of RL is narrow: the bias would push its tokens away
-        # from the experts that know them, and change the policy behind the objective's back.
-        "moe_router_bias_update_rate": 0.0,
-    }
-
-
-def check_expert_layout(moe: MoeSpec | None, topology: "TopologySettings") -> None:
-    """Raise UserError, with the arithmetic, when the ranks of `topology` cannot share the experts; `moe` None is a model without."""
-    etp = topology.tp if topology.etp is None else topology.etp
-    if moe is None:
-        if topology.ep > 1 or topology.etp is not None:
-            raise UserError(f"training.topology has ep {topology.ep} and etp {topology.etp}, but the model has no experts; unset both")
-        return
-    if moe.num_experts % topology.ep:
-        fitting = [size for size in range(1, moe.num_experts + 1) if moe.num_experts % size == 0]
-        raise UserError(
-            f"training.topology.ep is {topology.ep}, but {moe.num_experts} experts / {topology.ep} ranks is not a whole number; "
-            f"choose ep among {fitting}"
-        )
-    if etp != topology.tp and topology.ep == 1:
-        raise UserError(
-            f"training.topology.etp is {etp} with tp {topology.tp} and ep 1, but megatron-core sums the gradients of experts over their "
-            "own data-parallel ranks only under expert parallelism; unset etp, or set ep to 2 or more"
-        )
-    if moe.ffn_hidden_size % etp:
-        raise UserError(
-            f"training.topology.etp is {etp}, but the {moe.ffn_hidden_size} columns of an expert / {etp} ranks is not a whole number; "
-            "set training.topology.etp to a divisor, 1 keeps experts whole"
-        )
-    if moe.shared_ffn_hidden_size % topology.tp:
-        raise UserError(
-            f"training.topology.tp is {topology.tp}, but the {moe.shared_ffn_hidden_size} columns of the shared experts / {topology.tp} "
-            "ranks is not a whole number; choose another tp"
-        )
-    if topology.tp > 1 and not topology.sequence_parallel:
-        raise UserError(
-            f"training.topology.tp is {topology.tp} without sequence parallelism, but experts get their tokens sharded over the tensor "
-            "parallel ranks; set training.topology.sequence_parallel to true"
         )

@@ -1,0 +1,1 @@
+"""Attention: what `config.json` says of it, how packed sequences become a few calls, rotation, latent attention."""

@@ -1,0 +1,63 @@
+"""Attention in `config.json`: latent attention, and layers that see a sliding window."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.errors import UserError
+from megatron_rl.models.config_json import positive_int
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, 2.1): widths of the latents and of one head, in channels.
+
+    `q_lora_rank` None means that queries have no latent. Queries and keys have `qk_nope_head_dim` channels without and
+    `qk_rope_head_dim` with rotary embedding; the latter are shared by all key heads.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Channels of a query and of a key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+def parse_mla(config: Mapping[str, Any], origin: str) -> MlaSpec:
+    """The latent attention of a config.json. Raises UserError, naming `origin`, for sizes that are missing or not positive integers."""
+    return MlaSpec(
+        q_lora_rank=None if config.get("q_lora_rank") is None else positive_int(config, "q_lora_rank", origin),
+        kv_lora_rank=positive_int(config, "kv_lora_rank", origin),
+        qk_nope_head_dim=positive_int(config, "qk_nope_head_dim", origin),
+        qk_rope_head_dim=positive_int(config, "qk_rope_head_dim", origin),
+        v_head_dim=positive_int(config, "v_head_dim", origin),
+    )
+
+
+def parse_sliding_window(config: Mapping[str, Any], origin: str, *, num_layers: int, supported: bool) -> tuple[int | None, tuple[int, ...]]:
+    """Tokens that a layer with a window sees, the querying one included, and the layers that have it, counted from 0.
+
+    `layer_types` names them where it is given, otherwise they start at `max_window_layers`. Raises UserError for layer types that are
+    not known, and for windows in a family where they are not `supported`.
+    """
+    kinds = config.get("layer_types") or ()
+    strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if strange:
+        raise UserError(f"{origin} has layers of type {', '.join(strange)}, supported are full_attention and sliding_attention")
+    if kinds and len(kinds) != num_layers:
+        raise UserError(f"{origin} has {len(kinds)} layer_types for {num_layers} layers, needs one for each; correct the file")
+    if not config.get("use_sliding_window"):
+        if "sliding_attention" in kinds:
+            raise UserError(f"{origin} has layers of type sliding_attention without use_sliding_window; set it, or remove layer_types")
+        return None, ()
+    if not supported:
+        raise UserError(f"{origin} sets use_sliding_window to True, which is not supported in this family; use another model")
+    # The default of Qwen2 and Qwen3 in transformers.
+    first = config.get("max_window_layers", 28)
+    layers = [layer for layer in range(num_layers) if (kinds[layer] == "sliding_attention" if kinds else layer >= first)]
+    return (positive_int(config, "sliding_window", origin), tuple(layers)) if layers else (None, ())

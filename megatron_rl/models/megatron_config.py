@@ -1,0 +1,169 @@
+"""megatron-core's TransformerConfig for a model in a layout."""
+
+import difflib
+import enum
+import typing
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import pydantic
+import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron_rl.device import chosen_backends, local_device
+from megatron_rl.errors import UserError
+from megatron_rl.models.attention.megatron_fields import Attention, attention_fields
+from megatron_rl.models.experts.megatron_fields import check_expert_layout, default_moe_fields, moe_fields
+from megatron_rl.models.experts.router_config import BALANCED_BY, check_routing
+from megatron_rl.models.recompute import check_recompute
+from megatron_rl.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from megatron_rl.config.settings import TopologySettings
+
+
+def resolve_attention(choice: Literal["auto", "torch", "transformer_engine"]) -> Attention:
+    """The attention to build for the setting `model.attention`. Raises UserError for Transformer Engine that is not installed."""
+    installed = chosen_backends()["transformer-engine"] != "not installed"
+    if choice == "transformer_engine" and not installed:
+        raise UserError("model.attention is transformer_engine, which is not installed; install it or set model.attention=torch")
+    if choice == "auto":
+        return "transformer_engine" if installed and local_device().kind == "cuda" else "torch"
+    return choice
+
+
+def transformer_config(
+    spec: ModelSpec,
+    *,
+    topology: "TopologySettings",
+    dtype: torch.dtype,
+    overrides: Mapping[str, Any],
+    attention: Attention = "torch",
+) -> TransformerConfig:
+    """megatron-core's configuration of this model in this layout, with the user's `overrides` by megatron's own field names.
+
+    Raises UserError for a field that the installed release does not have (with the closest name), a value of the wrong type,
+    an override that contradicts the checkpoint, the topology or the dtype (naming both values), and for combinations that megatron refuses.
+    """
+    check_expert_layout(spec.moe, topology)
+    checkpoint = _checkpoint_fields(spec) | attention_fields(spec, attention=attention, cp=topology.cp)
+    fixed = checkpoint | _topology_fields(topology, dtype)
+    if attention == "torch":
+        # The torch layers have one module for each expert.
+        fixed["moe_grouped_gemm"] = False
+    config_class = MLATransformerConfig if spec.mla is not None else TransformerConfig
+    checked = {name: _checked_override(name, value, config_class) for name, value in overrides.items()}
+    for name, value in checked.items():
+        if name in fixed and fixed[name] != value:
+            owner = "checkpoint" if name in checkpoint else "trainer, with this topology, dtype and device,"
+            raise UserError(f"model.megatron.{name} is {value!r}, but the {owner} needs {fixed[name]!r}; remove this override")
+    try:
+        with warnings.catch_warnings():
+            # megatron-core 0.16 warns about its own default of a field that nobody set.
+            warnings.filterwarnings("ignore", message="full scope is deprecated.*")
+            config = config_class(**(_default_fields(spec, attention) | checked | fixed))
+    except (ValueError, AssertionError, TypeError) as error:
+        raise UserError(f"megatron-core refuses this model configuration: {error}; change model.megatron or training.topology") from error
+    check_routing(config)
+    check_recompute(config)
+    stages = config.virtual_pipeline_model_parallel_size or 1
+    if stages != topology.vpp:
+        raise UserError(
+            f"model.megatron.pipeline_model_parallel_layout has {stages} virtual stages on each pipeline rank, but vpp is {topology.vpp}; "
+            f"set training.topology.vpp to {stages}"
+        )
+    return config
+
+
+def _checkpoint_fields(spec: ModelSpec) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "ffn_hidden_size": spec.ffn_hidden_size,
+        "layernorm_epsilon": spec.norm_epsilon,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "layernorm_zero_centered_gamma": False,
+        "apply_residual_connection_post_layernorm": False,
+        "glu_linear_offset": 0.0,
+        "activation_func_clamp_value": None,
+        "mtp_num_layers": None,
+        # Its absence leaves the tensor-parallel marks off the parameters, and the gradient norm under tp is silently wrong.
+        "perform_initialization": True,
+        "init_method": torch.nn.init.zeros_,
+        "output_layer_init_method": torch.nn.init.zeros_,
+    }
+    if spec.moe is not None:
+        values |= moe_fields(spec.moe, num_layers=spec.num_layers)
+    return values
+
+
+def _topology_fields(topology: "TopologySettings", dtype: torch.dtype) -> dict[str, Any]:
+    """What the layout, the dtype, the device and the trainer's loss contract leave no choice about."""
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": topology.tp,
+        "pipeline_model_parallel_size": topology.pp,
+        "virtual_pipeline_model_parallel_size": topology.vpp if topology.vpp > 1 else None,
+        "context_parallel_size": topology.cp,
+        "expert_model_parallel_size": topology.ep,
+        "expert_tensor_parallel_size": topology.etp if topology.etp is not None else topology.tp,
+        "sequence_parallel": topology.sequence_parallel,
+        "variable_seq_lengths": topology.pp > 1,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": False,
+        # The trainer's losses are shares of a sum that is already normalised.
+        "calculate_per_token_loss": True,
+        "num_microbatches_with_partial_activation_checkpoints": None,
+    }
+    if topology.vpp > 1:
+        # Two messages between the same pair of stages in one batch give wrong gradients.
+        values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False, "overlap_p2p_comm_warmup_flush": False}
+        # The trainer fills up the micro-batches of a step to a multiple of it.
+        values["microbatch_group_size_per_vp_stage"] = topology.pp
+    if local_device().kind == "cpu":
+        # Freed outputs give wrong gradients with interleaved stages under gloo.
+        values |= {"use_cpu_initialization": True, "deallocate_pipeline_outputs": False}
+    return values
+
+
+def _default_fields(spec: ModelSpec, attention: Attention) -> dict[str, Any]:
+    """What megatron leaves to its scripts. Fused kernels are on where they exist: with Transformer Engine on a GPU."""
+    fused = local_device().kind == "cuda" and attention == "transformer_engine"
+    return {
+        "transformer_impl": "transformer_engine" if attention == "transformer_engine" else "local",
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "apply_rope_fusion": fused,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "moe_router_load_balancing_type": BALANCED_BY,
+        "batch_p2p_sync": False,
+        "deallocate_pipeline_outputs": True,
+        # megatron refuses its own default with pipelines, also for a model without experts.
+        "moe_token_dispatcher_type": "alltoall",
+        **(default_moe_fields(grouped=attention == "transformer_engine") if spec.moe is not None else {}),
+    }
+
+
+def _checked_override(name: str, value: Any, config_class: type[TransformerConfig]) -> Any:
+    known = [field.name for field in fields(config_class)]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"the closest name is {close[0]}" if close else "see its documentation for the names"
+        raise UserError(f"model.megatron.{name} is not a field of megatron-core's TransformerConfig; {hint}")
+    hint = typing.get_type_hints(config_class)[name]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum) and isinstance(value, str) and value in hint.__members__:
+        return hint[value]
+    try:
+        adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
+        return adapter.validate_python(value)
+    except pydantic.ValidationError as error:
+        raise UserError(f"model.megatron.{name} is {value!r}: {error.errors()[0]['msg']}; give a value of that type") from error

@@ -1,0 +1,86 @@
+"""One micro-batch of packed sequences, as the layers of the model are told of it.
+
+Legend: T tokens on this rank. The plan travels with the micro-batch, so index arrays and rotary angles are made once, not once per layer.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_rl.models.attention.plan import AttentionPlan, plan_attention, with_window
+from megatron_rl.models.attention.rotary import RotarySpec
+from megatron_rl.models.experts.routed_tokens import Routing
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """megatron-core's packed sequence parameters with this project's attention plan.
+
+    `plan` is the index plan of this micro-batch on this rank. `logit_positions` [N], when given, are the local tokens at which the
+    language model head runs; None runs it on all. `routing` is for the routers of a mixture of experts.
+    """
+
+    plan: AttentionPlan = field(kw_only=True)
+    logit_positions: Tensor | None = field(default=None, kw_only=True)
+    routing: Routing | None = field(default=None, kw_only=True)
+    _angles: dict[tuple[RotarySpec, int, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict, kw_only=True, repr=False)
+    _windowed: dict[int, AttentionPlan] = field(default_factory=dict, kw_only=True, repr=False)
+
+    def angles(self, rotary: RotarySpec, *, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each local token's angles for `dim` rotated channels, each [T, 1, dim / 2]; computed once.
+
+        Both carry the rotary embedding's attention factor.
+        """
+        key = (rotary, dim, dtype)
+        if key not in self._angles:
+            frequencies = rotary.inverse_frequencies(dim).to(self.plan.positions.device)
+            angle = (self.plan.positions.float()[:, None] * frequencies)[:, None, :]
+            factor = rotary.attention_factor
+            self._angles[key] = ((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype))
+        return self._angles[key]
+
+    def windowed(self, window: int) -> AttentionPlan:
+        """The plan in which each query sees the last `window` tokens of its sequence only, itself included; made once."""
+        if window not in self._windowed:
+            self._windowed[window] = with_window(self.plan, window)
+        return self._windowed[window]
+
+    def at(self, positions: Tensor) -> "PackedSequences":
+        """The same sequences, with the language model head run at the local tokens `positions` [N] only."""
+        return dataclasses.replace(self, logit_positions=positions)
+
+    def routed(self, routing: Routing | None) -> "PackedSequences":
+        """The same sequences, for a pass whose routers are told `routing`."""
+        return dataclasses.replace(self, routing=routing)
+
+
+def packed_sequences(
+    cu_seqlens: NDArray[np.integer[Any]], *, device: torch.device | str = "cpu", cp_size: int = 1, cp_rank: int = 0
+) -> PackedSequences:
+    """Describe one micro-batch to the model.
+
+    `cu_seqlens` [sequences + 1] are the offsets of whole sequences, padding included, before context parallelism; every token
+    of the input belongs to one of them. Raises ValueError for lengths that context parallelism cannot split, and when there is
+    no token: megatron-core's layers cannot run on none, so a rank without sequences runs on padding.
+    """
+    offsets = np.asarray(cu_seqlens, np.int64)
+    if offsets[-1] < 1:
+        raise ValueError("a micro-batch has no tokens, the model needs at least one; give it a sequence of padding")
+    tensor = torch.from_numpy(offsets.astype(np.int32)).to(device)
+    longest = int(np.diff(offsets).max(initial=0))
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=tensor,
+        cu_seqlens_kv=tensor,
+        cu_seqlens_q_padded=tensor,
+        cu_seqlens_kv_padded=tensor,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        plan=plan_attention(offsets, cp_size=cp_size, cp_rank=cp_rank, device=device),
+    )

@@ -1,0 +1,86 @@
+"""What a model is, read from its `config.json` alone.
+
+Every key of config.json is accounted for: read, known not to change the function, or refused.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import UserError
+from megatron_rl.models.attention.rotary import parse_rotary, parse_rotary_fraction
+from megatron_rl.models.attention.spec import parse_mla, parse_sliding_window
+from megatron_rl.models.config_json import positive_int, read_config
+from megatron_rl.models.experts.spec import parse_moe
+from megatron_rl.models.families import FAMILIES, MTP_KEYS, Family
+from megatron_rl.models.spec import ModelSpec
+
+
+def read_model_spec(path: Path) -> ModelSpec:
+    """Read the architecture of the Hugging Face directory `path` from its config.json; weights are not touched.
+
+    Raises UserError when the directory or config.json is missing or malformed, when the architecture is not supported, and for
+    every key that changes the function of the network in a way that is not supported or is not known.
+    """
+    return parse_model_spec(read_config(path), origin=str(path / "config.json"))
+
+
+def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
+    """The architecture that the content of a config.json describes; `origin` names the file in errors. Raises UserError."""
+    family = _family(config, origin)
+    _account_for_keys(config, family, origin)
+    hidden_size, num_heads = positive_int(config, "hidden_size", origin), positive_int(config, "num_attention_heads", origin)
+    num_kv_heads = positive_int(config, "num_key_value_heads", origin, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise UserError(f"{origin} has {num_heads} attention heads for {num_kv_heads} key-value heads, needs a multiple; correct the file")
+    num_layers = positive_int(config, "num_hidden_layers", origin)
+    max_position_embeddings = positive_int(config, "max_position_embeddings", origin, default=32768)
+    mla = parse_mla(config, origin) if family.mla else None
+    interleaved = mla is not None and bool(config.get("rope_interleave", True))
+    window, windowed = parse_sliding_window(config, origin, num_layers=num_layers, supported=family.sliding_window)
+    head_dim = positive_int(config, "head_dim", origin, default=family.default_head_dim or hidden_size // num_heads)
+    return ModelSpec(
+        architecture=family.architecture,
+        vocab_size=positive_int(config, "vocab_size", origin),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        # Latent attention expands keys and values for every query head, and its config.json gives head_dim another meaning.
+        num_kv_heads=num_kv_heads if mla is None else num_heads,
+        head_dim=head_dim if mla is None else mla.qk_head_dim,
+        ffn_hidden_size=positive_int(config, "intermediate_size", origin),
+        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=bool(config.get("attention_bias")) if family.qkv_bias is None else family.qkv_bias,
+        qk_norm=bool(config.get("use_qk_norm")) if family.qk_norm is None else family.qk_norm,
+        max_position_embeddings=max_position_embeddings,
+        rotary=parse_rotary(config, origin, max_position_embeddings=max_position_embeddings, interleaved=interleaved),
+        moe=parse_moe(config, origin, num_layers=num_layers, score_function=family.router) if family.router is not None else None,
+        mla=mla,
+        rotary_fraction=parse_rotary_fraction(config, origin, default=family.default_rotary_fraction),
+        sliding_window=window,
+        sliding_layers=windowed,
+        num_mtp_layers=next((int(config[key]) for key in MTP_KEYS if config.get(key)), 0),
+    )
+
+
+def _family(config: Mapping[str, Any], origin: str) -> Family:
+    names = config.get("architectures") or ["none"]
+    known = [FAMILIES[name] for name in names if name in FAMILIES]
+    if not known:
+        raise UserError(f"{origin} names architecture {', '.join(map(str, names))}, supported are {', '.join(FAMILIES)}; use one of them")
+    return known[0]
+
+
+def _account_for_keys(config: Mapping[str, Any], family: Family, origin: str) -> None:
+    """Refuse what would be silently ignored: an unsupported value, or a key that nothing here knows and that is switched on."""
+    for key, needed in family.fixed_keys.items():
+        value = config.get(key)
+        if value is not None and value != needed:
+            raise UserError(f"{origin} sets {key} to {value!r}, only {needed!r} is supported; use another model")
+    strangers = [key for key in config if key not in family.known_keys and config[key] not in (None, False, [], {})]
+    if strangers:
+        raise UserError(
+            f"{origin} has the key {strangers[0]} = {config[strangers[0]]!r}, whose effect on {family.architecture} is not known here; "
+            "remove it from the file if it does not change what the model computes"
+        )

@@ -1,0 +1,73 @@
+"""megatron-core's TransformerConfig for a checkpoint in a layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.config.settings import TopologySettings
+from megatron_rl.errors import UserError
+from megatron_rl.models.megatron_config import resolve_attention, transformer_config
+from megatron_rl.models.reading import parse_model_spec
+
+QWEN3 = Path(__file__).parents[2] / "data" / "configs" / "Qwen3-4B.json"
+SPEC = parse_model_spec(json.loads(QWEN3.read_text(encoding="utf-8")), origin=QWEN3.name)
+
+
+def config_of(overrides, **topology):
+    return transformer_config(SPEC, topology=TopologySettings(**topology), dtype=torch.float32, overrides=overrides)
+
+
+def test_config_follows_checkpoint_topology_and_overrides():
+    config = config_of({"recompute_granularity": "selective", "moe_aux_loss_coeff": 0.5}, num_ranks=4, tp=2, pp=2, sequence_parallel=True)
+    assert (config.num_layers, config.num_query_groups, config.kv_channels, config.layernorm_epsilon) == (36, 8, 128, 1e-6)
+    assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.sequence_parallel) == (2, 2, True)
+    assert (config.recompute_granularity, config.moe_aux_loss_coeff) == ("selective", 0.5)
+    assert config.perform_initialization
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    (
+        ({"recompute_granularty": "full"}, "recompute_granularty is not a field .*closest name is recompute_granularity"),
+        ({"num_layers": 6}, "num_layers is 6, but the checkpoint needs 36"),
+        ({"tensor_model_parallel_size": 2}, "is 2, but the trainer, with this topology, dtype and device, needs 1"),
+        ({"window_size": [128, 0]}, "window_size is .*, but the checkpoint needs None"),
+        ({"perform_initialization": False}, "perform_initialization is False"),
+        ({"calculate_per_token_loss": False}, "calculate_per_token_loss is False, but the trainer"),
+        ({"num_layers_in_first_pipeline_stage": "two"}, "'two': Input should be a valid integer"),
+        ({"recompute_granularity": "full"}, "megatron-core refuses this model configuration"),
+    ),
+)
+def test_overrides_that_cannot_be_are_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        config_of(overrides)
+
+
+def test_pipeline_combinations_that_are_silently_wrong_are_refused(monkeypatch):
+    topology = TopologySettings(num_ranks=2, pp=2, vpp=2)
+    config = transformer_config(SPEC, topology=topology, dtype=torch.float32, overrides={})
+    assert (config.overlap_p2p_comm, config.batch_p2p_comm) == (True, False)
+    wrong = [{"overlap_p2p_comm": False}, {"batch_p2p_comm": True}]
+    if not torch.cuda.is_available():
+        assert not config.deallocate_pipeline_outputs
+        wrong.append({"deallocate_pipeline_outputs": True})
+    for overrides in wrong:
+        with pytest.raises(UserError, match="but the trainer"):
+            transformer_config(SPEC, topology=topology, dtype=torch.float32, overrides=overrides)
+
+
+def test_expert_layouts_of_a_model_without_experts_are_refused():
+    with pytest.raises(UserError, match=r"ep 2 .* but the model has no experts"):
+        config_of({}, num_ranks=2, ep=2)
+
+
+def test_attention_choice(monkeypatch):
+    assert resolve_attention("torch") == "torch"
+    monkeypatch.setattr("megatron_rl.models.megatron_config.chosen_backends", lambda: {"transformer-engine": "not installed"})
+    assert resolve_attention("auto") == "torch"
+    with pytest.raises(UserError, match="not installed"):
+        resolve_attention("transformer_engine")
+    monkeypatch.setattr("megatron_rl.models.megatron_config.chosen_backends", lambda: {"transformer-engine": "2.9"})
+    assert resolve_attention("transformer_engine") == "transformer_engine"
