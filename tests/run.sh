@@ -5,7 +5,7 @@
 #
 # --wide adds the tests marked slow, among them the whole matrix of layouts (tests/dist/README.md), whose table is printed and, where
 # MATRIX_FILE names a file, written. pytest arguments, such as -k packing or -x, go to every group of tests.
-# GPU tests run where there is a GPU. About 8 minutes on 2 cores; every section is run even when an earlier one fails.
+# GPU tests run where there is a GPU. About 20 minutes on 2 cores; every section is run even when an earlier one fails.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -47,7 +47,8 @@ narrowed=no
 section "ruff check" ruff check
 section "ruff format" ruff format --check
 section "mypy" mypy
-section "unit tests" tests tests/unit "$@"
+# The other groups start as many processes as the machine bears.
+section "unit tests" tests --numprocesses=auto --maxprocesses=4 tests/unit "$@"
 section "contract tests" tests tests/contract "$@"
 section "multi-process tests" tests tests/dist "$@"
 section "end-to-end tests" tests tests/e2e "$@"

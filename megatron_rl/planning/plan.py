@@ -30,6 +30,9 @@ ASLEEP_BYTES = 2 * GIB
 RANK_HOST_BYTES, ENGINE_HOST_BYTES = 6 * GIB, 10 * GIB
 """Main memory of a rank and of an engine before any weight: imported code, the CUDA context's share, pinned buffers."""
 
+MOST_TOKENS = 2**22
+"""Tokens of the largest micro-batch that is measured; its index arrays are real, and a GPU holds far fewer."""
+
 _FUSED = {"bias_activation_fusion": True}
 """What Transformer Engine brings on a GPU and changes sizes; attention and norms are counted as its fused kernels."""
 
@@ -60,7 +63,13 @@ def plan_layouts(variants: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, num
 
 
 def _refusal(settings: Settings, spec: ModelSpec) -> str | None:
-    """Why the model cannot be divided as the settings ask; None when it can."""
+    """Why the model cannot be divided as the settings ask, or its micro-batches cannot be measured; None when both can be."""
+    tokens, cp = _tokens(settings), settings.training.topology.cp
+    if tokens * cp > MOST_TOKENS:
+        return (
+            f"a micro-batch of {tokens} tokens × cp {cp} = {tokens * cp} tokens is more than the {MOST_TOKENS} that a plan measures; lower "
+            "training.max_tokens_per_micro_batch, data.max_prompt_tokens or rollout.sampling.max_response_tokens"
+        )
     try:
         check_layout(Topology.of(settings.training.topology), spec, settings.model.megatron)
     except UserError as error:

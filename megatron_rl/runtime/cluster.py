@@ -19,6 +19,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 SHUTDOWN_GRACE_S = 10.0
+START_ATTEMPTS = 2
 
 
 def prepare_environment(settings: RuntimeSettings) -> None:
@@ -43,28 +44,58 @@ def ray_cluster(*, address: str | None, num_processes: int) -> Iterator[None]:
     import ray
 
     before = set(psutil.Process().children())
-    if address is None:
-        ray.init(
-            # Without it Ray joins a cluster that somebody else runs on this machine.
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, num_processes),
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-        )
-    else:
-        ray.init(address=address, log_to_driver=False, logging_level="error")
     try:
+        if address is None:
+            _start_local(num_processes)
+        else:
+            ray.init(address=address, log_to_driver=False, logging_level="error")
         yield
     finally:
-        roots = set(psutil.Process().children()) - before
-        started = [process for root in roots for process in (root, *_descendants(root))]
-        ray.shutdown()
-        _, alive = psutil.wait_procs(started, timeout=SHUTDOWN_GRACE_S)
-        for process in alive:
-            process.kill()
-        psutil.wait_procs(alive, timeout=SHUTDOWN_GRACE_S)
+        _stop_ray(before)
+
+
+def _start_local(num_processes: int) -> None:
+    """Start Ray on this machine, and once more where its node did not come up in the time that Ray allows.
+
+    Raises DeadlineError when it never did.
+    """
+    import ray
+
+    before = set(psutil.Process().children())
+    for _ in range(START_ATTEMPTS):
+        try:
+            ray.init(
+                # Without it Ray joins a cluster that somebody else runs on this machine.
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, num_processes),
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+            )
+            return
+        except Exception as error:
+            # Ray has no type of its own for this.
+            if "timed out during startup" not in str(error):
+                raise
+            _stop_ray(before)
+    raise DeadlineError(
+        f"Ray's node did not come up within the 30 s that Ray allows, {START_ATTEMPTS} times; the machine has a load of "
+        f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs: start the run again when it has less to do"
+    )
+
+
+def _stop_ray(before: set[psutil.Process]) -> None:
+    """Leave Ray, and end all of its processes that are not among the children `before`."""
+    import ray
+
+    roots = set(psutil.Process().children()) - before
+    started = [process for root in roots for process in (root, *_descendants(root))]
+    ray.shutdown()
+    _, alive = psutil.wait_procs(started, timeout=SHUTDOWN_GRACE_S)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=SHUTDOWN_GRACE_S)
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

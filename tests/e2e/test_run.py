@@ -119,6 +119,7 @@ def test_killed_run_loses_no_finished_group(task: Path, tmp_path: Path, start: C
     assert [row for row in rows if row[0] < 8] == [(step, 16, 16) for step in range(8)]
 
 
+@pytest.mark.slow
 def test_reward_that_keeps_failing_stops_the_run_with_its_traceback(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     run = start(*rl_arguments(task, tmp_path / "run", "run.num_steps=5"), "--reward", "tests.e2e.failing_reward:score")
     assert run.wait() == 2, run.output

@@ -1,5 +1,4 @@
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,14 +111,10 @@ def test_workers_import_nothing_heavy() -> None:
         assert score_all(runner, [make_sample("")])[0].value == 0.0
 
 
-def test_a_thousand_trivial_rewards_take_a_moment() -> None:
+def test_a_thousand_rewards_come_in_order() -> None:
     with make_runner("exact") as runner:
-        score_all(runner, [make_sample("4")])
-        start = time.perf_counter()
-        rewards = score_all(runner, [make_sample("4")] * 1024)
-        elapsed = time.perf_counter() - start
-    assert all(reward.value == 1.0 for reward in rewards)
-    assert elapsed < 3.0, f"{elapsed:.2f} s for 1024 rewards (0.2 s on an idle machine)"
+        rewards = score_all(runner, [make_sample(response) for response in ("4", "5", "5", "4") * 256])
+    assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0, 1.0] * 256
 
 
 def test_the_error_rate_counts_errors_and_timeouts_and_shows_the_first() -> None:

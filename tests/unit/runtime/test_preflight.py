@@ -305,13 +305,22 @@ def test_config_only_belongs_to_check(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("tokens", "status", "part"), [(4096, 0, "# fits: "), (2 * 10**7, 2, "megatron-rl: does not fit: ")], ids=["fits", "too much"]
+    ("tokens", "layers", "status", "part"),
+    [
+        (4096, 2, 0, "# fits: "),
+        (4 * 10**6, 24, 2, "megatron-rl: does not fit: "),
+        (10**9, 2, 2, "1000000000 tokens × cp 1 = 1000000000 tokens is more than the 4194304 that a plan measures"),
+    ],
+    ids=["fits", "too much", "far too much"],
 )
 def test_the_plan_decides_how_a_config_only_check_ends(
-    elsewhere: Callable[..., Settings], capsys: pytest.CaptureFixture[str], tmp_path: Path, tokens: int, status: int, part: str
+    elsewhere: Callable[..., Settings], capsys: pytest.CaptureFixture[str], tmp_path: Path, tokens: int, layers: int, status: int, part: str
 ) -> None:
+    settings = elsewhere(f"training.max_tokens_per_micro_batch={tokens}")
+    architecture = settings.model.path / "config.json"
+    architecture.write_text(json.dumps({**json.loads(architecture.read_text()), "num_hidden_layers": layers}))
     config = tmp_path / "elsewhere.yaml"
-    config.write_text(dump_settings(elsewhere(f"training.max_tokens_per_micro_batch={tokens}")))
+    config.write_text(dump_settings(settings))
     assert main(["train", str(config), "--check", "--config-only"]) == status
     captured = capsys.readouterr()
     assert part in captured.out + captured.err

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import EngineError, UserError
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import check_metrics, metric_values
 from megatron_rl.rollout.client import Generation
@@ -177,6 +177,26 @@ def test_every_staleness_trains_on_the_groups_of_the_synchronous_run(
         assert all(values["rollout/renewed_groups"] == 0 for values in metrics)
         mixed += sum(values["rollout/mixed_versions_fraction"] for values in metrics)
     assert mixed > 0, "some responses go on across a weight sync"
+
+
+@pytest.mark.parametrize("max_staleness", (0, 1))
+def test_rewards_that_keep_failing_end_the_step_with_the_first_traceback(
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, max_staleness: int
+) -> None:
+    async def fail(self: Rewards, sample: Sample) -> Reward:
+        return Reward(RewardOutcome.ERROR, message="Traceback: the grader is broken")
+
+    async def run() -> None:
+        Client.engine = engine = Engine(seed=0)
+        rollouts = await opened(make_settings(f"rollout.max_staleness={max_staleness}"), tmp_path / "failing.sqlite")
+        try:
+            await step_of(rollouts, engine, 0)
+        finally:
+            await rollouts.close()
+
+    monkeypatch.setattr(Rewards, "score", fail)
+    with pytest.raises(UserError, match=r"8 errors and 0 timeouts in 8 reward calls(.|\n)*the grader is broken"):
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize("seed", range(4))

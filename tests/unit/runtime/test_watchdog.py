@@ -1,6 +1,5 @@
 import concurrent.futures
 import threading
-import time
 
 import pytest
 
@@ -29,10 +28,9 @@ def test_the_death_of_a_watched_actor_ends_a_wait_for_somebody_else_at_once() ->
     watchdog, vital = Watchdog(), Future()
     watchdog.watch("engine 0", vital)
     threading.Timer(0.1, vital.set_exception, [EngineError("engine died, its log ends with: boom")]).start()
-    start = time.monotonic()
+    # Otherwise the wait would end in a DeadlineError.
     with pytest.raises(EngineError, match="boom"):
         watchdog.wait([Future()], name="rollout", timeout_s=30)
-    assert time.monotonic() - start < 10
 
 
 def test_the_death_behind_a_failed_call_is_told_although_the_call_fails_first() -> None:
@@ -54,14 +52,14 @@ def test_a_failed_call_without_a_death_behind_it_is_told_itself(monkeypatch: pyt
         watchdog.wait([refused], name="weight sync", timeout_s=30)
 
 
-def test_a_mistake_of_the_user_is_told_at_once() -> None:
+@pytest.mark.timeout(60)
+def test_a_mistake_of_the_user_is_told_without_looking_for_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.runtime.watchdog.CAUSE_S", 3600.0)
     watchdog, mistaken = Watchdog(), Future()
     watchdog.watch("engine 0", Future())
     mistaken.set_exception(UserError("no such reward"))
-    start = time.monotonic()
     with pytest.raises(UserError, match="no such reward"):
         watchdog.wait([mistaken], name="rollout", timeout_s=30)
-    assert time.monotonic() - start < 4
 
 
 def test_a_watched_actor_that_ends_quietly_is_an_error_too() -> None:
