@@ -1,6 +1,5 @@
 """Generation beside training, and on the trainer's devices: the real engines, ranks and buffer, on the CPU."""
 
-import json
 import shutil
 import signal
 import sqlite3
@@ -11,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from small_run import metrics, rl_arguments
 
-SETTINGS = (
-    "data.prompts_per_step=16", "data.samples_per_prompt=4", "run.eval_interval=2", "training.schedule.warmup_steps=1",
-    "reward.function=tests.e2e.one_by_one:score",
-)  # fmt: skip
+REWARD = "reward.function=tests.e2e.one_by_one:score"
 ONE_BY_ONE = (
     "rollout.function=tests.e2e.one_by_one:rollout", "rollout.max_concurrent_requests=1", "rollout.sglang.disable_radix_cache=true",
 )  # fmt: skip
@@ -25,16 +22,7 @@ MEASURED = ("time/", "memory/", "rollout/tokens_per_second", "train/tokens_per_s
 
 
 def arguments(task: Path, directory: Path, *overrides: str) -> list[str]:
-    paths = (f"model.path={task}/model", f"data.train={task}/train.jsonl", f"data.eval={task}/held_out.jsonl")
-    return ["train", "examples/arithmetic/grpo.yaml", f"run.directory={directory}", *paths, *SETTINGS, *overrides]
-
-
-def metrics(directory: Path) -> dict[int, dict[str, float]]:
-    steps: dict[int, dict[str, float]] = {}
-    for line in (directory / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        steps.setdefault(row["step"], {}).update(row)
-    return steps
+    return rl_arguments(task, directory, REWARD, *overrides)
 
 
 def query(buffer: Path, sql: str) -> list[tuple[Any, ...]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_run import rl_arguments
 
 # Ray is started in processes of their own: what it leaves in a process would reach every later test.
 CLUSTER = """
@@ -98,11 +99,9 @@ def test_ranks_and_engines_are_where_the_placement_says(cluster: Callable[..., s
 def test_a_run_over_three_nodes(task: Path, tmp_path: Path, start: Callable[..., Any], cluster: Callable[..., str]) -> None:
     """Two ranks and an engine on a node each, reached by the nodes' address; the cluster, started elsewhere, outlives the run."""
     address = cluster("1,0", "1,0", "1,0")
-    paths = (f"model.path={task}/model", f"data.train={task}/train.jsonl", f"data.eval={task}/held_out.jsonl")
-    sizes = ("data.prompts_per_step=16", "data.samples_per_prompt=4", "run.num_steps=2", "training.schedule.warmup_steps=1")
     for name in ("first", "second"):
         directory = tmp_path / name
-        run = start("train", "examples/arithmetic/grpo.yaml", f"run.directory={directory}", *paths, *sizes, "--ray-address", address)
+        run = start(*rl_arguments(task, directory, "run.num_steps=2"), "--ray-address", address)
         assert run.wait() == 0, run.output
         summary = json.loads((directory / "summary.json").read_text())
         assert summary["steps"] == 2

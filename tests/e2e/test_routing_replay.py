@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_run import metrics, rl_arguments
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -158,12 +158,12 @@ def test_replay_brings_the_trainer_closer_to_the_engine(address: EngineAddress, 
         for dtype in ("float32", "bfloat16")
         for replay in (False, True)
     }
-    for (dtype, replay), metrics in outcomes.items():
-        print(f"{dtype} replay {replay}: |d log-prob| {metrics['train/log_prob_diff']:.3g}, changed {metrics.get('train/routing_changed')}")
+    for (dtype, replay), values in outcomes.items():
+        print(f"{dtype} replay {replay}: |d log-prob| {values['train/log_prob_diff']:.3g}, changed {values.get('train/routing_changed')}")
     exact, rounded = outcomes["float32", True], outcomes["bfloat16", True]
     num_sequences = 2 * len(PROMPT_LENGTHS)
-    for metrics in (exact, rounded):
-        assert metrics["train/routing_replayed"] == pytest.approx(1 - num_sequences / len(batch.tokens))
+    for values in (exact, rounded):
+        assert values["train/routing_replayed"] == pytest.approx(1 - num_sequences / len(batch.tokens))
     assert exact["train/routing_changed"] < 0.01
     assert exact["train/log_prob_diff"] < 1e-4
     assert 0.005 < rounded["train/routing_changed"] < 0.2
@@ -200,24 +200,11 @@ def test_a_run_replays_what_its_engine_chose(task: Path, tmp_path: Path, start: 
     tokenizer = AutoTokenizer.from_pretrained(task / "model")
     make_model(tmp_path / "model", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(tmp_path / "model")
-    paths = (
-        f"run.directory={tmp_path / 'run'}",
-        f"model.path={tmp_path / 'model'}",
-        f"data.train={task}/train.jsonl",
-        f"data.eval={task}/held_out.jsonl",
-    )
-    sizes = (
-        "run.num_steps=2",
-        "data.prompts_per_step=8",
-        "data.samples_per_prompt=4",
-        "training.schedule.warmup_steps=0",
-        "rollout.sampling.max_response_tokens=12",
-    )
+    sizes = (f"model.path={tmp_path / 'model'}", "run.num_steps=2", "data.prompts_per_step=8", "rollout.sampling.max_response_tokens=12")
     replay = ("training.routing_replay=true", "model.megatron.moe_aux_loss_coeff=0.01", "training.topology={num_ranks: 2, ep: 2}")
-    run = start("train", "examples/arithmetic/grpo.yaml", *paths, *sizes, *replay)
+    run = start(*rl_arguments(task, tmp_path / "run", *sizes, *replay))
     assert run.wait() == 0, run.output
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "train/routing_replayed" in row]
+    steps = [row for row in metrics(tmp_path / "run").values() if "train/routing_replayed" in row]
     assert len(steps) == 2
     for row in steps:
         assert row["train/routing_replayed"] > 0.8

@@ -11,26 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
+from small_run import metrics, rl_arguments
 from transformers import AutoModelForCausalLM
 
-RL_SETTINGS = ("data.prompts_per_step=16", "data.samples_per_prompt=4", "run.eval_interval=2", "training.schedule.warmup_steps=1")
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
-def rl_arguments(task: Path, directory: Path, *overrides: str) -> list[str]:
-    paths = (f"model.path={task}/model", f"data.train={task}/train.jsonl", f"data.eval={task}/held_out.jsonl")
-    return ["train", "examples/arithmetic/grpo.yaml", f"run.directory={directory}", *paths, *RL_SETTINGS, *overrides]
-
-
-def metrics(directory: Path) -> dict[int, dict[str, float]]:
-    steps: dict[int, dict[str, float]] = {}
-    for line in (directory / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        steps.setdefault(row["step"], {}).update(row)
-    return steps
-
-
-def test_supervised_start_then_rl_then_resume(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+def test_supervised_start_then_rl(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     sft, rl = tmp_path / "sft", tmp_path / "rl"
     warm = start(
         "train", "examples/arithmetic/sft.yaml", f"run.directory={sft}", f"model.path={task}/model", f"data.train={task}/supervised.jsonl",
@@ -56,18 +43,6 @@ def test_supervised_start_then_rl_then_resume(task: Path, tmp_path: Path, start:
     assert all(steps[step]["train/log_prob_diff"] <= 1e-4 for step in (1, 2))
     assert all(steps[step]["rollout/num_samples"] == 64 for step in (1, 2))
     assert all(steps[step]["rollout/staleness_max"] == 0 for step in (1, 2))
-
-    second = start("train", rl / "settings.yaml", "--resume", "run.num_steps=4")
-    assert second.wait() == 0, second.output
-    assert "after 2 steps" in second.output
-    steps = metrics(rl)
-    assert [steps[step]["weights/version"] for step in (3, 4)] == [3, 4]
-    # The moments of the optimizer and the weights came back: engine and trainer agree and the learning rate went on.
-    assert steps[3]["train/log_prob_diff"] <= 1e-4
-    assert json.loads((rl / "summary.json").read_text())["accuracy_before"] == summary["accuracy_before"]
-    with sqlite3.connect(f"file:{rl}/buffer.sqlite?mode=ro", uri=True) as buffer:
-        consumed = buffer.execute("SELECT consumed_step, count(*) FROM groups WHERE state = 'consumed' GROUP BY 1").fetchall()
-    assert consumed == [(0, 16), (1, 16), (2, 16), (3, 16)]
 
 
 def test_interrupt_stops_everything(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
@@ -101,9 +76,9 @@ def test_death_of_a_process_surfaces_and_leaves_nothing(
     assert run.survivors() == []
 
 
-def test_killed_run_loses_no_finished_group(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+def test_killed_run_resumes_and_loses_no_finished_group(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     directory = tmp_path / "run"
-    run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=2", "run.eval_interval=0"))
+    run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=2"))
     run.wait_for("  4/1000")
     run.descendants()
     run.process.kill()
@@ -112,6 +87,13 @@ def test_killed_run_loses_no_finished_group(task: Path, tmp_path: Path, start: C
     assert [name for name in run.survivors() if not name.startswith(RAY_AGENTS)] == []
     again = start("train", directory / "settings.yaml", "--resume", "run.num_steps=8")
     assert again.wait() == 0, again.output
+    resumed_at = int(re.search(r"resumed from \S+ after (\d+) steps", again.output)[1])
+    assert resumed_at >= 4
+    steps = metrics(directory)
+    assert [steps[step]["weights/version"] for step in range(9)] == list(range(9))
+    # The weights came back: engine and trainer agree.
+    assert steps[resumed_at + 1]["train/log_prob_diff"] <= 1e-4
+    assert json.loads((directory / "summary.json").read_text())["accuracy_before"] == steps[0]["eval/accuracy_greedy"]
     with sqlite3.connect(f"file:{directory}/buffer.sqlite?mode=ro", uri=True) as buffer:
         rows = buffer.execute(
             "SELECT consumed_step, count(*), count(DISTINCT id) FROM groups WHERE state = 'consumed' GROUP BY 1"
