@@ -137,6 +137,18 @@ OBJECTIVES: dict[str, Training] = {
     "sft": Training({"policy_loss": "sft", "aggregation": "token_mean"}, {}),
     # One step on a batch: all ratios are 1, so that no rounding of bfloat16 decides what is clipped.
     "on-policy grpo": Training({"kl_loss_coef": 0.05, "entropy_coef": 0.01}, {}),
+    # Two steps on a batch whose ratios weigh the tokens, but clip none.
+    "grpo without clip": Training({"kl_loss_coef": 0.05, "entropy_coef": 0.01, "clip_low": None, "clip_high": None}),
+    "gspo without clip": Training(
+        {
+            "ratio_level": "sequence",
+            "clip_low": None,
+            "clip_high": None,
+            "kl_loss_coef": 0.05,
+            "entropy_coef": 0.01,
+            "zero_variance": "mask_kl",
+        }
+    ),
     # Each of the others leans on something that must be summed or chosen over the whole step, whatever the layout.
     "rejection": Training(
         {
@@ -166,6 +178,7 @@ OBJECTIVES: dict[str, Training] = {
         {"policy_loss": "gmpo", "aggregation": "sequence_mean_token_sum_norm", "zero_variance": "mask_kl", "kl_loss_coef": 0.1}
     ),
 }
+WITHOUT_CLIP = ("grpo without clip", "gspo without clip")
 WHOLE_STEP = ("rejection", "top entropy", "KL in the rewards", "geometric mean")
 
 
@@ -245,10 +258,18 @@ MIXTURES = tuple(
         *(name for name in LAYOUTS if "ep2" in name or "ep4" in name),
     )
 ) + tuple(Case(layout, "qwen3_moe", "ppo") for layout in ("ep2", "ep2 distopt", "ep2 pp2", "ep2 tp2 sp etp2"))
-BFLOAT16 = tuple(
-    Case(layout, "untied", objective, "bfloat16")
-    for layout in ("dp2", "dp2 distopt", "tp2", "tp2 sp", "pp2", "pp2 vpp2", "cp2")
-    for objective in ("on-policy grpo", "sft")
-) + tuple(Case(layout, "qwen3_moe", "on-policy grpo", "bfloat16") for layout in ("ep2", "ep2 distopt"))
+BFLOAT16 = (
+    *(
+        Case(layout, "untied", objective, "bfloat16")
+        for layout in ("dp2", "dp2 distopt", "tp2", "tp2 sp", "pp2", "pp2 vpp2", "cp2")
+        for objective in ("on-policy grpo", "sft", *WITHOUT_CLIP)
+    ),
+    *(Case(layout, "tied", objective, "bfloat16") for layout in ("pp2", "pp2 vpp2") for objective in ("on-policy grpo", "sft")),
+    *(
+        Case(layout, "qwen3_moe", objective, "bfloat16")
+        for layout in ("ep2", "ep2 distopt")
+        for objective in ("on-policy grpo", "grpo without clip")
+    ),
+)
 
 CASES: tuple[Case, ...] = tuple(dict.fromkeys((*GATE, *_every_dense_case(), *PIPELINES, *MIXTURES, *BFLOAT16)))
