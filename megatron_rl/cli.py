@@ -103,16 +103,18 @@ def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | boo
     """Say what each GPU of a run would hold, and whether it fits. Needs the model's config.json only, no weights and no GPU.
 
     MODEL is a Hugging Face directory or a config.json; settings of a run (`megatron-rl train --help` lists them) come from CONFIG.yaml and
-    from overrides. Example: megatron-rl plan /models/Qwen3-30B-A3B --gpu H100-80 --gpus 64 --tp 2 --pp 2 --ep 8 --sequence-parallel
+    from overrides. The exit status is 2 when it does not fit. Example: megatron-rl plan /models/Qwen3-30B-A3B --gpu H100-80 --gpus 64
     """
-    from megatron_rl.planning.command import parse_request, plan_lines
+    from megatron_rl.planning.command import parse_request, plans
     from megatron_rl.planning.gpus import find_gpu
 
     given = split_words(words, options=("gpu", "gpus", *(name.replace("_", "-") for name in layout), "help"))
     topology = {name: size for name, size in layout.items() if size is not None}
-    for line in plan_lines(parse_request(given, gpu=find_gpu(gpu), num_gpus=gpus, topology=topology)):
-        print(line.rstrip(), flush=True)
-    return 0
+    status = 0
+    for overrides, found in plans(parse_request(given, gpu=find_gpu(gpu), num_gpus=gpus, topology=topology)):
+        print("\n".join([overrides, *(line.rstrip() for line in found.lines()), ""]), flush=True)
+        status = status if found.fits else 2
+    return status
 
 
 @cli.command(short_help="Check this machine and its packages.")

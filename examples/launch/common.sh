@@ -122,6 +122,7 @@ launch() {
     if [ -n "$dry_run" ]; then
         exec "$python" -m megatron_rl train "$config" "${overrides[@]}" --check --config-only
     fi
+    [[ $num_nodes =~ ^[1-9][0-9]*$ ]] || fail "the number of nodes is '$num_nodes', needs a number above 0 to wait for them; set it with --nodes"
     if [ -z "$ray_address" ]; then
         [ -n "$(nvidia-smi -L 2>/dev/null)" ] || fail "this machine has no GPU; start on a GPU node, name a Ray cluster with --ray-address, or look at the plan with --dry-run"
     fi

@@ -91,7 +91,7 @@ class RewardSettings(Section):
 
     function: str = Field("megatron_rl.rewards.math:score", description="package.module:function, sync or async.")
     timeout_s: float = Field(30.0, gt=0, description="Deadline of one call, in seconds; the worker is then killed.")
-    num_workers: int = Field(1, ge=1, description="Worker processes.")
+    num_workers: int = Field(1, ge=1, le=1024, description="Worker processes.")
     max_error_rate: float = Field(0.05, ge=0, le=1, description="Share of errors and timeouts in a batch above which the run stops.")
 
 

@@ -55,6 +55,11 @@ class PromptSource:
         return len(self._rows)
 
     @property
+    def num_labels(self) -> int:
+        """Rows of the file that have a label."""
+        return sum(row.label is not None for row in self._rows)
+
+    @property
     def num_taken(self) -> int:
         """Prompts taken so far, over all epochs."""
         return self._epoch * len(self._rows) + self._cursor

@@ -1,6 +1,7 @@
 """Reading a Hugging Face `config.json`: the file, and single keys of it with errors that name the file."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ def read_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"model directory {path} has no config.json; give a Hugging Face model directory") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error}); give a Hugging Face model directory with a readable config.json") from error
+    except ValueError as error:
         raise UserError(f"{file} is not valid JSON ({error}); download or save the model again") from error
     if not isinstance(config, dict):
         raise UserError(f"{file} holds a {type(config).__name__}, needs a JSON object; download or save the model again")
@@ -29,6 +32,62 @@ def positive_int(config: Mapping[str, Any], key: str, origin: str, *, default: i
     value = config.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= sys.maxsize:
         raise UserError(f"{origin} has {key} = {value!r}, needs a positive integer; correct the file")
+    return value
+
+
+def count(config: Mapping[str, Any], key: str, origin: str, *, default: int | None = None) -> int:
+    """The integer >= 0 at `key`, or `default` where it is absent or null. Raises UserError, naming `origin`, for anything else."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= sys.maxsize:
+        raise UserError(f"{origin} has {key} = {value!r}, needs an integer >= 0; correct the file")
+    return value
+
+
+def positive_number(config: Mapping[str, Any], key: str, origin: str, *, default: float | None = None, or_zero: bool = False) -> float:
+    """The finite number above 0 (at least 0 with `or_zero`) at `key`, or `default` where it is absent or null.
+
+    Raises UserError, naming `origin`, for anything else.
+    """
+    value = config.get(key)
+    if value is None:
+        value = default
+    # Python's JSON also reads NaN, Infinity and integers of any length.
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max and (value > 0 or or_zero):
+        return float(value)
+    needed = "a number >= 0" if or_zero else "a positive number"
+    raise UserError(f"{origin} has {key} = {value!r}, needs {needed}; correct the file")
+
+
+def boolean(config: Mapping[str, Any], key: str, origin: str, *, default: bool = False) -> bool:
+    """The JSON boolean at `key`, or `default` where it is absent. null is false, as it is to transformers.
+
+    Raises UserError, naming `origin`, for anything else.
+    """
+    value = config.get(key, default)
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"{origin} has {key} = {value!r}, needs true or false; correct the file")
+    return bool(value)
+
+
+def names(config: Mapping[str, Any], key: str, origin: str) -> list[str]:
+    """The list of strings at `key`, empty where it is absent or null. Raises UserError, naming `origin`, for anything else."""
+    value = config.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise UserError(f"{origin} has {key} = {value!r}, needs a list of strings; correct the file")
+    return value
+
+
+def section(config: Mapping[str, Any], key: str, origin: str) -> dict[str, Any]:
+    """The JSON object at `key`, empty where it is absent or null. Raises UserError, naming `origin`, for anything else."""
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{origin} has {key} = {value!r}, needs a JSON object; correct the file")
     return value

@@ -118,6 +118,7 @@ class Family:
     `default_rotary_fraction` is the rotated fraction of a head where config.json gives none; None says that all of it is rotated always.
     `sliding_window` says that config.json can give layers a window, `mla` that attention is latent. `qkv_bias` and `qk_norm` None mean
     that `attention_bias` and `use_qk_norm` in config.json say so. `router` is how a mixture of experts scores them, None without experts.
+    `default_norm_epsilon` is what transformers takes for this family where config.json gives none.
     """
 
     architecture: str
@@ -128,6 +129,7 @@ class Family:
     default_rotary_fraction: float | None = None
     sliding_window: bool = False
     mla: bool = False
+    default_norm_epsilon: float = 1e-6
 
     @property
     def fixed_keys(self) -> dict[str, Any]:
@@ -157,7 +159,7 @@ FAMILIES: Mapping[str, Family] = {
         Family("Qwen2ForCausalLM", qkv_bias=True, sliding_window=True),
         Family("LlamaForCausalLM"),
         Family("Qwen3MoeForCausalLM", qk_norm=True, router="softmax"),
-        Family("Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, router="sigmoid", default_rotary_fraction=0.5),
+        Family("Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, router="sigmoid", default_rotary_fraction=0.5, default_norm_epsilon=1e-5),
         Family("DeepseekV3ForCausalLM", mla=True, router="sigmoid"),
     )
 }

@@ -64,7 +64,7 @@ def transformer_config(
             # megatron-core 0.16 warns about its own default of a field that nobody set.
             warnings.filterwarnings("ignore", message="full scope is deprecated.*")
             config = config_class(**(_default_fields(spec, attention) | checked | fixed))
-    except (ValueError, AssertionError, TypeError) as error:
+    except (ValueError, AssertionError, TypeError, ImportError) as error:
         raise UserError(f"megatron-core refuses this model configuration: {error}; change model.megatron or training.topology") from error
     check_routing(config)
     check_recompute(config)
@@ -78,7 +78,7 @@ def transformer_config(
 
 
 def _checkpoint_fields(spec: ModelSpec) -> dict[str, Any]:
-    values: dict[str, Any] = {
+    return {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "ffn_hidden_size": spec.ffn_hidden_size,
@@ -97,10 +97,8 @@ def _checkpoint_fields(spec: ModelSpec) -> dict[str, Any]:
         "perform_initialization": True,
         "init_method": torch.nn.init.zeros_,
         "output_layer_init_method": torch.nn.init.zeros_,
+        **moe_fields(spec.moe, num_layers=spec.num_layers),
     }
-    if spec.moe is not None:
-        values |= moe_fields(spec.moe, num_layers=spec.num_layers)
-    return values
 
 
 def _topology_fields(topology: "TopologySettings", dtype: torch.dtype) -> dict[str, Any]:
@@ -121,12 +119,17 @@ def _topology_fields(topology: "TopologySettings", dtype: torch.dtype) -> dict[s
         # The trainer's losses are shares of a sum that is already normalised.
         "calculate_per_token_loss": True,
         "num_microbatches_with_partial_activation_checkpoints": None,
+        # It needs a build of torch of NVIDIA's own.
+        "use_ring_exchange_p2p": False,
     }
     if topology.vpp > 1:
         # Two messages between the same pair of stages in one batch give wrong gradients.
         values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False, "overlap_p2p_comm_warmup_flush": False}
         # The trainer fills up the micro-batches of a step to a multiple of it.
         values["microbatch_group_size_per_vp_stage"] = topology.pp
+    elif topology.pp > 1:
+        # Schedules without virtual stages refuse it in their first pass.
+        values["overlap_p2p_comm"] = False
     if local_device().kind == "cpu":
         # Freed outputs give wrong gradients with interleaved stages under gloo.
         values |= {"use_cpu_initialization": True, "deallocate_pipeline_outputs": False}

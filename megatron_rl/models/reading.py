@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.rotary import parse_rotary, parse_rotary_fraction
 from megatron_rl.models.attention.spec import parse_mla, parse_sliding_window
-from megatron_rl.models.config_json import positive_int, read_config
+from megatron_rl.models.config_json import boolean, count, names, positive_int, positive_number, read_config
 from megatron_rl.models.experts.spec import parse_moe
 from megatron_rl.models.families import FAMILIES, MTP_KEYS, Family
 from megatron_rl.models.spec import ModelSpec
@@ -36,10 +36,10 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
     num_layers = positive_int(config, "num_hidden_layers", origin)
     max_position_embeddings = positive_int(config, "max_position_embeddings", origin, default=32768)
     mla = parse_mla(config, origin) if family.mla else None
-    interleaved = mla is not None and bool(config.get("rope_interleave", True))
+    interleaved = mla is not None and boolean(config, "rope_interleave", origin, default=True)
     window, windowed = parse_sliding_window(config, origin, num_layers=num_layers, supported=family.sliding_window)
     head_dim = positive_int(config, "head_dim", origin, default=family.default_head_dim or hidden_size // num_heads)
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=family.architecture,
         vocab_size=positive_int(config, "vocab_size", origin),
         hidden_size=hidden_size,
@@ -49,10 +49,10 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
         num_kv_heads=num_kv_heads if mla is None else num_heads,
         head_dim=head_dim if mla is None else mla.qk_head_dim,
         ffn_hidden_size=positive_int(config, "intermediate_size", origin),
-        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=bool(config.get("attention_bias")) if family.qkv_bias is None else family.qkv_bias,
-        qk_norm=bool(config.get("use_qk_norm")) if family.qk_norm is None else family.qk_norm,
+        norm_epsilon=positive_number(config, "rms_norm_eps", origin, default=family.default_norm_epsilon),
+        tie_embeddings=boolean(config, "tie_word_embeddings", origin),
+        qkv_bias=boolean(config, "attention_bias", origin) if family.qkv_bias is None else family.qkv_bias,
+        qk_norm=boolean(config, "use_qk_norm", origin) if family.qk_norm is None else family.qk_norm,
         max_position_embeddings=max_position_embeddings,
         rotary=parse_rotary(config, origin, max_position_embeddings=max_position_embeddings, interleaved=interleaved),
         moe=parse_moe(config, origin, num_layers=num_layers, score_function=family.router) if family.router is not None else None,
@@ -60,16 +60,25 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
         rotary_fraction=parse_rotary_fraction(config, origin, default=family.default_rotary_fraction),
         sliding_window=window,
         sliding_layers=windowed,
-        num_mtp_layers=next((int(config[key]) for key in MTP_KEYS if config.get(key)), 0),
+        num_mtp_layers=max(count(config, key, origin, default=0) for key in sorted(MTP_KEYS)),
     )
+    _check_rotated_channels(spec, origin)
+    return spec
 
 
 def _family(config: Mapping[str, Any], origin: str) -> Family:
-    names = config.get("architectures") or ["none"]
-    known = [FAMILIES[name] for name in names if name in FAMILIES]
+    named = names(config, "architectures", origin) or ["none"]
+    known = [FAMILIES[name] for name in named if name in FAMILIES]
     if not known:
-        raise UserError(f"{origin} names architecture {', '.join(map(str, names))}, supported are {', '.join(FAMILIES)}; use one of them")
+        raise UserError(f"{origin} names architecture {', '.join(named)}, supported are {', '.join(FAMILIES)}; use one of them")
     return known[0]
+
+
+def _check_rotated_channels(spec: ModelSpec, origin: str) -> None:
+    """Channels turn in pairs. transformers rounds an odd number up where the head has one more channel, and so do we."""
+    room = spec.head_dim if spec.mla is None else spec.mla.qk_rope_head_dim
+    if not 0 < spec.rotary_dim + spec.rotary_dim % 2 <= room:
+        raise UserError(f"{origin} rotates {spec.rotary_dim} of {room} channels, which turn in pairs; correct the size of a head there")
 
 
 def _account_for_keys(config: Mapping[str, Any], family: Family, origin: str) -> None:

@@ -12,6 +12,8 @@ from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError
 from megatron_rl.planning.engine import plan_engine
 from megatron_rl.planning.gpus import Gpu
+from megatron_rl.planning.records import RunPlan
+from megatron_rl.rollout.server_args import validate_server_args
 
 with quiet_megatron_imports():
     from megatron_rl.models.reading import parse_model_spec, read_model_spec
@@ -46,20 +48,23 @@ def parse_request(words: Words, *, gpu: Gpu, num_gpus: int | None, topology: Map
     return Request(None, words, gpu, num_gpus, topology)
 
 
-def plan_lines(request: Request) -> Iterator[str]:
-    """The lines to print. Raises UserError, also when nothing fits that was not given in full."""
+def plans(request: Request) -> Iterator[tuple[str, RunPlan]]:
+    """The plan of the layout that was given, or those of the best layouts, each below the overrides that make a run of it.
+
+    Raises UserError, also when no layout fits.
+    """
     bare = request.words.config is None
     settings = load_settings(request.words.config, [*_overrides(request, bare=bare)])
+    if settings.rollout.sglang:
+        validate_server_args(settings.rollout.sglang)
     spec = read_spec(request.model or settings.model.path)
     if bare and not any(override.startswith("runtime.num_gpus_per_engine=") for override in request.words.overrides):
         settings = _with_engine_size(settings, spec, request.gpu)
     if request.num_gpus is None or request.topology:
-        yield from plan_run(settings, spec, gpu=request.gpu, num_nodes=None).lines()
+        yield _as_overrides(settings, bare=bare), plan_run(settings, spec, gpu=request.gpu, num_nodes=None)
         return
     for place, (chosen, plan) in enumerate(best_layouts(settings, spec, gpu=request.gpu, num_gpus=request.num_gpus), start=1):
-        yield f"{place}. {_as_overrides(chosen)}"
-        yield from plan.lines()
-        yield ""
+        yield f"{place}. {_as_overrides(chosen, bare=bare)}", plan
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -100,9 +105,13 @@ def _with_engine_size(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Settings
     return sized
 
 
-def _as_overrides(settings: Settings) -> str:
-    """The layout as it is written behind `megatron-rl train run.yaml`."""
+def _as_overrides(settings: Settings, *, bare: bool) -> str:
+    """The layout as it is written behind `megatron-rl train run.yaml`, with what was assumed for a plan without a settings file."""
     topology = settings.training.topology.model_dump(exclude_defaults=True)
     words = [f"training.topology.{name}={json.dumps(value)}" for name, value in topology.items() if value is not None]
     recompute = {name: value for name, value in settings.model.megatron.items() if name.startswith("recompute_")}
-    return " ".join([*words, *(f"model.megatron.{name}={value}" for name, value in recompute.items())])
+    words += [f"model.megatron.{name}={value}" for name, value in recompute.items()]
+    if bare:
+        words += [f"training.optimizer.{name}={json.dumps(value)}" for name, value in settings.training.optimizer.items()]
+        words.append(f"runtime.num_gpus_per_engine={settings.runtime.num_gpus_per_engine}")
+    return " ".join(words)

@@ -134,7 +134,7 @@ class _Size:
 
     def rank_bytes(self, settings: Settings, topology: Topology, *, full_recompute: bool) -> float:
         """Bytes of a rank: bf16 weights, fp32 gradients, 12 bytes of optimizer state per parameter, activations."""
-        split = any("use_distributed_optimizer" in fields for fields in (settings.training.optimizer, settings.training.ddp))
+        split = any(fields.get("use_distributed_optimizer") for fields in (settings.training.optimizer, settings.training.ddp))
         dense = self.dense / (topology.tp * topology.pp)
         experts = self.experts / (topology.etp * topology.ep * topology.pp)
         expert_dp = topology.num_ranks / (topology.etp * topology.ep * topology.pp)

@@ -28,7 +28,8 @@ def load_function(path: str, *, setting: str) -> Callable[..., Any]:
         raise UserError(f"{setting} {path} cannot be imported ({reason}); it is looked for on PYTHONPATH and in {os.getcwd()}") from error
     function = vars(module).get(name)
     if function is None:
-        functions = [known for known, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        own = [known for known, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        functions = [known for known in own if not known.startswith("_")]
         raise UserError(f"{setting} {path} does not exist: {module_name} has no {name}; it has: {', '.join(functions) or 'no functions'}")
     if not callable(function):
         raise UserError(f"{setting} {path} is a {type(function).__name__}, needs a function")

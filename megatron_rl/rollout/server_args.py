@@ -81,6 +81,9 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
         members = value if isinstance(value, list) else [value]
         if choices is not None and value is not None and any(member not in choices for member in members):
             raise UserError(f"rollout.sglang.{name} is {value!r}, needs one of {', '.join(map(str, choices))}")
+    share = arguments.get("mem_fraction_static")
+    if share is not None and not 0 < share <= 1:
+        raise UserError(f"rollout.sglang.mem_fraction_static is {share}, needs a share of the device's memory, above 0 and at most 1")
 
 
 def check_records_routing() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.messages import joined_error
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import DataSettings, Settings
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device, local_device, quiet_megatron_imports
@@ -150,6 +150,8 @@ def _check_model(settings: Settings, target: Target) -> list[str]:
     )
     frozen_rules(spec, settings.training.frozen)
     if settings.model.teacher is not None:
+        if not settings.model.teacher.is_dir():
+            raise UserError(f"model.teacher is {settings.model.teacher}, which is not a directory; give a Hugging Face model directory")
         teacher = read_model_spec(settings.model.teacher)
         check_layout(topology, teacher, settings.model.megatron)
         teacher_config(settings, teacher, dtype=model_dtype(settings, target.device), attention=target.attention)
@@ -159,7 +161,8 @@ def _check_model(settings: Settings, target: Target) -> list[str]:
 
 def _check_teacher(settings: Settings) -> list[str]:
     teacher = settings.model.teacher
-    if teacher is None:
+    # Another check says that the directory is not there.
+    if teacher is None or not teacher.is_dir():
         return []
     check_vocabulary(settings.model.path, teacher)
     return _check_weights(teacher)
@@ -209,17 +212,29 @@ def _check_data(settings: Settings, *, probe: bool) -> list[str]:
     """The tokenizer, every row of the data files, and the reward function on the first row."""
     tokenizer = load_tokenizer(settings.model.path)
     data = settings.data
+    notes: list[str] = []
     if probe:
         seed = settings.run.seed
         train = PromptSource(data.train, tokenizer, settings=data, seed=seed, need_response=settings.supervised)
         if data.eval is not None:
             PromptSource(data.eval, tokenizer, settings=data, seed=seed)
         if not settings.supervised:
-            with RewardRunner(settings.reward) as runner:
+            notes = _check_labels(train, settings)
+            with RewardRunner(settings.reward.model_copy(update={"num_workers": 1})) as runner:
                 runner.probe(train.next_prompts(1)[0])
     if data.eval is not None and data.eval.resolve() == data.train.resolve():
-        return [f"data.eval is data.train ({data.train}): the run is evaluated on rows that it trains on"]
-    return []
+        notes.append(f"data.eval is data.train ({data.train}): the run is evaluated on rows that it trains on")
+    return notes
+
+
+def _check_labels(source: PromptSource, settings: Settings) -> list[str]:
+    """Refuse a name of the label that no row knows; a note when no row has a label by the usual name, which a reward may not need."""
+    data = settings.data
+    if source.num_labels:
+        return []
+    if data.label_key != DataSettings.model_fields["label_key"].default:
+        raise UserError(f"{data.train}: no row has the field {data.label_key!r}; name the right one in data.label_key, or leave it out")
+    return [f"no row of {data.train} has the field {data.label_key!r}: the reward function gets label None for all of them"]
 
 
 def _check_sharing(settings: Settings, target: Target) -> list[str]:
@@ -249,7 +264,13 @@ def _check_placement(settings: Settings, target: Target) -> list[str]:
     if target.device.kind == "cuda" and not settings.supervised:
         _check_engine_gpus(settings)
     placement = target.placement(settings)
-    return [] if placement is None else crossing_notes(placement, Topology.of(settings.training.topology))
+    if placement is None:
+        return []
+    notes = crossing_notes(placement, Topology.of(settings.training.topology))
+    asked, filled = settings.runtime.cluster.num_nodes, len(placement.nodes)
+    if asked is not None and asked > filled:
+        notes.append(f"runtime.cluster.num_nodes is {asked}, but the run fills {filled}: {asked - filled} stay idle")
+    return notes
 
 
 def _check_engine_gpus(settings: Settings) -> None:

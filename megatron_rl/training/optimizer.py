@@ -37,6 +37,7 @@ _OPTIMIZER_REFUSED = {
     "bf16": "it follows from model.dtype",
     "fp16": "model.dtype can be float32 or bfloat16",
     "params_dtype": "it follows from model.dtype",
+    "loss_scale": "there is no float16 here, and the losses of routers would not be scaled with the others",
     "timers": "it is not a value that a file can hold",
     "overlap_param_gather_with_optimizer_step": "it needs a schedule of its own, which is not built; use training.ddp.overlap_param_gather",
 }
@@ -132,7 +133,7 @@ def make_configs(
             OptimizerConfig(**{**OPTIMIZER_DEFAULTS, **optimizer, **derived, **distributed}),
             DistributedDataParallelConfig(**{**DDP_DEFAULTS, **ddp, **distributed}),
         )
-    except (AssertionError, ValueError, RuntimeError) as error:
+    except (AssertionError, ValueError, RuntimeError, TypeError) as error:
         raise UserError(f"training.optimizer or training.ddp: megatron-core refuses the combination ({error})") from error
 
 

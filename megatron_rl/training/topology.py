@@ -118,6 +118,12 @@ class Topology:
                     f"so that pp·vpp is one of {_divisors(num_layers)}, or set {self._suggested_ends(num_layers)}"
                 )
             return
+        if self.pp == len(ends) and self.vpp > 1:
+            # Its offsets of virtual stages are divided by the number of stages between the first and the last.
+            raise UserError(
+                f"training.topology: {self}: model.megatron.{_FIRST} and {_LAST} are both set, but with pp 2 and vpp {self.vpp} "
+                f"megatron-core takes one of them; remove {_FIRST}"
+            )
         middle, stages = num_layers - sum(count for _, count in ends), self.pp - len(ends)
         sizes = [count for _, count in ends] + ([middle // stages] if stages > 0 else [])
         if stages < 0 or min(sizes) < 1 or (middle % stages if stages else middle) or any(size % self.vpp for size in sizes):
@@ -135,7 +141,8 @@ class Topology:
         first, last = -(-(units - between * (self.pp - 2)) // 2), (units - between * (self.pp - 2)) // 2
         if num_layers % self.vpp or self.pp < 2 or last < 1:
             return f"{_FIX} (no numbers fit {num_layers} layers, pp {self.pp} and vpp {self.vpp}) or another pp"
-        return f"model.megatron.{_FIRST} {first * self.vpp} and {_LAST} {last * self.vpp}"
+        ends = f"{_LAST} {last * self.vpp}"
+        return f"model.megatron.{ends}" if self.pp == 2 and self.vpp > 1 else f"model.megatron.{_FIRST} {first * self.vpp} and {ends}"
 
 
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"

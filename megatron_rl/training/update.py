@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, distributed
 
 from megatron_rl.models.experts.routed_tokens import RouterStep
+from megatron_rl.models.weights import expert_biases
 from megatron_rl.observe.metrics import Mean, Metric
 from megatron_rl.training import passes
 from megatron_rl.training.micro_batch import MicroBatch
@@ -59,9 +60,15 @@ def update(
     """
     lr = 0.0 if frozen else model.lr
     model.optimizer.zero_grad()
+    biases = [bias for chunk in model.chunks for _, bias in expert_biases(chunk)]
+    biases_before = [bias.clone() for bias in biases]
     reports: list[Report] = passes.forward_backward(model.chunks, micro_batches, loss, replay=replay, router_step=router_step)
     finite, means = _measure(reports if place.reports else [], measure, device=micro_batches[0].input_ids.device)
     sound, grad_norm = optimizer_step(model.optimizer, frozen=frozen) if finite else (False, math.nan)
+    if frozen or not sound:
+        # megatron-core moves them together with its sums of gradients, whatever becomes of these.
+        for bias, before in zip(biases, biases_before, strict=True):
+            bias.copy_(before)
     suspects: tuple[int, ...] = ()
     if sound and not frozen:
         model.scheduler.step(1)

@@ -158,6 +158,7 @@ def _code(path: Path) -> str:
         ([], "this machine has no GPU; start on a GPU node, name a Ray cluster with --ray-address, or look at the plan with --dry-run"),
         (["--modle", "x"], "'--modle' is not known"),
         (["--model"], "--model needs a value"),
+        (["--nodes", "zero"], "the number of nodes is 'zero', needs a number above 0"),
         (["--dry-run", "run.sed=1"], "did you mean run.seed?"),
     ],
 )

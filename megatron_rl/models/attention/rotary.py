@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.config_json import boolean, positive_int, positive_number, section
 
 RotaryKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -21,9 +22,9 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (),
+    "yarn": ("factor",),
 }
-_YARN_OPTIONAL = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_YARN_OPTIONAL = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {"yarn": (*_YARN_OPTIONAL, "attention_factor", "truncate")}
 
 
@@ -92,12 +93,11 @@ def parse_rotary(config: Mapping[str, Any], origin: str, *, max_position_embeddi
     """The rotary embedding of a config.json, in both spellings: `rope_parameters` (transformers 5, theta inside) and `rope_theta` with
     `rope_scaling` (transformers 4).
 
-    Raises UserError, naming `origin`, for a kind or a key that is not supported and for a missing key.
+    Raises UserError, naming `origin`, for a kind or a key that is not supported, a missing key and a number that cannot be.
     """
-    parameters: Mapping[str, Any] = config.get("rope_parameters") or {}
-    scaling: Mapping[str, Any] = parameters or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in _NEEDED:
+    scaling, where = _scaling(config, origin)
+    kind = next((scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None), "default")
+    if not isinstance(kind, str) or kind not in _NEEDED:
         raise UserError(f"{origin} asks for rope type {kind!r}, supported are {', '.join(_NEEDED)}; remove the scaling")
     missing = [name for name in _NEEDED[kind] if name not in scaling]
     if missing:
@@ -106,8 +106,10 @@ def parse_rotary(config: Mapping[str, Any], origin: str, *, max_position_embeddi
     extra = [name for name in scaling if name not in known]
     if extra:
         raise UserError(f"{origin} sets {extra[0]} = {scaling[extra[0]]!r} for rope type {kind}, which is not supported; correct the file")
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    values = {name: scaling[name] for name in _NEEDED[kind]} | (_yarn(scaling, max_position_embeddings) if kind == "yarn" else {})
+    theta = positive_number(scaling, "rope_theta", where, default=positive_number(config, "rope_theta", origin, default=10000.0))
+    if theta <= 1:
+        raise UserError(f"{origin} has rope_theta = {theta:g}, needs a number above 1; correct the file")
+    values = _yarn(scaling, where, max_position_embeddings) if kind == "yarn" else _needed_values(scaling, where, kind)
     return RotarySpec(theta=theta, kind=typing.cast(RotaryKind, kind), interleaved=interleaved, **values)
 
 
@@ -116,32 +118,48 @@ def parse_rotary_fraction(config: Mapping[str, Any], origin: str, *, default: fl
 
     Raises UserError for a fraction outside (0, 1], and for one below 1 in a family that rotates all channels.
     """
-    parameters: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    values = [source["partial_rotary_factor"] for source in (parameters, config) if source.get("partial_rotary_factor") is not None]
-    fraction = float(values[0]) if values else (1.0 if default is None else default)
-    if not 0 < fraction <= 1 or (default is None and fraction < 1):
+    scaling, where = _scaling(config, origin)
+    outside = positive_number(config, "partial_rotary_factor", origin, default=1.0 if default is None else default)
+    fraction = positive_number(scaling, "partial_rotary_factor", where, default=outside)
+    if fraction > 1 or (default is None and fraction < 1):
         needed = "1.0, because this family rotates all channels" if default is None else "a number above 0 and up to 1"
         raise UserError(f"{origin} sets partial_rotary_factor to {fraction:g}, needs {needed}; correct the file")
     return fraction
 
 
-def _yarn(scaling: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
-    """The fields of YaRN with the defaults of transformers: absent and null mean the same."""
-    original = scaling.get("original_max_position_embeddings") or max_position_embeddings
-    factor = scaling.get("factor")
-    factor = float(max_position_embeddings / original if factor is None else factor)
-    mscale, mscale_all_dim = float(scaling.get("mscale") or 0.0), float(scaling.get("mscale_all_dim") or 0.0)
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        two = mscale and mscale_all_dim
-        attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim) if two else yarn_mscale(factor, 1.0)
+def _scaling(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], str]:
+    """The object about rotary embedding in either spelling, and how errors about its keys name it."""
+    sections = {key: section(config, key, origin) for key in ("rope_parameters", "rope_scaling")}
+    given = [key for key, content in sections.items() if content]
+    if len(given) == 2 and sections["rope_parameters"] != sections["rope_scaling"]:
+        raise UserError(f"{origin} has rope_parameters and another rope_scaling, which are two spellings of the same; remove one of them")
+    return (sections[given[0]], f"{given[0]} in {origin}") if given else ({}, origin)
+
+
+def _needed_values(scaling: Mapping[str, Any], origin: str, kind: str) -> dict[str, Any]:
+    lengths = ("original_max_position_embeddings",)
+    values = {key: (positive_int if key in lengths else positive_number)(scaling, key, origin) for key in _NEEDED[kind]}
+    if kind == "llama3" and values["low_freq_factor"] >= values["high_freq_factor"]:
+        low, high = values["low_freq_factor"], values["high_freq_factor"]
+        raise UserError(f"{origin} has low_freq_factor {low:g} and high_freq_factor {high:g}, needs the second larger; correct the file")
+    return values
+
+
+def _yarn(scaling: Mapping[str, Any], origin: str, max_position_embeddings: int) -> dict[str, Any]:
+    """The fields of YaRN with the defaults of transformers; a factor of null is the ratio of the lengths, where both are given."""
+    original = positive_int(scaling, "original_max_position_embeddings", origin, default=max_position_embeddings)
+    stretched = None if scaling.get("original_max_position_embeddings") is None else max_position_embeddings / original
+    factor = positive_number(scaling, "factor", origin, default=stretched)
+    mscale, mscale_all_dim = (positive_number(scaling, key, origin, default=0.0, or_zero=True) for key in ("mscale", "mscale_all_dim"))
+    two = mscale and mscale_all_dim
+    attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim) if two else yarn_mscale(factor, 1.0)
     return {
         "factor": factor,
-        "original_max_position_embeddings": int(original),
-        "beta_fast": float(scaling.get("beta_fast") or 32.0),
-        "beta_slow": float(scaling.get("beta_slow") or 1.0),
-        "truncate": bool(scaling.get("truncate", True)),
-        "attention_factor": float(attention_factor),
+        "original_max_position_embeddings": original,
+        "beta_fast": positive_number(scaling, "beta_fast", origin, default=32.0),
+        "beta_slow": positive_number(scaling, "beta_slow", origin, default=1.0),
+        "truncate": boolean(scaling, "truncate", origin, default=True),
+        "attention_factor": positive_number(scaling, "attention_factor", origin, default=attention_factor),
         "mscale_all_dim": mscale_all_dim,
     }
 

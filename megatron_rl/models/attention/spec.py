@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.config_json import positive_int
+from megatron_rl.models.config_json import boolean, count, names, positive_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,24 @@ def parse_sliding_window(config: Mapping[str, Any], origin: str, *, num_layers: 
     """Tokens that a layer with a window sees, the querying one included, and the layers that have it, counted from 0.
 
     `layer_types` names them where it is given, otherwise they start at `max_window_layers`. Raises UserError for layer types that are
-    not known, and for windows in a family where they are not `supported`.
+    not known, for windows in a family where they are not `supported`, and for values of the wrong type, also where no layer uses them.
     """
-    kinds = config.get("layer_types") or ()
+    kinds = names(config, "layer_types", origin)
     strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if strange:
         raise UserError(f"{origin} has layers of type {', '.join(strange)}, supported are full_attention and sliding_attention")
     if kinds and len(kinds) != num_layers:
         raise UserError(f"{origin} has {len(kinds)} layer_types for {num_layers} layers, needs one for each; correct the file")
-    if not config.get("use_sliding_window"):
+    if not boolean(config, "use_sliding_window", origin):
         if "sliding_attention" in kinds:
             raise UserError(f"{origin} has layers of type sliding_attention without use_sliding_window; set it, or remove layer_types")
         return None, ()
     if not supported:
         raise UserError(f"{origin} sets use_sliding_window to True, which is not supported in this family; use another model")
     # The default of Qwen2 and Qwen3 in transformers.
-    first = config.get("max_window_layers", 28)
+    first = count(config, "max_window_layers", origin, default=28)
     layers = [layer for layer in range(num_layers) if (kinds[layer] == "sliding_attention" if kinds else layer >= first)]
-    return (positive_int(config, "sliding_window", origin), tuple(layers)) if layers else (None, ())
+    if not layers and config.get("sliding_window") is None:
+        return None, ()
+    window = positive_int(config, "sliding_window", origin)
+    return (window, tuple(layers)) if layers else (None, ())

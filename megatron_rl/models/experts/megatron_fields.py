@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from megatron_rl.config.settings import TopologySettings
 
 
-def moe_fields(moe: MoeSpec, *, num_layers: int) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that these experts fix."""
+def moe_fields(moe: MoeSpec | None, *, num_layers: int) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig that these experts fix; `moe` None is a model without."""
+    if moe is None:
+        return {"num_moe_experts": None}
     return {
         "num_moe_experts": moe.num_experts,
         "moe_layer_freq": [0 if moe.is_dense(layer) else 1 for layer in range(num_layers)],
@@ -47,8 +49,7 @@ def check_expert_layout(moe: MoeSpec | None, topology: "TopologySettings") -> No
     """Raise UserError, with the arithmetic, when the ranks of `topology` cannot share the experts; `moe` None is a model without."""
     etp = topology.tp if topology.etp is None else topology.etp
     if moe is None:
-        if topology.ep > 1 or topology.etp is not None:
-            raise UserError(f"training.topology has ep {topology.ep} and etp {topology.etp}, but the model has no experts; unset both")
+        _check_no_expert_layout(topology)
         return
     if moe.num_experts % topology.ep:
         fitting = [size for size in range(1, moe.num_experts + 1) if moe.num_experts % size == 0]
@@ -76,3 +77,10 @@ def check_expert_layout(moe: MoeSpec | None, topology: "TopologySettings") -> No
             f"training.topology.tp is {topology.tp} without sequence parallelism, but experts get their tokens sharded over the tensor "
             "parallel ranks; set training.topology.sequence_parallel to true"
         )
+
+
+def _check_no_expert_layout(topology: "TopologySettings") -> None:
+    given = ({"ep": topology.ep} if topology.ep > 1 else {}) | ({"etp": topology.etp} if topology.etp is not None else {})
+    if given:
+        sizes = " and ".join(f"{name} {size}" for name, size in given.items())
+        raise UserError(f"training.topology has {sizes}, but the model has no experts; unset {' and '.join(given)}")

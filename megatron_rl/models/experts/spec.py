@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.config_json import positive_int
+from megatron_rl.models.config_json import boolean, count, positive_int, positive_number
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 # Of how many experts transformers sums the scores to compare groups. megatron-core sums experts per token / groups per token.
@@ -46,39 +46,33 @@ def parse_moe(config: Mapping[str, Any], origin: str, *, num_layers: int, score_
     sizes that are missing, that contradict each other, or that megatron-core's router computes in another way.
     """
     sigmoid = score_function == "sigmoid"
-    num_dense_layers = _count(config, "first_k_dense_replace", origin) if sigmoid else 0
+    num_dense_layers = count(config, "first_k_dense_replace", origin) if sigmoid else 0
     if num_dense_layers >= num_layers:
         return None
     spellings = ("n_routed_experts", "num_experts", "num_local_experts")
-    count = next((key for key in spellings if config.get(key) is not None), "n_routed_experts" if sigmoid else "num_experts")
+    spelling = next((key for key in spellings if config.get(key) is not None), "n_routed_experts" if sigmoid else "num_experts")
     width = positive_int(config, "moe_intermediate_size", origin)
     moe = MoeSpec(
-        num_experts=positive_int(config, count, origin),
+        num_experts=positive_int(config, spelling, origin),
         num_experts_per_token=positive_int(config, "num_experts_per_tok", origin),
         ffn_hidden_size=width,
-        normalize_top_k=bool(config.get("norm_topk_prob", sigmoid)),
+        normalize_top_k=boolean(config, "norm_topk_prob", origin, default=sigmoid),
         num_dense_layers=num_dense_layers,
-        shared_ffn_hidden_size=width * _count(config, "n_shared_experts", origin) if sigmoid else 0,
+        shared_ffn_hidden_size=width * count(config, "n_shared_experts", origin) if sigmoid else 0,
         score_function=score_function,
         expert_bias=sigmoid,
-        **_groups(config, origin),
-        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        **(_groups(config, origin) if sigmoid else {}),
+        # Families of sigmoid scores differ in what an absent factor or number of groups means, so these have to be there.
+        routed_scaling_factor=positive_number(config, "routed_scaling_factor", origin) if sigmoid else 1.0,
     )
     _check_router(moe, origin)
     return moe
 
 
-def _count(config: Mapping[str, Any], key: str, origin: str) -> int:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UserError(f"{origin} has {key} = {value!r}, needs an integer >= 0; correct the file")
-    return value
-
-
 def _groups(config: Mapping[str, Any], origin: str) -> dict[str, int]:
     """The two fields about groups, or none where every group may be taken."""
-    num_groups = positive_int(config, "n_group", origin, default=1)
-    per_token = positive_int(config, "topk_group", origin, default=1)
+    num_groups = positive_int(config, "n_group", origin)
+    per_token = positive_int(config, "topk_group", origin)
     if per_token > num_groups:
         raise UserError(f"{origin} takes experts from {per_token} of {num_groups} groups (topk_group, n_group); correct the file")
     return {} if per_token == num_groups else {"num_groups": num_groups, "groups_per_token": per_token}

@@ -32,12 +32,14 @@ def test_config_follows_checkpoint_topology_and_overrides():
     (
         ({"recompute_granularty": "full"}, "recompute_granularty is not a field .*closest name is recompute_granularity"),
         ({"num_layers": 6}, "num_layers is 6, but the checkpoint needs 36"),
+        ({"num_moe_experts": 8}, "num_moe_experts is 8, but the checkpoint needs None"),
         ({"tensor_model_parallel_size": 2}, "is 2, but the trainer, with this topology, dtype and device, needs 1"),
         ({"window_size": [128, 0]}, "window_size is .*, but the checkpoint needs None"),
         ({"perform_initialization": False}, "perform_initialization is False"),
         ({"calculate_per_token_loss": False}, "calculate_per_token_loss is False, but the trainer"),
         ({"num_layers_in_first_pipeline_stage": "two"}, "'two': Input should be a valid integer"),
         ({"recompute_granularity": "full"}, "megatron-core refuses this model configuration"),
+        ({"use_ring_exchange_p2p": True}, "use_ring_exchange_p2p is True, but the trainer"),
     ),
 )
 def test_overrides_that_cannot_be_are_refused(overrides, message):
@@ -58,9 +60,28 @@ def test_pipeline_combinations_that_are_silently_wrong_are_refused(monkeypatch):
             transformer_config(SPEC, topology=topology, dtype=torch.float32, overrides=overrides)
 
 
-def test_expert_layouts_of_a_model_without_experts_are_refused():
-    with pytest.raises(UserError, match=r"ep 2 .* but the model has no experts"):
-        config_of({}, num_ranks=2, ep=2)
+def test_routing_that_depends_on_the_layout_is_refused():
+    experts = parse_model_spec(json.loads((QWEN3.parent / "Qwen3-30B-A3B.json").read_text(encoding="utf-8")), origin="config.json")
+    with pytest.raises(UserError, match=r"moe_router_topk_limited_devices is 1, which lets training.topology.ep decide"):
+        transformer_config(
+            experts,
+            topology=TopologySettings(num_ranks=2, ep=2),
+            dtype=torch.float32,
+            overrides={"moe_router_topk_limited_devices": 1},
+        )
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    (
+        ({"ep": 2}, r"training\.topology has ep 2, but the model has no experts; unset ep$"),
+        ({"etp": 1}, r"has etp 1, but the model has no experts; unset etp$"),
+        ({"ep": 2, "etp": 1}, r"has ep 2 and etp 1, but the model has no experts; unset ep and etp$"),
+    ),
+)
+def test_expert_layouts_of_a_model_without_experts_are_refused(topology, message):
+    with pytest.raises(UserError, match=message):
+        config_of({}, num_ranks=2, **topology)
 
 
 def test_attention_choice(monkeypatch):
@@ -71,3 +92,8 @@ def test_attention_choice(monkeypatch):
         resolve_attention("transformer_engine")
     monkeypatch.setattr("megatron_rl.models.megatron_config.chosen_backends", lambda: {"transformer-engine": "2.9"})
     assert resolve_attention("transformer_engine") == "transformer_engine"
+
+
+def test_overlapped_messages_without_virtual_stages_are_refused():
+    with pytest.raises(UserError, match=r"overlap_p2p_comm is True, but the trainer, .* needs False"):
+        config_of({"overlap_p2p_comm": True, "batch_p2p_comm": False}, num_ranks=2, pp=2)

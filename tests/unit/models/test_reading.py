@@ -1,6 +1,7 @@
 """Architectures read from config.json."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -91,6 +92,25 @@ def test_scaled_frequencies_equal_transformers(kind):
         ({"rope_parameters": {"rope_theta": 1e4, "mystery": 2}}, "sets mystery = 2 for rope type default"),
         ({"vocab_size": "32"}, "has vocab_size = '32', needs a positive integer"),
         ({"num_key_value_heads": 3}, "8 attention heads for 3 key-value heads"),
+        ({"architectures": 5}, r"config\.json has architectures = 5, needs a list of strings"),
+        ({"architectures": "Qwen3ForCausalLM"}, "has architectures = 'Qwen3ForCausalLM', needs a list of strings"),
+        ({"architectures": [["Qwen3ForCausalLM"]]}, "needs a list of strings"),
+        ({"layer_types": 5}, "has layer_types = 5, needs a list of strings"),
+        ({"layer_types": "full_attention"}, "needs a list of strings"),
+        *(({"rms_norm_eps": value}, f"has rms_norm_eps = {value!r}, needs a positive number") for value in ("abc", -1, math.nan, True, 0)),
+        *(({"rope_theta": value}, f"rope_theta = {value!r}, needs a positive number") for value in ("1e6", -5, math.nan, 0, 10**400)),
+        ({"rope_theta": 1}, "has rope_theta = 1, needs a number above 1"),
+        ({"rope_scaling": "yarn"}, "has rope_scaling = 'yarn', needs a JSON object"),
+        ({"rope_parameters": 5}, "has rope_parameters = 5, needs a JSON object"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, r"rope_parameters in config\.json has rope_theta = '1e6'"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            "rope_parameters and another rope_sc",
+        ),
+        ({"partial_rotary_factor": "half"}, "has partial_rotary_factor = 'half', needs a positive number"),
+        *(({key: "false"}, f"has {key} = 'false', needs true or false") for key in ("tie_word_embeddings", "use_sliding_window")),
+        ({"tie_word_embeddings": 1}, "has tie_word_embeddings = 1, needs true or false"),
+        ({"head_dim": 15}, "rotates 15 of 15 channels, which turn in pairs"),
     ),
 )
 def test_what_is_not_supported_is_refused(changes, message):
@@ -98,11 +118,20 @@ def test_what_is_not_supported_is_refused(changes, message):
         spec_of(**changes)
 
 
+def test_null_is_absent():
+    assert (spec_of(rms_norm_eps=None).norm_epsilon, spec_of(tie_word_embeddings=None).tie_embeddings) == (1e-6, False)
+    assert spec_of(rope_theta=None, rope_scaling=None, rope_parameters=None).rotary == RotarySpec(1e4)
+
+
 def test_missing_and_malformed_files(tmp_path):
     with pytest.raises(UserError, match="not a directory"):
         read_model_spec(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"has no config\.json"):
         read_model_spec(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").rmdir()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         read_model_spec(tmp_path)

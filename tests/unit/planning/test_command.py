@@ -5,7 +5,7 @@ import pytest
 
 from megatron_rl.config.overrides import Words
 from megatron_rl.errors import UserError
-from megatron_rl.planning.command import Request, parse_request, plan_lines, read_spec
+from megatron_rl.planning.command import Request, parse_request, plans, read_spec
 from megatron_rl.planning.gpus import GPUS
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
@@ -40,18 +40,48 @@ def test_a_config_json_alone_is_a_model(tmp_path: Path) -> None:
         read_spec(broken)
 
 
-def test_a_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_is_planned_and_what_was_assumed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a settings file the engine gets the GPUs that it needs."""
-    lines = list(plan_lines(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=4, tp=2, sequence_parallel=True)))
-    assert lines[0] == "4 ranks = tp 2 × pp 1 × cp 1 × dp 2 (sequence parallel)"
+    from megatron_rl.cli import main
+
+    model = str(CONFIGS / "Qwen3-4B.json")
+    assert main(["plan", model, "--gpus", "4", "--tp", "2", "--sequence-parallel"]) == 0
+    assumed, layout, *lines = capsys.readouterr().out.strip().splitlines()
+    assert assumed == (
+        "training.topology.num_ranks=4 training.topology.tp=2 training.topology.sequence_parallel=true "
+        "training.optimizer.use_distributed_optimizer=true runtime.num_gpus_per_engine=1"
+    )
+    assert layout == "4 ranks = tp 2 × pp 1 × cp 1 × dp 2 (sequence parallel)"
     assert lines[-1].startswith("fits: ")
     engine = lines[lines.index("SGLang engines, GiB per GPU") + 2].split()
     assert engine[:2] == ["1", "1"]
 
 
+def test_what_does_not_fit_is_told_to_scripts_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_rl.cli import main
+    from megatron_rl.planning import command
+
+    class Plan:
+        fits = False
+
+        def lines(self) -> list[str]:
+            return ["does not fit: 3 of 2"]
+
+    monkeypatch.setattr(command, "plan_run", lambda *_, **__: Plan())
+    assert main(["plan", str(CONFIGS / "Qwen3-4B.json"), "--gpus", "4", "--tp", "2"]) == 2
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_arguments_of_the_engine_are_checked() -> None:
+    with pytest.raises(UserError, match=r"mem_fraction_static is 1.7, needs a share"):
+        list(plans(request_of(CONFIGS / "Qwen3-4B.json", "rollout.sglang.mem_fraction_static=1.7", num_gpus=4, tp=2)))
+    with pytest.raises(UserError, match=r"mem_fraction_static is 'abc', needs another type"):
+        list(plans(request_of(CONFIGS / "Qwen3-4B.json", "rollout.sglang.mem_fraction_static=abc", num_gpus=4, tp=2)))
+
+
 def test_mistakes_in_the_layout_are_the_settings_own() -> None:
     with pytest.raises(UserError, match=r"8 ranks are not divisible by tp 3"):
-        list(plan_lines(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=8, tp=3)))
+        list(plans(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=8, tp=3)))
 
 
 def test_layouts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,23 +90,18 @@ def test_layouts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asked: list[Any] = []
 
-    class Plan:
-        def lines(self) -> list[str]:
-            return ["a table", "fits: 1 of 2"]
-
-    def search(settings: Any, spec: Any, *, gpu: Any, num_gpus: int) -> list[tuple[Any, Plan]]:
+    def search(settings: Any, spec: Any, *, gpu: Any, num_gpus: int) -> list[tuple[Any, str]]:
         asked.append((settings, num_gpus))
         topology = settings.training.topology.model_copy(update={"num_ranks": num_gpus, "tp": 2, "sequence_parallel": True})
-        return [(settings.model_copy(update={"training": settings.training.model_copy(update={"topology": topology})}), Plan())]
+        return [(settings.model_copy(update={"training": settings.training.model_copy(update={"topology": topology})}), "a plan")]
 
     monkeypatch.setattr(command, "best_layouts", search)
-    lines = list(plan_lines(request_of(CONFIGS / "Qwen3-8B.json", "data.prompts_per_step=32", num_gpus=8)))
-    assert lines == [
-        "1. training.topology.num_ranks=8 training.topology.tp=2 training.topology.sequence_parallel=true",
-        "a table",
-        "fits: 1 of 2",
-        "",
-    ]
+    [(overrides, plan)] = plans(request_of(CONFIGS / "Qwen3-8B.json", "data.prompts_per_step=32", num_gpus=8))
+    assert plan == "a plan"
+    assert overrides == (
+        "1. training.topology.num_ranks=8 training.topology.tp=2 training.topology.sequence_parallel=true "
+        "training.optimizer.use_distributed_optimizer=true runtime.num_gpus_per_engine=1"
+    )
     [(settings, num_gpus)] = asked
     assert num_gpus == 8 and settings.data.prompts_per_step == 32 and settings.training.optimizer["use_distributed_optimizer"]
 

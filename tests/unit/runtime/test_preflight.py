@@ -21,6 +21,9 @@ def score(*, prompt, response, label, metadata):
 
 def broken(*, prompt, response, label, metadata):
     return 1 / 0
+
+def length(*, prompt, response, label, metadata):
+    return float(len(response))
 """
 
 
@@ -98,6 +101,19 @@ def test_a_teacher_is_checked_too(check: Callable[..., list[str]], tiny_model: C
     (good / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"good teacher has no model\.safetensors"):
         check(f"model.teacher={good}", "objective.distillation_coef=0.5")
+
+
+def test_a_teacher_that_is_not_there_is_told_by_its_own_name(check: Callable[..., list[str]]) -> None:
+    with pytest.raises(UserError, match=r"^before the start: model.teacher is /nope, which is not a directory"):
+        check("model.teacher=/nope", "objective.distillation_coef=0.5")
+
+
+def test_a_name_of_the_label_that_no_row_has(check: Callable[..., list[str]], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train.jsonl: no row has the field 'answer'; name the right one in data.label_key"):
+        check("data.label_key=answer")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n' * 20)
+    [note] = check("reward.function=preflight_reward:length")
+    assert "no row of" in note and "gets label None" in note
 
 
 def test_problems_are_told_together(check: Callable[..., list[str]]) -> None:
@@ -288,6 +304,11 @@ def test_crossing_groups_are_noted(elsewhere: Callable[..., Settings]) -> None:
     (note,) = preflight_config(elsewhere("runtime.cluster.gpus_per_node=3", "runtime.num_gpus_per_engine=1", "runtime.cluster.num_nodes=4",
                                          "training.topology={num_ranks: 8, tp: 2}"))  # fmt: skip
     assert "1 of 4 tensor parallel groups of tp 2 ranks lie on 2 nodes of 3 GPUs" in note
+
+
+def test_idle_nodes_are_noted(elsewhere: Callable[..., Settings]) -> None:
+    (note,) = preflight_config(elsewhere("runtime.cluster.num_nodes=5"))
+    assert note == "runtime.cluster.num_nodes is 5, but the run fills 2: 3 stay idle"
 
 
 def test_nodes_are_counted_when_they_are_not_set(elsewhere: Callable[..., Settings]) -> None:

@@ -197,3 +197,21 @@ def test_returns_that_do_not_vary_explain_nothing() -> None:
     everywhere, nowhere = torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.bool)
     for mask in (everywhere, nowhere):
         assert explained_variance(returns=constant, values=torch.arange(5.0), mask=mask, all_reduce_sum=lambda share: share) is None
+
+
+@pytest.mark.parametrize("warmup_steps", (0, 1))
+def test_a_policy_that_waits_for_its_critic_keeps_the_biases_of_its_routers(
+    make_trainer: MakeTrainer, tiny_model: TinyModel, warmup_steps: int
+) -> None:
+    trainer = make_trainer(
+        tiny_model(family="glm4_moe"),
+        PPO,
+        megatron={"moe_router_bias_update_rate": 0.05},
+        critic={"warmup_steps": warmup_steps},
+        optimizer=OPTIMIZER,
+    )
+    before = {name: tensor.clone() for name, tensor in trainer.weights()}
+    train(trainer)
+    changed = {name for name, tensor in trainer.weights() if not torch.equal(tensor, before[name])}
+    biases = {name for name in before if name.endswith("e_score_correction_bias")}
+    assert biases and (changed == set() if warmup_steps else biases <= changed)

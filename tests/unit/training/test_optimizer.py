@@ -20,6 +20,7 @@ from megatron_rl.training.optimizer import build_scheduler, make_configs, valida
         ({"lr": "fast"}, r"training\.optimizer\.lr is 'fast'"),
         ({"use_distributed_optimizer": [1]}, r"training\.optimizer\.use_distributed_optimizer is \[1\]"),
         ({"optimizer": "sgd"}, "only 'adam'"),
+        ({"loss_scale": 128.0}, "losses of routers would not be scaled"),
         ({"overlap_param_gather_with_optimizer_step": True}, "schedule of its own"),
     ],
 )
@@ -52,6 +53,11 @@ def test_fields_reach_both_configurations_and_dtypes_can_be_named() -> None:
 def test_overlap_without_what_it_overlaps_is_refused() -> None:
     with pytest.raises(UserError, match=r"training\.optimizer\.use_distributed_optimizer"):
         make_configs({}, {"overlap_param_gather": True}, dtype=torch.float32)
+
+
+def test_what_megatron_cannot_build_here_is_refused() -> None:
+    with pytest.raises(UserError, match="megatron-core refuses the combination"):
+        make_configs({"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}, {}, dtype=torch.float32)
 
 
 def test_contradicting_sections_are_refused() -> None:

@@ -45,8 +45,7 @@ def test_sizes_that_do_not_fit_each_other_are_refused_with_the_arithmetic(settin
     [
         (
             {"num_ranks": 8, "pp": 2, "vpp": 2},
-            r"num_layers 6 is not divisible by pp·vpp 4.*\[1, 2, 3, 6\], or set model\.megatron\.num_layers_in_first_pipeline_stage 4 and "
-            "num_layers_in_last_pipeline_stage 2",
+            r"num_layers 6 is not divisible by pp·vpp 4.*\[1, 2, 3, 6\], or set model\.megatron\.num_layers_in_last_pipeline_stage 2$",
         ),
         ({"num_ranks": 5, "tp": 5}, r"12 attention heads are not divisible by tp 5.*\[1, 2, 3, 4, 6, 12\]"),
         ({"num_ranks": 3, "tp": 3}, r"2 KV groups are neither a multiple nor a divisor of tp 3; choose tp among \[1, 2, 4, 6, 12\]"),
@@ -90,7 +89,8 @@ def test_numbers_of_layers_that_are_suggested_fit(num_layers: int, pp: int, vpp:
         (61, 4, 1, ends(16, 14), r"61 - 16 \(num_layers_in_first_pipeline_stage\) - 14 \(.*\) = 31 layers for the 2 other pipeline stages"),
         (61, 4, 1, ends(None, 14), "= 47 layers for the 3 other pipeline stages"),
         (6, 2, 1, ends(4, 1), "= 1 layers for the 0 other pipeline stages"),
-        (6, 2, 2, ends(3, 3), "the same multiple of vpp 2"),
+        (6, 2, 2, ends(3, None), "the same multiple of vpp 2"),
+        (6, 2, 2, ends(4, 2), "both set, but with pp 2 and vpp 2 megatron-core takes one of them; remove num_layers_in_first"),
         (3, 1, 1, ends(2, 1), "= 0 layers for the 0 other pipeline stages"),
         (6, 2, 1, ends("4", 2), "num_layers_in_first_pipeline_stage is '4', needs a number of layers"),
         (6, 2, 1, ends(6, 0), "at least one layer"),

@@ -1,5 +1,7 @@
 """Rotary embeddings against transformers: frequencies of every kind, what config.json says, and the rotation itself."""
 
+import math
+
 import pytest
 import torch
 import transformers
@@ -59,6 +61,50 @@ def test_partial_rotary():
         parse_rotary_fraction({"partial_rotary_factor": 0.5}, "config.json", default=None)
     with pytest.raises(UserError, match=r"partial_rotary_factor to 1\.5, needs a number above 0 and up to 1"):
         parse_rotary_fraction({"partial_rotary_factor": 1.5}, "config.json", default=0.5)
+    for value in ("half", 0, -0.5, math.nan, True):
+        with pytest.raises(UserError, match=f"has partial_rotary_factor = {value!r}, needs a positive number"):
+            parse_rotary_fraction({"partial_rotary_factor": value}, "config.json", default=0.5)
+
+
+def test_theta_inside_of_rope_scaling_counts():
+    assert parse({"rope_scaling": {"rope_type": "linear", "factor": 2, "rope_theta": 5e5}, "rope_theta": 1e4}).theta == 5e5
+
+
+def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths_where_transformers_does():
+    config = transformers.Qwen3Config(max_position_embeddings=4096, rope_parameters=YARN | {"factor": None})
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    spec = parse({"rope_parameters": YARN | {"factor": None}})
+    torch.testing.assert_close(spec.inverse_frequencies(config.head_dim), expected, rtol=1e-6, atol=0)
+    assert (spec.factor, spec.attention_factor) == (8.0, pytest.approx(attention_factor, rel=1e-12))
+    with pytest.raises(KeyError, match="factor"):
+        transformers.Qwen3Config(rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 512})
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    (
+        ({"type": "yarn"}, "has rope type yarn without factor"),
+        ({"type": "yarn", "original_max_position_embeddings": 512}, "has rope type yarn without factor"),
+        ({"type": "yarn", "factor": None}, r"rope_scaling in config\.json has factor = None, needs a positive number"),
+        *((YARN | {"factor": value}, f"has factor = {value!r}, needs a positive number") for value in ("4", 0, -4, math.nan, math.inf)),
+        *((YARN | {key: "x"}, f"has {key} = 'x', needs a positive number") for key in ("beta_fast", "beta_slow", "attention_factor")),
+        *((YARN | {key: -1}, f"has {key} = -1, needs a number >= 0") for key in ("mscale", "mscale_all_dim")),
+        (YARN | {"original_max_position_embeddings": "512"}, "original_max_position_embeddings = '512', needs a positive integer"),
+        (YARN | {"truncate": "no"}, "has truncate = 'no', needs true or false"),
+        ({"rope_type": "linear", "factor": "2"}, "has factor = '2', needs a positive number"),
+        (LLAMA3 | {"low_freq_factor": None}, "has low_freq_factor = None, needs a positive number"),
+        (LLAMA3 | {"high_freq_factor": 1.0}, "has low_freq_factor 1 and high_freq_factor 1, needs the second larger"),
+        (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings = 0, needs a positive integer"),
+        ({"rope_type": ["yarn"]}, r"asks for rope type \['yarn'\], supported are"),
+        ({"rope_type": 5}, "asks for rope type 5, supported are"),
+    ),
+)
+def test_scalings_that_cannot_be_are_refused(scaling, message):
+    with pytest.raises(UserError, match=message):
+        parse({"rope_scaling": scaling})
 
 
 def angles(num_tokens, dim):

@@ -58,8 +58,28 @@ def test_windows_that_are_off_and_windows_that_cannot_be():
         window({"layer_types": ["sliding_attention"] * 4})
     with pytest.raises(UserError, match="not supported in this family"):
         window({"use_sliding_window": True}, supported=False)
-    with pytest.raises(UserError, match="sliding_window = 0, needs a positive integer"):
-        window({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0})
+    assert window({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 4}) == (None, ())
+
+
+@pytest.mark.parametrize("first", (0, 4))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    (
+        *(({"sliding_window": value}, f"has sliding_window = {value!r}, needs a positive integer") for value in (0, -3, "4096", 4096.0)),
+        *(({"max_window_layers": value}, f"has max_window_layers = {value!r}, needs an integer >= 0") for value in (-1, "2", 2.0, True)),
+        ({"use_sliding_window": "true"}, "has use_sliding_window = 'true', needs true or false"),
+    ),
+)
+def test_windows_of_a_wrong_type_are_refused_also_where_no_layer_has_one(first, changes, message):
+    with pytest.raises(UserError, match=message):
+        window({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": first, **changes})
+
+
+@pytest.mark.parametrize("value", ("false", 0))
+def test_interleaving_is_a_boolean(value):
+    config = QWEN3 | LATENT | {"architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 4, "rope_interleave": value}
+    with pytest.raises(UserError, match=f"has rope_interleave = {value!r}, needs true or false"):
+        parse_model_spec(config, origin="config.json")
 
 
 def test_windows_for_transformer_engine():

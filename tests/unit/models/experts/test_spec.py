@@ -75,7 +75,20 @@ def test_glm():
 
 
 def test_a_model_whose_layers_are_all_dense_has_no_experts():
-    assert spec_of(first_k_dense_replace=4).moe is None
+    spec = spec_of(first_k_dense_replace=4)
+    assert spec.moe is None
+    assert config_of(spec).num_moe_experts is None
+
+
+@pytest.mark.parametrize("name", ("Glm4Moe", "Qwen3Moe"))
+def test_an_absent_epsilon_is_that_of_the_family(name):
+    config = {"Glm4Moe": GLM, "Qwen3Moe": QWEN3}[name]
+    assert spec_of(config).norm_epsilon == getattr(transformers, f"{name}Config")().rms_norm_eps
+
+
+def test_both_spellings_of_the_number_of_mtp_layers_count():
+    assert spec_of(num_nextn_predict_layers=None, num_mtp_layers=2).num_mtp_layers == 2
+    assert spec_of(num_nextn_predict_layers=0).num_mtp_layers == 0
 
 
 @pytest.mark.parametrize("name", ("Glm4Moe", "DeepseekV3"))
@@ -135,6 +148,16 @@ def test_overrides_that_cannot_be_are_refused(overrides, message):
         (GLM, {"norm_topk_prob": False}, "norm_topk_prob False with 4 experts per token"),
         (GLM, {"n_group": 3}, "8 experts in 3 groups"),
         (GLM, {"topk_group": 5}, "takes experts from 5 of 4 groups"),
+        *(
+            (GLM, {key: "false"}, f"has {key} = 'false', needs true or false")
+            for key in ("attention_bias", "use_qk_norm", "norm_topk_prob")
+        ),
+        (QWEN3, {"norm_topk_prob": "false"}, "has norm_topk_prob = 'false', needs true or false"),
+        *((GLM, {"num_nextn_predict_layers": value}, f"= {value!r}, needs an integer >= 0") for value in ("one", -1, 1.0, True)),
+        *((GLM, {"routed_scaling_factor": value}, f"= {value!r}, needs a positive number") for value in ("2.5", 0, -1, None)),
+        (GLM, {"partial_rotary_factor": 0.01}, "rotates 0 of 16 channels"),
+        (GLM, {"n_group": None}, "has n_group = None, needs a positive integer"),
+        (GLM, {"topk_group": "2"}, "has topk_group = '2', needs a positive integer"),
         (GLM, {"num_experts_per_tok": 6}, "compare groups by their best 3, the model compares them by their best 2"),
     ),
 )
