@@ -1,6 +1,6 @@
 """Speed of a train step against transformers, and how well sequences are packed and balanced.
 
-    python tools/bench/training.py [packing] [step] [gpu]
+    python tools/bench/training.py [--only packing|step|gpu]
 
 packing  padding, micro-batches and imbalance over data-parallel ranks against the best possible, on three mixes of 1,024 lengths.
 step     tokens/s of supervised train steps, one thread per rank, of one rank and of two, against the same model in transformers
@@ -8,7 +8,7 @@ step     tokens/s of supervised train steps, one thread per rank, of one rank an
          backward and optimizer.
 gpu      MFU and peak memory of dense 0.6B and 4B configurations at 4k and 16k packed tokens; needs a GPU.
 
-Without a name all parts run that can. Tokens are real ones, never padding.
+Without --only all parts run that can. Tokens are real ones, never padding.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from megatron_rl.data.packing import make_shards, micro_batch_layout, pack, sequ
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.types import Ints, Shard, TrainBatch
 
+PARTS = ("packing", "step", "gpu")
 GPU_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s by the vendor's data sheets."""
 
@@ -331,15 +332,13 @@ def bench_gpu() -> None:
 def main() -> int:
     """Run the parts asked for."""
     parser = argparse.ArgumentParser(description="Benchmark packing and train steps.")
-    parser.add_argument(
-        "parts", nargs="*", choices=["packing", "step", "gpu"], metavar="packing|step|gpu", help="all that can run by default"
-    )
+    parser.add_argument("--only", choices=PARTS, help="one part; all that can run when not given")
     parser.add_argument("--sequences", type=int, default=1024, help="sequences of the packing part")
     parser.add_argument("--longest", type=int, default=16_384, help="longest sequence and token budget of the packing part")
     parser.add_argument("--dp", type=int, default=8, help="data-parallel ranks of the packing part")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each, of which the fastest counts")
     arguments = parser.parse_args()
-    parts: Sequence[str] = arguments.parts or ["packing", "step", "gpu"]
+    parts: Sequence[str] = PARTS if arguments.only is None else [arguments.only]
     if "packing" in parts:
         bench_packing(count=arguments.sequences, longest=arguments.longest, dp=arguments.dp)
     if "step" in parts:
