@@ -30,8 +30,8 @@ class Row:
 def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False) -> list[Row]:
     """Read and check every row of a `.jsonl` or `.parquet` file.
 
-    `need_response` makes a row without settings.response_key an error. Raises UserError with the line (the row, counted from 1, in
-    parquet), what was found and what is needed.
+    `need_response`, for supervised training, makes a row without settings.response_key an error; otherwise a label_key that was set and
+    that no row has is one. Raises UserError with the line (the row, counted from 1, in parquet), what was found and what is needed.
     """
     if not path.is_file():
         raise UserError(f"data file {path} {'is a directory' if path.is_dir() else 'does not exist'}; give a .jsonl or .parquet file")
@@ -44,6 +44,9 @@ def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False
     rows = [_check(record, place, settings=settings, need_response=need_response) for place, record in records]
     if not rows:
         raise UserError(f"data file {path} has no rows, needs at least one")
+    named = settings.label_key != DataSettings.model_fields["label_key"].default
+    if named and not need_response and all(row.label is None for row in rows):
+        raise UserError(f"{path}: no row has the field {settings.label_key!r}; name the right one in data.label_key, or leave it out")
     return rows
 
 

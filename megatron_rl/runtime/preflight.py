@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.messages import joined_error
-from megatron_rl.config.settings import DataSettings, Settings
+from megatron_rl.config.settings import Settings
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device, local_device, quiet_megatron_imports
@@ -219,22 +219,15 @@ def _check_data(settings: Settings, *, probe: bool) -> list[str]:
         if data.eval is not None:
             PromptSource(data.eval, tokenizer, settings=data, seed=seed)
         if not settings.supervised:
-            notes = _check_labels(train, settings)
+            if not train.num_labels:
+                notes.append(
+                    f"no row of {data.train} has the field {data.label_key!r}: the reward function gets label None for all of them"
+                )
             with RewardRunner(settings.reward.model_copy(update={"num_workers": 1})) as runner:
                 runner.probe(train.next_prompts(1)[0])
     if data.eval is not None and data.eval.resolve() == data.train.resolve():
         notes.append(f"data.eval is data.train ({data.train}): the run is evaluated on rows that it trains on")
     return notes
-
-
-def _check_labels(source: PromptSource, settings: Settings) -> list[str]:
-    """Refuse a name of the label that no row knows; a note when no row has a label by the usual name, which a reward may not need."""
-    data = settings.data
-    if source.num_labels:
-        return []
-    if data.label_key != DataSettings.model_fields["label_key"].default:
-        raise UserError(f"{data.train}: no row has the field {data.label_key!r}; name the right one in data.label_key, or leave it out")
-    return [f"no row of {data.train} has the field {data.label_key!r}: the reward function gets label None for all of them"]
 
 
 def _check_sharing(settings: Settings, target: Target) -> list[str]:

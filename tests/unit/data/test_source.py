@@ -159,6 +159,13 @@ def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: Any) -> None:
         open_source(tmp_path / "image.parquet", tokenizer)
 
 
+def test_a_name_of_the_label_that_no_row_has_is_refused_where_labels_count(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "1+1=", "label": "2", "response": "2"})
+    with pytest.raises(UserError, match=r"a.jsonl: no row has the field 'answer'; name the right one in data.label_key"):
+        open_source(path, tokenizer, label_key="answer")
+    assert len(open_source(path, tokenizer, label_key="answer", need_response=True)) == 1
+
+
 def test_chat_without_a_template_is_refused(tmp_path: Path, tokenizer_path: Path) -> None:
     bare = load_tokenizer(tokenizer_path)
     bare.chat_template = None

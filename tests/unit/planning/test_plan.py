@@ -51,8 +51,9 @@ def test_a_dense_model_by_hand(model_spec: Callable[[str], Any], run_settings: C
     hidden = 16384 * spec.hidden_size * 2
     assert first.activations == pytest.approx(2 * (6 * hidden // 2 + hidden), rel=0.02)
     assert first.logits == 0 and last.logits > 2 * GIB
-    assert max(first.total, last.total) < GPUS["H100-80"].memory_bytes and plan.fits
-    assert plan.verdict.startswith(f"fits: {plan.peak / GIB:.1f} of 79.6 GiB on the fullest rank")
+    # So few layers weigh less than the logits.
+    assert first.total < last.total < GPUS["H100-80"].memory_bytes and plan.fits
+    assert plan.verdict.startswith(f"fits: {plan.peak / GIB:.1f} of 79.6 GiB on the fullest rank (stage 1)")
     assert plan.num_nodes == 2
 
 
