@@ -4,9 +4,12 @@
 and CUDA kernels, so it is part of the extra `gpu`; on a machine without a GPU, `tools/setup_env.sh` installs it without them.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
 
 INSTALL_REQUIRES = [
     # The releases that the shims and numbers were verified on. 0.17 and later need Python 3.12.
@@ -56,15 +59,26 @@ EXTRAS_REQUIRE = {
     "wandb": ["wandb>=0.17"],
 }
 
+
+def version() -> str:
+    """The newest release that the list of changes names."""
+    changes = (ROOT / "megatron_rl" / "CHANGES.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\S+)", changes, flags=re.MULTILINE)
+    assert newest is not None, "CHANGES.md names no release"
+    return newest[1]
+
+
 setup(
     name="megatron-rl",
-    version="0.1.0",
+    version=version(),
     description="RL post-training for large language models: Megatron-Core trains, SGLang generates, Ray places the processes.",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl": ["py.typed"]},
+    package_data={"megatron_rl": ["py.typed", "CHANGES.md"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},

@@ -2,7 +2,9 @@
 # Sets up the environment if needed, then checks style and types and runs the tests.
 #
 #   bash tests/run.sh [--wide] [pytest arguments ...]
+#   bash tests/run.sh --style
 #
+# --style stops after style and types: what pre-commit runs.
 # --wide adds the tests marked slow, among them the whole matrix of layouts (tests/dist/README.md), whose table is printed and, where
 # MATRIX_FILE names a file, written. pytest arguments, such as -k packing or -x, go to every group of tests.
 # GPU tests run where there is a GPU. About 20 minutes on 2 cores; every section is run even when an earlier one fails.
@@ -10,10 +12,11 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 marks="not slow"
-if [ "${1:-}" = --wide ]; then
-    marks="(slow or not slow)"
-    shift
-fi
+only_style=no
+case ${1:-} in
+    --wide) marks="(slow or not slow)" && shift ;;
+    --style) only_style=yes && shift ;;
+esac
 [ -n "$(nvidia-smi -L 2>/dev/null)" ] || marks="$marks and not gpu"
 
 bash tools/setup_env.sh || exit 1
@@ -47,11 +50,13 @@ narrowed=no
 section "ruff check" ruff check
 section "ruff format" ruff format --check
 section "mypy" mypy
-# The other groups start as many processes as the machine bears.
-section "unit tests" tests --numprocesses=auto --maxprocesses=4 tests/unit "$@"
-section "contract tests" tests tests/contract "$@"
-section "multi-process tests" tests tests/dist "$@"
-section "end-to-end tests" tests tests/e2e "$@"
+if [ "$only_style" = no ]; then
+    # The other groups start as many processes as the machine bears.
+    section "unit tests" tests --numprocesses=auto --maxprocesses=4 tests/unit "$@"
+    section "contract tests" tests tests/contract "$@"
+    section "multi-process tests" tests tests/dist "$@"
+    section "end-to-end tests" tests tests/e2e "$@"
+fi
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf '\nFAILED: %s (%d s in all)\n' "$(IFS=,; echo "${failed[*]}")" "$SECONDS"
