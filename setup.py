@@ -44,13 +44,16 @@ EXTRAS_REQUIRE = {
         # Exact: server flags, the platform plugin and the response fields differ between releases. Needs Python 3.11.
         'sglang==0.5.23; python_version >= "3.11"',
         'sglang==0.5.21; python_version < "3.11"',
-        "transformer-engine[pytorch]>=2.9",
+        # One per megatron-core, whose layers derive from its; the core for CUDA 13, which SGLang's torch is built with.
+        'transformer-engine[core-cu13,pytorch]==2.11.0; python_version < "3.12"',
+        'transformer-engine[core-cu13,pytorch]==2.18.0; python_version >= "3.12"',
     ],
     "test": [
         "pytest>=8.2",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",
+        "uv>=0.8",
         # Exact: another release of a formatter, type checker or linter finds other faults in the same code.
         "ruff==0.17.5",
         "mypy==2.4.1",

@@ -119,7 +119,7 @@ def check_package(release: Release, installed: str | None) -> Finding:
 def check_accelerators(kind: Literal["cpu", "cuda"]) -> Iterator[Finding]:
     """TransformerEngine and Apex: used when importable, never needed. Apex is known by its extension, PyPI's apex is another project."""
     for topic, module, advice in (
-        ("transformer-engine", "transformer_engine", f"{sys.executable} -m pip install --no-build-isolation 'transformer-engine[pytorch]'"),
+        ("transformer-engine", "transformer_engine", "DEVICE=gpu bash tools/setup_env.sh"),
         ("apex", "amp_C", "build it from https://github.com/NVIDIA/apex; the package of that name on PyPI is another project"),
     ):
         present = importlib.util.find_spec(module) is not None

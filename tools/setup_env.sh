@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Creates .venv with everything that megatron_rl needs and installs this checkout into it. A second call finds it complete and returns at once.
 #
-#   bash tools/setup_env.sh
+#   bash tools/setup_env.sh [--check]
+#
+# --check   says which stack and interpreter would be taken and whether this machine can hold them; changes nothing
 #
 # PYTHON=python3.12     the interpreter to use (3.10, 3.11 or 3.12); when not set, the one of a complete .venv, else the first usable one
 # DEVICE=cpu | gpu      the stack to install; gpu when nvidia-smi lists one
@@ -19,6 +21,8 @@ log=$venv/setup.log
 stamp=$venv/.setup_complete       # written last: the hash of everything that the environment was made from
 owned=$venv/.made_by_setup_env    # written first: this script may clear the directory
 requirements=tools/requirements
+cuda_major=13       # of the torch that SGLang pins
+needed_driver=580   # the oldest that runs CUDA 13
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 fail() {
@@ -53,13 +57,16 @@ usable_python() {
 }
 
 choose_python() {
-    local candidate
+    # A newer Python brings a newer megatron-core. On GPUs that decides: before 0.19 gradient norms are wrong with TransformerEngine under
+    # tensor parallel latent attention and experts. On CPU 3.11 is what everything was run on.
+    local candidate order=(python3.11 python3.12 python3.10 python3)
+    [ "$device" = cpu ] || order=(python3.12 python3.11 python3.10 python3)
     if [ -n "${PYTHON:-}" ]; then
         usable_python "$PYTHON" || fail "PYTHON=$PYTHON does not run, is not Python 3.10 to 3.12, or lacks the venv module: name another one"
         python=$PYTHON
         return
     fi
-    for candidate in python3.11 python3.12 python3.10 python3; do
+    for candidate in "${order[@]}"; do
         if usable_python "$candidate"; then
             python=$candidate
             return
@@ -81,9 +88,34 @@ check_system() {
     command -v lscpu >/dev/null || fail "lscpu is not on PATH and SGLang's server calls it: apt-get install util-linux"
     command -v c++ >/dev/null || command -v g++ >/dev/null ||
         fail "found no C++ compiler, which torch.compile calls inside megatron-core and SGLang: apt-get install g++"
-    [ "$device" = cpu ] || need_gb=25
+    if [ "$device" = gpu ]; then
+        need_gb=25
+        check_gpu_system
+    fi
     free_gb=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1048576))
     [ "$free_gb" -ge "$need_gb" ] || fail "$repository has $free_gb GB free and the $device stack needs $need_gb: free some space or clone elsewhere"
+}
+
+# What the GPU stack cannot do without and pip does not bring: found now, not after an hour of compiling or by the first rank.
+check_gpu_system() {
+    local driver glibc toolkit
+    glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | awk '{print $2}')
+    at_least "${glibc:-0}" 2.34 ||
+        fail "this system has glibc ${glibc:-of an unknown version}, and SGLang's wheels need 2.34 or newer: use Ubuntu 22.04, Debian 12 or a container of one"
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+    at_least "${driver:-0}" "$needed_driver" ||
+        fail "the NVIDIA driver is ${driver:-not found}, and CUDA $cuda_major needs $needed_driver or newer: update the driver, or set DEVICE=cpu"
+    [ -z "${WITHOUT_TRANSFORMER_ENGINE:-}" ] || return 0
+    command -v nvcc >/dev/null ||
+        fail "nvcc is not on PATH, and TransformerEngine is compiled with it: install the CUDA $cuda_major toolkit, or set WITHOUT_TRANSFORMER_ENGINE=1"
+    toolkit=$(nvcc --version | sed -n 's/.*release \([0-9]*\).*/\1/p')
+    [ "$toolkit" = "$cuda_major" ] ||
+        fail "nvcc is of CUDA ${toolkit:-?}, and torch of this stack is built for CUDA $cuda_major: put a CUDA $cuda_major toolkit first on PATH, or set WITHOUT_TRANSFORMER_ENGINE=1"
+}
+
+# at_least VERSION NEEDED
+at_least() {
+    [ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1)" = "$2" ]
 }
 
 # step NAME COMMAND...: runs the command with its output in the log; a line when it starts, one every 20 seconds, one when it ends.
@@ -162,21 +194,40 @@ install_cpu() {
 install_gpu() {
     step 'packages' "${pip[@]}" -r "$requirements/gpu.txt" -r "$requirements/test.txt"
     if [ -z "${WITHOUT_TRANSFORMER_ENGINE:-}" ]; then
+        # Compiled against the installed torch, so what the build needs has to be installed as well.
+        step 'build needs' "${pip[@]}" -r "$requirements/gpu-build-needs.txt"
         step 'TransformerEngine' "${pip[@]}" --no-build-isolation -r "$requirements/gpu-build.txt"
     fi
 }
 
 verify() {
-    "$venv/bin/python" - <<'PYTHON'
+    local names=(torch transformers ray megatron.core sglang)
+    # Its three packages have to be of one release, which only an import finds out.
+    [ "$device" = cpu ] || [ -n "${WITHOUT_TRANSFORMER_ENGINE:-}" ] || names+=(transformer_engine.pytorch)
+    "$venv/bin/python" - "${names[@]}" <<'PYTHON'
+import importlib
 import importlib.metadata
-import torch, transformers, ray, megatron.core, sglang
+import sys
+
+for module in sys.argv[1:]:
+    importlib.import_module(module)
 for name in ("torch", "megatron-core", "sglang", "transformers", "ray"):
     print(name, importlib.metadata.version(name))
 PYTHON
 }
 
 main() {
+    case ${1:-} in
+        '' | --check) ;;
+        *) fail "'$1' is not an option, needs --check or nothing: settings are environment variables, see the top of this script" ;;
+    esac
     choose_device
+    if [ "${1:-}" = --check ]; then
+        choose_python
+        check_system
+        printf 'environment: %s stack, because %s; %s; would go into %s\n' "$device" "$reason" "$("$python" --version)" "$venv"
+        return
+    fi
     wanted=$(fingerprint)
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && same_python; then
         printf 'environment: %s is complete (%s: %s)\n' "$venv" "$device" "$reason"
@@ -204,4 +255,4 @@ main() {
     printf 'environment: ready in %d s, %s\n' "$SECONDS" "$(du -sh "$venv" | cut -f 1)"
 }
 
-main
+main "$@"

@@ -1,0 +1,102 @@
+"""`tools/setup_env.sh --check` on machines that are pretended by stand-ins on PATH, and the GPU stack as a resolver sees it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REQUIREMENTS = ROOT / "tools" / "requirements"
+
+
+def check(
+    tmp_path: Path, *, driver: str = "580.65.06", cuda: str | None = "13.0", glibc: str = "2.35", **environment: str
+) -> tuple[int, str]:
+    """Exit status and output of `setup_env.sh --check` on a machine with a GPU, `driver`, nvcc of `cuda` and `glibc`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    stand_ins = {
+        "nvidia-smi": f'case $1 in -L) echo "GPU 0: NVIDIA H100" ;; *) echo {driver} ;; esac',
+        "getconf": f"echo glibc {glibc}",
+        "python3.11": f'[ "$1" = --version ] && echo "Python of 3.11" || exec {sys.executable} "$@"',
+        "python3.12": f'[ "$1" = --version ] && echo "Python of 3.12" || exec {sys.executable} "$@"',
+        "df": "printf 'header\\nx 1 1 99999999 1%% /\\n'",
+    }
+    if cuda is not None:
+        stand_ins["nvcc"] = f'echo "Cuda compilation tools, release {cuda}, V{cuda}.48"'
+    for name, body in stand_ins.items():
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+    # Only what the script calls: a machine's own nvcc must not be found behind the stand-ins.
+    for name in ("bash", "sh", "uname", "lscpu", "c++", "awk", "sed", "head", "sort", "cat", "sha256sum", "cut", "dirname"):
+        found = shutil.which(name)
+        assert found is not None, f"{name} is missing on this machine"
+        if not (programs / name).exists():
+            (programs / name).symlink_to(found)
+    done = subprocess.run(
+        ["bash", "tools/setup_env.sh", "--check"],
+        cwd=ROOT,
+        env={"PATH": str(programs), "VENV": str(tmp_path / "venv"), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not (tmp_path / "venv").exists(), "--check must change nothing"
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_gpu_machines_get_the_newest_python_and_cpu_machines_the_tested_one(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert check(tmp_path / "a")[1].startswith("environment: gpu stack, because nvidia-smi lists a GPU; Python of 3.12;")
+    assert check(tmp_path / "b", DEVICE="cpu")[1].startswith("environment: cpu stack, because DEVICE=cpu is set; Python of 3.11;")
+
+
+@pytest.mark.parametrize(
+    ("machine", "sentence"),
+    [
+        ({"driver": "570.172.08"}, "the NVIDIA driver is 570.172.08, and CUDA 13 needs 580 or newer"),
+        ({"cuda": None}, "nvcc is not on PATH"),
+        ({"cuda": "12.8"}, "nvcc is of CUDA 12, and torch of this stack is built for CUDA 13"),
+        ({"glibc": "2.31"}, "this system has glibc 2.31, and SGLang's wheels need 2.34"),
+    ],
+)
+def test_what_would_fail_late_is_said_first(tmp_path: Path, machine: dict[str, str], sentence: str) -> None:
+    status, text = check(tmp_path, **machine)
+    assert (status, sentence in text, len(text.splitlines())) == (1, True, 1), text
+
+
+def test_a_toolkit_is_only_needed_to_compile(tmp_path: Path) -> None:
+    status, text = check(tmp_path, cuda=None, WITHOUT_TRANSFORMER_ENGINE="1")
+    assert (status, "gpu stack" in text) == (0, True), text
+
+
+def test_unknown_options_are_refused() -> None:
+    done = subprocess.run(["bash", "tools/setup_env.sh", "--chek"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, "'--chek' is not an option" in done.stderr) == (1, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_gpu_stack_resolves(python: str, tmp_path: Path) -> None:
+    """All pins of the GPU stack fit together. TransformerEngine's torch extension has no metadata before it is built, so it is left out."""
+    engine = tmp_path / "engine.txt"
+    engine.write_text((REQUIREMENTS / "gpu-build.txt").read_text().replace("core-cu13,pytorch", "core-cu13"))
+    done = subprocess.run(
+        [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-build"]
+        + ["--python-version", python, "--python-platform", "x86_64-manylinux_2_34"]
+        + [str(path) for path in (REQUIREMENTS / "gpu.txt", REQUIREMENTS / "gpu-build-needs.txt", REQUIREMENTS / "test.txt", engine)],
+        env={name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    pins = dict(line.split("==") for line in done.stdout.splitlines() if "==" in line)
+    assert pins["torch"] == "2.14.1"
+    assert any(name.endswith("-cu13") for name in pins), "setup_env.sh checks for CUDA 13"
+    assert pins["transformer-engine"] == {"3.11": "2.11.0", "3.12": "2.18.0"}[python]
