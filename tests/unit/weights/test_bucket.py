@@ -11,7 +11,9 @@ def test_buckets_keep_every_weight_in_order_and_under_the_limit(sizes: list[int]
     manifest = [WeightSpec(f"w{row}", "float32", (size,)) for row, size in enumerate(sizes)]
     buckets = make_buckets(manifest, max_bytes=limit)
     assert [spec for bucket in buckets for spec in bucket] == manifest
-    assert all(len(bucket) == 1 or sum(spec.num_bytes for spec in bucket) <= limit for bucket in buckets)
+    filled = [sum(spec.num_bytes for spec in bucket) for bucket in buckets]
+    assert all(len(bucket) == 1 or size <= limit for bucket, size in zip(buckets, filled, strict=True))
+    assert all(size + later[0].num_bytes > limit for size, later in zip(filled[:-1], buckets[1:], strict=True)), "no bucket has room left"
 
 
 def test_flat_buckets_hold_the_bytes_of_the_weights() -> None:
