@@ -9,7 +9,7 @@ import torch
 from megatron_rl.algorithms.emulation import Step, rank_inputs, trivial_layout
 from megatron_rl.algorithms.inputs import LossInputs, policy_terms
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.selection import covariance_selection, step_statistics, top_entropy_mask
+from megatron_rl.algorithms.selection import covariance_selection, quantile, step_statistics, top_entropy_mask
 from megatron_rl.algorithms.sequences import Sequences, identity
 
 LENGTHS = [5, 1, 19, 3, 17]
@@ -75,3 +75,10 @@ def test_the_entropy_threshold_is_the_quantile_of_trained_tokens(step: Step) -> 
     assert statistics.entropy_tokens == (entropies[trained] >= threshold).sum()
     mask = top_entropy_mask(objective, statistics, inputs, sequences)
     assert mask is not None and torch.equal(mask[inputs.loss_mask], torch.from_numpy(entropies[trained] >= threshold))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 0.97, 1.0])
+def test_quantiles_are_numpys(count: int, fraction: float) -> None:
+    values = np.random.default_rng(count).normal(size=count)
+    assert quantile(torch.from_numpy(values), fraction) == pytest.approx(np.quantile(values, fraction), rel=1e-12)

@@ -73,6 +73,9 @@ def test_a_response_across_a_weight_sync_is_counted_as_mixed() -> None:
     values = metric_values(rollout_metrics([Group("p", PROMPT, (first, sample(scored(1))))], version=4))
     assert values["rollout/mixed_versions_fraction"] == 0.5
     assert values["rollout/staleness"] == pytest.approx(0.4)
+    across_the_first = replace(sample(scored(0), length=3), weight_versions=np.array([0, -1, 1]))
+    values = metric_values(rollout_metrics([Group("p", PROMPT, (across_the_first,))], version=1))
+    assert (values["rollout/mixed_versions_fraction"], values["rollout/staleness"]) == (1.0, 0.5)
 
 
 @pytest.mark.parametrize(("rewards", "expected"), [((0.3,) * 8, True), ((0.3, 0.3, 0.30000001), False), ((1.0,), True)])

@@ -1,11 +1,12 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets, make_manifest
 
 
+@example([1, 1, 1, 1, 1], 8)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(4, 300))
 def test_buckets_keep_every_weight_in_order_and_under_the_limit(sizes: list[int], limit: int) -> None:
     manifest = [WeightSpec(f"w{row}", "float32", (size,)) for row, size in enumerate(sizes)]

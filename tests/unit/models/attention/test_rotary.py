@@ -21,7 +21,7 @@ YARNS = {
     "one factor alone": YARN | {"mscale": 0.707},
     "attention factor": YARN | {"attention_factor": 1.25, "mscale": 0.5, "mscale_all_dim": 2.0},
     "other turns, not truncated": YARN | {"beta_fast": 20.5, "beta_slow": 2.5, "truncate": False},
-    "theta so small that the ramp leaves the channels": YARN | {"rope_theta": 10.0, "beta_fast": 4.0, "beta_slow": 0.1},
+    "theta so small that the ramp leaves the channels": YARN | {"rope_theta": 10.0, "beta_slow": 0.1},
     "ramp of no width": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
 }
 
