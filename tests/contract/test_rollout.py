@@ -1,6 +1,7 @@
 """The contract of a rollout function. Check your own: `pytest tests/contract/test_rollout.py --rollout package.module:function`."""
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,20 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Experts, Ints, Prompt, Sample, StopReason
 
 VOCAB_SIZE = 50
+TWO_TURNS = "two_turns:rollout"
+OURS = ("megatron_rl.rollout.generate:single_turn", TWO_TURNS)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Check the rollout function that is asked for; else ours, one of them with tokens that no engine made."""
+    if "path" in metafunc.fixturenames:
+        asked = metafunc.config.getoption("--rollout", default=None)
+        metafunc.parametrize("path", [str(asked)] if asked else OURS)
+
+
+@pytest.fixture(autouse=True)
+def _two_turns_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
 
 
 class ScriptedEngine:
@@ -41,11 +56,6 @@ def experts_of(tokens: Ints) -> Experts:
     return np.stack([tokens, VOCAB_SIZE + np.arange(len(tokens))], axis=-1).astype(np.uint8)[:, None]
 
 
-@pytest.fixture
-def path(request: pytest.FixtureRequest) -> str:
-    return str(request.config.getoption("--rollout", default="megatron_rl.rollout.generate:single_turn"))
-
-
 def run(path: str, engine: ScriptedEngine, *, num_samples: int) -> tuple[Sample, ...]:
     prompt = Prompt(id="contract", token_ids=np.array([1, 2, 3]), text="2+2=", label="4")
     work = load_rollout(path)(
@@ -74,8 +84,20 @@ def test_trained_tokens_are_exactly_what_the_engine_made(path: str) -> None:
 
 
 def test_tokens_that_no_engine_made_are_masked_and_have_no_version(path: str) -> None:
-    for sample in run(path, ScriptedEngine(), num_samples=4):
-        assert (sample.weight_versions[~sample.loss_mask] == -1).all() or sample.loss_mask.all()
+    engine = ScriptedEngine()
+    for sample in run(path, engine, num_samples=4):
+        made = [engine.made.get(float(log_prob)) for log_prob in sample.rollout_log_probs]
+        tokens = zip(made, sample.response_ids.tolist(), sample.loss_mask.tolist(), sample.weight_versions.tolist(), strict=True)
+        for position, (origin, token, trained, version) in enumerate(tokens):
+            if origin is None or origin[0] != token:
+                assert (trained, version) == (False, -1), f"token {position} was made by no engine, so it is masked and has version -1"
+
+
+def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
+    for sample in run(TWO_TURNS, ScriptedEngine(), num_samples=4):
+        kinds = sample.loss_mask.astype(int)
+        assert np.abs(np.diff(kinds)).sum() == 2 and not kinds[1:-1].all(), "masked tokens stand between trained ones"
+        assert np.isnan(sample.rollout_log_probs[~sample.loss_mask]).all()
 
 
 def test_experts_come_along_for_all_tokens_before_the_last_that_was_made(path: str) -> None:

@@ -253,7 +253,11 @@ class Differences:
 
 def relative_difference(got: float, want: float) -> float:
     """|got - want| / |want|, with `FLOOR` below the divisor; infinity for a number that is not finite."""
-    difference = abs(got - want) / max(abs(want), FLOOR)
+    return _or_infinite(abs(got - want) / max(abs(want), FLOOR))
+
+
+def _or_infinite(difference: float) -> float:
+    """A NaN would be passed over by `max`."""
     return difference if math.isfinite(difference) else math.inf
 
 
@@ -266,11 +270,11 @@ def compare(outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> Differences
         for name in want.keys() - NOT_COMPARED:
             metrics[name] = max(metrics.get(name, 0.0), relative_difference(got[name], want[name]))
     wanted = {name: array for outcome in base for name, array in outcome["weights"].items()}
-    weights = {
-        name: float(np.linalg.norm(array.astype(np.float64) - wanted[name]) / np.linalg.norm(wanted[name].astype(np.float64)))
-        for outcome in outcomes
-        for name, array in outcome["weights"].items()
-    }
+    weights: dict[str, float] = {}
+    for name, array in (entry for outcome in outcomes for entry in outcome["weights"].items()):
+        distance = np.linalg.norm(array.astype(np.float64) - wanted[name])
+        error = _or_infinite(float(distance / max(np.linalg.norm(wanted[name].astype(np.float64)), 1e-12)))
+        weights[name] = max(weights.get(name, 0.0), error)
     assert weights.keys() == wanted.keys(), f"weights {sorted(weights.keys() ^ wanted.keys())} are not on both sides"
     others = {name: value for name, value in metrics.items() if name not in LOSSES + GRADIENT_NORMS}
     worst_metric, worst_weight = max(others, key=others.__getitem__), max(weights, key=weights.__getitem__)
@@ -288,7 +292,7 @@ def compare(outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> Differences
 def _largest_log_prob_difference(outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> float:
     """In nats, over all ranks, each of which has all log-probs."""
     pairs = [pair for outcome in outcomes for pair in zip(outcome["log_probs"], base[0]["log_probs"], strict=True)]
-    return max((float(np.abs(got - want).max()) for got, want in pairs), default=0.0)
+    return max((_or_infinite(float(np.abs(got - want).max())) for got, want in pairs), default=0.0)
 
 
 def check_ranks_agree(outcomes: Sequence[Outcome]) -> None:
@@ -297,4 +301,5 @@ def check_ranks_agree(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         for name, digest in outcome["digests"].items():
             digests.setdefault(name, set()).add(digest)
+    assert digests, "no rank gathered a weight"
     assert not [name for name, found in digests.items() if len(found) > 1], "ranks gathered different weights"

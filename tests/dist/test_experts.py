@@ -314,6 +314,7 @@ def test_biases_stay_float32_in_a_bfloat16_model(models: Models, run_ranks: Call
 
     dtypes = run_ranks(keep_in_float32, 2, models, str(tmp_path), timeout_s=120)
     original, saved = load_file(Path(models["glm4_moe"]) / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
+    assert sum(name.endswith("e_score_correction_bias") for name in dtypes[0]) > 0
     for name, dtype in dtypes[0].items():
         bias = name.endswith("e_score_correction_bias")
         assert dtype is saved[name].dtype is (torch.float32 if bias else torch.bfloat16), name

@@ -1,11 +1,10 @@
 """Everything public says what it is; what takes or returns tensors says their shapes."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
@@ -58,25 +57,29 @@ def top_level_names(annotation: ast.expr | None) -> Iterator[str]:
         yield from top_level_names(annotation.value)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_public_names_are_documented(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    missing = [] if ast.get_docstring(tree) else ["the module"]
-    missing += [name for name, node in public_definitions(tree) if not ast.get_docstring(node) and not is_overload(node)]
-    assert not missing, f"{path} has no docstring for {', '.join(missing)}"
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_functions_of_arrays_give_shapes(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    definitions = dict(public_definitions(tree))
+def test_public_names_are_documented() -> None:
+    missing = [str(path) for path in FILES if not ast.get_docstring(tree_of(path))]
+    for path in FILES:
+        definitions = public_definitions(tree_of(path))
+        missing += [f"{path}:{name}" for name, node in definitions if not ast.get_docstring(node) and not is_overload(node)]
+    assert not missing, f"no docstring in {', '.join(missing)}"
+
+
+def test_functions_of_arrays_give_shapes() -> None:
     missing = []
-    for name, node in definitions.items():
-        if isinstance(node, ast.ClassDef) or not mentions_arrays(node):
-            continue
-        # A method may rely on what its class says about the same arrays.
-        owner = definitions.get(name.rpartition(".")[0])
-        docs = (ast.get_docstring(node) or "") + ((ast.get_docstring(owner) or "") if owner else "")
-        if not SHAPE.search(docs):
-            missing.append(name)
-    assert not missing, f"{path}: the docstring of {', '.join(missing)} gives no shape such as [T]"
+    for path in FILES:
+        definitions = dict(public_definitions(tree_of(path)))
+        for name, node in definitions.items():
+            if isinstance(node, ast.ClassDef) or not mentions_arrays(node):
+                continue
+            # A method may rely on what its class says about the same arrays.
+            owner = definitions.get(name.rpartition(".")[0])
+            docs = (ast.get_docstring(node) or "") + ((ast.get_docstring(owner) or "") if owner else "")
+            if not SHAPE.search(docs):
+                missing.append(f"{path}:{name}")
+    assert not missing, f"the docstring of {', '.join(missing)} gives no shape such as [T]"

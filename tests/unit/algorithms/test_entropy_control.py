@@ -45,6 +45,11 @@ def test_applying_does_not_move_the_controller() -> None:
     assert {controller.applied() for _ in range(5)} == {1e-4}
 
 
+def test_only_the_papers_rule_needs_a_pass_before_the_step() -> None:
+    assert [CoefficientController(settings(rule)).needs_current_entropy for rule in ("trl", "skywork", "paper")] == [False, False, True]
+    assert not ClipHighController(settings("paper"), clip_high=0.2).needs_current_entropy
+
+
 def test_the_first_gate() -> None:
     first = {rule: EntropyControl(rule=rule, target=0.2, initial=0.5) for rule in ("trl", "skywork")}
     assert CoefficientController(first["trl"]).applied() == 0.0
@@ -66,10 +71,16 @@ def test_the_integral_controller_moves_the_clip_bound() -> None:
     controller = make_entropy_controller(objective)
     assert isinstance(controller, ClipHighController)
     seen = []
-    for entropy in (0.1, 0.1, 0.1, 0.3, 0.5, 0.5, 0.5, 0.5):
+    for entropy in (0.1, 0.3, 0.1, 0.1, 0.3, 0.5, 0.5, 0.5, 0.5):
+        resumed = make_entropy_controller(objective)
+        assert isinstance(resumed, ClipHighController)
+        resumed.restore(json.loads(json.dumps(controller.state(), allow_nan=False)))
+        controller = resumed
         seen.append(controller.applied())
         controller.update(entropy)
-    assert seen == pytest.approx([0.5, 0.75, 1.0, 1.1, 1.1, 0.85, 0.6, 0.5])
+    assert seen == pytest.approx([0.5, 0.75, 0.75, 1.0, 1.1, 1.1, 0.85, 0.6, 0.5])
+    with pytest.raises(ValueError, match="needs 'widening'"):
+        controller.restore({"coefficient": 0.0})
     moved, coefficient = controlled(objective, 1.1)
     assert (moved.clip_high, coefficient, objective.clip_high) == (1.1, 0.0, 0.5)
 

@@ -114,7 +114,7 @@ def test_masked_positions_may_hold_anything(value: float, make_step) -> None:
 
 def test_a_step_without_trainable_tokens_says_so(make_step) -> None:
     step = make_step([4, 2], seed=0, masked_rows=(0, 1))
-    for objective in VARIANTS[::5]:
+    for objective in VARIANTS[::11]:  # a stride that meets every aggregation and correction
         result = run_step(objective, step, Layout(ranks=(((0,), ()), ((), (1,))), cp=2))
         assert result.loss == 0.0
         assert all(bool((gradient == 0).all()) for gradient in result.gradients.values())

@@ -62,8 +62,13 @@ def test_contradictions_are_refused(make, message: str) -> None:
 
 
 def test_unknown_keys_are_refused_as_settings() -> None:
-    for config in ({"clip": 0.2}, {"advantage": {"lamda": 0.9}}, {"off_policy_correction": {"mode": "mask", "hgih": 2}}):
-        with pytest.raises(ValidationError):
+    configs = {
+        "clip": {"clip": 0.2},
+        "lamda": {"advantage": {"lamda": 0.9}},
+        "hgih": {"off_policy_correction": {"mode": "mask", "hgih": 2}},
+    }
+    for key, config in configs.items():
+        with pytest.raises(ValidationError, match=rf"1 validation error[^$]*\b{key}\n\s+Unexpected keyword"):
             ADAPTER.validate_python(config)
 
 

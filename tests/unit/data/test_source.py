@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config.settings import DataSettings
@@ -29,6 +29,8 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     core = Tokenizer(models.WordLevel(vocabulary))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
+    # Like many released tokenizers it would add a special token to every text.
+    core.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", chat_template=TEMPLATE)
     path = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(path)
@@ -63,6 +65,7 @@ def test_string_prompts_keep_their_exact_tokens_label_and_other_fields(tmp_path:
     assert [prompt.id for prompt in source.all()] == ["eval-0", "eval-1"]
     assert [prompt.text for prompt in source.first(1)] == ["12+34="]
     assert [prompt.id for prompt in source.next_prompts(1)] == ["1-0"]
+    assert source.num_taken == 3
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -195,6 +198,7 @@ def test_supervised_rows_train_on_the_target_and_one_end_token(tmp_path: Path, t
     (sample,) = first.samples
     assert first.id == sample.group_id == sample.prompt.id == "0-0"
     np.testing.assert_array_equal(sample.response_ids, [*ids_of("2."), 0])
+    assert sample.response_text == "2."
     assert sample.loss_mask.all() and (sample.weight_versions == -1).all() and (sample.rollout_log_probs == 0).all()
     assert sample.reward is not None and sample.reward.outcome is RewardOutcome.SCORED and sample.reward.value == 0.0
     np.testing.assert_array_equal(second.samples[0].prompt.token_ids, ids_of("<user>hi<assistant>"))

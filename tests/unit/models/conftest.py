@@ -1,7 +1,5 @@
 """One gloo rank with megatron's parallel state, for tests that build the real model in this process."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,16 +7,24 @@ import torch.distributed as dist
 from megatron_rl.device import local_device, prepare_megatron
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path):
-    """Initialise world size 1 and megatron's groups; everything is gone afterwards."""
-    from megatron.core import parallel_state, tensor_parallel
+@pytest.fixture(scope="module")
+def _groups_of_one(tmp_path_factory: pytest.TempPathFactory):
+    """World size 1 and megatron's groups, which sleep at every start and end; everything is gone after the module."""
+    from megatron.core import parallel_state
 
     prepare_megatron(local_device())
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    rendezvous = tmp_path_factory.mktemp("groups") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank(_groups_of_one: None) -> None:
+    """One rank, seeded."""
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(1)

@@ -53,11 +53,29 @@ def test_lengths_truncation_and_staleness() -> None:
     assert values["rollout/mixed_versions_fraction"] == 0.0
 
 
+def test_tokens_of_one_age_are_told_where_it_is_not_the_newest() -> None:
+    def shares(version: int) -> dict[str, float]:
+        values = metric_values(rollout_metrics([Group("p", PROMPT, (sample(scored(0)), sample(scored(1))))], version=version))
+        return {name: value for name, value in values.items() if name.startswith("rollout/staleness_share")}
+
+    assert shares(4) == {}
+    assert shares(5) == {"rollout/staleness_share/1": 1.0}
+
+
+def test_aborted_samples_are_counted() -> None:
+    stops = (StopReason.ABORT, StopReason.STOP, StopReason.LENGTH, StopReason.STOP)
+    samples = tuple(sample(scored(0), stop=stop) for stop in stops)
+    assert metric_values(rollout_metrics([Group("p", PROMPT, samples)], version=4))["rollout/aborted_fraction"] == 0.25
+
+
 def test_a_response_across_a_weight_sync_is_counted_as_mixed() -> None:
     first = replace(sample(scored(0), length=3), weight_versions=np.array([3, 3, 4]))
     values = metric_values(rollout_metrics([Group("p", PROMPT, (first, sample(scored(1))))], version=4))
     assert values["rollout/mixed_versions_fraction"] == 0.5
     assert values["rollout/staleness"] == pytest.approx(0.4)
+    across_the_first = replace(sample(scored(0), length=3), weight_versions=np.array([0, -1, 1]))
+    values = metric_values(rollout_metrics([Group("p", PROMPT, (across_the_first,))], version=1))
+    assert (values["rollout/mixed_versions_fraction"], values["rollout/staleness"]) == (1.0, 0.5)
 
 
 @pytest.mark.parametrize(("rewards", "expected"), [((0.3,) * 8, True), ((0.3, 0.3, 0.30000001), False), ((1.0,), True)])
@@ -80,3 +98,10 @@ def test_accuracy_is_the_component_where_there_is_one() -> None:
     values = metric_values(metrics)
     assert values["eval/accuracy_greedy"] == 0.5
     assert values["eval/reward_greedy"] == pytest.approx(0.85)
+
+
+def test_failed_evaluations_are_counted_and_not_averaged() -> None:
+    failed = [sample(Reward(RewardOutcome.ERROR, message="boom")), replace(sample(scored(0)), reward=None)]
+    values = metric_values(evaluation_metrics([sample(scored(0.5)), *failed], kind="sampled"))
+    assert (values["eval/accuracy_sampled"], values["eval/reward_sampled"]) == (0.5, 0.5)
+    assert (values["eval/reward_errors"], values["eval/num_samples"]) == (2, 3)

@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
+from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import ClusterSettings, TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.cluster import usable_nodes
@@ -157,3 +158,11 @@ def test_usable_nodes_are_those_that_the_settings_describe() -> None:
         usable_nodes([8, 8], ClusterSettings(num_nodes=3), unit="GPU")
     with pytest.raises(UserError, match="gpus_per_node is 8, but the largest node of the Ray cluster has 4 GPUs"):
         usable_nodes([4, 4], ClusterSettings(gpus_per_node=8), unit="GPU")
+
+
+def test_what_a_run_needs_follows_from_its_settings() -> None:
+    overrides = ("runtime.num_gpus_per_engine=2", "rollout.num_engines=3", "training.topology.num_ranks=6")
+    settings = load_settings(None, ["run.directory=run", "model.path=model", "data.train=train.jsonl", *overrides])
+    assert Needs.of(settings, device_kind="cuda") == Needs(num_ranks=6, num_engines=3, slots_per_engine=2, colocated=False, unit="GPU")
+    assert Needs.of(settings, device_kind="cpu") == Needs(num_ranks=6, num_engines=3, slots_per_engine=1, colocated=False, unit="CPU")
+    assert Needs.of(settings, device_kind="cuda", trains=False).num_ranks == 0

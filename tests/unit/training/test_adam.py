@@ -7,7 +7,9 @@ import torch
 
 from megatron_rl.training.adam import GroupStepAdam
 
-SHAPES = ((5, 3), (7,))
+SHAPES = ((5, 3), (7,), (4,))
+GRAD_SCALES = (1.0, 1e-6, 1.0)
+"""Next to the smaller gradients the epsilon counts."""
 
 
 def make_params(seed: int) -> list[torch.Tensor]:
@@ -16,8 +18,8 @@ def make_params(seed: int) -> list[torch.Tensor]:
 
 
 def set_grads(params: list[torch.Tensor], seed: int) -> None:
-    for param, grad in zip(params, make_params(seed), strict=True):
-        param.grad = grad
+    for param, grad, scale in zip(params, make_params(seed), GRAD_SCALES, strict=True):
+        param.grad = grad * scale
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -29,6 +31,8 @@ def test_ten_steps_are_torchs_bit_for_bit(decoupled: bool, weight_decay: float) 
     for step in range(10):
         set_grads(ours, step + 1)
         set_grads(theirs, step + 1)
+        # torch leaves out a parameter without a gradient, ours steps it with one of zero.
+        ours[2].grad, theirs[2].grad = None, torch.zeros(SHAPES[2])
         optimizer.step()
         reference.step()
     for param, expected in zip(ours, theirs, strict=True):
@@ -54,6 +58,38 @@ def test_state_dict_with_one_shared_step_tensor_continues_as_if_never_saved() ->
             optimizer.step()
     for param, expected in zip(resumed, straight, strict=True):
         assert torch.equal(param, expected)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_state_of_torchs_adam_is_continued_bit_for_bit(decoupled: bool) -> None:
+    ours, theirs = make_params(0), make_params(0)
+    reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, lr=1e-2, weight_decay=0.1)
+    for step in range(3):
+        set_grads(theirs, step)
+        reference.step()
+    optimizer = GroupStepAdam(ours, lr=1e-2, decoupled=decoupled)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for param, source in zip(ours, theirs, strict=True):
+        param.copy_(source)
+    set_grads(ours, 3)
+    set_grads(theirs, 3)
+    optimizer.step()
+    reference.step()
+    for param, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(param, expected)
+
+
+def test_a_state_without_steps_of_parameters_takes_that_of_the_group() -> None:
+    optimizer = GroupStepAdam(make_params(0), lr=1e-2)
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        del entry["step"]
+    state["param_groups"][0]["step"] = 4
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["step"] == 4
+    del state["param_groups"][0]["step"]
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["step"] == 0
 
 
 def test_parameters_of_one_group_at_different_steps_are_refused() -> None:

@@ -69,12 +69,19 @@ def batch_with(experts: Any) -> TrainBatch:
     [
         (np.zeros((3, 3, 2), np.uint8), r"\(3, 2\), the model has \(2, 2\)"),
         (np.zeros((3, 2, 1), np.uint8), r"\(2, 1\), the model has \(2, 2\)"),
-        (np.full((3, 2, 2), 4, np.uint8), "names expert 4, the model has 0 to 3"),
+        (np.full((3, 2, 2), (1, 4), np.uint8), "names expert 4, the model has 0 to 3"),
     ],
 )
 def test_records_of_another_model_are_refused(tiny_model: Callable[..., Path], experts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_record(batch_with(experts), read_model_spec(tiny_model(**MOE)))
+
+
+def test_a_record_has_the_layers_with_experts_only(tiny_model: Callable[..., Path]) -> None:
+    spec = read_model_spec(tiny_model(family="glm4_moe", layers=3, vocab=33))
+    check_record(batch_with(np.full((3, 2, 4), (0, 7, 1, 2), np.uint8)), spec)
+    with pytest.raises(ValueError, match=r"\(3, 4\), the model has \(2, 4\)"):
+        check_record(batch_with(np.full((3, 3, 4), (0, 7, 1, 2), np.uint8)), spec)
 
 
 def test_records_without_experts_in_the_model_are_refused(tiny_model: Callable[..., Path]) -> None:
@@ -115,6 +122,13 @@ def test_balance_loss_of_a_step_is_its_coefficient_times_the_mean_over_sequences
     assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     assert metrics["train/aux_loss"] == pytest.approx(balance.item() / 2, rel=1e-5)
     assert metrics["train/router_z_loss"] == pytest.approx(z_loss.item() / 2, rel=1e-5)
+
+
+def test_a_loss_without_a_coefficient_is_not_reported(make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path]) -> None:
+    shard = make_shards(make_batch(ROWS), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=12, seed=0)[0]
+    metrics = make_trainer(tiny_model(**MOE), {"policy_loss": "sft"}).train(shard)[0]
+    assert "train/expert_load_max" in metrics
+    assert not metrics.keys() & {"train/aux_loss", "train/router_z_loss"}
 
 
 def test_only_the_policy_replays_and_only_when_asked_to(make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path]) -> None:

@@ -115,6 +115,14 @@ def test_wsd_anneals_the_last_tenth_when_not_told() -> None:
     assert seen[37:40] == pytest.approx([1.0, 1 - math.sqrt(1 / 4), 1 - math.sqrt(2 / 4)])
 
 
+def test_wsd_anneals_one_step_of_a_short_run() -> None:
+    assert rates(ScheduleSettings(decay_style="wsd", decay_steps=12), steps=13)[10:] == pytest.approx([1.0, 1.0, 0.0])
+
+
+def test_a_constant_rate_may_warm_up_for_longer_than_the_run() -> None:
+    assert rates(ScheduleSettings(warmup_steps=9), steps=3) == pytest.approx([0.1, 0.2, 0.3])
+
+
 def test_warm_up_without_a_fall_is_refused() -> None:
     with pytest.raises(UserError, match="warmup_steps 8 of 5 decay steps"):
         rates(ScheduleSettings(warmup_steps=8, decay_style="linear"), steps=5)

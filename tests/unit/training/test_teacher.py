@@ -95,6 +95,18 @@ def test_another_vocabulary_is_refused(paths: tuple[Path, Path]) -> None:
         check_vocabulary(policy, teacher)
 
 
+def test_a_token_that_only_one_side_knows_is_another_vocabulary(paths: tuple[Path, Path]) -> None:
+    policy, teacher = paths
+    file = teacher / "tokenizer.json"
+    tokenizer: dict[str, Any] = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["more"] = len(tokenizer["model"]["vocab"])
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match=r"1 tokens differ, the first is 'more' with ids \d+ and None"):
+        check_vocabulary(policy, teacher)
+    with pytest.raises(UserError, match=r"1 tokens differ, the first is 'more' with ids None and \d+"):
+        check_vocabulary(teacher, policy)
+
+
 def test_a_loss_without_advantages_has_no_use_for_a_teacher() -> None:
     with pytest.raises(ValueError, match="no effect with policy_loss 'sft'"):
         Objective(policy_loss="sft", **DISTILLATION)

@@ -143,7 +143,11 @@ def test_non_finite_loss_changes_nothing_and_leaves_its_micro_batch(
     assert len(files) == 2, f"one micro-batch of two is broken, but {files} were written"
     arrays = load_file(tmp_path / "run" / "dumps" / files[1])
     assert arrays["input_ids"].tolist() == [8, 2, 17, 3, 3, 3, 3, 3, 3, 3]
-    assert json.loads((tmp_path / "run" / "dumps" / files[0]).read_text())["loss"] == "nan"
+    assert arrays["targets"].tolist() == [17, 3, 3, 3, 3, 3, 3, 3]
+    assert arrays["positions"].tolist() == list(range(1, 9))
+    assert [Path(file).suffix for file in files] == [".json", ".safetensors"]
+    about = json.loads((tmp_path / "run" / "dumps" / files[0]).read_text())
+    assert (about["loss"], about["grad_norm"], about["temperature"], about["rows"]) == ("nan", "nan", 1.0, [0])
     clean = train(trainer, make_batch([[1, 2, 3, 4, 5]]))[0]
     assert clean["train/skipped_steps"] == 0 and np.isfinite(clean["train/grad_norm"])
 

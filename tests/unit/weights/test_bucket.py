@@ -1,17 +1,20 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets, make_manifest
 
 
+@example([1, 1, 1, 1, 1], 8)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(4, 300))
 def test_buckets_keep_every_weight_in_order_and_under_the_limit(sizes: list[int], limit: int) -> None:
     manifest = [WeightSpec(f"w{row}", "float32", (size,)) for row, size in enumerate(sizes)]
     buckets = make_buckets(manifest, max_bytes=limit)
     assert [spec for bucket in buckets for spec in bucket] == manifest
-    assert all(len(bucket) == 1 or sum(spec.num_bytes for spec in bucket) <= limit for bucket in buckets)
+    filled = [sum(spec.num_bytes for spec in bucket) for bucket in buckets]
+    assert all(len(bucket) == 1 or size <= limit for bucket, size in zip(buckets, filled, strict=True))
+    assert all(size + later[0].num_bytes > limit for size, later in zip(filled[:-1], buckets[1:], strict=True)), "no bucket has room left"
 
 
 def test_flat_buckets_hold_the_bytes_of_the_weights() -> None:

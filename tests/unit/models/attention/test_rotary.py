@@ -21,6 +21,7 @@ YARNS = {
     "one factor alone": YARN | {"mscale": 0.707},
     "attention factor": YARN | {"attention_factor": 1.25, "mscale": 0.5, "mscale_all_dim": 2.0},
     "other turns, not truncated": YARN | {"beta_fast": 20.5, "beta_slow": 2.5, "truncate": False},
+    "theta so small that the ramp leaves the channels": YARN | {"rope_theta": 10.0, "beta_slow": 0.1},
     "ramp of no width": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
 }
 
@@ -38,6 +39,19 @@ def test_yarn_equals_transformers(case, head_dim):
     torch.testing.assert_close(spec.inverse_frequencies(head_dim), expected, rtol=1e-6, atol=0)
     assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-12)
     assert spec.softmax_factor() == pytest.approx(yarn_apply_mscale(dict(YARNS[case]), 1.0), rel=1e-12)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 3.0}
+
+
+@pytest.mark.parametrize("scaling", (LLAMA3 | {"rope_theta": 5e5}, LLAMA3 | {"rope_theta": 1e4, "low_freq_factor": 1.5}, LINEAR))
+def test_other_scalings_equal_transformers(scaling):
+    config = transformers.LlamaConfig(head_dim=64, max_position_embeddings=4096, rope_parameters=dict(scaling))
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    spec = parse({"rope_parameters": scaling})
+    torch.testing.assert_close(spec.inverse_frequencies(64), expected, rtol=1e-6, atol=0)
+    assert spec.attention_factor == attention_factor
 
 
 def test_both_spellings_of_yarn_agree():
@@ -78,9 +92,6 @@ def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths_where_transformers
     assert (spec.factor, spec.attention_factor) == (8.0, pytest.approx(attention_factor, rel=1e-12))
     with pytest.raises(KeyError, match="factor"):
         transformers.Qwen3Config(rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 512})
-
-
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 
 
 @pytest.mark.parametrize(

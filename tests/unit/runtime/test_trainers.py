@@ -1,0 +1,147 @@
+"""What each rank is given and what its answers become, with actors that answer in this process."""
+
+import concurrent.futures
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.config.load import load_settings
+from megatron_rl.data.packing import Shard, make_shards
+from megatron_rl.observe.metrics import Metric, Sum, metric_values
+from megatron_rl.runtime import trainers as module
+from megatron_rl.runtime.trainers import TrainerGroup
+from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.types import TrainBatch
+
+SETTINGS = (
+    "run.directory=run",
+    "run.seed=5",
+    "model.path=model",
+    "data.train=train.jsonl",
+    "data.max_prompt_tokens=1",
+    "rollout.sampling.max_response_tokens=9",
+    "training.optimizer_steps_per_batch=2",
+    "training.max_tokens_per_micro_batch=6",
+    "training.topology.num_ranks=4",
+    "training.topology.cp=2",
+)
+DEALT = ((1,), (0,), (5,), (4,))
+"""The GPUs that Ray gives to the actors in the order of their creation, two on each of two nodes."""
+DP_RANKS = (1, 0, 0, 1)
+"""Of the ranks, in an order that no formula gives."""
+
+
+class Reference:
+    """The reference to a call whose result is there."""
+
+    def __init__(self, result: object) -> None:
+        self.result = result
+
+    def future(self) -> concurrent.futures.Future:
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        future.set_result(self.result)
+        return future
+
+
+class Endless(Reference):
+    """The reference to a call that never returns."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def future(self) -> concurrent.futures.Future:
+        return concurrent.futures.Future()
+
+
+class Worker:
+    """What a `TrainerGroup` sees of the actor of one rank."""
+
+    made: list["Worker"]
+
+    def __init__(self) -> None:
+        self.gpus = DEALT[len(Worker.made)]
+        self.shards: list[Shard] = []
+        Worker.made.append(self)
+
+    def take_place(self, _: Path) -> tuple[int, ...]:
+        return self.gpus
+
+    def start(self, _: object, *, rank: int, init_method: str) -> int:
+        return DP_RANKS[rank]
+
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def train(self, shard: Shard) -> list[dict[str, Metric]]:
+        self.shards.append(shard)
+        return [{"train/loss": Sum(float(self.gpus[0] + 10 * step))} for step in range(len(shard.steps))]
+
+
+def call(method: Callable[..., Any]) -> types.SimpleNamespace:
+    return types.SimpleNamespace(remote=lambda *args, **kwargs: Reference(method(*args, **kwargs)))
+
+
+def make_actor() -> types.SimpleNamespace:
+    worker = Worker()
+    methods = {name: call(getattr(worker, name)) for name in ("take_place", "start", "address", "train")}
+    return Actor(worker=worker, hold=types.SimpleNamespace(remote=Endless), **methods)
+
+
+class Actor(types.SimpleNamespace):
+    """A handle, which counts as a key by itself."""
+
+    __hash__ = object.__hash__
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> TrainerGroup:
+    """Four ranks on two nodes, data- and context-parallel size 2, two optimizer steps per batch."""
+    Worker.made = []
+    monkeypatch.setattr(module, "TrainerWorker", types.SimpleNamespace(options=lambda **_: types.SimpleNamespace(remote=make_actor)))
+    monkeypatch.setattr(module, "ray", types.SimpleNamespace(put=lambda value: value))
+    nodes = [types.SimpleNamespace(ranks=(0, 1)), types.SimpleNamespace(ranks=(2, 3))]
+    places: Any = types.SimpleNamespace(rank_options=lambda _: {}, placement=types.SimpleNamespace(nodes=nodes))
+    made = TrainerGroup(load_settings(None, SETTINGS), places=places, watchdog=Watchdog())
+    made.finish_start(made.begin_start())
+    return made
+
+
+def make_batch(lengths: list[int]) -> TrainBatch:
+    total, num_sequences = sum(lengths), len(lengths)
+    mask = np.concatenate([np.arange(length) >= 1 for length in lengths])
+    return TrainBatch(
+        tokens=np.arange(total),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]),
+        prompt_lengths=np.ones(num_sequences, np.int64),
+        loss_mask=mask,
+        rollout_log_probs=np.zeros(total),
+        weight_versions=np.full(total, -1),
+        rewards=np.zeros(num_sequences),
+        group_ids=np.arange(num_sequences),
+        truncated=np.zeros(num_sequences),
+    )
+
+
+def test_ranks_are_seated_on_each_node_in_the_order_of_its_gpus(group: TrainerGroup) -> None:
+    assert group.gpus == [(0,), (1,), (4,), (5,)]
+    assert [worker.worker.gpus for worker in group.workers] == group.gpus
+
+
+def test_a_rank_trains_on_the_sequences_of_its_data_parallel_rank(group: TrainerGroup) -> None:
+    batch = make_batch([4, 7, 2, 9, 3, 5, 6])
+    steps = group.train(batch, step=3)
+    # The budget of a micro-batch counts the tokens of both context-parallel ranks.
+    expected = make_shards(batch, dp=2, optimizer_steps=2, max_tokens_per_micro_batch=12, seed=8, cp=2)
+    shards = [worker.worker.shards[0] for worker in group.workers]
+    for shard, dp_rank in zip(shards, DP_RANKS, strict=True):
+        np.testing.assert_array_equal(shard.rows, expected[dp_rank].rows)
+        np.testing.assert_array_equal(shard.batch.tokens, expected[dp_rank].batch.tokens)
+        for step, planned in zip(shard.steps, expected[dp_rank].steps, strict=True):
+            assert [rows.tolist() for rows in step.micro_batches] == [rows.tolist() for rows in planned.micro_batches]
+    taken = np.concatenate([shards[DP_RANKS.index(dp_rank)].rows for dp_rank in range(2)])
+    assert sorted(taken) == list(range(7)), "every sequence is trained by one data-parallel rank"
+    assert [metric_values(metrics) for metrics in steps] == [{"train/loss": 10.0}, {"train/loss": 50.0}]
