@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+from megatron_rl.algorithms.objective import POLICY_LOSSES
 from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
@@ -19,7 +20,8 @@ from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device, local_device, quiet_megatron_imports
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.loading import load_function
+from megatron_rl.observe.sinks import check_installed
+from megatron_rl.rewards.loading import check_arguments, load_function
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.generate import load_rollout
 from megatron_rl.rollout.server_args import check_records_routing, validate_server_args
@@ -68,6 +70,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         *_config_checks(settings, find_target(settings, config_only=False)),
         partial(_check_weights, settings.model.path),
         partial(_check_teacher, settings),
+        partial(_check_sinks, settings),
         partial(_check_data, settings, probe=probe),
         partial(_check_resources, settings),
     ]
@@ -193,6 +196,15 @@ def _check_context(settings: Settings, spec: ModelSpec) -> list[str]:
 
 def _check_objective(settings: Settings) -> list[str]:
     resolve_objective(settings)
+    path = settings.objective.policy_loss
+    if path not in POLICY_LOSSES:
+        function = load_function(path, setting="objective.policy_loss")
+        check_arguments(function, path=path, setting="objective.policy_loss", positional=2, names=())
+    return []
+
+
+def _check_sinks(settings: Settings) -> list[str]:
+    check_installed(settings.observe)
     return []
 
 
@@ -216,15 +228,12 @@ def _check_data(settings: Settings, *, probe: bool) -> list[str]:
     if probe:
         seed = settings.run.seed
         train = PromptSource(data.train, tokenizer, settings=data, seed=seed, need_response=settings.supervised)
-        if data.eval is not None:
-            PromptSource(data.eval, tokenizer, settings=data, seed=seed)
+        sources = [train] + ([] if data.eval is None else [PromptSource(data.eval, tokenizer, settings=data, seed=seed)])
         if not settings.supervised:
-            if not train.num_labels:
-                notes.append(
-                    f"no row of {data.train} has the field {data.label_key!r}: the reward function gets label None for all of them"
-                )
+            notes += [note for source in sources if (note := source.label_note()) is not None]
             with RewardRunner(settings.reward.model_copy(update={"num_workers": 1})) as runner:
-                runner.probe(train.next_prompts(1)[0])
+                for prompt in (prompt for source in sources for prompt in source.probes()):
+                    runner.probe(prompt)
     if data.eval is not None and data.eval.resolve() == data.train.resolve():
         notes.append(f"data.eval is data.train ({data.train}): the run is evaluated on rows that it trains on")
     return notes

@@ -88,7 +88,7 @@ def test_a_refused_layout_leaves_the_others_their_plans(model_spec: Callable[[st
         [run_settings(num_ranks=5, pp=5), misspelled, run_settings(num_ranks=2)], spec, gpu=GPUS["H100-80"], num_nodes=None
     )
     assert isinstance(undivided, str) and "num_layers 2 is not divisible by pp·vpp 5" in undivided
-    assert isinstance(unknown, str) and "TransformerConfig; the closest name is recompute_granularity" in unknown
+    assert isinstance(unknown, str) and "TransformerConfig; the did you mean model.megatron.recompute_granularity" in unknown
     assert isinstance(plan, RunPlan) and plan.fits
 
 

@@ -22,6 +22,9 @@ def score(*, prompt, response, label, metadata):
 def broken(*, prompt, response, label, metadata):
     return 1 / 0
 
+def strict(*, prompt, response, label, metadata):
+    return float(response == label.strip())
+
 def length(*, prompt, response, label, metadata):
     return float(len(response))
 """
@@ -74,6 +77,10 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("training.routing_replay=true", ["training.routing_replay is true", "has no experts"]),
         ("rollout.sglang.enable_return_routed_experts=true", ["training.routing_replay sets it"]),
         ("objective.policy_loss=value", ["policy_loss is value", "beside a policy"]),
+        ("objective.policy_loss=nowhere:nothing", ["objective.policy_loss nowhere:nothing cannot be imported"]),
+        ("objective.policy_loss=preflight_reward:score", ["objective.policy_loss preflight_reward:score has the signature"]),
+        ("observe.wandb_project=x", ["observe.wandb_project is set but wandb is not installed"]),
+        ("model.megatron.fp8=hybrid", ["model.megatron.fp8 is 'hybrid', which needs a GPU"]),
         ("data.train=nowhere.jsonl", ["nowhere.jsonl"]),
         ("data.prompt_key=question", ["train.jsonl:1", "question"]),
         ("data.max_prompt_tokens=4", ["train.jsonl:11", "the limit is 4"]),
@@ -114,6 +121,16 @@ def test_a_name_of_the_label_that_no_row_has(check: Callable[..., list[str]], tm
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n' * 20)
     [note] = check("reward.function=preflight_reward:length")
     assert "no row of" in note and "gets label None" in note
+
+
+def test_rows_without_a_label_are_counted_and_tried(check: Callable[..., list[str]], tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}+1=", "label": "1"} for number in range(20)]
+    del rows[7]["label"]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [note] = check()
+    assert note.startswith("1 of 20 rows have not the field 'label', the first is ") and "train.jsonl:8: the reward" in note
+    with pytest.raises(UserError, match=r"gave no reward for a probe \(prompt eval-7, response '', label None\)"):
+        check("reward.function=preflight_reward:strict")
 
 
 def test_problems_are_told_together(check: Callable[..., list[str]]) -> None:
