@@ -30,15 +30,12 @@ from megatron_rl.runtime.cluster import no_gpu
 from megatron_rl.runtime.resources import available_memory_bytes
 
 with quiet_megatron_imports():
-    from megatron_rl.models.freezing import frozen_rules
-    from megatron_rl.models.megatron_config import transformer_config
     from megatron_rl.models.reading import read_model_spec
-    from megatron_rl.models.spec import ModelSpec
     from megatron_rl.models.weights import Checkpoint, hf_shapes
     from megatron_rl.runtime.placement_table import crossing_notes
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
-    from megatron_rl.training.expert_load import check_routing_replay
+    from megatron_rl.training.model_check import check_model
     from megatron_rl.training.optimizer import make_configs
     from megatron_rl.training.teacher import check_vocabulary, teacher_config
     from megatron_rl.training.topology import Topology
@@ -141,25 +138,15 @@ def _check_steps_left(settings: Settings, *, resume: bool) -> list[str]:
 
 
 def _check_model(settings: Settings, target: Target) -> list[str]:
-    spec = read_model_spec(settings.model.path)
-    topology = Topology.of(settings.training.topology)
-    check_layout(topology, spec, settings.model.megatron)
-    transformer_config(
-        spec,
-        topology=settings.training.topology,
-        dtype=model_dtype(settings, target.device),
-        overrides=settings.model.megatron,
-        attention=target.attention,
-    )
-    frozen_rules(spec, settings.training.frozen)
+    dtype = model_dtype(settings, target.device)
+    check_model(settings, read_model_spec(settings.model.path), dtype=dtype, attention=target.attention)
     if settings.model.teacher is not None:
         if not settings.model.teacher.is_dir():
             raise UserError(f"model.teacher is {settings.model.teacher}, which is not a directory; give a Hugging Face model directory")
         teacher = read_model_spec(settings.model.teacher)
-        check_layout(topology, teacher, settings.model.megatron)
-        teacher_config(settings, teacher, dtype=model_dtype(settings, target.device), attention=target.attention)
-    check_routing_replay(settings, spec)
-    return [] if settings.supervised else _check_context(settings, spec)
+        check_layout(Topology.of(settings.training.topology), teacher, settings.model.megatron)
+        teacher_config(settings, teacher, dtype=dtype, attention=target.attention)
+    return []
 
 
 def _check_teacher(settings: Settings) -> list[str]:
@@ -179,17 +166,6 @@ def _check_weights(path: Path) -> list[str]:
         raise UserError(
             f"model directory {path} lacks {len(missing)} tensors that its config.json asks for, the first is {missing[0]}; "
             f"use the config.json that belongs to these weights"
-        )
-    return []
-
-
-def _check_context(settings: Settings, spec: ModelSpec) -> list[str]:
-    prompt, response = settings.data.max_prompt_tokens, settings.rollout.sampling.max_response_tokens
-    context = spec.max_position_embeddings
-    if prompt + response > context:
-        raise UserError(
-            f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = {prompt + response} tokens, more than "
-            f"the {context} that the model at {settings.model.path} can attend to (max_position_embeddings); allow fewer tokens"
         )
     return []
 
@@ -268,11 +244,23 @@ def _check_placement(settings: Settings, target: Target) -> list[str]:
     placement = target.placement(settings)
     if placement is None:
         return []
-    notes = crossing_notes(placement, Topology.of(settings.training.topology))
     asked, filled = settings.runtime.cluster.num_nodes, len(placement.nodes)
     if asked is not None and asked > filled:
-        notes.append(f"runtime.cluster.num_nodes is {asked}, but the run fills {filled}: {asked - filled} stay idle")
-    return notes
+        raise UserError(_idle_nodes(settings, asked=asked, filled=filled))
+    return crossing_notes(placement, Topology.of(settings.training.topology))
+
+
+def _idle_nodes(settings: Settings, *, asked: int, filled: int) -> str:
+    """That nodes would stay idle, and the ranks and engines that fill the number asked for, or the nearest one that can be filled."""
+    factor = max(1, asked // filled)
+    fix = f"set runtime.cluster.num_nodes to {filled}"
+    if factor > 1:
+        ranks, engines = factor * settings.training.topology.num_ranks, factor * settings.rollout.num_engines
+        engine_words = "" if settings.supervised else f" rollout.num_engines={engines}"
+        fix += f", or fill {factor * filled} with training.topology.num_ranks={ranks}{engine_words}"
+        if factor * filled != asked:
+            fix += f" runtime.cluster.num_nodes={factor * filled}, as multiples of {filled} nodes can be filled"
+    return f"runtime.cluster.num_nodes is {asked}, but the run fills {filled}: {asked - filled} would stay idle; {fix}"
 
 
 def _check_engine_gpus(settings: Settings) -> None:

@@ -323,9 +323,15 @@ def test_crossing_groups_are_noted(elsewhere: Callable[..., Settings]) -> None:
     assert "1 of 4 tensor parallel groups of tp 2 ranks lie on 2 nodes of 3 GPUs" in note
 
 
-def test_idle_nodes_are_noted(elsewhere: Callable[..., Settings]) -> None:
-    (note,) = preflight_config(elsewhere("runtime.cluster.num_nodes=5"))
-    assert note == "runtime.cluster.num_nodes is 5, but the run fills 2: 3 stay idle"
+def test_idle_nodes_are_refused_with_the_numbers_that_fill_them(elsewhere: Callable[..., Settings]) -> None:
+    with pytest.raises(UserError, match=r"is 3, but the run fills 2: 1 would stay idle; set runtime.cluster.num_nodes to 2$"):
+        preflight_config(elsewhere("runtime.cluster.num_nodes=3"))
+    filling = "or fill 4 with training.topology.num_ranks=16 rollout.num_engines=4"
+    with pytest.raises(UserError, match=rf"fills 2: 3 would stay idle; .* {filling} runtime.cluster.num_nodes=4, as multiples of 2"):
+        preflight_config(elsewhere("runtime.cluster.num_nodes=5"))
+    with pytest.raises(UserError, match=rf"{filling}$"):
+        preflight_config(elsewhere("runtime.cluster.num_nodes=4"))
+    assert preflight_config(elsewhere("runtime.cluster.num_nodes=4", "training.topology.num_ranks=16", "rollout.num_engines=4")) == []
 
 
 def test_nodes_are_counted_when_they_are_not_set(elsewhere: Callable[..., Settings]) -> None:
