@@ -22,6 +22,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import MegatronRLError, UserError
 
+_COUNT = click.IntRange(1, 2**17)
 _OVERRIDES = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
 
@@ -94,16 +95,16 @@ def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None
 @click.option("--gpu", default="H100-80", show_default=True, metavar="TYPE", help="Type of the GPUs.")
 @click.option(
     "--gpus",
-    type=click.IntRange(1),
+    type=_COUNT,
     metavar="N",
     help="GPUs of the run, engines included; without a layout, layouts that fit are looked for.",
 )
-@click.option("--tp", type=click.IntRange(1), help="Tensor parallel size.")
-@click.option("--pp", type=click.IntRange(1), help="Pipeline parallel size.")
-@click.option("--vpp", type=click.IntRange(1), help="Virtual pipeline stages per rank.")
-@click.option("--cp", type=click.IntRange(1), help="Context parallel size.")
-@click.option("--ep", type=click.IntRange(1), help="Expert parallel size.")
-@click.option("--etp", type=click.IntRange(1), help="Tensor parallel size of experts.")
+@click.option("--tp", type=_COUNT, help="Tensor parallel size.")
+@click.option("--pp", type=_COUNT, help="Pipeline parallel size.")
+@click.option("--vpp", type=_COUNT, help="Virtual pipeline stages per rank.")
+@click.option("--cp", type=_COUNT, help="Context parallel size.")
+@click.option("--ep", type=_COUNT, help="Expert parallel size.")
+@click.option("--etp", type=_COUNT, help="Tensor parallel size of experts.")
 @click.option("--sequence-parallel", is_flag=True, default=None, help="Shard activations over tensor parallel ranks.")
 def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | bool | None) -> int:
     """Say what each GPU of a run would hold, and whether it fits. Needs the model's config.json only, no weights and no GPU.

@@ -10,6 +10,8 @@ from megatron_rl.cli import main
 from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
+from megatron_rl.planning import Gpu
+from megatron_rl.runtime import launch_plan as plan_module
 from megatron_rl.runtime import preflight as module
 from megatron_rl.runtime.launch_plan import launch_plan
 from megatron_rl.runtime.preflight import GIB, check_cpu_memory, check_disk, check_run_directory, preflight, preflight_config
@@ -349,20 +351,26 @@ def test_config_only_belongs_to_check(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("tokens", "layers", "status", "part"),
+    ("tokens", "gib", "status", "part"),
     [
-        (4096, 2, 0, "# fits: "),
-        (4 * 10**6, 24, 2, "megatron-rl: does not fit: "),
-        (10**9, 2, 2, "1000000000 tokens × cp 1 = 1000000000 tokens is more than the 4194304 that a plan measures"),
+        (4096, 80, 0, "# fits: "),
+        (4096, 1, 2, "megatron-rl: does not fit: "),
+        (10**9, 80, 2, "1000000000 tokens × cp 1 = 1000000000 tokens is more than the 4194304 that a plan measures"),
     ],
     ids=["fits", "too much", "far too much"],
 )
 def test_the_plan_decides_how_a_config_only_check_ends(
-    elsewhere: Callable[..., Settings], capsys: pytest.CaptureFixture[str], tmp_path: Path, tokens: int, layers: int, status: int, part: str
+    elsewhere: Callable[..., Settings],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    gib: int,
+    status: int,
+    part: str,
 ) -> None:
+    monkeypatch.setattr(plan_module, "find_gpu", lambda name: Gpu(name, gib * GIB))
     settings = elsewhere(f"training.max_tokens_per_micro_batch={tokens}")
-    architecture = settings.model.path / "config.json"
-    architecture.write_text(json.dumps({**json.loads(architecture.read_text()), "num_hidden_layers": layers}))
     config = tmp_path / "elsewhere.yaml"
     config.write_text(dump_settings(settings))
     assert main(["train", str(config), "--check", "--config-only"]) == status
