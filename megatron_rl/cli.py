@@ -8,7 +8,8 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +22,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import MegatronRLError, UserError
 
+_COUNT = click.IntRange(1, 2**17)
 _OVERRIDES = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
 
@@ -91,13 +93,18 @@ def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None
 @cli.command(short_help="Plan the memory of a layout on GPUs.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="MODEL|CONFIG.yaml [key.path=value | --key.path value]...")
 @click.option("--gpu", default="H100-80", show_default=True, metavar="TYPE", help="Type of the GPUs.")
-@click.option("--gpus", type=click.IntRange(1), metavar="N", help="Megatron ranks; without a layout, layouts that fit are looked for.")
-@click.option("--tp", type=click.IntRange(1), help="Tensor parallel size.")
-@click.option("--pp", type=click.IntRange(1), help="Pipeline parallel size.")
-@click.option("--vpp", type=click.IntRange(1), help="Virtual pipeline stages per rank.")
-@click.option("--cp", type=click.IntRange(1), help="Context parallel size.")
-@click.option("--ep", type=click.IntRange(1), help="Expert parallel size.")
-@click.option("--etp", type=click.IntRange(1), help="Tensor parallel size of experts.")
+@click.option(
+    "--gpus",
+    type=_COUNT,
+    metavar="N",
+    help="GPUs of the run, engines included; without a layout, layouts that fit are looked for.",
+)
+@click.option("--tp", type=_COUNT, help="Tensor parallel size.")
+@click.option("--pp", type=_COUNT, help="Pipeline parallel size.")
+@click.option("--vpp", type=_COUNT, help="Virtual pipeline stages per rank.")
+@click.option("--cp", type=_COUNT, help="Context parallel size.")
+@click.option("--ep", type=_COUNT, help="Expert parallel size.")
+@click.option("--etp", type=_COUNT, help="Tensor parallel size of experts.")
 @click.option("--sequence-parallel", is_flag=True, default=None, help="Shard activations over tensor parallel ranks.")
 def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | bool | None) -> int:
     """Say what each GPU of a run would hold, and whether it fits. Needs the model's config.json only, no weights and no GPU.
@@ -111,10 +118,25 @@ def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | boo
     given = split_words(words, options=("gpu", "gpus", *(name.replace("_", "-") for name in layout), "help"))
     topology = {name: size for name, size in layout.items() if size is not None}
     status = 0
-    for overrides, found in plans(parse_request(given, gpu=find_gpu(gpu), num_gpus=gpus, topology=topology)):
-        print("\n".join([overrides, *(line.rstrip() for line in found.lines()), ""]), flush=True)
+    request = parse_request(given, gpu=find_gpu(gpu), num_gpus=gpus, topology=topology)
+    with _progress() as say:
+        answers = list(plans(request, say=say))
+    for overrides, found, advice in answers:
+        print("\n".join([overrides, *(line.rstrip() for line in found.lines()), *([advice] if advice else []), ""]), flush=True)
         status = status if found.fits else 2
     return status
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Says what is being waited for: in a line that changes on a terminal, in a line each where nobody watches."""
+    if not sys.stderr.isatty():
+        yield lambda words: print(f"megatron-rl: {words}", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("reading the model") as status:
+        yield status.update
 
 
 @cli.command(short_help="Check this machine and its packages.")

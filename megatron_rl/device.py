@@ -76,10 +76,25 @@ def chosen_backends() -> dict[str, str]:
 
 @contextlib.contextmanager
 def quiet_megatron_imports() -> Iterator[None]:
-    """Hide megatron-core's import-time warnings that Transformer Engine or Apex is missing: `chosen_backends` prints that once instead."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*not installed.*")
-        yield
+    """Hide megatron-core's import-time warnings that Transformer Engine or Apex is missing: `chosen_backends` prints that once instead.
+
+    Without a GPU what is decorated with torch.compile stays as it is written: it is never compiled there (`CPU_SHIMS`), and the compiler
+    alone takes longer to import than all of megatron-core.
+    """
+    compile_function = torch.compile
+    if not torch.cuda.is_available():
+        torch.compile = _leave_uncompiled
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*not installed.*")
+            yield
+    finally:
+        torch.compile = compile_function
+
+
+def _leave_uncompiled(model: Any = None, **_options: Any) -> Any:
+    """torch.compile's signature: the function itself, or a decorator that gives it back."""
+    return model if model is not None else lambda function: function
 
 
 def import_megatron() -> None:

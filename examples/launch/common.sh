@@ -5,7 +5,8 @@
 #   --model PATH         Hugging Face directory of the policy (model.path)
 #   --data PATH          training problems: JSON lines or parquet with prompt and label (data.train); --eval PATH: held-out ones
 #   --directory PATH     where the run is written (run.directory)
-#   --nodes N            nodes to use, when they are not those of the YAML file (runtime.cluster.num_nodes)
+#   --nodes N            nodes to use, when they are not those of the YAML file (runtime.cluster.num_nodes); ranks and engines have to
+#                        fill them: where they do not, the check names the numbers that do
 #   --ray-address H:P    use this Ray cluster and leave it running; without it the script starts Ray, and stops it at the end
 #   --resume             continue the run in --directory
 #   --dry-run            print settings, placement and memory plan; needs the model's config.json, but no GPU, weights or data

@@ -1,9 +1,12 @@
 """Contradictions between settings, each found by arithmetic and told with it. Pure: no file, no device, no upstream is asked."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megatron_rl.config.derived import expert_tp, samples_per_prompt
 from megatron_rl.config.settings import (
+    MAX_INTEGER,
     CriticSettings,
     DataSettings,
     RewardSettings,
@@ -19,10 +22,13 @@ NEEDS_SEVERAL_SAMPLES = frozenset(
 )
 """Advantage estimators whose baseline is the rest of the group: with one sample every advantage is zero or undefined."""
 
+_LARGEST_SEED = 2**32 - 1
+"""Of numpy.random.seed, which SGLang calls."""
+
 
 def contradictions(settings: Settings) -> list[str]:
     """One sentence for each pair of settings that cannot both hold, with the arithmetic and a fix; empty when there is none."""
-    checks = (_topology, _experts, _batch, _group, _lengths, _schedule, _critic, _teacher, _evaluation, _colocation)
+    checks = (_numbers, _seed, _topology, _experts, _batch, _group, _lengths, _schedule, _critic, _teacher, _evaluation, _colocation)
     return [sentence for check in checks for sentence in check(settings)]
 
 
@@ -51,6 +57,46 @@ def worth_noting(settings: Settings) -> list[str]:
 def without_effect(settings: Settings) -> list[str]:
     """One sentence for each setting that was changed although nothing reads it under the other settings."""
     return [*_unused_when_supervised(settings), *_unused_critic(settings), *_unused_teacher(settings)]
+
+
+def _numbers(settings: Settings) -> Iterator[str]:
+    """Numbers in the fields of upstream classes that no upstream class can use."""
+    training = settings.training
+    mappings = {
+        "model.megatron": settings.model.megatron,
+        "rollout.sglang": settings.rollout.sglang,
+        "training.optimizer": training.optimizer,
+        "training.ddp": training.ddp,
+        "training.critic.optimizer": training.critic.optimizer,
+    }
+    for section, fields in mappings.items():
+        for path, value in _leaves(section, fields):
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{path} is {value}, needs a finite number"
+            elif isinstance(value, int) and abs(value) >= 2**63:
+                yield f"{path} is {value}, needs an integer of at most {2**63 - 1}"
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every value inside of mappings and lists, with its dotted path."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(f"{path}.{name}", inner)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _leaves(f"{path}.{index}", inner)
+    else:
+        yield path, value
+
+
+def _seed(settings: Settings) -> Iterator[str]:
+    seed, engines = settings.run.seed, settings.rollout.num_engines
+    last = seed * engines + engines - 1
+    if last > _LARGEST_SEED:
+        yield (
+            f"run.seed {seed} × rollout.num_engines {engines} + {engines - 1} = {last} is the seed of the last engine, which takes at most "
+            f"{_LARGEST_SEED}; set run.seed to {(_LARGEST_SEED + 1) // engines - 1} or less"
+        )
 
 
 def _topology(settings: Settings) -> Iterator[str]:
@@ -100,8 +146,11 @@ def _batch(settings: Settings) -> Iterator[str]:
     product = (
         f"{data.prompts_per_step} rows" if settings.supervised else f"{data.prompts_per_step} prompts × {samples} samples = {sequences}"
     )
-    if sequences % steps:
-        fitting = [number for number in range(1, sequences + 1) if sequences % number == 0]
+    if sequences > MAX_INTEGER:
+        yield f"{product} in a step are more than {MAX_INTEGER}; lower data.prompts_per_step"
+    elif sequences % steps:
+        small = [number for number in range(1, math.isqrt(sequences) + 1) if sequences % number == 0]
+        fitting = {*small, *(sequences // number for number in small)}
         nearest = sorted(sorted(fitting, key=lambda number: abs(number - steps))[:2])
         yield (
             f"{product}, not divisible by {steps} optimizer steps; set training.optimizer_steps_per_batch to "
@@ -134,6 +183,11 @@ def _lengths(settings: Settings) -> Iterator[str]:
 def _schedule(settings: Settings) -> Iterator[str]:
     schedule, training = settings.training.schedule, settings.training
     steps = settings.run.num_steps * training.optimizer_steps_per_batch
+    if steps > MAX_INTEGER:
+        yield (
+            f"run.num_steps {settings.run.num_steps} × training.optimizer_steps_per_batch {training.optimizer_steps_per_batch} = {steps} "
+            f"optimizer steps, more than {MAX_INTEGER}; lower run.num_steps"
+        )
     if schedule.warmup_steps > steps:
         yield (
             f"training.schedule.warmup_steps is {schedule.warmup_steps}, but the run has run.num_steps {settings.run.num_steps} × "

@@ -38,8 +38,14 @@ def validate_settings(values: Mapping[str, Any], *, origin: str) -> Settings:
     """Settings from nested plain values as YAML gives them; `origin` names their source in errors. Raises UserError."""
     values = _expanded(values, origin=origin)
     try:
+        text = json.dumps(values, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{origin}: the settings cannot be written as JSON ({error}); remove half characters and a YAML alias that contains itself"
+        ) from None
+    try:
         # Through JSON, because pydantic's strict mode takes JSON strings as paths and lists as tuples, but no Python ones.
-        settings = _ADAPTER.validate_json(json.dumps(values), strict=True)
+        settings = _ADAPTER.validate_json(text, strict=True)
     except ValidationError as error:
         raise settings_error(error, values=values, origin=origin) from None
     wrong = contradictions(settings)

@@ -1,7 +1,7 @@
 """Pydantic's validation errors as sentences that name the setting, the value got, the value needed and the fix."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -36,6 +36,51 @@ _BOUNDS = {
 }
 
 
+_ALIASES = {
+    "learning_rate": "training.optimizer.lr",
+    "lr": "training.optimizer.lr",
+    "betas": "training.optimizer.adam_beta1",
+    "beta1": "training.optimizer.adam_beta1",
+    "beta2": "training.optimizer.adam_beta2",
+    "eps": "training.optimizer.adam_eps",
+    "epsilon": "training.optimizer.adam_eps",
+    "weight_decay": "training.optimizer.weight_decay",
+    "max_grad_norm": "training.optimizer.clip_grad",
+    "grad_clip": "training.optimizer.clip_grad",
+    "gradient_clipping": "training.optimizer.clip_grad",
+    "lr_scheduler_type": "training.schedule.decay_style",
+    "lr_warmup_steps": "training.schedule.warmup_steps",
+    "batch_size": "data.prompts_per_step",
+    "train_batch_size": "data.prompts_per_step",
+    "rollout_batch_size": "data.prompts_per_step",
+    "n": "data.samples_per_prompt",
+    "group_size": "data.samples_per_prompt",
+    "num_generations": "data.samples_per_prompt",
+    "n_samples_per_prompt": "data.samples_per_prompt",
+    "max_steps": "run.num_steps",
+    "output_dir": "run.directory",
+    "max_tokens": "rollout.sampling.max_response_tokens",
+    "max_new_tokens": "rollout.sampling.max_response_tokens",
+    "max_completion_length": "rollout.sampling.max_response_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "kl_coef": "objective.kl_loss_coef",
+    "beta": "objective.kl_loss_coef",
+    "epsilon_high": "objective.clip_high",
+    "lambda": "objective.advantage.lam",
+    "world_size": "training.topology.num_ranks",
+    "tensor_model_parallel_size": "training.topology.tp",
+    "pipeline_model_parallel_size": "training.topology.pp",
+    "context_parallel_size": "training.topology.cp",
+    "expert_model_parallel_size": "training.topology.ep",
+}
+"""What other programs call a setting."""
+
+_WHOLE = (
+    "tokens are drawn from the whole distribution, whose log-probs are what the trainer learns from; rollout.sampling.temperature shapes it"
+)
+_NEVER = {name: _WHOLE for name in ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")}
+
+
 def settings_error(error: ValidationError, *, values: Mapping[str, Any], origin: str) -> UserError:
     """One UserError with a line for every setting that is wrong in `values`; `origin` says where they came from."""
     by_path: dict[str, list[ErrorDetails]] = {}
@@ -53,8 +98,25 @@ def joined_error(sentences: Sequence[str], *, origin: str) -> UserError:
 
 def closest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate most like `name`, None when none is like it."""
-    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.7)
     return matches[0] if matches else None
+
+
+def unknown_field(path: str, *, owner: str, known: Collection[str], elsewhere: Mapping[str, Collection[str]]) -> str:
+    """The sentence for the setting `path` when its last part is no field of the upstream class `owner`, whose fields are `known`.
+
+    `elsewhere` are the fields of other sections, by the section's path. What the field is called in other programs is looked for too.
+    """
+    section, _, name = path.rpartition(".")
+    homes = [home for home, names in elsewhere.items() if name in names]
+    alias = _ALIASES.get(name.lower())
+    own = alias.rpartition(".")[2] if alias is not None else closest(name, known)
+    if homes:
+        guess: str | None = f"{homes[0]}.{name}"
+    else:
+        guess = f"{section}.{own}" if own in known else alias
+    fix = f"did you mean {guess}?" if guess else f"the fields of {owner} are in the documentation of the installed release"
+    return f"{path} is not a field of {owner}; {fix}"
 
 
 def unknown_setting(path: str) -> str:
@@ -64,12 +126,16 @@ def unknown_setting(path: str) -> str:
     `rollout.sampling.temperature`.
     """
     section, _, name = path.rpartition(".")
+    if name in _NEVER:
+        return f"unknown setting {path}; there is none because {_NEVER[name]}"
     paths = [field.path for field in setting_fields()] + list(section_names())
     siblings = [known.rpartition(".")[2] for known in paths if known.rpartition(".")[0] == section]
     same_name = [known for known in paths if known.rpartition(".")[2] == name]
     sibling = closest(name, siblings)
-    if sibling is not None:
-        guess: str | None = f"{section}.{sibling}" if section else sibling
+    if name.lower() in _ALIASES:
+        guess: str | None = _ALIASES[name.lower()]
+    elif sibling is not None:
+        guess = f"{section}.{sibling}" if section else sibling
     elif same_name:
         guess = same_name[0]
     else:

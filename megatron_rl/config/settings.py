@@ -5,23 +5,56 @@ and printed by `train --check`. Field descriptions are the help texts of the com
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from megatron_rl.algorithms.objective import Objective
 
+MAX_INTEGER = 2**31 - 1
+"""What torch, numpy, SQLite, SGLang and timers all take."""
+
+
+def _usable_path(value: Any) -> Any:
+    """A path's text with `~` as the home directory that it stands for. Raises ValueError for one that no file can have."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        raise ValueError("is empty, needs a path")
+    if "\0" in value:
+        raise ValueError(f"is {value!r}, but no file name has a zero character; remove it")
+    try:
+        return str(Path(value).expanduser())
+    except RuntimeError:
+        raise ValueError(f"is {value}, but there is no such home directory here; give the whole path") from None
+
+
+FilePath = Annotated[Path, BeforeValidator(_usable_path)]
+Seconds = Annotated[float, Field(ge=0.001, le=366 * 86400)]
+"""A deadline: at most a year, which every clock and timer takes."""
+
 
 class Section(BaseModel):
-    """A frozen group of settings in which an unknown key is an error."""
+    """A frozen group of settings in which an unknown key, a number that is not finite and an empty text are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _sound(cls, value: Any) -> Any:
+        """The value of any field, when nobody who gets it can fail on its size."""
+        for item in value if isinstance(value, tuple) else (value,):
+            if item == "":
+                raise ValueError("has an empty text, needs at least one character")
+            if type(item) is int and not -1 <= item <= MAX_INTEGER:
+                raise ValueError(f"is {item}, needs an integer of at most {MAX_INTEGER}")
+        return value
 
 
 class RunSettings(Section):
     """The run as a whole."""
 
-    directory: Path = Field(description="Directory of this run: settings, buffer, metrics, checkpoints, summary.json.")
+    directory: FilePath = Field(description="Directory of this run: settings, buffer, metrics, checkpoints, summary.json.")
     seed: int = Field(0, ge=0, description="Seed of every random choice: data order, sampling.")
     num_steps: int = Field(100, ge=1, description="Rollout batches to train on.")
     eval_interval: int = Field(
@@ -34,8 +67,8 @@ class RunSettings(Section):
 class ModelSettings(Section):
     """The policy."""
 
-    path: Path = Field(description="Hugging Face directory: config.json, tokenizer, safetensors.")
-    teacher: Path | None = Field(
+    path: FilePath = Field(description="Hugging Face directory: config.json, tokenizer, safetensors.")
+    teacher: FilePath | None = Field(
         None, description="Hugging Face directory of a teacher with the policy's tokenizer, for objective.distillation_coef."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto is float32 on CPU and bfloat16 on GPU.")
@@ -48,8 +81,8 @@ class ModelSettings(Section):
 class DataSettings(Section):
     """Prompts to train and to evaluate on. Rows are JSON lines or parquet."""
 
-    train: Path = Field(description="File of training rows.")
-    eval: Path | None = Field(None, description="File of held-out rows.")
+    train: FilePath = Field(description="File of training rows.")
+    eval: FilePath | None = Field(None, description="File of held-out rows.")
     prompt_key: str = Field("prompt", description="Field with the prompt: a string, or chat messages for the chat template.")
     label_key: str = Field("label", description="Field with the reference answer that reward functions get.")
     response_key: str = Field("response", description="Field with the target text, for supervised training.")
@@ -62,20 +95,28 @@ class DataSettings(Section):
 class SamplingSettings(Section):
     """How responses are drawn."""
 
-    temperature: float = Field(1.0, gt=0, description="Softmax temperature; the trainer divides its logits by the same number.")
+    temperature: float = Field(
+        1.0,
+        ge=0.01,
+        le=100,
+        description="Softmax temperature; the trainer divides its logits by the same number. An engine takes the likeliest token, "
+        "which is no sample, at temperatures near 0.",
+    )
     max_response_tokens: int = Field(1024, ge=1, description="Token budget of a response.")
     stop: tuple[str, ...] = Field((), description="Strings that end a response; the tokens that complete one are kept.")
-    stop_token_ids: tuple[int, ...] = Field((), description="Tokens that end a response; the end-of-sequence token always does.")
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="Tokens that end a response; the end-of-sequence token always does."
+    )
 
 
 class RolloutSettings(Section):
     """Generation."""
 
-    num_engines: int = Field(1, ge=1, description="SGLang servers.")
+    num_engines: int = Field(1, ge=1, le=2**14, description="SGLang servers.")
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     max_concurrent_requests: int = Field(256, ge=1, description="Samples in flight at one engine.")
-    request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one generation request, retries included, in seconds.")
-    startup_timeout_s: float = Field(300.0, gt=0, description="Deadline of an engine's start, in seconds.")
+    request_timeout_s: Seconds = Field(600.0, description="Deadline of one generation request, retries included, in seconds.")
+    startup_timeout_s: Seconds = Field(300.0, description="Deadline of an engine's start, in seconds.")
     max_staleness: int = Field(
         0,
         ge=0,
@@ -90,7 +131,7 @@ class RewardSettings(Section):
     """The reward function, run in isolated worker processes."""
 
     function: str = Field("megatron_rl.rewards.math:score", description="package.module:function, sync or async.")
-    timeout_s: float = Field(30.0, gt=0, description="Deadline of one call, in seconds; the worker is then killed.")
+    timeout_s: Seconds = Field(30.0, description="Deadline of one call, in seconds; the worker is then killed.")
     num_workers: int = Field(1, ge=1, le=1024, description="Worker processes.")
     max_error_rate: float = Field(0.05, ge=0, le=1, description="Share of errors and timeouts in a batch above which the run stops.")
 
@@ -98,7 +139,7 @@ class RewardSettings(Section):
 class TopologySettings(Section):
     """How ranks are arranged. num_ranks = tp x pp x cp x dp; dp follows."""
 
-    num_ranks: int = Field(1, ge=1, description="Megatron ranks (processes).")
+    num_ranks: int = Field(1, ge=1, le=2**17, description="Megatron ranks (processes).")
     tp: int = Field(1, ge=1, description="Tensor parallel size.")
     pp: int = Field(1, ge=1, description="Pipeline parallel size.")
     vpp: int = Field(1, ge=1, description="Virtual pipeline stages per rank.")
@@ -154,7 +195,7 @@ class TrainingSettings(Section):
         description="Mixture of experts: the trainer routes each token to the experts that the engine chose for it (R3), instead of "
         "its own choice. Engines then record them.",
     )
-    step_timeout_s: float = Field(3600.0, gt=0, description="Deadline of one training step and of a collective, in seconds.")
+    step_timeout_s: Seconds = Field(3600.0, description="Deadline of one training step and of a collective, in seconds.")
 
 
 class WeightSettings(Section):
@@ -167,17 +208,18 @@ class WeightSettings(Section):
     parity_threshold: float | None = Field(
         None,
         gt=0,
+        le=1000,
         description="Largest mean |difference| between engine and trainer log-probs after the first sync, in nats; "
         "1e-4 in float32 and 0.02 in bfloat16 when not set.",
     )
-    sync_timeout_s: float = Field(600.0, gt=0, description="Deadline of one weight sync, in seconds.")
+    sync_timeout_s: Seconds = Field(600.0, description="Deadline of one weight sync, in seconds.")
 
 
 class ClusterSettings(Section):
     """The machines, for what is planned without them. A run asks Ray, and stops when it finds less than this."""
 
-    num_nodes: int | None = Field(None, ge=1, description="Nodes to use; as many as are needed when not set.")
-    gpus_per_node: int | None = Field(None, ge=1, description="GPUs of a node to use; all of them when not set.")
+    num_nodes: int | None = Field(None, ge=1, le=2**17, description="Nodes to use; as many as are needed when not set.")
+    gpus_per_node: int | None = Field(None, ge=1, le=2**10, description="GPUs of a node to use; all of them when not set.")
     gpu: str | None = Field(None, description="Type of the GPUs, such as H100-80: what `train --check --config-only` plans memory for.")
 
 
@@ -186,7 +228,7 @@ class RuntimeSettings(Section):
 
     ray_address: str | None = Field(None, description="Address of a running Ray cluster; a local one is started when not set.")
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
-    num_gpus_per_engine: int = Field(1, ge=1, description="GPUs of one engine where GPUs are used.")
+    num_gpus_per_engine: int = Field(1, ge=1, le=2**10, description="GPUs of one engine where GPUs are used.")
     colocate: bool = Field(
         False,
         description="Let engines and Megatron ranks share their GPUs and take turns: who is not at work puts its memory away.",

@@ -29,6 +29,9 @@ _RESOLVERS = (
     ("tag:yaml.org,2002:merge", _MERGE, "<"),
 )
 
+_MOST_DIGITS = 400
+"""Python refuses to read integers of thousands of digits; nothing here has as many."""
+
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML reads a plain class attribute)
@@ -53,6 +56,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    if len(node.value) > _MOST_DIGITS:
+        raise yaml.MarkedYAMLError(problem=f"a number of {len(node.value)} digits", problem_mark=node.start_mark)
     return int(node.value)
 
 
@@ -83,6 +88,8 @@ def parse_yaml(text: str, *, origin: str) -> Any:
         raise UserError(
             f"{where}: not valid YAML ({problem}); mend that line, or put quotes around a value with special characters"
         ) from None
+    except RecursionError:
+        raise UserError(f"{origin}: not valid YAML (nested too deeply); no setting has so many levels") from None
     except yaml.YAMLError as error:
         raise UserError(f"{origin}: not valid YAML ({error}); save the file as UTF-8 text without control characters") from None
 

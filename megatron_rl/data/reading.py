@@ -85,7 +85,9 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _check(record: Mapping[str, Any], place: str, *, settings: DataSettings, need_response: bool) -> Row:
     wanted = {settings.prompt_key: "data.prompt_key"} | ({settings.response_key: "data.response_key"} if need_response else {})
     for key, setting in wanted.items():
-        if record.get(key) is None:
+        if key in record and record[key] is None:
+            raise UserError(f"{place}: {key!r} is null, needs {'a string or chat messages' if key == settings.prompt_key else 'a string'}")
+        if key not in record:
             raise UserError(f"{place}: no field {key!r}, only {', '.join(map(repr, record)) or 'none'}; name the right one in {setting}")
     response = record.get(settings.response_key)
     if response is not None and not isinstance(response, str):

@@ -54,10 +54,19 @@ class PromptSource:
         """Rows of the file, one epoch."""
         return len(self._rows)
 
-    @property
-    def num_labels(self) -> int:
-        """Rows of the file that have a label."""
-        return sum(row.label is not None for row in self._rows)
+    def label_note(self) -> str | None:
+        """How many rows have no label, and which is the first; None when every row has one."""
+        places = [row.place for row in self._rows if row.label is None]
+        if not places:
+            return None
+        which = f"no row of {self._path} has" if len(places) == len(self._rows) else f"{len(places)} of {len(self._rows)} rows have not"
+        first = "" if len(places) == len(self._rows) else f", the first is {places[0]}"
+        return f"{which} the field {self._settings.label_key!r}{first}: the reward function gets label None for them"
+
+    def probes(self) -> list[Prompt]:
+        """The first prompt with a label and the first without one, for trying a reward function. Does not move the source."""
+        kinds = {row.label is None: index for index, row in reversed(list(enumerate(self._rows)))}
+        return [self._prompts_at(range(index, index + 1))[0] for index in sorted(kinds.values())]
 
     @property
     def num_taken(self) -> int:
@@ -81,12 +90,7 @@ class PromptSource:
 
     def first(self, count: int) -> list[Prompt]:
         """At most `count` prompts from the start of the file, as `all` gives them, for probes. Does not move the source."""
-        rows = self._rows[:count]
-        encoded = self._encode(rows)
-        return [
-            _prompt(f"eval-{index}", row, text=text, token_ids=ids)
-            for index, (row, (text, ids)) in enumerate(zip(rows, encoded, strict=True))
-        ]
+        return self._prompts_at(range(min(count, len(self._rows))))
 
     def state(self) -> dict[str, Any]:
         """Where the source stands, as JSON values."""
@@ -103,6 +107,13 @@ class PromptSource:
                 )
         self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._order = self._epoch_order()
+
+    def _prompts_at(self, indices: range) -> list[Prompt]:
+        rows = [self._rows[index] for index in indices]
+        return [
+            _prompt(f"eval-{index}", row, text=text, token_ids=ids)
+            for index, row, (text, ids) in zip(indices, rows, self._encode(rows), strict=True)
+        ]
 
     def _next(self, count: int) -> list[tuple[Prompt, Row]]:
         taken: list[tuple[str, Row]] = []

@@ -1,6 +1,5 @@
 """megatron-core's TransformerConfig for a model in a layout."""
 
-import difflib
 import enum
 import typing
 import warnings
@@ -10,8 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_rl.config.messages import unknown_field
 from megatron_rl.device import chosen_backends, local_device
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.megatron_fields import Attention, attention_fields
@@ -19,6 +21,7 @@ from megatron_rl.models.experts.megatron_fields import check_expert_layout, defa
 from megatron_rl.models.experts.router_config import BALANCED_BY, check_routing
 from megatron_rl.models.recompute import check_recompute
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.unavailable_fields import check_available
 
 if TYPE_CHECKING:
     from megatron_rl.config.settings import TopologySettings
@@ -55,6 +58,7 @@ def transformer_config(
         fixed["moe_grouped_gemm"] = False
     config_class = MLATransformerConfig if spec.mla is not None else TransformerConfig
     checked = {name: _checked_override(name, value, config_class) for name, value in overrides.items()}
+    check_available(checked, attention=attention, bf16=dtype is torch.bfloat16)
     for name, value in checked.items():
         if name in fixed and fixed[name] != value:
             owner = "checkpoint" if name in checkpoint else "trainer, with this topology, dtype and device,"
@@ -64,7 +68,7 @@ def transformer_config(
             # megatron-core 0.16 warns about its own default of a field that nobody set.
             warnings.filterwarnings("ignore", message="full scope is deprecated.*")
             config = config_class(**(_default_fields(spec, attention) | checked | fixed))
-    except (ValueError, AssertionError, TypeError, ImportError) as error:
+    except (ValueError, AssertionError, TypeError, ImportError, KeyError) as error:
         raise UserError(f"megatron-core refuses this model configuration: {error}; change model.megatron or training.topology") from error
     check_routing(config)
     check_recompute(config)
@@ -159,14 +163,19 @@ def _default_fields(spec: ModelSpec, attention: Attention) -> dict[str, Any]:
 def _checked_override(name: str, value: Any, config_class: type[TransformerConfig]) -> Any:
     known = [field.name for field in fields(config_class)]
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"the closest name is {close[0]}" if close else "see its documentation for the names"
-        raise UserError(f"model.megatron.{name} is not a field of megatron-core's TransformerConfig; {hint}")
+        others = {
+            "training.optimizer": [field.name for field in fields(OptimizerConfig)],
+            "training.ddp": [field.name for field in fields(DistributedDataParallelConfig)],
+        }
+        raise UserError(unknown_field(f"model.megatron.{name}", owner="megatron-core's TransformerConfig", known=known, elsewhere=others))
     hint = typing.get_type_hints(config_class)[name]
     if isinstance(hint, type) and issubclass(hint, enum.Enum) and isinstance(value, str) and value in hint.__members__:
         return hint[value]
     try:
         adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
-        return adapter.validate_python(value)
+        checked = adapter.validate_python(value)
     except pydantic.ValidationError as error:
         raise UserError(f"model.megatron.{name} is {value!r}: {error.errors()[0]['msg']}; give a value of that type") from error
+    if isinstance(checked, int | float) and checked < 0:
+        raise UserError(f"model.megatron.{name} is {value!r}, needs a number >= 0")
+    return checked

@@ -89,12 +89,7 @@ class TensorBoard:
     """TensorBoard events; those from `first_step` on that an earlier life of the run wrote are hidden."""
 
     def __init__(self, directory: Path, *, first_step: int) -> None:
-        try:
-            module = importlib.import_module("torch.utils.tensorboard")
-        except ImportError as error:
-            raise UserError(
-                "observe.tensorboard is on but tensorboard is not installed; pip install tensorboard, or turn it off"
-            ) from error
+        module = _import_tensorboard()
         self._writer = module.SummaryWriter(str(directory), purge_step=first_step or None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -111,10 +106,7 @@ class WeightsAndBiases:
     """A Weights & Biases run named after the directory, whose id is kept there so that a resumed run continues it."""
 
     def __init__(self, directory: Path, *, project: str, config: Mapping[str, Any]) -> None:
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise UserError("observe.wandb_project is set but wandb is not installed; pip install wandb, or unset it") from error
+        wandb = _import_wandb()
         identity = directory / "wandb_run_id"
         run_id = identity.read_text().strip() if identity.exists() else None
         self._run = wandb.init(project=project, name=directory.name, dir=str(directory), id=run_id, resume="allow", config=dict(config))
@@ -128,6 +120,28 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def check_installed(settings: ObserveSettings) -> None:
+    """Import what the sinks that were asked for are made of. Raises UserError when a package is not installed."""
+    if settings.tensorboard:
+        _import_tensorboard()
+    if settings.wandb_project is not None:
+        _import_wandb()
+
+
+def _import_tensorboard() -> Any:
+    try:
+        return importlib.import_module("torch.utils.tensorboard")
+    except ImportError as error:
+        raise UserError("observe.tensorboard is on but tensorboard is not installed; pip install tensorboard, or turn it off") from error
+
+
+def _import_wandb() -> Any:
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise UserError("observe.wandb_project is set but wandb is not installed; pip install wandb, or unset it") from error
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:

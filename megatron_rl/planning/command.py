@@ -1,11 +1,16 @@
 """`megatron-rl plan`: what the command line gives, as settings and a model, and the plan or the layouts that are printed."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
+import torch
+
+from megatron_rl.config.checks import contradictions
 from megatron_rl.config.load import load_settings
+from megatron_rl.config.messages import joined_error
 from megatron_rl.config.overrides import Words
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
@@ -16,12 +21,16 @@ from megatron_rl.planning.records import RunPlan
 from megatron_rl.rollout.server_args import validate_server_args
 
 with quiet_megatron_imports():
+    from megatron_rl.models.attention.megatron_fields import Attention
     from megatron_rl.models.reading import parse_model_spec, read_model_spec
     from megatron_rl.models.spec import ModelSpec
+    from megatron_rl.planning.levers import remedy
     from megatron_rl.planning.plan import plan_run
     from megatron_rl.planning.search import best_layouts
+    from megatron_rl.training.model_check import check_model
 
 _SETTINGS_SUFFIXES = (".yaml", ".yml")
+_SIZES = ("tp", "pp", "cp", "ep", "etp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +57,10 @@ def parse_request(words: Words, *, gpu: Gpu, num_gpus: int | None, topology: Map
     return Request(None, words, gpu, num_gpus, topology)
 
 
-def plans(request: Request) -> Iterator[tuple[str, RunPlan]]:
-    """The plan of the layout that was given, or those of the best layouts, each below the overrides that make a run of it.
+def plans(request: Request, *, say: Callable[[str], None] = lambda words: None) -> Iterator[tuple[str, RunPlan, str | None]]:
+    """The plan of the layout that was given, or those of the best layouts, each with the overrides that make a run of it.
 
+    A plan of a given layout that does not fit comes with the overrides that would make it fit. `say` is told what is being built.
     Raises UserError, also when no layout fits.
     """
     bare = request.words.config is None
@@ -60,11 +70,84 @@ def plans(request: Request) -> Iterator[tuple[str, RunPlan]]:
     spec = read_spec(request.model or settings.model.path)
     if bare and not any(override.startswith("runtime.num_gpus_per_engine=") for override in request.words.overrides):
         settings = _with_engine_size(settings, spec, request.gpu)
+    shared = [settings] if request.num_gpus is None else list(shares(settings, num_gpus=request.num_gpus))
     if request.num_gpus is None or request.topology:
-        yield _as_overrides(settings, bare=bare), plan_run(settings, spec, gpu=request.gpu, num_nodes=None)
+        chosen = _first_divided(shared, num_gpus=request.num_gpus)
+        _check(chosen, spec)
+        say("building a rank of each pipeline stage")
+        plan = plan_run(chosen, spec, gpu=request.gpu, num_nodes=None)
+        say("trying what would make it fit" if plan.peak > request.gpu.memory_bytes else "built")
+        advice = remedy(chosen, spec, gpu=request.gpu) if plan.peak > request.gpu.memory_bytes else None
+        yield _as_overrides(chosen, bare=bare), plan, advice
         return
-    for place, (chosen, plan) in enumerate(best_layouts(settings, spec, gpu=request.gpu, num_gpus=request.num_gpus), start=1):
-        yield f"{place}. {_as_overrides(chosen, bare=bare)}", plan
+    _check(settings, spec)
+    for place, (chosen, plan) in enumerate(_best(shared, spec, gpu=request.gpu, say=say), start=1):
+        yield f"{place}. {_as_overrides(chosen, bare=bare)}", plan, None
+
+
+def shares(settings: Settings, *, num_gpus: int) -> Iterator[Settings]:
+    """The settings with `num_gpus` GPUs divided between Megatron ranks and engines, the usual share first.
+
+    Colocated engines take all of them, supervised training has none. Otherwise engines get a half, a quarter, three quarters, or one
+    engine's: generation takes as long as training where responses are long, and a share that holds the trainer goes before speed.
+    Raises UserError when there is no room for one rank beside one engine.
+    """
+    size = settings.runtime.num_gpus_per_engine
+    if settings.supervised:
+        yield _divided(settings, num_ranks=num_gpus, num_engines=settings.rollout.num_engines)
+        return
+    if settings.runtime.colocate:
+        if num_gpus % size:
+            raise UserError(f"{num_gpus} GPUs are not divisible by engines of {size}; set runtime.num_gpus_per_engine to a divisor")
+        yield _divided(settings, num_ranks=num_gpus, num_engines=num_gpus // size)
+        return
+    if num_gpus <= size:
+        raise UserError(
+            f"{num_gpus} GPUs hold no Megatron rank beside an engine of {size} GPUs; use more GPUs, or let them take turns with "
+            "runtime.colocate=true weights.transport=disk"
+        )
+    counts = [max(1, num_gpus * quarters // 4 // size) for quarters in (2, 1, 3)]
+    for engines in dict.fromkeys([*counts, 1]):
+        if engines * size < num_gpus:
+            yield _divided(settings, num_ranks=num_gpus - engines * size, num_engines=engines)
+
+
+def _divided(settings: Settings, *, num_ranks: int, num_engines: int) -> Settings:
+    topology = settings.training.topology.model_copy(update={"num_ranks": num_ranks})
+    return settings.model_copy(
+        update={
+            "training": settings.training.model_copy(update={"topology": topology}),
+            "rollout": settings.rollout.model_copy(update={"num_engines": num_engines}),
+        }
+    )
+
+
+def _first_divided(shared: Sequence[Settings], *, num_gpus: int | None) -> Settings:
+    """The first of these whose ranks its own layout divides. Raises UserError, with the first one's arithmetic, when there is none."""
+    wrong = [contradictions(one) for one in shared]
+    for one, sentences in zip(shared, wrong, strict=True):
+        if not sentences:
+            return one
+    raise joined_error(wrong[0], origin="settings" if num_gpus is None else f"{num_gpus} GPUs, engines among them")
+
+
+def _best(shared: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, say: Callable[[str], None]) -> list[tuple[Settings, RunPlan]]:
+    """The best layouts of the first share that has any. Raises UserError of the share with the most ranks when none has."""
+    refused: dict[int, UserError] = {}
+    most = max(one.training.topology.num_ranks for one in shared)
+    for one in shared:
+        num_ranks = one.training.topology.num_ranks
+        try:
+            return best_layouts(one, spec, gpu=gpu, num_gpus=num_ranks, advise=num_ranks == most, say=say)
+        except UserError as error:
+            refused[num_ranks] = error
+    raise refused[most]
+
+
+def _check(settings: Settings, spec: ModelSpec) -> None:
+    """What `train --check --config-only` refuses of a model. Raises UserError."""
+    attention: Attention = "transformer_engine" if settings.model.attention == "auto" else settings.model.attention
+    check_model(settings, spec, dtype=torch.float32 if settings.model.dtype == "float32" else torch.bfloat16, attention=attention)
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -89,10 +172,11 @@ def _overrides(request: Request, *, bare: bool) -> Iterator[str]:
     if request.model is not None:
         yield f"model.path={json.dumps(str(request.model))}"
     yield from request.words.overrides
-    layout = dict(request.topology)
-    if request.num_gpus is not None:
-        layout["num_ranks"] = request.num_gpus
-    yield from (f"training.topology.{name}={json.dumps(value)}" for name, value in layout.items())
+    yield from (f"training.topology.{name}={json.dumps(value)}" for name, value in request.topology.items())
+    if bare and request.topology and "num_ranks" not in " ".join(request.words.overrides):
+        # The ranks are counted when the GPUs are divided; until then any number that the layout divides.
+        sizes = [size for name, size in request.topology.items() if name in _SIZES and isinstance(size, int)]
+        yield f"training.topology.num_ranks={prod([int(size) for size in sizes])}"
 
 
 def _with_engine_size(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Settings:
@@ -111,6 +195,8 @@ def _as_overrides(settings: Settings, *, bare: bool) -> str:
     words = [f"training.topology.{name}={json.dumps(value)}" for name, value in topology.items() if value is not None]
     recompute = {name: value for name, value in settings.model.megatron.items() if name.startswith("recompute_")}
     words += [f"model.megatron.{name}={value}" for name, value in recompute.items()]
+    if not settings.supervised:
+        words.append(f"rollout.num_engines={settings.rollout.num_engines}")
     if bare:
         words += [f"training.optimizer.{name}={json.dumps(value)}" for name, value in settings.training.optimizer.items()]
         words.append(f"runtime.num_gpus_per_engine={settings.runtime.num_gpus_per_engine}")

@@ -15,6 +15,7 @@ from megatron_rl.planning.worker import Answer, Job, measure
 
 with quiet_megatron_imports():
     from megatron_rl.models.spec import ModelSpec
+    from megatron_rl.models.unavailable_fields import without_kernels
     from megatron_rl.training.topology import Topology
     from megatron_rl.training.trainer import check_layout
 
@@ -81,7 +82,7 @@ def on_gpu(settings: Settings) -> Settings:
     """The settings as the ranks of a GPU see them: bf16 unless another dtype is set, the kernels of Transformer Engine unless refused."""
     model = settings.model
     dtype = "bfloat16" if model.dtype == "auto" else model.dtype
-    fields = model.megatron if model.attention == "torch" else {**_FUSED, **model.megatron}
+    fields = model.megatron if model.attention == "torch" else {**_FUSED, **without_kernels(model.megatron)}
     return settings.model_copy(update={"model": model.model_copy(update={"dtype": dtype, "attention": "torch", "megatron": fields})})
 
 

@@ -9,7 +9,7 @@ least. tp stays inside a node. Equal costs are ordered by headroom. It ranks lay
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,13 +19,13 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.models.weights import hf_shapes
 from megatron_rl.planning.gpus import GIB, Gpu
+from megatron_rl.planning.levers import FULL_RECOMPUTE, remedy
 from megatron_rl.planning.plan import CONTEXT_BYTES, plan_layouts
 from megatron_rl.planning.records import RunPlan
 from megatron_rl.training.topology import Topology
 from megatron_rl.training.trainer import check_layout
 
 _FLOPS, _NODE_BYTES, _NETWORK_BYTES = 4e14, 3e11, 4e10
-_FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _MARGIN = 1.2
 _BUILT_AT_ONCE, _BUILT_AT_MOST = 4, 12
 
@@ -39,10 +39,20 @@ class Candidate:
     num_bytes: float
 
 
-def best_layouts(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int, keep: int = 3) -> list[tuple[Settings, RunPlan]]:
+def best_layouts(
+    settings: Settings,
+    spec: ModelSpec,
+    *,
+    gpu: Gpu,
+    num_gpus: int,
+    keep: int = 3,
+    advise: bool = True,
+    say: Callable[[str], None] = lambda words: None,
+) -> list[tuple[Settings, RunPlan]]:
     """Up to `keep` layouts of `num_gpus` Megatron ranks that fit on `gpu`s, best first, as settings and their plans.
 
     Everything but the topology is taken from `settings`; where these say nothing of recompute, layouts with full recompute are among them.
+    `say` is told what is being built, which takes seconds each time; `advise` has what would make the smallest fit tried when none does.
     Raises UserError when none fits, with the one that comes closest.
     """
     found = sorted(candidates(settings, spec, gpu=gpu, num_gpus=num_gpus), key=lambda candidate: candidate.cost_s)
@@ -53,17 +63,24 @@ def best_layouts(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int
     likely = [candidate for candidate in found if candidate.num_bytes <= _MARGIN * gpu.memory_bytes]
     fitting: list[tuple[float, int, Settings, RunPlan]] = []
     for first in range(0, min(len(likely), _BUILT_AT_MOST), _BUILT_AT_ONCE):
+        last = min(first + _BUILT_AT_ONCE, len(likely), _BUILT_AT_MOST)
+        say(f"{num_gpus} ranks: building layouts {first + 1}-{last} of {len(likely)} likely ones, of {len(found)} that divide the model")
         fitting += _fitting(likely[first : first + _BUILT_AT_ONCE], spec, gpu)
         if len(fitting) >= keep:
             break
     if not fitting:
         smallest = min(found, key=lambda candidate: candidate.num_bytes)
+        say(f"{num_gpus} ranks: building the smallest layout by estimate")
         fitting = _fitting([smallest], spec, gpu)
     if not fitting:
         closest = Topology.of(smallest.settings.training.topology)
+        advice = ""
+        if advise:
+            say(f"{num_gpus} ranks: trying what would make that fit")
+            advice = f"{remedy(smallest.settings, spec, gpu=gpu)}; or "
         raise UserError(
             f"no layout of {num_gpus} GPUs of type {gpu.name} fits; by estimate the smallest, {closest}, "
-            f"needs {smallest.num_bytes / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.1f}; use more GPUs"
+            f"needs {smallest.num_bytes / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.1f}; {advice}use more GPUs"
         )
     return [(one, plan) for _, _, one, plan in sorted(fitting, key=lambda row: row[:2])[:keep]]
 
@@ -83,7 +100,7 @@ def candidates(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int) 
     size = _Size.of(spec)
     recomputes = [settings.model.megatron]
     if "recompute_granularity" not in settings.model.megatron:
-        recomputes.append({**settings.model.megatron, **_FULL_RECOMPUTE})
+        recomputes.append({**settings.model.megatron, **FULL_RECOMPUTE})
     for topology in _topologies(spec, gpu=gpu, num_gpus=num_gpus):
         for megatron in recomputes:
             one = settings.model_copy(

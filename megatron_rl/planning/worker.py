@@ -62,7 +62,8 @@ def measure(jobs: Sequence[Job]) -> list[Answer]:
     return answers
 
 
-def _answer(job: Job) -> Answer:
+def answer(job: Job) -> Answer:
+    """Measure one layout in this process, which `prepare` has made ready."""
     with quiet_megatron_imports():
         from megatron_rl.planning.stages import measure_stages
     try:
@@ -73,12 +74,17 @@ def _answer(job: Job) -> Answer:
     return Answer(policy, critic)
 
 
-def _main() -> None:
+def prepare() -> None:
+    """Make this process ready to answer jobs."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     prepare_megatron(local_device())
+
+
+def _main() -> None:
+    prepare()
     jobs: list[Job] = pickle.loads(sys.stdin.buffer.read())
-    Path(sys.argv[1]).write_bytes(pickle.dumps([_answer(job) for job in jobs]))
+    Path(sys.argv[1]).write_bytes(pickle.dumps([answer(job) for job in jobs]))
 
 
 if __name__ == "__main__":

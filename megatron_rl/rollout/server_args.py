@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from megatron_rl.config.messages import closest
+from megatron_rl.config.messages import unknown_field
 from megatron_rl.errors import UserError
 
 RECORD_ROUTING = "enable_return_routed_experts"
@@ -73,9 +73,7 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
     fields = field_types()
     for name, value in arguments.items():
         if name not in fields:
-            guess = closest(name, fields)
-            fix = f"did you mean {guess}?" if guess else "see the fields of sglang.srt.server_args.ServerArgs"
-            raise UserError(f"rollout.sglang.{name} is not an argument of the installed SGLang server; {fix}")
+            raise UserError(unknown_field(f"rollout.sglang.{name}", owner="the installed SGLang's ServerArgs", known=fields, elsewhere={}))
         declared, choices = fields[name]
         _check_type(name, value, declared)
         members = value if isinstance(value, list) else [value]

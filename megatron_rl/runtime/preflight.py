@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+from megatron_rl.algorithms.objective import POLICY_LOSSES
 from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
@@ -19,7 +20,8 @@ from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device, local_device, quiet_megatron_imports
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.loading import load_function
+from megatron_rl.observe.sinks import check_installed
+from megatron_rl.rewards.loading import check_arguments, load_function
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.generate import load_rollout
 from megatron_rl.rollout.server_args import check_records_routing, validate_server_args
@@ -28,15 +30,12 @@ from megatron_rl.runtime.cluster import no_gpu
 from megatron_rl.runtime.resources import available_memory_bytes
 
 with quiet_megatron_imports():
-    from megatron_rl.models.freezing import frozen_rules
-    from megatron_rl.models.megatron_config import transformer_config
     from megatron_rl.models.reading import read_model_spec
-    from megatron_rl.models.spec import ModelSpec
     from megatron_rl.models.weights import Checkpoint, hf_shapes
     from megatron_rl.runtime.placement_table import crossing_notes
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
-    from megatron_rl.training.expert_load import check_routing_replay
+    from megatron_rl.training.model_check import check_model
     from megatron_rl.training.optimizer import make_configs
     from megatron_rl.training.teacher import check_vocabulary, teacher_config
     from megatron_rl.training.topology import Topology
@@ -68,6 +67,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         *_config_checks(settings, find_target(settings, config_only=False)),
         partial(_check_weights, settings.model.path),
         partial(_check_teacher, settings),
+        partial(_check_sinks, settings),
         partial(_check_data, settings, probe=probe),
         partial(_check_resources, settings),
     ]
@@ -138,25 +138,15 @@ def _check_steps_left(settings: Settings, *, resume: bool) -> list[str]:
 
 
 def _check_model(settings: Settings, target: Target) -> list[str]:
-    spec = read_model_spec(settings.model.path)
-    topology = Topology.of(settings.training.topology)
-    check_layout(topology, spec, settings.model.megatron)
-    transformer_config(
-        spec,
-        topology=settings.training.topology,
-        dtype=model_dtype(settings, target.device),
-        overrides=settings.model.megatron,
-        attention=target.attention,
-    )
-    frozen_rules(spec, settings.training.frozen)
+    dtype = model_dtype(settings, target.device)
+    check_model(settings, read_model_spec(settings.model.path), dtype=dtype, attention=target.attention)
     if settings.model.teacher is not None:
         if not settings.model.teacher.is_dir():
             raise UserError(f"model.teacher is {settings.model.teacher}, which is not a directory; give a Hugging Face model directory")
         teacher = read_model_spec(settings.model.teacher)
-        check_layout(topology, teacher, settings.model.megatron)
-        teacher_config(settings, teacher, dtype=model_dtype(settings, target.device), attention=target.attention)
-    check_routing_replay(settings, spec)
-    return [] if settings.supervised else _check_context(settings, spec)
+        check_layout(Topology.of(settings.training.topology), teacher, settings.model.megatron)
+        teacher_config(settings, teacher, dtype=dtype, attention=target.attention)
+    return []
 
 
 def _check_teacher(settings: Settings) -> list[str]:
@@ -180,19 +170,17 @@ def _check_weights(path: Path) -> list[str]:
     return []
 
 
-def _check_context(settings: Settings, spec: ModelSpec) -> list[str]:
-    prompt, response = settings.data.max_prompt_tokens, settings.rollout.sampling.max_response_tokens
-    context = spec.max_position_embeddings
-    if prompt + response > context:
-        raise UserError(
-            f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = {prompt + response} tokens, more than "
-            f"the {context} that the model at {settings.model.path} can attend to (max_position_embeddings); allow fewer tokens"
-        )
+def _check_objective(settings: Settings) -> list[str]:
+    resolve_objective(settings)
+    path = settings.objective.policy_loss
+    if path not in POLICY_LOSSES:
+        function = load_function(path, setting="objective.policy_loss")
+        check_arguments(function, path=path, setting="objective.policy_loss", positional=2, names=())
     return []
 
 
-def _check_objective(settings: Settings) -> list[str]:
-    resolve_objective(settings)
+def _check_sinks(settings: Settings) -> list[str]:
+    check_installed(settings.observe)
     return []
 
 
@@ -216,15 +204,12 @@ def _check_data(settings: Settings, *, probe: bool) -> list[str]:
     if probe:
         seed = settings.run.seed
         train = PromptSource(data.train, tokenizer, settings=data, seed=seed, need_response=settings.supervised)
-        if data.eval is not None:
-            PromptSource(data.eval, tokenizer, settings=data, seed=seed)
+        sources = [train] + ([] if data.eval is None else [PromptSource(data.eval, tokenizer, settings=data, seed=seed)])
         if not settings.supervised:
-            if not train.num_labels:
-                notes.append(
-                    f"no row of {data.train} has the field {data.label_key!r}: the reward function gets label None for all of them"
-                )
+            notes += [note for source in sources if (note := source.label_note()) is not None]
             with RewardRunner(settings.reward.model_copy(update={"num_workers": 1})) as runner:
-                runner.probe(train.next_prompts(1)[0])
+                for prompt in (prompt for source in sources for prompt in source.probes()):
+                    runner.probe(prompt)
     if data.eval is not None and data.eval.resolve() == data.train.resolve():
         notes.append(f"data.eval is data.train ({data.train}): the run is evaluated on rows that it trains on")
     return notes
@@ -259,11 +244,23 @@ def _check_placement(settings: Settings, target: Target) -> list[str]:
     placement = target.placement(settings)
     if placement is None:
         return []
-    notes = crossing_notes(placement, Topology.of(settings.training.topology))
     asked, filled = settings.runtime.cluster.num_nodes, len(placement.nodes)
     if asked is not None and asked > filled:
-        notes.append(f"runtime.cluster.num_nodes is {asked}, but the run fills {filled}: {asked - filled} stay idle")
-    return notes
+        raise UserError(_idle_nodes(settings, asked=asked, filled=filled))
+    return crossing_notes(placement, Topology.of(settings.training.topology))
+
+
+def _idle_nodes(settings: Settings, *, asked: int, filled: int) -> str:
+    """That nodes would stay idle, and the ranks and engines that fill the number asked for, or the nearest one that can be filled."""
+    factor = max(1, asked // filled)
+    fix = f"set runtime.cluster.num_nodes to {filled}"
+    if factor > 1:
+        ranks, engines = factor * settings.training.topology.num_ranks, factor * settings.rollout.num_engines
+        engine_words = "" if settings.supervised else f" rollout.num_engines={engines}"
+        fix += f", or fill {factor * filled} with training.topology.num_ranks={ranks}{engine_words}"
+        if factor * filled != asked:
+            fix += f" runtime.cluster.num_nodes={factor * filled}, as multiples of {filled} nodes can be filled"
+    return f"runtime.cluster.num_nodes is {asked}, but the run fills {filled}: {asked - filled} would stay idle; {fix}"
 
 
 def _check_engine_gpus(settings: Settings) -> None:

@@ -61,8 +61,8 @@ class Rollouts:
     async def start_rewards(self) -> None:
         """Start the reward workers and call the function on a probe, before anything expensive starts."""
         self._rewards = self._stack.enter_context(RewardRunner(self._settings.reward))
-        prompts = self.eval_prompts or self.source.first(1)
-        self._rewards.probe(prompts[0])
+        for prompt in [*self.eval_prompts[:1], *self.source.probes()]:
+            self._rewards.probe(prompt)
 
     async def open_buffer(self, path: Path) -> None:
         """Open the buffer, in which this run alone may write."""

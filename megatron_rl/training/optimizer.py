@@ -5,7 +5,6 @@ the defaults there, `OPTIMIZER_DEFAULTS` and `DDP_DEFAULTS` say so.
 """
 
 import dataclasses
-import difflib
 import math
 import typing
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
+from megatron_rl.config.messages import unknown_field
 from megatron_rl.config.settings import ScheduleSettings
 from megatron_rl.errors import UserError
 from megatron_rl.training.adam import GroupStepAdam
@@ -39,13 +39,46 @@ _OPTIMIZER_REFUSED = {
     "params_dtype": "it follows from model.dtype",
     "loss_scale": "there is no float16 here, and the losses of routers would not be scaled with the others",
     "timers": "it is not a value that a file can hold",
+    "optimizer_cpu_offload": "the optimizer's state has to stay on the ranks' device, where it is saved from and put away",
+    "reuse_grad_buf_for_mxfp8_param_ag": "parameters here are never fp8",
     "overlap_param_gather_with_optimizer_step": "it needs a schedule of its own, which is not built; use training.ddp.overlap_param_gather",
 }
 _DDP_REFUSED = {
     "average_in_collective": "gradients are sums over ranks here, never averages",
     "use_megatron_fsdp": "only megatron-core's DistributedDataParallel is supported",
+    "fp8_param_gather": "parameters here are never fp8",
+    "reuse_grad_buf_for_mxfp8_param_ag": "parameters here are never fp8",
+    "nccl_ub": "megatron-core's allocator of NCCL buffers is not part of its releases",
     "use_custom_fsdp": "only megatron-core's DistributedDataParallel is supported",
 }
+
+_HOMES: Mapping[str, type] = {
+    "training.optimizer": OptimizerConfig,
+    "training.ddp": DistributedDataParallelConfig,
+    "model.megatron": TransformerConfig,
+}
+_RATES = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay")
+_MOMENTUMS = ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum")
+_SIZES = ("bucket_size", "suggested_communication_unit_size", "muon_num_ns_steps", "hysteresis")
+
+
+def _check_bounds(path: str, value: Any) -> None:
+    """Raise UserError for a number that the field at `path` cannot mean: rates above 10, momenta that never forget, negative numbers."""
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    name = path.rpartition(".")[2]
+    if name in _RATES:
+        inside, needed = 0 <= value <= 10, "a number from 0 to 10"
+    elif name in _MOMENTUMS:
+        inside, needed = 0 <= value < 1, "a number >= 0 and < 1"
+    elif name == "adam_eps":
+        inside, needed = 0 < value <= 1, "a number > 0 and <= 1"
+    elif name in _SIZES:
+        inside, needed = value >= 1, "an integer >= 1"
+    else:
+        inside, needed = value >= 0, "a number >= 0"
+    if not inside:
+        raise UserError(f"{path} is {value}, needs {needed}")
 
 
 def _checked(section: str, given: Mapping[str, Any], owner: type) -> dict[str, Any]:
@@ -55,9 +88,10 @@ def _checked(section: str, given: Mapping[str, Any], owner: type) -> dict[str, A
     values = {}
     for name, value in given.items():
         if name not in known:
-            closest = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {closest[0]}?" if closest else "see the installed megatron-core for its fields"
-            raise UserError(f"training.{section}.{name} is not a field of megatron-core's {owner.__name__}; {hint}")
+            others = {home: [field.name for field in dataclasses.fields(other)] for home, other in _HOMES.items() if other is not owner}
+            raise UserError(
+                unknown_field(f"training.{section}.{name}", owner=f"megatron-core's {owner.__name__}", known=known, elsewhere=others)
+            )
         if hints[name] is torch.dtype and value in _DTYPES:
             value = _DTYPES[value]
         # megatron-core leaves some optional fields without a None in their type.
@@ -67,6 +101,7 @@ def _checked(section: str, given: Mapping[str, Any], owner: type) -> dict[str, A
             values[name] = adapter.validate_python(value)
         except pydantic.ValidationError as error:
             raise UserError(f"training.{section}.{name} is {value!r}: {error.errors()[0]['msg']}; give a value of that type") from error
+        _check_bounds(f"training.{section}.{name}", values[name])
     return values
 
 

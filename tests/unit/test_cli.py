@@ -112,6 +112,7 @@ def test_every_end_has_its_status(
         (["train"], "run is missing"),
         (["trian"], "No such command 'trian'"),
         (["train", "nothing.yaml"], "nothing.yaml cannot be read"),
+        (["plan", "config.json", "--gpus", "99999999999"], "not in the range"),
         (["doctor", "--directry", "."], "--directory"),
     ],
 )

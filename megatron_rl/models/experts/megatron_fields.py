@@ -80,7 +80,7 @@ def check_expert_layout(moe: MoeSpec | None, topology: "TopologySettings") -> No
 
 
 def _check_no_expert_layout(topology: "TopologySettings") -> None:
-    given = ({"ep": topology.ep} if topology.ep > 1 else {}) | ({"etp": topology.etp} if topology.etp is not None else {})
+    given = ({"ep": topology.ep} if topology.ep > 1 else {}) | ({"etp": topology.etp} if topology.etp not in (None, 1, topology.tp) else {})
     if given:
         sizes = " and ".join(f"{name} {size}" for name, size in given.items())
         raise UserError(f"training.topology has {sizes}, but the model has no experts; unset {' and '.join(given)}")

@@ -38,6 +38,11 @@ def check_routing(config: TransformerConfig) -> None:
 def balance_coefficient(config: TransformerConfig) -> float:
     """Coefficient of the sequence-wise balance loss. Raises UserError for the other kinds, whose value depends on the packing."""
     kinds, coefs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    lengths = [len(value) if isinstance(value, list) else None for value in (kinds, coefs)]
+    if lengths[0] != lengths[1]:
+        raise UserError(
+            f"model.megatron.moe_aux_loss_coeff is {coefs} for moe_router_load_balancing_type {kinds!r}; give a number for each kind"
+        )
     pairs = list(zip(kinds, coefs, strict=True)) if isinstance(kinds, list) else [(kinds, coefs)]
     for kind, coef in pairs:
         stateful = kind in ("sinkhorn", "quantile_balancing")

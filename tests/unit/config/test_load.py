@@ -42,7 +42,7 @@ def test_saved_settings_are_read_back_equal(settings_with: Callable[..., Setting
         "objective.clip_high=.inf",
         "objective.off_policy_correction={mode: truncate, high: 2.0}",
         "rollout.sglang.mem_fraction_static=0.5",
-        "rollout.sampling.stop=['1e-6', 'null', '']",
+        "rollout.sampling.stop=['1e-6', 'null', '~']",
         "data.eval='3'",
         "run.eval_interval=5",
     )
@@ -70,6 +70,9 @@ def test_preset_fills_and_explicit_fields_win(settings_with: Callable[..., Setti
         ("run.temperature=1", ["unknown setting run.temperature", "did you mean rollout.sampling.temperature?"]),
         ("objective.policy_los=clip", ["did you mean objective.policy_loss?"]),
         ("objective.advantage.estimater=grpo", ["did you mean objective.advantage.estimator?"]),
+        ("rollout.sampling.top_p=0.9", ["unknown setting rollout.sampling.top_p; there is none because tokens are drawn from the whole"]),
+        ("run.lr=1e-6", ["did you mean training.optimizer.lr?"]),
+        ("rollout.sampling.max_tokens=9", ["did you mean rollout.sampling.max_response_tokens?"]),
         ("zzz=1", ["unknown setting zzz", "known in the settings: run, model"]),
         ("run.seed=true", ["run.seed is true (boolean), needs an integer"]),
         ("run.seed='3'", ["run.seed is '3' (string), needs an integer"]),

@@ -125,7 +125,7 @@ def test_a_restored_source_goes_on_where_the_other_stopped(tmp_path: Path, token
         ("[1]", r"a\.jsonl:2: is a JSON list, needs an object"),
         ({"promt": "1", "label": "2"}, r"a\.jsonl:2: no field 'prompt', only 'promt', 'label'; name the right one in data\.prompt_key"),
         ({}, r":2: no field 'prompt', only none"),
-        ({"prompt": None}, r":2: no field 'prompt'"),
+        ({"prompt": None}, r":2: 'prompt' is null, needs a string or chat messages"),
         ({"prompt": ""}, r":2: the prompt has no tokens"),
         ({"prompt": 7}, r":2: 'prompt' is 7, needs a string or a list of chat messages"),
         ({"prompt": []}, r":2: 'prompt' is \[\], needs"),

@@ -10,6 +10,7 @@ from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.megatron_config import resolve_attention, transformer_config
 from megatron_rl.models.reading import parse_model_spec
+from megatron_rl.models.unavailable_fields import without_kernels
 
 QWEN3 = Path(__file__).parents[2] / "data" / "configs" / "Qwen3-4B.json"
 SPEC = parse_model_spec(json.loads(QWEN3.read_text(encoding="utf-8")), origin=QWEN3.name)
@@ -30,7 +31,7 @@ def test_config_follows_checkpoint_topology_and_overrides():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     (
-        ({"recompute_granularty": "full"}, "recompute_granularty is not a field .*closest name is recompute_granularity"),
+        ({"recompute_granularty": "full"}, "recompute_granularty is not a field .*did you mean model.megatron.recompute_granularity"),
         ({"num_layers": 6}, "num_layers is 6, but the checkpoint needs 36"),
         ({"num_moe_experts": 8}, "num_moe_experts is 8, but the checkpoint needs None"),
         ({"tensor_model_parallel_size": 2}, "is 2, but the trainer, with this topology, dtype and device, needs 1"),
@@ -75,13 +76,13 @@ def test_routing_that_depends_on_the_layout_is_refused():
     ("topology", "message"),
     (
         ({"ep": 2}, r"training\.topology has ep 2, but the model has no experts; unset ep$"),
-        ({"etp": 1}, r"has etp 1, but the model has no experts; unset etp$"),
-        ({"ep": 2, "etp": 1}, r"has ep 2 and etp 1, but the model has no experts; unset ep and etp$"),
+        ({"num_ranks": 2, "etp": 2}, r"has etp 2, but the model has no experts; unset etp$"),
+        ({"num_ranks": 4, "ep": 2, "etp": 2}, r"has ep 2 and etp 2, but the model has no experts; unset ep and etp$"),
     ),
 )
 def test_expert_layouts_of_a_model_without_experts_are_refused(topology, message):
     with pytest.raises(UserError, match=message):
-        config_of({}, num_ranks=2, **topology)
+        config_of({}, **{"num_ranks": 2, **topology})
 
 
 def test_attention_choice(monkeypatch):
@@ -97,3 +98,41 @@ def test_attention_choice(monkeypatch):
 def test_overlapped_messages_without_virtual_stages_are_refused():
     with pytest.raises(UserError, match=r"overlap_p2p_comm is True, but the trainer, .* needs False"):
         config_of({"overlap_p2p_comm": True, "batch_p2p_comm": False}, num_ranks=2, pp=2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"fp8": "hybrid"},
+        {"fp4": "e2m1"},
+        {"cpu_offloading": True, "cpu_offloading_num_layers": 1},
+        {"moe_token_dispatcher_type": "flex"},
+        {"moe_router_fusion": True},
+        {"fused_single_qkv_rope": True},
+        {"use_te_activation_func": True},
+        {"gradient_accumulation_fusion": True},
+        {"enable_cuda_graph": True},
+        {"cuda_graph_impl": "local"},
+        {"cuda_graph_scope": "x"},
+        {"hybrid_context_parallel": True},
+        {"heterogeneous_block_specs": True},
+        {"config_logger_dir": "x"},
+        {"test_mode": True},
+        {"moe_aux_loss_coeff": [0.5]},
+        {"moe_aux_loss_coeff": -0.5},
+        {"fp32_residual_connection": True},
+    ],
+    ids=str,
+)
+def test_fields_that_would_fail_when_the_model_is_built_are_refused(overrides):
+    """Found by building and training a tiny model with every value of every field."""
+    with pytest.raises(UserError, match=r"^(model\.megatron\.|megatron-core refuses)"):
+        transformer_config(SPEC, topology=TopologySettings(), dtype=torch.bfloat16, overrides=overrides)
+
+
+def test_kernels_of_transformer_engine_are_left_to_it():
+    config = transformer_config(
+        SPEC, topology=TopologySettings(), dtype=torch.bfloat16, overrides={"moe_router_fusion": True}, attention="transformer_engine"
+    )
+    assert config.moe_router_fusion
+    assert without_kernels({"moe_router_fusion": True, "recompute_granularity": "full"}) == {"recompute_granularity": "full"}

@@ -1,13 +1,16 @@
 """Models by the numbers of their public config.json, and settings for them."""
 
 import json
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.planning import plan, worker
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 
@@ -37,3 +40,20 @@ def run_settings() -> Callable[..., Settings]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def measuring_process() -> Iterator[Executor]:
+    """One process that measures for all tests, as most of the time of one is spent on imports."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=worker.prepare) as process:
+        yield process
+
+
+@pytest.fixture
+def shared_process(measuring_process: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of this test are measured in the process that all tests share."""
+
+    def measure(jobs: Sequence[worker.Job]) -> list[worker.Answer]:
+        return list(measuring_process.map(worker.answer, jobs))
+
+    monkeypatch.setattr(plan, "measure", measure)

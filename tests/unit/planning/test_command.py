@@ -1,11 +1,13 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_rl.config.load import load_settings
 from megatron_rl.config.overrides import Words
 from megatron_rl.errors import UserError
-from megatron_rl.planning.command import Request, parse_request, plans, read_spec
+from megatron_rl.planning.command import Request, parse_request, plans, read_spec, shares
 from megatron_rl.planning.gpus import GPUS
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
@@ -41,20 +43,20 @@ def test_a_config_json_alone_is_a_model(tmp_path: Path) -> None:
 
 
 def test_a_layout_is_planned_and_what_was_assumed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a settings file the engine gets the GPUs that it needs."""
+    """Without a settings file the engine gets the GPUs that it needs, and half of all GPUs are for engines."""
     from megatron_rl.cli import main
 
     model = str(CONFIGS / "Qwen3-4B.json")
     assert main(["plan", model, "--gpus", "4", "--tp", "2", "--sequence-parallel"]) == 0
     assumed, layout, *lines = capsys.readouterr().out.strip().splitlines()
     assert assumed == (
-        "training.topology.num_ranks=4 training.topology.tp=2 training.topology.sequence_parallel=true "
+        "training.topology.num_ranks=2 training.topology.tp=2 training.topology.sequence_parallel=true rollout.num_engines=2 "
         "training.optimizer.use_distributed_optimizer=true runtime.num_gpus_per_engine=1"
     )
-    assert layout == "4 ranks = tp 2 × pp 1 × cp 1 × dp 2 (sequence parallel)"
+    assert layout == "2 ranks = tp 2 × pp 1 × cp 1 × dp 1 (sequence parallel)"
     assert lines[-1].startswith("fits: ")
     engine = lines[lines.index("SGLang engines, GiB per GPU") + 2].split()
-    assert engine[:2] == ["1", "1"]
+    assert engine[:2] == ["2", "1"]
 
 
 def test_what_does_not_fit_is_told_to_scripts_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,13 +65,15 @@ def test_what_does_not_fit_is_told_to_scripts_too(monkeypatch: pytest.MonkeyPatc
 
     class Plan:
         fits = False
+        peak = 2**60
 
         def lines(self) -> list[str]:
             return ["does not fit: 3 of 2"]
 
     monkeypatch.setattr(command, "plan_run", lambda *_, **__: Plan())
+    monkeypatch.setattr(command, "remedy", lambda *_, **__: "the trainer fits with x=1")
     assert main(["plan", str(CONFIGS / "Qwen3-4B.json"), "--gpus", "4", "--tp", "2"]) == 2
-    assert "does not fit" in capsys.readouterr().out
+    assert "does not fit: 3 of 2\nthe trainer fits with x=1\n" in capsys.readouterr().out
 
 
 def test_arguments_of_the_engine_are_checked() -> None:
@@ -80,8 +84,53 @@ def test_arguments_of_the_engine_are_checked() -> None:
 
 
 def test_mistakes_in_the_layout_are_the_settings_own() -> None:
-    with pytest.raises(UserError, match=r"8 ranks are not divisible by tp 3"):
-        list(plans(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=8, tp=3)))
+    with pytest.raises(UserError, match=r"^8 GPUs, engines among them: .* 4 ranks are not divisible by tp 5"):
+        list(plans(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=8, tp=5, cp=2)))
+
+
+def test_a_model_that_a_check_refuses_is_not_planned(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads((CONFIGS / "Qwen3-4B.json").read_text()), "max_position_embeddings": 100}))
+    for topology in ({}, {"tp": 2}):
+        with pytest.raises(UserError, match=r"more than the 100 that the model"):
+            list(plans(request_of(path, num_gpus=4, **topology)))
+    with pytest.raises(UserError, match=r"model\.megatron\.test_mode is True"):
+        list(plans(request_of(CONFIGS / "Qwen3-4B.json", "model.megatron.test_mode=true", num_gpus=4)))
+
+
+def test_gpus_are_divided_between_ranks_and_engines() -> None:
+    def divided(num_gpus: int, *overrides: str) -> list[tuple[int, int]]:
+        settings = load_settings(None, ["run.directory=x", "model.path=m", "data.train=t", *overrides])
+        return [(one.training.topology.num_ranks, one.rollout.num_engines) for one in shares(settings, num_gpus=num_gpus)]
+
+    assert divided(8) == [(4, 4), (6, 2), (2, 6), (7, 1)]
+    assert divided(16, "runtime.num_gpus_per_engine=4") == [(8, 2), (12, 1), (4, 3)]
+    assert divided(2) == [(1, 1)]
+    assert divided(8, "runtime.colocate=true", "runtime.num_gpus_per_engine=2") == [(8, 4)]
+    assert divided(8, "objective.policy_loss=sft") == [(8, 1)]
+    with pytest.raises(UserError, match="hold no Megatron rank beside an engine of 4"):
+        divided(4, "runtime.num_gpus_per_engine=4")
+    with pytest.raises(UserError, match="not divisible by engines of 3"):
+        divided(8, "runtime.colocate=true", "runtime.num_gpus_per_engine=3")
+
+
+def test_a_share_that_holds_nothing_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_rl.planning import command
+
+    asked: list[int] = []
+
+    def search(settings: Any, spec: Any, *, gpu: Any, num_gpus: int, **_: Any) -> list[tuple[Any, str]]:
+        asked.append(num_gpus)
+        if num_gpus < least:
+            raise UserError(f"{num_gpus} are too few")
+        return [(settings, "a plan")]
+
+    monkeypatch.setattr(command, "best_layouts", search)
+    least = 6
+    assert len(list(plans(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=8)))) == 1 and asked == [4, 6]
+    least = 9
+    with pytest.raises(UserError, match="7 are too few"):
+        list(plans(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=8)))
 
 
 def test_layouts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,20 +139,20 @@ def test_layouts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asked: list[Any] = []
 
-    def search(settings: Any, spec: Any, *, gpu: Any, num_gpus: int) -> list[tuple[Any, str]]:
+    def search(settings: Any, spec: Any, *, gpu: Any, num_gpus: int, **_: Any) -> list[tuple[Any, str]]:
         asked.append((settings, num_gpus))
         topology = settings.training.topology.model_copy(update={"num_ranks": num_gpus, "tp": 2, "sequence_parallel": True})
         return [(settings.model_copy(update={"training": settings.training.model_copy(update={"topology": topology})}), "a plan")]
 
     monkeypatch.setattr(command, "best_layouts", search)
-    [(overrides, plan)] = plans(request_of(CONFIGS / "Qwen3-8B.json", "data.prompts_per_step=32", num_gpus=8))
-    assert plan == "a plan"
+    [(overrides, plan, advice)] = plans(request_of(CONFIGS / "Qwen3-8B.json", "data.prompts_per_step=32", num_gpus=8))
+    assert plan == "a plan" and advice is None
     assert overrides == (
-        "1. training.topology.num_ranks=8 training.topology.tp=2 training.topology.sequence_parallel=true "
+        "1. training.topology.num_ranks=4 training.topology.tp=2 training.topology.sequence_parallel=true rollout.num_engines=4 "
         "training.optimizer.use_distributed_optimizer=true runtime.num_gpus_per_engine=1"
     )
     [(settings, num_gpus)] = asked
-    assert num_gpus == 8 and settings.data.prompts_per_step == 32 and settings.training.optimizer["use_distributed_optimizer"]
+    assert num_gpus == 4 and settings.data.prompts_per_step == 32 and settings.training.optimizer["use_distributed_optimizer"]
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

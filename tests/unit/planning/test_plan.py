@@ -14,6 +14,8 @@ from megatron_rl.planning import GPUS, RunPlan, plan_run
 from megatron_rl.planning.gpus import GIB
 from megatron_rl.planning.plan import plan_layouts
 
+pytestmark = pytest.mark.usefixtures("shared_process")
+
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -88,7 +90,7 @@ def test_a_refused_layout_leaves_the_others_their_plans(model_spec: Callable[[st
         [run_settings(num_ranks=5, pp=5), misspelled, run_settings(num_ranks=2)], spec, gpu=GPUS["H100-80"], num_nodes=None
     )
     assert isinstance(undivided, str) and "num_layers 2 is not divisible by pp·vpp 5" in undivided
-    assert isinstance(unknown, str) and "TransformerConfig; the closest name is recompute_granularity" in unknown
+    assert isinstance(unknown, str) and "TransformerConfig; did you mean model.megatron.recompute_granularity" in unknown
     assert isinstance(plan, RunPlan) and plan.fits
 
 

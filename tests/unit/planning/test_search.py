@@ -1,15 +1,19 @@
+import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
-from megatron_rl.planning import GPUS, best_layouts
+from megatron_rl.planning import GPUS, best_layouts, levers
+from megatron_rl.planning.gpus import GIB
 from megatron_rl.planning.search import Candidate, candidates
 from megatron_rl.training.topology import Topology
 
 GPU = GPUS["H100-80"]
+pytestmark = pytest.mark.usefixtures("shared_process")
 
 
 def listed(spec: Any, settings: Settings, num_gpus: int) -> list[tuple[Candidate, Topology]]:
@@ -46,11 +50,46 @@ def test_recompute_that_the_user_set_is_not_varied(model_spec: Callable[[str], A
 def test_a_number_of_gpus_that_divides_nothing(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
     """With 31 GPUs every size is 1, so a model that one GPU cannot hold has no layout."""
     assert {(topology.tp, topology.pp, topology.cp) for _, topology in listed(model_spec("Qwen3-4B"), run_settings(), 31)} == {(1, 1, 1)}
-    with pytest.raises(UserError, match=r"no layout of 1 GPUs of type H100-80 fits; by estimate the smallest, 1 ranks = tp 1"):
+    with pytest.raises(UserError, match=r"no layout of 1 GPUs of type H100-80 fits; by estimate the smallest, 1 ranks = tp 1") as caught:
         best_layouts(run_settings(), model_spec("Qwen3-8B"), gpu=GPU, num_gpus=1)
+    assert "tried on top of each other without success: training.max_tokens_per_micro_batch=8192; or use more GPUs" in str(caught.value)
+
+
+def test_what_makes_a_layout_fit_is_found_by_trying(
+    model_spec: Callable[[str], Any], run_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lever is tried on top of those before; the first plan that fits ends the list. The plans are made up."""
+    tried: list[Settings] = []
+
+    def peaks(variants: list[Settings], *_: Any, **__: Any) -> list[Any]:
+        tried[:] = variants
+        return [types.SimpleNamespace(peak=peak * GIB) for peak in sizes[: len(variants)]]
+
+    monkeypatch.setattr(levers, "plan_layouts", peaks)
+    settings = run_settings(num_ranks=4, tp=2)
+    settings = settings.model_copy(update={"training": settings.training.model_copy(update={"optimizer": {}})})
+    sizes = [200, 100, 70, 50]
+    words = [
+        "training.optimizer.use_distributed_optimizer=true",
+        "model.megatron.recompute_granularity=full model.megatron.recompute_method=uniform model.megatron.recompute_num_layers=1",
+        "training.max_tokens_per_micro_batch=8192",
+        "training.topology.tp=4 training.topology.sequence_parallel=true",
+    ]
+    assert levers.remedy(settings, model_spec("Qwen3-8B"), gpu=GPU) == (
+        f"the trainer fits (70.0 GiB on the fullest rank) with {' '.join(words[:3])}"
+    )
+    assert [one.training.optimizer for one in tried] == [{"use_distributed_optimizer": True}] * 4
+    assert [bool(one.model.megatron) for one in tried] == [False, True, True, True]
+    assert [one.training.max_tokens_per_micro_batch for one in tried] == [16384, 16384, 8192, 8192]
+    assert [one.training.topology.tp for one in tried] == [2, 2, 2, 4]
+    sizes = [200] * 4
+    assert levers.remedy(settings, model_spec("Qwen3-8B"), gpu=GPU) == f"tried on top of each other without success: {', '.join(words)}"
 
 
 def test_the_best_layouts_fit_and_come_in_order(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
-    found = best_layouts(run_settings(), model_spec("Qwen3-8B"), gpu=GPU, num_gpus=8, keep=1)
+    said: list[str] = []
+    spec = replace(model_spec("Qwen3-8B"), num_layers=4)
+    found = best_layouts(run_settings(), spec, gpu=GPU, num_gpus=8, keep=1, say=said.append)
+    assert said[0].startswith("8 ranks: building layouts 1-4 of ")
     [(settings, plan)] = found
     assert plan.fits and plan.layout == str(Topology.of(settings.training.topology))

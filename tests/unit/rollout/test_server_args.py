@@ -21,7 +21,7 @@ def test_arguments_of_the_installed_server_are_accepted(arguments: dict[str, obj
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_total_token": 5}, "rollout.sglang.max_total_token is not .*did you mean max_total_tokens"),
+        ({"max_total_token": 5}, "rollout.sglang.max_total_token is not .*did you mean rollout.sglang.max_total_tokens"),
         ({"max_total_tokens": "many"}, "rollout.sglang.max_total_tokens is 'many', needs another type: expected `int | null`, got `str`"),
         ({"max_total_tokens": 1.5}, "expected `int | null`, got `float`"),
         ({"disable_radix_cache": 1}, "expected `bool`, got `int`"),

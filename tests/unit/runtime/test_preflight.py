@@ -10,6 +10,8 @@ from megatron_rl.cli import main
 from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
+from megatron_rl.planning import Gpu
+from megatron_rl.runtime import launch_plan as plan_module
 from megatron_rl.runtime import preflight as module
 from megatron_rl.runtime.launch_plan import launch_plan
 from megatron_rl.runtime.preflight import GIB, check_cpu_memory, check_disk, check_run_directory, preflight, preflight_config
@@ -21,6 +23,9 @@ def score(*, prompt, response, label, metadata):
 
 def broken(*, prompt, response, label, metadata):
     return 1 / 0
+
+def strict(*, prompt, response, label, metadata):
+    return float(response == label.strip())
 
 def length(*, prompt, response, label, metadata):
     return float(len(response))
@@ -74,6 +79,10 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("training.routing_replay=true", ["training.routing_replay is true", "has no experts"]),
         ("rollout.sglang.enable_return_routed_experts=true", ["training.routing_replay sets it"]),
         ("objective.policy_loss=value", ["policy_loss is value", "beside a policy"]),
+        ("objective.policy_loss=nowhere:nothing", ["objective.policy_loss nowhere:nothing cannot be imported"]),
+        ("objective.policy_loss=preflight_reward:score", ["objective.policy_loss preflight_reward:score has the signature"]),
+        ("observe.wandb_project=x", ["observe.wandb_project is set but wandb is not installed"]),
+        ("model.megatron.fp8=hybrid", ["model.megatron.fp8 is 'hybrid', which needs a GPU"]),
         ("data.train=nowhere.jsonl", ["nowhere.jsonl"]),
         ("data.prompt_key=question", ["train.jsonl:1", "question"]),
         ("data.max_prompt_tokens=4", ["train.jsonl:11", "the limit is 4"]),
@@ -114,6 +123,16 @@ def test_a_name_of_the_label_that_no_row_has(check: Callable[..., list[str]], tm
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n' * 20)
     [note] = check("reward.function=preflight_reward:length")
     assert "no row of" in note and "gets label None" in note
+
+
+def test_rows_without_a_label_are_counted_and_tried(check: Callable[..., list[str]], tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}+1=", "label": "1"} for number in range(20)]
+    del rows[7]["label"]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [note] = check()
+    assert note.startswith("1 of 20 rows have not the field 'label', the first is ") and "train.jsonl:8: the reward" in note
+    with pytest.raises(UserError, match=r"gave no reward for a probe \(prompt eval-7, response '', label None\)"):
+        check("reward.function=preflight_reward:strict")
 
 
 def test_problems_are_told_together(check: Callable[..., list[str]]) -> None:
@@ -306,9 +325,15 @@ def test_crossing_groups_are_noted(elsewhere: Callable[..., Settings]) -> None:
     assert "1 of 4 tensor parallel groups of tp 2 ranks lie on 2 nodes of 3 GPUs" in note
 
 
-def test_idle_nodes_are_noted(elsewhere: Callable[..., Settings]) -> None:
-    (note,) = preflight_config(elsewhere("runtime.cluster.num_nodes=5"))
-    assert note == "runtime.cluster.num_nodes is 5, but the run fills 2: 3 stay idle"
+def test_idle_nodes_are_refused_with_the_numbers_that_fill_them(elsewhere: Callable[..., Settings]) -> None:
+    with pytest.raises(UserError, match=r"is 3, but the run fills 2: 1 would stay idle; set runtime.cluster.num_nodes to 2$"):
+        preflight_config(elsewhere("runtime.cluster.num_nodes=3"))
+    filling = "or fill 4 with training.topology.num_ranks=16 rollout.num_engines=4"
+    with pytest.raises(UserError, match=rf"fills 2: 3 would stay idle; .* {filling} runtime.cluster.num_nodes=4, as multiples of 2"):
+        preflight_config(elsewhere("runtime.cluster.num_nodes=5"))
+    with pytest.raises(UserError, match=rf"{filling}$"):
+        preflight_config(elsewhere("runtime.cluster.num_nodes=4"))
+    assert preflight_config(elsewhere("runtime.cluster.num_nodes=4", "training.topology.num_ranks=16", "rollout.num_engines=4")) == []
 
 
 def test_nodes_are_counted_when_they_are_not_set(elsewhere: Callable[..., Settings]) -> None:
@@ -326,20 +351,26 @@ def test_config_only_belongs_to_check(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("tokens", "layers", "status", "part"),
+    ("tokens", "gib", "status", "part"),
     [
-        (4096, 2, 0, "# fits: "),
-        (4 * 10**6, 24, 2, "megatron-rl: does not fit: "),
-        (10**9, 2, 2, "1000000000 tokens × cp 1 = 1000000000 tokens is more than the 4194304 that a plan measures"),
+        (4096, 80, 0, "# fits: "),
+        (4096, 1, 2, "megatron-rl: does not fit: "),
+        (10**9, 80, 2, "1000000000 tokens × cp 1 = 1000000000 tokens is more than the 4194304 that a plan measures"),
     ],
     ids=["fits", "too much", "far too much"],
 )
 def test_the_plan_decides_how_a_config_only_check_ends(
-    elsewhere: Callable[..., Settings], capsys: pytest.CaptureFixture[str], tmp_path: Path, tokens: int, layers: int, status: int, part: str
+    elsewhere: Callable[..., Settings],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    gib: int,
+    status: int,
+    part: str,
 ) -> None:
+    monkeypatch.setattr(plan_module, "find_gpu", lambda name: Gpu(name, gib * GIB))
     settings = elsewhere(f"training.max_tokens_per_micro_batch={tokens}")
-    architecture = settings.model.path / "config.json"
-    architecture.write_text(json.dumps({**json.loads(architecture.read_text()), "num_hidden_layers": layers}))
     config = tmp_path / "elsewhere.yaml"
     config.write_text(dump_settings(settings))
     assert main(["train", str(config), "--check", "--config-only"]) == status

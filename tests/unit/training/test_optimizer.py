@@ -14,7 +14,16 @@ from megatron_rl.training.optimizer import build_scheduler, make_configs, valida
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"adam_beta3": 0.9}, r"training\.optimizer\.adam_beta3 .* did you mean adam_beta[12]"),
+        ({"adam_beta3": 0.9}, r"training\.optimizer\.adam_beta3 .* did you mean training.optimizer.adam_beta[12]"),
+        ({"learning_rate": 1.0}, r"did you mean training\.optimizer\.lr\?"),
+        ({"overlap_grad_reduce": True}, r"did you mean training\.ddp\.overlap_grad_reduce\?"),
+        ({"fp8": "hybrid"}, r"did you mean model\.megatron\.fp8\?"),
+        ({"lr": 11}, r"optimizer\.lr is 11\.0, needs a number from 0 to 10"),
+        ({"weight_decay": -0.1}, r"weight_decay is -0\.1, needs"),
+        ({"adam_beta1": 1.0}, r"adam_beta1 is 1\.0, needs a number >= 0 and < 1"),
+        ({"adam_eps": 0}, r"adam_eps is 0\.0, needs a number > 0"),
+        ({"clip_grad": -1}, r"clip_grad is -1\.0, needs a number >= 0"),
+        ({"optimizer_cpu_offload": True}, r"stay on the ranks' device"),
         ({"bf16": True}, r"model\.dtype"),
         ({"lr": 1e-6, "min_lr": 1e-5}, "at least min_lr"),
         ({"lr": "fast"}, r"training\.optimizer\.lr is 'fast'"),
@@ -32,9 +41,11 @@ def test_optimizer_fields_that_cannot_be_are_refused(fields: dict[str, object], 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"overlap_grad_reducee": True}, "did you mean overlap_grad_reduce"),
+        ({"overlap_grad_reducee": True}, "did you mean training.ddp.overlap_grad_reduce"),
         ({"average_in_collective": True}, "sums over ranks"),
         ({"num_distributed_optimizer_instances": 2}, "only 1 is supported"),
+        ({"bucket_size": 0}, r"bucket_size is 0, needs an integer >= 1"),
+        ({"nccl_ub": True}, "not part of its releases"),
         ({"bucket_size": "big"}, r"training\.ddp\.bucket_size is 'big'"),
     ],
 )

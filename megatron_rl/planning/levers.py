@@ -1,0 +1,57 @@
+"""What makes a plan that does not fit smaller, cheapest first: each is built on top of those before it, until one fits."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rl.config.settings import Section, Settings
+from megatron_rl.config.yaml_text import format_value
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.planning.gpus import GIB, Gpu
+from megatron_rl.planning.plan import plan_layouts
+
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def remedy(settings: Settings, spec: ModelSpec, *, gpu: Gpu) -> str:
+    """A sentence with the overrides that make the trainer fit on `gpu`s, or that none of those tried does. Builds ranks: takes seconds."""
+    tried = list(_smaller(settings, gpu))
+    plans = plan_layouts([one for _, one in tried], spec, gpu=gpu, num_nodes=None)
+    for number, ((_, _one), plan) in enumerate(zip(tried, plans, strict=True), start=1):
+        if not isinstance(plan, str) and plan.peak <= gpu.memory_bytes:
+            words = " ".join(lever for lever, _ in tried[:number])
+            return f"the trainer fits ({plan.peak / GIB:.1f} GiB on the fullest rank) with {words}"
+    words = ", ".join(lever for lever, _ in tried)
+    return f"tried on top of each other without success: {words}" if tried else "every lever is pulled already"
+
+
+def _smaller(settings: Settings, gpu: Gpu) -> Iterator[tuple[str, Settings]]:
+    """Overrides and the settings with these and all before them."""
+    training, topology = settings.training, settings.training.topology
+    if not any(fields.get("use_distributed_optimizer") for fields in (training.optimizer, training.ddp)):
+        lever, settings = _fields(settings, "training", "optimizer", {"use_distributed_optimizer": True})
+        yield lever, settings
+    if "recompute_granularity" not in settings.model.megatron:
+        lever, settings = _fields(settings, "model", "megatron", FULL_RECOMPUTE)
+        yield lever, settings
+    longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
+    least = -(-longest // topology.cp)
+    if training.max_tokens_per_micro_batch > least:
+        settings = _updated(settings, "training", max_tokens_per_micro_batch=least)
+        yield f"training.max_tokens_per_micro_batch={least}", settings
+    wider = 2 * topology.tp
+    if wider <= gpu.per_node and topology.num_ranks % (wider * topology.pp * topology.cp) == 0:
+        etp = {} if topology.etp is not None or topology.ep == 1 else {"etp": topology.tp}
+        changes = {"tp": wider, "sequence_parallel": True, **etp}
+        settings = _updated(settings, "training", topology=topology.model_copy(update=changes))
+        yield " ".join(f"training.topology.{name}={format_value(value)}" for name, value in changes.items()), settings
+
+
+def _updated(settings: Settings, section: str, **changes: Any) -> Settings:
+    part: Section = dict(settings)[section]
+    return settings.model_copy(update={section: part.model_copy(update=changes)})
+
+
+def _fields(settings: Settings, section: str, mapping: str, fields: dict[str, Any]) -> tuple[str, Settings]:
+    part: Section = dict(settings)[section]
+    words = " ".join(f"{section}.{mapping}.{name}={format_value(value)}" for name, value in fields.items())
+    return words, _updated(settings, section, **{mapping: {**dict(part)[mapping], **fields}})
