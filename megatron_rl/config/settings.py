@@ -62,7 +62,7 @@ class DataSettings(Section):
 class SamplingSettings(Section):
     """How responses are drawn."""
 
-    temperature: float = Field(1.0, gt=0, description="Softmax temperature; the trainer divides its logits by the same number.")
+    temperature: float = Field(1.0, ge=1e-6, description="Softmax temperature; the trainer divides its logits by the same number.")
     max_response_tokens: int = Field(1024, ge=1, description="Token budget of a response.")
     stop: tuple[str, ...] = Field((), description="Strings that end a response; the tokens that complete one are kept.")
     stop_token_ids: tuple[int, ...] = Field((), description="Tokens that end a response; the end-of-sequence token always does.")
