@@ -17,7 +17,7 @@ class SeededGenerator:
         self._next_seed = seed
 
     async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
-        """As the engine's."""
+        """`num_samples` responses to `token_ids` [P], as the engine gives them."""
         seeded = replace(sampling, seed=self._next_seed)
         self._next_seed += num_samples
         return await self._engine.generate(token_ids, sampling=seeded, num_samples=num_samples)
