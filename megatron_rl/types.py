@@ -178,8 +178,12 @@ class Sample:
         _freeze(self, "rollout_log_probs", np.float32)
         _freeze(self, "weight_versions", np.int64)
         _check_lengths(self, ("loss_mask", "rollout_log_probs", "weight_versions"), len(self.response_ids))
-        if not np.isfinite(self.rollout_log_probs[self.loss_mask]).all():
-            raise ValueError(f"Sample {self.index} of group {self.group_id} has a non-finite log-prob on a trainable token")
+        trained = self.rollout_log_probs[self.loss_mask]
+        if not np.isfinite(trained).all():
+            raise ValueError(
+                f"Sample {self.index} of group {self.group_id} has the rollout log-prob {trained[~np.isfinite(trained)][0]} on a trainable "
+                "token, needs a finite number"
+            )
         if self.routed_experts is not None:
             _freeze_experts(self, "routed_experts")
             _check_distinct(self, self.routed_experts)

@@ -10,10 +10,14 @@ While a run is live anyone may read the file, for example with the `sqlite3` she
               position           order of arrival, the order in which groups are handed out
               id                 the prompt's id
               state              pending | in_flight | done | consumed
-              consumed_step      the step that trained on it; NULL unless consumed
+              consumed_step      the step that took it, from 1 on as the console counts; NULL unless consumed
+              trained            1 when that step trained on it, 0 when it rejected it; NULL unless consumed, or where a release noted it
+                                 that did not tell
+              rejection          why it was not trained on; NULL unless trained is 0
               prompt_text, label what the model was asked and the reference answer
               prompt_ids         token ids (array of <i4)
               metadata           JSON
+              pruned             1 when `prune` has dropped the token arrays of its samples
               updated_at         seconds since 1970 of the last move
     samples   one row per finished response; (group_id, sample_index) is unique.
               outcome            scored | error | timeout; NULL when no reward was asked for
@@ -26,7 +30,8 @@ While a run is live anyone may read the file, for example with the `sqlite3` she
               routed_experts     experts of its first tokens, [tokens, layers, experts of a token]; NULL without a record or after
               routed_format      `prune`. routed_format is the type and the last two sizes, such as "<u1 48 8"
 
-    select consumed_step, avg(reward), avg(num_tokens) from samples join groups on id = group_id where outcome = 'scored' group by 1;
+    select consumed_step, sum(trained), avg(reward), avg(num_tokens) from samples join groups on id = group_id where outcome = 'scored'
+    group by 1;
     numpy.frombuffer(response_ids, "<i4")
 """
 
@@ -34,7 +39,7 @@ import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -59,7 +64,15 @@ _FIXES = {
     "database is locked": "end the other program's transaction on this file",
 }
 
-_FRONT = "SELECT position, state FROM groups WHERE state IN ('pending', 'in_flight', 'done') ORDER BY position LIMIT ?"
+# What follows costs as much as the groups that wait, however many were consumed before. The index is named so that SQLite never reads the
+# table instead, whose own order is that of `position`, too.
+FRONT = "SELECT position, id, state FROM groups INDEXED BY groups_waiting WHERE state <> 'consumed' ORDER BY position LIMIT ?"
+COUNT = "SELECT count(*) FROM groups WHERE state = ?"
+PRUNABLE = "SELECT id FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ?"
+
+
+def _never(_: Group) -> None:
+    """No group is rejected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,16 @@ class BufferCounts:
     in_flight: int
     done: int
     consumed: int
+
+    @property
+    def waiting(self) -> int:
+        """Groups that are not consumed."""
+        return self.pending + self.in_flight + self.done
+
+    @property
+    def total(self) -> int:
+        """All groups."""
+        return self.waiting + self.consumed
 
 
 class Buffer:
@@ -121,7 +144,7 @@ class Buffer:
 
         With `among` only of the first so many groups that are not consumed.
         """
-        chosen = f"state = 'pending' AND position IN (SELECT position FROM ({_FRONT})) ORDER BY position LIMIT ?"
+        chosen = f"state = 'pending' AND position IN (SELECT position FROM ({FRONT})) ORDER BY position LIMIT ?"
         # SQLite takes a negative limit for none at all.
         limits = (-1 if among is None else max(among, 0), max(limit, 0))
         with self._transaction() as connection:
@@ -160,8 +183,11 @@ class Buffer:
                 self._check_in_flight(group_id)
             self._move(group_ids, "pending")
 
-    def take_done(self, limit: int, *, step: int) -> list[Group]:
-        """Hand out up to `limit` done groups, in the order of their prompts, as consumed by `step`; none when `limit` is not positive."""
+    def take_done(self, limit: int, *, step: int, rejection: Callable[[Group], str | None] = _never) -> list[Group]:
+        """Hand out up to `limit` done groups, in the order of their prompts, as consumed by `step`; none when `limit` is not positive.
+
+        `rejection` says why the step does not train on a group, None when it does. Steps count from 1.
+        """
         chosen = "SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?"
         with self._transaction() as connection:
             found = connection.execute(
@@ -173,14 +199,20 @@ class Buffer:
                 f"SELECT {rows.SAMPLE_COLUMNS} FROM samples WHERE group_id IN ({chosen}) ORDER BY group_id, sample_index", (max(limit, 0),)
             ):
                 samples[row[0]].append(rows.read_sample(row, prompt=prompts[row[0]]))
-            self._move(list(prompts), "consumed", step=step)
-        return [Group(id=group_id, prompt=prompt, samples=tuple(samples[group_id])) for group_id, prompt in prompts.items()]
+            groups = [Group(id=group_id, prompt=prompt, samples=tuple(samples[group_id])) for group_id, prompt in prompts.items()]
+            self._consume({group.id: rejection(group) for group in groups}, step=step)
+        return groups
 
-    def num_done(self, *, among: int) -> int:
-        """Done groups among the first `among`, in the order of their prompts, that are not consumed."""
+    def unfinished(self, *, among: int) -> set[str]:
+        """Ids of those groups that are not done, of the first `among` in the order of their prompts that are not consumed.
+
+        Raises ValueError when there are fewer than `among`.
+        """
         with self._database_errors():
-            (count,) = self._connection.execute(f"SELECT count(*) FROM ({_FRONT}) WHERE state = 'done'", (among,)).fetchone()
-        return int(count)
+            front = self._connection.execute(FRONT, (max(among, 0),)).fetchall()
+        if len(front) < among:
+            raise ValueError(f"{among} groups are asked for, the buffer holds {len(front)} that are not consumed")
+        return {group_id for _, group_id, state in front if state != "done"}
 
     def renew(self, limit: int, *, oldest_version: int) -> int:
         """Drop the samples of groups, among the first `limit` done ones, that have a token of weights older than `oldest_version`.
@@ -198,8 +230,11 @@ class Buffer:
     def counts(self) -> BufferCounts:
         """How many groups are in each state."""
         with self._database_errors():
-            found = dict(self._connection.execute("SELECT state, count(*) FROM groups GROUP BY state"))
-        return BufferCounts(**{state: found.get(state, 0) for state in BufferCounts.__slots__})
+            states = ("pending", "in_flight", "done")
+            pending, in_flight, done = (int(self._connection.execute(COUNT, (state,)).fetchone()[0]) for state in states)
+            # No group is ever removed, so the last position is the number of all.
+            (total,) = self._connection.execute("SELECT coalesce(max(position), 0) FROM groups").fetchone()
+        return BufferCounts(pending, in_flight, done, consumed=int(total) - pending - in_flight - done)
 
     def recover(self) -> int:
         """Put every group in flight back to pending, for nobody generates them any more, and return how many there were."""
@@ -209,35 +244,34 @@ class Buffer:
             ).rowcount
 
     def rewind(self, step: int, *, version: int) -> None:
-        """Go back to the checkpoint made after `step` steps (0 to step - 1), when the weights had `version`.
+        """Go back to the checkpoint made after `step` steps (1 to `step`), when the weights had `version`.
 
-        Groups consumed at `step` or later are handed out again. Samples with a token of weights newer than `version`, which no
+        Groups consumed by later steps are handed out again. Samples with a token of weights newer than `version`, which no
         longer exist, or pruned, are dropped; their groups become pending, all others done. Call it before generation starts.
         """
         gone = "(max_version > :version OR response_ids IS NULL)"
-        undone = "(state = 'done' OR consumed_step >= :step)"
+        undone = "(state = 'done' OR consumed_step > :step)"
+        clean = "consumed_step = NULL, trained = NULL, rejection = NULL, pruned = 0, updated_at = :now"
         values = {"step": step, "version": version, "now": time.time()}
         with self._transaction() as connection:
             connection.execute(
-                "UPDATE groups SET state = 'pending', consumed_step = NULL, updated_at = :now "
-                f"WHERE {undone} AND id IN (SELECT group_id FROM samples WHERE {gone})",
-                values,
+                f"UPDATE groups SET state = 'pending', {clean} WHERE {undone} AND id IN (SELECT group_id FROM samples WHERE {gone})", values
             )
-            connection.execute(
-                "UPDATE groups SET state = 'done', consumed_step = NULL, updated_at = :now WHERE consumed_step >= :step", values
-            )
+            connection.execute(f"UPDATE groups SET state = 'done', {clean} WHERE consumed_step > :step", values)
             connection.execute(
                 f"DELETE FROM samples WHERE {gone} AND group_id IN (SELECT id FROM groups WHERE state IN ('pending', 'in_flight'))", values
             )
 
-    def prune(self, before_step: int) -> None:
-        """Drop the token arrays of groups consumed before `before_step`, to which no kept checkpoint goes back; the rest stays."""
+    def prune(self, step: int) -> None:
+        """Drop the token arrays of groups that the steps up to `step` consumed, to which no kept checkpoint goes back; the rest stays."""
         with self._transaction() as connection:
-            connection.execute(
+            found = connection.execute(PRUNABLE, (step,)).fetchall()
+            connection.executemany(
                 "UPDATE samples SET response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL, "
-                "routed_experts = NULL WHERE response_ids IS NOT NULL AND group_id IN (SELECT id FROM groups WHERE consumed_step < ?)",
-                (before_step,),
+                "routed_experts = NULL WHERE group_id = ?",
+                found,
             )
+            connection.executemany("UPDATE groups SET pruned = 1 WHERE id = ?", found)
 
     def flush(self) -> None:
         """Bring every move so far to the disk itself, so that a power failure cannot undo it."""
@@ -280,11 +314,17 @@ class Buffer:
                 "or use the release that wrote it"
             )
 
-    def _move(self, group_ids: Sequence[str], state: str, *, step: int | None = None) -> None:
+    def _move(self, group_ids: Sequence[str], state: str) -> None:
         now = time.time()
         self._connection.executemany(
-            "UPDATE groups SET state = ?, consumed_step = ?, updated_at = ? WHERE id = ?",
-            [(state, step, now, group_id) for group_id in group_ids],
+            "UPDATE groups SET state = ?, updated_at = ? WHERE id = ?", [(state, now, group_id) for group_id in group_ids]
+        )
+
+    def _consume(self, rejections: Mapping[str, str | None], *, step: int) -> None:
+        now = time.time()
+        self._connection.executemany(
+            "UPDATE groups SET state = 'consumed', consumed_step = ?, trained = ?, rejection = ?, updated_at = ? WHERE id = ?",
+            [(step, reason is None, reason, now, group_id) for group_id, reason in rejections.items()],
         )
 
     def _check_in_flight(self, group_id: str) -> None:

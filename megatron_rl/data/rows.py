@@ -12,7 +12,13 @@ from megatron_rl.errors import UserError
 from megatron_rl.types import Experts, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 APPLICATION_ID = 0x4D52_4C42
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+
+INDICES = """
+CREATE INDEX groups_waiting ON groups (position, id, state) WHERE state <> 'consumed';
+CREATE INDEX groups_unpruned ON groups (consumed_step, id) WHERE pruned = 0;
+"""
+"""Of the groups that wait, and of those that `prune` has not been at: as short as they are few, however long the history."""
 
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -26,10 +32,13 @@ CREATE TABLE groups (
     label TEXT,
     prompt_ids BLOB NOT NULL,
     metadata TEXT NOT NULL,
-    updated_at REAL NOT NULL
+    updated_at REAL NOT NULL,
+    trained INTEGER CHECK (trained IN (0, 1)),
+    rejection TEXT,
+    pruned INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX groups_by_state ON groups (state, position);
-CREATE TABLE samples (
+{INDICES}CREATE TABLE samples (
     group_id TEXT NOT NULL REFERENCES groups (id),
     sample_index INTEGER NOT NULL,
     outcome TEXT CHECK (outcome IN ('scored', 'error', 'timeout')),
@@ -59,8 +68,19 @@ ALTER TABLE samples ADD COLUMN routed_format TEXT;
 ALTER TABLE samples ADD COLUMN routed_experts BLOB;
 PRAGMA user_version = 2;
 """,
+    # Steps were counted from 0.
+    2: f"""
+ALTER TABLE groups ADD COLUMN trained INTEGER CHECK (trained IN (0, 1));
+ALTER TABLE groups ADD COLUMN rejection TEXT;
+ALTER TABLE groups ADD COLUMN pruned INTEGER NOT NULL DEFAULT 0;
+UPDATE groups SET consumed_step = consumed_step + 1 WHERE state = 'consumed';
+UPDATE groups SET pruned = 1
+    WHERE state = 'consumed' AND NOT EXISTS (SELECT 1 FROM samples WHERE group_id = id AND response_ids IS NOT NULL);
+{INDICES}
+PRAGMA user_version = 3;
+""",
 }
-"""What makes the next version of the schema out of a version; rows stay as they are."""
+"""What makes the next version of the schema out of a version."""
 
 INSERT_GROUP = "INSERT INTO groups (id, state, prompt_text, label, prompt_ids, metadata, updated_at) VALUES (?, 'pending', ?, ?, ?, ?, ?)"
 GROUP_COLUMNS = "id, prompt_text, label, prompt_ids, metadata"

@@ -1,21 +1,27 @@
 """Rewards in isolated worker processes: a call that fails or hangs is an outcome of its own, never a score of zero."""
 
 import asyncio
-import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from megatron_rl.config.settings import RewardSettings
 from megatron_rl.errors import UserError
+from megatron_rl.files import disk_errors
+from megatron_rl.rewards.processes import WorkerContext, lead_session
 from megatron_rl.rewards.worker import SETTING, call, check_function
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
 LOAD_TIMEOUT_S = 120.0
 """Deadline of importing the user's module, in seconds."""
+MAX_ATTEMPTS = 3
+"""How often a call is begun whose workers are killed before it is at work."""
+POLL_S = 1.0
 
 
 class RewardRunner:
@@ -23,13 +29,18 @@ class RewardRunner:
 
     The function is `def score(*, prompt: str, response: str, label: str | None, metadata: Mapping) -> float | dict[str, float]`, sync or
     async; of a dict, the item `reward` counts and the others are recorded. One worker makes one call at a time;
-    a call that runs longer than `timeout_s` loses its worker, which is replaced.
+    a call that runs longer than `timeout_s` loses its worker, with every process that it started, and the worker is replaced.
+    What the function prints goes to the file `log_path`, where one is given.
     """
 
-    def __init__(self, settings: RewardSettings) -> None:
+    def __init__(self, settings: RewardSettings, *, log_path: Path | None = None) -> None:
         self._settings = settings
-        # Spawned: a fork of the driver would inherit its threads and its memory.
-        self._pool = ProcessPool(max_workers=settings.num_workers, context=multiprocessing.get_context("spawn"))
+        self._log_path = log_path
+        if log_path is not None:
+            with disk_errors(log_path):
+                log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._noted: set[str] = set()
+        self._pool = self._make_pool()
 
     def __enter__(self) -> "RewardRunner":
         return self
@@ -38,7 +49,7 @@ class RewardRunner:
         self.close()
 
     def close(self) -> None:
-        """Kill the workers and reap them."""
+        """Kill the workers, and every process that they started, and reap them."""
         self._pool.stop()
         self._pool.join()
 
@@ -50,16 +61,19 @@ class RewardRunner:
         """
         path = self._settings.function
         try:
-            problem = self._pool.schedule(check_function, args=[path], timeout=LOAD_TIMEOUT_S).result()
+            problem = self._begin(check_function, path, timeout_s=LOAD_TIMEOUT_S).result()
         except FutureTimeout as error:
             raise UserError(f"{SETTING} {path} is not imported after {LOAD_TIMEOUT_S:.0f} s; move slow work out of its module") from error
         except ProcessExpired as error:
             raise UserError(f"{SETTING} {path} ended its process while it was imported (exit status {error.exitcode})") from error
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"the reward workers end as soon as they start; look for the reason in {self._log_path or 'what they print'}"
+            ) from error
         if problem is not None:
             raise UserError(problem)
         arguments = _arguments(prompt, response)
-        future = self._pool.schedule(call, args=[path], kwargs=arguments, timeout=self._settings.timeout_s)
-        reward = self._outcome(future)
+        reward = self._read(self._begin(call, path, timeout_s=self._settings.timeout_s, **arguments)) or _killed(1)
         if reward.outcome is not RewardOutcome.SCORED:
             raise UserError(
                 f"{SETTING} {path} gave no reward for a probe (prompt {prompt.id}, response {response!r}, label {prompt.label!r}):"
@@ -70,34 +84,95 @@ class RewardRunner:
 
     async def score(self, sample: Sample) -> Reward:
         """The reward of one sample. Never raises for what the user's function does."""
-        arguments = _arguments(sample.prompt, sample.response_text, sample.metadata)
-        future = self._pool.schedule(call, args=[self._settings.function], kwargs=arguments, timeout=self._settings.timeout_s)
-        await asyncio.wait([asyncio.wrap_future(future)])
-        return self._outcome(future)
+        return await self._call(_arguments(sample.prompt, sample.response_text, sample.metadata))
 
-    def _outcome(self, future: Any) -> Reward:
-        """The outcome of a scheduled call, waiting for it where it is not done."""
+    async def _call(self, arguments: dict[str, Any]) -> Reward:
+        """One call. When all workers are lost while none is at work (the system may kill idle ones for memory), again."""
+        for _ in range(MAX_ATTEMPTS):
+            future = self._begin(call, self._settings.function, timeout_s=self._settings.timeout_s, **arguments)
+            outcome = await self._outcome(future, pool=self._pool)
+            if outcome is not None:
+                return outcome
+        return _killed(MAX_ATTEMPTS)
+
+    def _begin(self, function: Callable[..., Any], path: str, *, timeout_s: float, **arguments: Any) -> ProcessFuture[Any]:
+        if not self._pool.active:
+            self.close()
+            self._pool = self._make_pool()
+        return self._pool.schedule(function, args=[path], kwargs=arguments, timeout=timeout_s)
+
+    def _make_pool(self) -> ProcessPool:
+        return ProcessPool(
+            max_workers=self._settings.num_workers, context=WorkerContext(), initializer=lead_session, initargs=[self._log_path]
+        )
+
+    async def _outcome(self, future: ProcessFuture[Any], *, pool: ProcessPool) -> Reward | None:
+        """What became of a scheduled call; None when its `pool` broke before the call was at work."""
+        finished = asyncio.wrap_future(future)
+        # A pool that breaks can forget a call that no worker has taken yet.
+        while not finished.done() and pool.active:
+            await asyncio.wait([finished], timeout=POLL_S)
+        if not finished.done():
+            finished.cancel()
+            return None
+        # Asked for, because asyncio prints the traceback of each failure that nobody has looked at.
+        finished.exception()
+        return self._read(future)
+
+    def _read(self, future: ProcessFuture[Any]) -> Reward | None:
+        """What became of a call, waiting for it where it is not done; None when it was never at work."""
         try:
-            return future.result()
+            reward: Reward = future.result()
         except FutureTimeout:
             return Reward(outcome=RewardOutcome.TIMEOUT, message=f"no reward after {self._settings.timeout_s:g} s (reward.timeout_s)")
         except ProcessExpired as error:
             return Reward(outcome=RewardOutcome.ERROR, message=f"the worker process ended during the call (exit status {error.exitcode})")
+        except BrokenProcessPool:
+            return None
+        return reward
+
+    def note_failures(self, rewards: Sequence[Reward], *, step: int) -> None:
+        """Write into the log how often each cause let a call of `step` fail, with the traceback of one that is new in this run."""
+        if self._log_path is None:
+            return
+        with disk_errors(self._log_path), self._log_path.open("a") as log:
+            for cause, failed in _by_cause(rewards).items():
+                log.write(f"step {step}: {len(failed)} of {len(rewards)} reward calls: {cause}\n")
+                if cause not in self._noted:
+                    self._noted.add(cause)
+                    log.write(f"{failed[0].message.strip()}\n")
 
 
 def check_error_rate(rewards: Sequence[Reward], *, max_error_rate: float) -> None:
     """Check the outcomes of one batch.
 
     Raises:
-        UserError: the share of errors and timeouts is above `max_error_rate`; with the first traceback.
+        UserError: the share of errors and timeouts is above `max_error_rate`; with every cause, and the first traceback.
     """
     failed = [reward for reward in rewards if reward.outcome is not RewardOutcome.SCORED]
     if len(failed) > max_error_rate * len(rewards):
         timeouts = sum(reward.outcome is RewardOutcome.TIMEOUT for reward in failed)
+        causes = "".join(f"\n{len(same)} x {cause}" for cause, same in _by_cause(rewards).items())
         raise UserError(
             f"{len(failed) - timeouts} errors and {timeouts} timeouts in {len(rewards)} reward calls = {len(failed) / len(rewards):.1%},"
-            f" more than reward.max_error_rate {max_error_rate:.1%}; mend the reward function, the first failure is:\n{failed[0].message}"
+            f" more than reward.max_error_rate {max_error_rate:.1%}; mend the reward function{causes}\n"
+            f"the first failure is:\n{failed[0].message}"
         )
+
+
+def _killed(num_attempts: int) -> Reward:
+    return Reward(
+        outcome=RewardOutcome.ERROR, message=f"the reward workers were killed before this call was at work, in {num_attempts} attempts"
+    )
+
+
+def _by_cause(rewards: Sequence[Reward]) -> dict[str, list[Reward]]:
+    """The calls that failed, by the last line of what they said, the most frequent cause first."""
+    causes: dict[str, list[Reward]] = {}
+    for reward in rewards:
+        if reward.outcome is not RewardOutcome.SCORED:
+            causes.setdefault(reward.message.strip().rpartition("\n")[2], []).append(reward)
+    return dict(sorted(causes.items(), key=lambda item: -len(item[1])))
 
 
 def _arguments(prompt: Prompt, response: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class EngineClient:
         body = {
             "rid": request_ids,
             "input_ids": [prompt] * num_samples,
-            "sampling_params": [sampling.request()] * num_samples,
+            "sampling_params": [sampling.request(index) for index in range(num_samples)],
             "return_logprob": True,
             "return_routed_experts": self.address.mixture is not None,
         }

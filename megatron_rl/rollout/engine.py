@@ -23,7 +23,7 @@ import psutil
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.rollout.routing_record import MixtureShape
-from megatron_rl.rollout.server_args import server_arguments
+from megatron_rl.rollout.server_args import check_environment, server_arguments
 
 LOG_TAIL_LINES = 25
 POLL_S = 0.1
@@ -177,6 +177,7 @@ class Engine:
 
     def _environment(self) -> dict[str, str]:
         """Variables of the server. A dying scheduler must not wait a minute for dumps of a GPU that is not there."""
+        check_environment(os.environ)
         environment = {**os.environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
         if self._gpu_ids:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._gpu_ids))

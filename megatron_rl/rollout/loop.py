@@ -12,8 +12,9 @@ from typing import Any
 
 from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.generate import Decode, Rollout, check_samples, single_turn
+from megatron_rl.rollout.generate import Decode, Rollout, check_samples, single_turn, without_outdated_experts
 from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.seeds import SeededGenerator, group_seed
 from megatron_rl.rollout.transport import EngineRefusal
 from megatron_rl.types import Group, Prompt, Reward, Sample
 
@@ -100,7 +101,10 @@ class EnginePool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMaker:
-    """How one prompt becomes a group of `num_samples` samples on the engines of `pool`, with rewards when `score` is given."""
+    """How one prompt becomes a group of `num_samples` samples on the engines of `pool`, with rewards when `score` is given.
+
+    `rollout_name` is what messages call the rollout; `seed` is the run's.
+    """
 
     pool: EnginePool
     sampling: Sampling
@@ -108,7 +112,9 @@ class GroupMaker:
     decode: Decode
     score: Score | None
     rollout: Rollout = single_turn
+    rollout_name: str = "rollout.function"
     urgency: Urgency = Urgency.TRAINING
+    seed: int = 0
 
     async def make(self, prompt: Prompt) -> Group:
         """Generate and score; scoring does not hold a place. A prompt whose engine fails goes to the others. Cancelling aborts it.
@@ -128,16 +134,19 @@ class GroupMaker:
         while True:
             async with self.pool.place(self.num_samples, urgency=urgency) as client:
                 try:
+                    seeded = SeededGenerator(client, seed=group_seed(prompt, run_seed=self.seed))
                     samples = await self.rollout(
-                        prompt, engine=client, sampling=self.sampling, num_samples=self.num_samples, decode=self.decode
+                        prompt, engine=seeded, sampling=self.sampling, num_samples=self.num_samples, decode=self.decode
                     )
-                    return check_samples(
+                    checked = check_samples(
                         samples,
                         prompt=prompt,
                         num_samples=self.num_samples,
                         vocab_size=client.address.vocab_size,
                         need_experts=client.address.mixture is not None,
+                        rollout=self.rollout_name,
                     )
+                    return tuple(map(without_outdated_experts, checked))
                 except EngineRefusal:
                     raise  # the request is at fault, another engine would refuse it too
                 except (EngineError, DeadlineError) as error:

@@ -7,24 +7,37 @@ from typing import Any
 from megatron_rl.config.settings import SamplingSettings
 from megatron_rl.errors import UserError
 
+LOWEST_TEMPERATURE = 1e-6
+"""SGLang takes the likeliest token below this, and reports log-probs at temperature 1."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """`temperature` 0 takes the likeliest token; `max_tokens` ends a response; `stop` strings and `stop_token_ids` do too, and are kept."""
+    """`temperature` 0 takes the likeliest token; `max_tokens` ends a response; `stop` strings and `stop_token_ids` do too, and are kept.
+
+    `seed` is that of a request's first sample, the others count on from it. Only an engine with `enable_deterministic_inference` reads
+    it, and would else draw every sample with the same one.
+    """
 
     temperature: float = 1.0
     max_tokens: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"sampling temperature is {self.temperature}, needs a finite number >= 0")
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise UserError(
+                f"sampling temperature is {self.temperature}, which the engine takes for greedy and reports no log-probs of; needs 0, or "
+                f"at least {LOWEST_TEMPERATURE}"
+            )
         if self.max_tokens < 1:
             raise UserError(f"sampling max_tokens is {self.max_tokens}, needs at least 1")
 
-    def request(self) -> dict[str, Any]:
-        """Sampling parameters of the server, each one stated: none may come from the checkpoint's generation_config.json."""
+    def request(self, index: int = 0) -> dict[str, Any]:
+        """Sampling parameters of sample `index`, each one stated: none may come from the checkpoint's generation_config.json."""
         return {
             "temperature": self.temperature,
             "top_p": 1.0,
@@ -38,6 +51,7 @@ class Sampling:
             "stop_token_ids": list(self.stop_token_ids) or None,
             "skip_special_tokens": False,
             "no_stop_trim": True,
+            "sampling_seed": None if self.seed is None else self.seed + index,
         }
 
 

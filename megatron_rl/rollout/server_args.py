@@ -11,6 +11,9 @@ from megatron_rl.config.messages import unknown_field
 from megatron_rl.errors import UserError
 
 RECORD_ROUTING = "enable_return_routed_experts"
+
+_SAMPLED = "every token has to be drawn from the policy's own distribution at rollout.sampling.temperature"
+_SEEN = "the trainer builds its model from config.json alone and would not see it"
 OWNED = {
     "model_path": "model.path sets it",
     "tokenizer_path": "model.path sets it",
@@ -28,8 +31,32 @@ OWNED = {
     RECORD_ROUTING: "training.routing_replay sets it",
     "encoder_only": "engines generate",
     "is_embedding": "engines generate",
+    "preferred_sampling_params": f"it adds to what rollout.sampling says, and {_SAMPLED}",
+    "enable_custom_logit_processor": _SAMPLED,
+    "enable_watermark": _SAMPLED,
+    "enable_strict_thinking": f"it forbids tokens, and {_SAMPLED}",
+    "dllm_algorithm": f"a diffusion model's tokens have no log-prob of their own, and {_SAMPLED}",
+    "json_model_override_args": f"{_SEEN}; change config.json",
+    "forward_hooks": _SEEN,
 }
-"""Fields that the system sets itself, with what to use instead."""
+"""Fields that the system sets itself, or that would train silently wrong, with the reason or what to use instead."""
+
+OWNED_PREFIXES = {
+    "speculative_": "a draft model is not trained along, and its tokens may be accepted by a rule that draws from another distribution; "
+    f"{_SAMPLED}",
+    "watermark_": _SAMPLED,
+}
+"""As OWNED, for all fields that begin so."""
+
+OWNED_ENVIRONMENT = {
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probs would leave the temperature out, and the trainer divides by it",
+    "SGLANG_MAX_NEW_TOKENS_LIMIT": "responses would end before rollout.sampling.max_response_tokens, which sets their budget",
+    "SGLANG_MAX_THINK_TOKENS": f"it forces tokens, and {_SAMPLED}",
+    "SGLANG_SANITIZE_NAN_LOGITS": "it draws tokens from logits that are NaN, where the run has to stop",
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS": "tokens would go to experts that the router did not choose",
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": "tokens would go to experts that the router did not choose",
+}
+"""Variables of the environment that change what is drawn, or what is reported of it, with the reason why they may not be set."""
 
 CPU_DEFAULTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else the idle scheduler keeps a core busy
@@ -65,9 +92,10 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
         UserError: a name that does not exist (with the closest one), a value of the wrong type or outside its choices, or a
             name that the system owns (with the setting to use instead).
     """
-    owned = [name for name in arguments if name in OWNED]
-    if owned:
-        raise UserError(f"rollout.sglang.{owned[0]} is {arguments[owned[0]]!r} but cannot be set here: {OWNED[owned[0]]}; remove it")
+    for name, value in arguments.items():
+        reasons = [OWNED[name]] if name in OWNED else [why for prefix, why in OWNED_PREFIXES.items() if name.startswith(prefix)]
+        if reasons:
+            raise UserError(f"rollout.sglang.{name} is {value!r} but cannot be set here: {reasons[0]}; remove it")
     if not arguments:
         return
     fields = field_types()
@@ -82,6 +110,13 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
     share = arguments.get("mem_fraction_static")
     if share is not None and not 0 < share <= 1:
         raise UserError(f"rollout.sglang.mem_fraction_static is {share}, needs a share of the device's memory, above 0 and at most 1")
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raise UserError for a variable, in the environment of an engine, that changes what it draws or reports."""
+    for name, why in OWNED_ENVIRONMENT.items():
+        if name in environment:
+            raise UserError(f"the environment has {name}={environment[name]}, which the engines would follow: {why}; unset it")
 
 
 def check_records_routing() -> None:

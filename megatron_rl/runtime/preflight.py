@@ -24,7 +24,7 @@ from megatron_rl.observe.sinks import check_installed
 from megatron_rl.rewards.loading import check_arguments, load_function
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.generate import load_rollout
-from megatron_rl.rollout.server_args import check_records_routing, validate_server_args
+from megatron_rl.rollout.server_args import check_environment, check_records_routing, validate_server_args
 from megatron_rl.runtime.checkpoint import newest_checkpoint
 from megatron_rl.runtime.cluster import no_gpu
 from megatron_rl.runtime.resources import available_memory_bytes
@@ -227,6 +227,7 @@ def _check_rollout(settings: Settings) -> list[str]:
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")
         # Seconds of imports when arguments were given, nothing when there are none.
         validate_server_args(settings.rollout.sglang)
+        check_environment(os.environ)
         if settings.training.routing_replay:
             check_records_routing()
     load_rollout(settings.rollout.function)

@@ -21,6 +21,8 @@ class Production:
         self._source, self._buffer, self._make = source, buffer, make
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
+        # Of the groups that are waited for, those that are not done yet.
+        self._missing: set[str] = set()
         self._finished = asyncio.Event()
         self._busy_since_s = self._busy_before_s = 0.0
         self.num_tokens = 0
@@ -33,8 +35,7 @@ class Production:
 
     def admit(self, num_groups: int) -> None:
         """Let the first `num_groups` groups that are not trained on yet, in the order of their prompts, be made."""
-        counts = self._buffer.counts()
-        lacking = num_groups - (counts.pending + counts.in_flight + counts.done)
+        lacking = num_groups - self._buffer.counts().waiting
         if lacking > 0:
             self._buffer.add_prompts(self._source.next_prompts(lacking))
         for prompt in self._buffer.take_pending(num_groups, among=num_groups):
@@ -47,6 +48,7 @@ class Production:
     async def _produce(self, prompt: Prompt) -> None:
         group = await self._make(prompt)
         self._buffer.put_done(group)
+        self._missing.discard(group.id)
         self.num_tokens += sum(len(sample.response_ids) for sample in group.samples)
 
     def _finish(self, task: "asyncio.Task[None]") -> None:
@@ -56,20 +58,24 @@ class Production:
             self._busy_since_s = now_s
         self._tasks.discard(task)
         if not task.cancelled():
-            self._failure = self._failure or task.exception()
+            # Asked of every task: asyncio prints the traceback of each failure that nobody has looked at.
+            error = task.exception()
+            self._failure = self._failure or error
         self._finished.set()
 
     async def wait(self, num_groups: int, *, progress: PhaseProgress) -> None:
         """Until the first `num_groups` groups that are not trained on yet are done; they have been admitted. Raises why one cannot be."""
+        # Read once: in front of those that are waited for nothing comes or goes meanwhile.
+        self._missing = self._buffer.unfinished(among=num_groups)
         shown = 0
         while True:
             self._finished.clear()
             if self._failure is not None:
                 raise self._failure
-            ready = self._buffer.num_done(among=num_groups)
+            ready = num_groups - len(self._missing)
             progress.advance(ready - shown)
             shown = ready
-            if ready == num_groups:
+            if not self._missing:
                 return
             await self._finished.wait()
 

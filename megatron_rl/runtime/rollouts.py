@@ -27,6 +27,7 @@ from megatron_rl.rollout.admission import Admission
 from megatron_rl.rollout.client import EngineClient, EnginePart
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.generate import load_rollout
+from megatron_rl.rollout.identical_groups import IdenticalGroups
 from megatron_rl.rollout.loop import EnginePool, GroupMaker, Urgency, make_groups
 from megatron_rl.rollout.sampling import make_sampling
 from megatron_rl.runtime.production import Production
@@ -34,6 +35,9 @@ from megatron_rl.types import Floats, Group, Prompt, Sample, TrainBatch
 from megatron_rl.weights.parity import sequences
 
 MAX_RESAMPLING_ROUNDS = 10
+NO_SIGNAL = "no signal (objective.zero_variance)"
+NO_REWARD = "no sample has a reward"
+"""Why a group was not trained on, in the buffer's words."""
 
 
 class Rollouts:
@@ -49,18 +53,20 @@ class Rollouts:
         self.eval_prompts: list[Prompt] = eval_source.all() if eval_source is not None else []
         self.vocab_size = len(self._tokenizer)
         self._rollout = load_rollout(settings.rollout.function)
+        self._rollout_name = f"rollout.function {settings.rollout.function or 'single_turn'}"
         self._admission = Admission(
             groups_per_step=data.prompts_per_step,
             max_staleness=settings.rollout.max_staleness,
             num_steps=settings.run.num_steps,
         )
         self.clients: list[EngineClient] = []
+        self._identical = IdenticalGroups()
         # Seconds of making groups and tokens made, at the end of the last step.
         self._measured = (0.0, 0)
 
     async def start_rewards(self) -> None:
         """Start the reward workers and call the function on a probe, before anything expensive starts."""
-        self._rewards = self._stack.enter_context(RewardRunner(self._settings.reward))
+        self._rewards = self._stack.enter_context(RewardRunner(self._settings.reward, log_path=self.reward_log))
         for prompt in [*self.eval_prompts[:1], *self.source.probes()]:
             self._rewards.probe(prompt)
 
@@ -81,6 +87,11 @@ class Rollouts:
         self._stack.push_async_callback(self._production.stop)
 
     @property
+    def reward_log(self) -> Path:
+        """The file that gets what reward functions print."""
+        return self._settings.run.directory / "logs" / "rewards.log"
+
+    @property
     def busy_s(self) -> float:
         """Seconds so far in which groups for training were being made. May be asked from any thread."""
         return self._production.busy_s
@@ -98,8 +109,7 @@ class Rollouts:
             self.source.restore(source_state)
         self._buffer.rewind(step, version=step)
         # Prompts that were taken after the checkpoint are in the buffer: the next ones come behind them.
-        counts = self._buffer.counts()
-        known = counts.pending + counts.in_flight + counts.done + counts.consumed
+        known = self._buffer.counts().total
         self._buffer.add_prompts(self.source.next_prompts(max(0, known - self.source.num_taken)))
 
     async def flush(self) -> None:
@@ -107,17 +117,18 @@ class Rollouts:
         self._buffer.flush()
 
     async def prune(self, before_step: int) -> None:
-        """Drop the token arrays of groups that no kept checkpoint can come back to."""
+        """Drop the token arrays of groups that the first `before_step` steps consumed, to which no kept checkpoint comes back."""
         self._buffer.prune(before_step)
 
     async def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
         """The groups of one step, for which the engines serve weights of version `step`, and what they say of the rollout.
 
-        Waits for those that the buffer does not hold yet. Up to `rollout.max_staleness` later steps are generated in the meantime, and
-        go on when this returns.
+        `step` steps are done, so users know this one, and the buffer notes it, as step `step` + 1. Waits for those that the buffer does
+        not hold yet. Up to `rollout.max_staleness` later steps are generated in the meantime, and go on when this returns.
 
         Raises:
-            UserError: too many reward calls failed, or resampling found no groups with a signal.
+            UserError: too many reward calls failed, resampling found no groups with a signal, tokens are of weights that this step must
+                not train on, or samples of one prompt are copies of each other.
         """
         production = self._production
         self._pool.readmit()
@@ -135,13 +146,19 @@ class Rollouts:
                 break
         else:
             raise UserError(
-                f"step {step}: {len(kept)} of {len(seen)} groups have different rewards after {MAX_RESAMPLING_ROUNDS} rounds of resampling,"
-                f" needs {wanted}; use prompts of other difficulty or objective.zero_variance drop"
+                f"step {step + 1}: {len(kept)} of {len(seen)} groups have different rewards after {MAX_RESAMPLING_ROUNDS} rounds of "
+                f"resampling, needs {wanted}; use prompts of other difficulty or objective.zero_variance drop"
             )
         self._measured = production.busy_s, production.num_tokens
         speed = Mean(production.num_tokens - tokens_before, self._measured[0] - busy_before_s)
         metrics = {**rollout_metrics(seen, version=step), "rollout/tokens_per_second": speed, "rollout/renewed_groups": Sum(num_renewed)}
         return make_train_batch(kept) if kept else _without_signal(make_train_batch(seen)), metrics
+
+    def _rejection(self, group: Group) -> str | None:
+        """Why a step does not train on a group, as the buffer notes it; None when it does."""
+        if not any(sample.reward is not None and sample.reward.value is not None for sample in group.samples):
+            return NO_REWARD
+        return NO_SIGNAL if self._rejects(group) else None
 
     def _rejects(self, group: Group) -> bool:
         return self._settings.objective.zero_variance in ("drop", "resample") and has_one_reward(group)
@@ -155,11 +172,23 @@ class Rollouts:
         renewed = self._buffer.renew(count, oldest_version=oldest)
         production.admit(self._admission.num_admitted(step=step, missing=count, version=step))
         await production.wait(count, progress=progress)
-        groups = self._buffer.take_done(count, step=step)
-        check_staleness(groups, step=step, oldest_version=oldest)
+        groups = self._buffer.take_done(count, step=step + 1, rejection=self._rejection)
+        check_versions(groups, step=step, oldest_version=oldest, rollout=self._rollout_name)
+        self._check_independence(groups, step=step)
         rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
+        self._rewards.note_failures(rewards, step=step + 1)
         check_error_rate(rewards, max_error_rate=self._settings.reward.max_error_rate)
         return groups, renewed
+
+    def _check_independence(self, groups: Sequence[Group], *, step: int) -> None:
+        for group in groups:
+            self._identical.add(group)
+        problem = self._identical.problem()
+        if problem is not None:
+            raise UserError(
+                f"step {step + 1}: {problem}; look for what gives them one seed in {self._rollout_name}, which has to ask the engine for "
+                "every sample, in rollout.sglang and in the engines' logs"
+            )
 
     async def _make_group(self, prompt: Prompt) -> Group:
         """A group for training, with the reward of the greedy response where the objective compares with it."""
@@ -170,7 +199,8 @@ class Rollouts:
         return group if baseline is None else with_baseline(group, baseline)
 
     def _maker(self, *, num_samples: int, greedy: bool = False, urgency: Urgency = Urgency.TRAINING) -> GroupMaker:
-        sampling = make_sampling(self._settings.rollout.sampling, eos_token_ids=[self._tokenizer.eos_token_id], greedy=greedy)
+        settings = self._settings
+        sampling = make_sampling(settings.rollout.sampling, eos_token_ids=[self._tokenizer.eos_token_id], greedy=greedy)
         return GroupMaker(
             pool=self._pool,
             sampling=sampling,
@@ -178,7 +208,9 @@ class Rollouts:
             decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)),
             score=self._rewards.score,
             rollout=self._rollout,
+            rollout_name=self._rollout_name,
             urgency=urgency,
+            seed=settings.run.seed,
         )
 
     async def evaluate(self, *, progress: PhaseProgress) -> dict[str, Metric]:
@@ -212,14 +244,21 @@ class Rollouts:
         return answers
 
 
-def check_staleness(groups: Sequence[Group], *, step: int, oldest_version: int) -> None:
-    """Assert that no token of what `step` is to train on was made by weights older than `oldest_version`: admission has seen to it."""
+def check_versions(groups: Sequence[Group], *, step: int, oldest_version: int, rollout: str) -> None:
+    """Check that every token of what is trained on after `step` steps was made by weights from `oldest_version` to `step`.
+
+    Raises:
+        UserError: one was not. Admission sees to it that no token from an engine is too old, so `rollout` has kept it from an earlier call.
+    """
     for group in groups:
         for sample in group.samples:
             made = sample.weight_versions[sample.weight_versions >= 0]
-            assert not len(made) or made.min() >= oldest_version, (
-                f"step {step}: group {group.id} has tokens of weights {made.min()}, needs {oldest_version} or later"
-            )
+            if len(made) and not oldest_version <= made.min() <= made.max() <= step:
+                raise UserError(
+                    f"step {step + 1}: sample {sample.index} of prompt {group.id} has tokens of weight versions {made.min()} to "
+                    f"{made.max()}, needs {oldest_version} to {step} (rollout.max_staleness {step - oldest_version}), as engines serve; "
+                    f"{rollout} has to ask the engine anew for each prompt, keep no Generation and take weight_versions as they are"
+                )
 
 
 def _without_signal(batch: TrainBatch) -> TrainBatch:

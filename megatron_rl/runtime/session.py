@@ -44,6 +44,8 @@ def train(settings: Settings, *, resume: bool) -> None:
         with _announcing_failure(console, settings):
             with timer.measure("start"), console.phase("start"):
                 samples, trainers, turns = _start(settings, stack)
+            if isinstance(samples, GeneratedSamples):
+                console.say(f"what the reward function prints is in {samples.rollouts.reward_log}")
             write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
             sinks = stack.enter_context(Sinks(directory, settings.observe, config=settings.model_dump(mode="json")))
             run = TrainingRun(

@@ -1,14 +1,14 @@
 """Run a writer on a buffer and kill it with SIGKILL, over and over: crash_loop.py BUFFER JOURNAL KILLS.
 
-The writer notes every finished and every handed out group in the journal after the call has returned. Forked children make a
-round cheap; this process itself never opens the buffer.
+The writer notes every finished and every handed out group in the journal after the call has returned. It is killed at once when it has
+written a number of lines, drawn per round, and so in the middle of what it does next, on a slow machine as on a fast one. Forked children
+make a round cheap; this process itself never opens the buffer.
 """
 
 import os
 import random
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -33,23 +33,30 @@ def sample_of(prompt: Prompt, index: int) -> Sample:
     )
 
 
-def write_forever(buffer_path: Path, journal: int) -> None:
-    """Each turn: 8 new prompts, generate 8 of those that are pending, hand out 5 of what is done, under a step of its own."""
+def write_forever(buffer_path: Path, journal: int, noted: int) -> None:
+    """Each turn: 8 new prompts, generate 8 of those that are pending, hand out 5 of what is done, under a step of its own.
+
+    After each line of the journal the pipe `noted` gets a byte.
+    """
+
+    def note(line: str) -> None:
+        os.write(journal, f"{line}\n".encode())
+        os.write(noted, b".")
+
     with Buffer(buffer_path) as buffer:
         for turn in range(10**5):
             step = os.getpid() * 10**5 + turn
-            counts = buffer.counts()
-            first = sum(getattr(counts, state) for state in counts.__slots__)
+            first = buffer.counts().total
             buffer.add_prompts(Prompt(id=str(row), token_ids=[row], text=str(row)) for row in range(first, first + 8))
             for prompt in buffer.take_pending(8):
                 finished = buffer.finished_samples(prompt)
                 samples = [*finished, *(sample_of(prompt, index) for index in range(len(finished), SAMPLES))]
                 buffer.put_sample(samples[0])
-                os.write(journal, f"sample {prompt.id}\n".encode())
+                note(f"sample {prompt.id}")
                 buffer.put_done(Group(id=prompt.id, prompt=prompt, samples=tuple(samples)))
-                os.write(journal, f"done {prompt.id}\n".encode())
+                note(f"done {prompt.id}")
             for group in buffer.take_done(5, step=step):
-                os.write(journal, f"taken {group.id}\n".encode())
+                note(f"taken {group.id}")
 
 
 def main() -> None:
@@ -57,12 +64,16 @@ def main() -> None:
     journal = os.open(journal_path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     generator = random.Random(0)
     for _ in range(kills):
+        reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            write_forever(buffer_path, journal)
-        time.sleep(generator.uniform(0.003, 0.04))
+            write_forever(buffer_path, journal, writer)
+        os.close(writer)
+        for _ in range(generator.randrange(4, 40)):
+            os.read(reader, 1)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(reader)
 
 
 if __name__ == "__main__":

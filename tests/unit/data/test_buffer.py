@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import sqlite3
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.data.buffer import Buffer, BufferCounts
+from megatron_rl.data import rows
+from megatron_rl.data.buffer import COUNT, FRONT, PRUNABLE, Buffer, BufferCounts
 from megatron_rl.errors import UserError
 from megatron_rl.types import Group, Prompt, Sample
 
@@ -71,11 +73,11 @@ def test_only_the_first_unconsumed_groups_are_handed_out_and_counted(buffer: Buf
     # In front are b, c, d, whatever state they are in.
     assert [prompt.id for prompt in buffer.take_pending(2, among=3)] == ["b", "c"]
     buffer.put_done(groups[2])
-    assert [buffer.num_done(among=number) for number in (0, 1, 2, 9)] == [0, 0, 1, 1]
+    assert [len(buffer.unfinished(among=number)) for number in (0, 1, 2, 5)] == [0, 1, 1, 4]
     assert [prompt.id for prompt in buffer.take_pending(9, among=3)] == ["d"]
     assert buffer.take_pending(9, among=3) == buffer.take_pending(9, among=-1) == []
     buffer.put_done(groups[1])
-    assert [buffer.num_done(among=number) for number in (1, 2, 3)] == [1, 2, 2]
+    assert [len(buffer.unfinished(among=number)) for number in (1, 2, 3)] == [0, 0, 1]
     assert [prompt.id for prompt in buffer.take_pending(9)] == ["e", "f"]
 
 
@@ -141,9 +143,9 @@ def test_reopening_recovers_what_was_in_flight_and_keeps_its_finished_samples(tm
 
 
 def test_rewind_hands_out_again_what_old_weights_made_and_regenerates_the_rest(buffer: Buffer, make_group: Any) -> None:
-    """Step s consumes group g<s> made by version s; g4 is done but unused; g5 is in flight with one sample of version 1, one of 4."""
-    groups = [make_group(f"g{step}", version=step) for step in range(5)]
-    for step, group in enumerate(groups[:4]):
+    """Step s, from 1 on, consumes g<s - 1> of version s - 1; g4 is done but unused; g5 is in flight with samples of versions 1 and 4."""
+    groups = [make_group(f"g{version}", version=version) for version in range(5)]
+    for step, group in enumerate(groups[:4], start=1):
         fill(buffer, [group])
         buffer.take_done(1, step=step)
     fill(buffer, groups[4:])
@@ -165,8 +167,8 @@ def test_prune_keeps_readable_columns_and_rewinding_beyond_it_regenerates(tmp_pa
     path = tmp_path / "buffer.sqlite"
     with Buffer(path) as buffer:
         fill(buffer, [make_group("a"), make_group("b")])
-        buffer.take_done(1, step=0)
         buffer.take_done(1, step=1)
+        buffer.take_done(1, step=2)
         buffer.prune(1)
         reader = sqlite3.connect(path)
         query = "SELECT group_id, response_ids IS NULL, num_tokens, reward FROM samples WHERE sample_index = 0 ORDER BY 1"
@@ -176,6 +178,84 @@ def test_prune_keeps_readable_columns_and_rewinding_beyond_it_regenerates(tmp_pa
         assert buffer.counts() == BufferCounts(pending=1, in_flight=0, done=1, consumed=0)
         (prompt,) = buffer.take_pending(1)
         assert prompt.id == "a" and buffer.finished_samples(prompt) == ()
+        buffer.put_done(make_group("a"))
+        buffer.take_done(2, step=1)
+        buffer.prune(1)
+        query = "SELECT count(*) FROM samples WHERE response_ids IS NOT NULL"
+        assert buffer._connection.execute(query).fetchone() == (0,), "what was made again after a rewind is pruned again"
+
+
+def test_a_step_notes_what_it_trained_on_and_why_not(buffer: Buffer, make_group: Any) -> None:
+    fill(buffer, [make_group("a"), make_group("b"), make_group("c")])
+    groups = buffer.take_done(2, step=1, rejection=lambda group: "no signal" if group.id == "a" else None)
+    assert [group.id for group in groups] == ["a", "b"]
+    query = "SELECT id, consumed_step, trained, rejection FROM groups ORDER BY position"
+    assert buffer._connection.execute(query).fetchall() == [("a", 1, 0, "no signal"), ("b", 1, 1, None), ("c", None, None, None)]
+    buffer.rewind(0, version=0)
+    assert buffer._connection.execute(query).fetchall() == [(name, None, None, None) for name in "abc"]
+
+
+def test_a_buffer_that_counted_steps_from_0_goes_on(tmp_path: Path, make_group: Any) -> None:
+    path, groups = tmp_path / "buffer.sqlite", [make_group("a"), make_group("b"), make_group("c")]
+    with sqlite3.connect(path) as old:
+        old.executescript(Path(__file__).with_name("schema_2.sql").read_text())
+        for step, group in enumerate(groups):
+            old.execute(rows.INSERT_GROUP, rows.prompt_row(group.prompt))
+            old.executemany(rows.INSERT_SAMPLE, map(rows.sample_row, group.samples))
+            old.execute("UPDATE groups SET state = 'consumed', consumed_step = ? WHERE id = ?", (step, group.id))
+        old.execute("UPDATE samples SET response_ids = NULL WHERE group_id = 'a'")
+    with Buffer(path) as buffer:
+        query = "SELECT id, consumed_step, trained, pruned FROM groups ORDER BY position"
+        assert buffer._connection.execute(query).fetchall() == [("a", 1, None, 1), ("b", 2, None, 0), ("c", 3, None, 0)]
+        assert buffer.counts() == BufferCounts(pending=0, in_flight=0, done=0, consumed=3)
+        buffer.rewind(2, version=9)
+        assert_same(tuple(buffer.take_done(9, step=3)), (groups[2],))
+    schemas = []
+    for file in (path, tmp_path / "new.sqlite"):
+        with Buffer(file) as buffer:
+            columns = buffer._connection.execute("SELECT name, type, [notnull], dflt_value FROM pragma_table_info('groups')").fetchall()
+            indices = buffer._connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'index' ORDER BY name").fetchall()
+            schemas.append((columns, indices))
+    assert schemas[0] == schemas[1]
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        pytest.param(FRONT, "SCAN groups USING COVERING INDEX groups_waiting", id="front"),
+        pytest.param(COUNT, "SEARCH groups USING COVERING INDEX groups_by_state (state=?)", id="count"),
+        pytest.param(PRUNABLE, "SEARCH groups USING INDEX groups_unpruned (consumed_step<?)", id="prunable"),
+    ],
+)
+def test_what_a_step_asks_is_answered_from_an_index_of_the_groups_that_it_is_about(buffer: Buffer, statement: str, expected: str) -> None:
+    (plan,) = (str(row[3]) for row in buffer._connection.execute(f"EXPLAIN QUERY PLAN {statement}", (1,)))
+    assert plan.replace("COVERING ", "") == expected.replace("COVERING ", ""), "a scan of the table would read all groups of the run"
+
+
+def test_indices_of_waiting_and_unpruned_groups_do_not_grow_with_the_history(buffer: Buffer, make_group: Any) -> None:
+    def pages(index: str) -> int:
+        # A query that only this index can answer counts its entries.
+        condition = {"groups_waiting": "state <> 'consumed'", "groups_unpruned": "pruned = 0"}[index]
+        (entries,) = buffer._connection.execute(f"SELECT count(*) FROM groups INDEXED BY {index} WHERE {condition}").fetchone()
+        return int(entries)
+
+    for step in range(1, 6):
+        fill(buffer, [make_group(f"{step}-{number}") for number in range(4)])
+        buffer.take_done(4, step=step)
+        buffer.prune(step - 1)
+        assert (pages("groups_waiting"), pages("groups_unpruned")) == (0, 4)
+
+
+def test_moves_reach_the_file_before_the_next_and_a_flush_reaches_the_disk(
+    buffer: Buffer, make_group: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert buffer._connection.execute("PRAGMA synchronous").fetchone() == (1,), "NORMAL: with OFF a power failure can break the file"
+    assert buffer._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    fill(buffer, [make_group("a")])
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    buffer.flush()
+    assert synced == [str(tmp_path / "buffer.sqlite-wal"), str(tmp_path)]
 
 
 def test_anyone_can_query_the_live_file(buffer: Buffer, make_group: Any, tmp_path: Path) -> None:
@@ -247,10 +327,13 @@ def test_metadata_that_json_cannot_hold_is_a_user_error(buffer: Buffer) -> None:
         buffer.add_prompts([Prompt(id="a", token_ids=[1], text="", metadata={"x": {1}})])
 
 
+KILLS = 40
+
+
 def test_kill_9_loses_nothing_finished_and_hands_nothing_out_twice(tmp_path: Path) -> None:
     path, journal = tmp_path / "buffer.sqlite", tmp_path / "journal"
     script = Path(__file__).with_name("crash_loop.py")
-    subprocess.run([sys.executable, str(script), str(path), str(journal), "40"], check=True, timeout=120)
+    subprocess.run([sys.executable, str(script), str(path), str(journal), str(KILLS)], check=True, timeout=300)
     notes = Counter(tuple(line.split()) for line in journal.read_text().splitlines())
     done = {group_id for kind, group_id in notes if kind == "done"}
     taken = {group_id: count for (kind, group_id), count in notes.items() if kind == "taken"}
@@ -263,7 +346,7 @@ def test_kill_9_loses_nothing_finished_and_hands_nothing_out_twice(tmp_path: Pat
         left = buffer.take_done(10**6, step=0)
         assert not taken.keys() & {group.id for group in left}
         lost = done - taken.keys() - {group.id for group in left}
-        assert len(lost) <= 40 * 5, "handed out but not noted: at most the 5 groups of one call per kill"
+        assert len(lost) <= KILLS * 5, "handed out but not noted: at most the 5 groups of one call per kill"
         consumed = {row[0] for row in buffer._connection.execute("SELECT id FROM groups WHERE state = 'consumed'")}
         assert lost <= consumed
         sizes = {row[0] for row in buffer._connection.execute("SELECT count(*) FROM groups WHERE consumed_step > 0 GROUP BY consumed_step")}

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 
@@ -47,3 +48,26 @@ def wrong_names(prompt, answer):
 
 
 NOT_A_FUNCTION = 3
+
+
+def worker(*, prompt, response, label, metadata):
+    """The number of the process."""
+    return os.getpid()
+
+
+def leaves_processes(*, prompt, response, label, metadata):
+    """Start a child of this session and one of its own, write their numbers where the label says, and do what the response asks for."""
+    children = [subprocess.Popen(["sleep", "600"], start_new_session=own) for own in (False, True)]
+    with open(label, "w") as file:
+        file.write(" ".join(str(child.pid) for child in children))
+    if response == "hang":
+        time.sleep(60)
+    if response == "exit":
+        os._exit(3)
+    return 1.0
+
+
+def prints(*, prompt, response, label, metadata):
+    print("printed:", response)
+    print("warned:", response, file=sys.stderr)
+    return 1.0

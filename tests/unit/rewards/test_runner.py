@@ -1,9 +1,18 @@
 import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+from pebble import ProcessFuture, ProcessPool
 
 from megatron_rl.config.settings import RewardSettings
 from megatron_rl.errors import UserError
@@ -117,11 +126,116 @@ def test_a_thousand_rewards_come_in_order() -> None:
     assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0, 1.0] * 256
 
 
+def test_the_death_of_idle_workers_costs_no_reward() -> None:
+    with make_runner("worker") as runner:
+        (first,) = score_all(runner, [make_sample("")])
+        assert first.value is not None
+        for _ in range(2):
+            os.kill(int(first.value), signal.SIGKILL)
+            rewards = score_all(runner, [make_sample("")] * 20)
+            assert {reward.outcome for reward in rewards} == {RewardOutcome.SCORED}
+            assert first.value not in {reward.value for reward in rewards}
+            first = rewards[0]
+
+
+def test_workers_that_are_always_killed_give_errors_not_an_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(pool: ProcessPool, *args: object, **options: object) -> ProcessFuture[Reward]:
+        future: ProcessFuture[Reward] = ProcessFuture()
+        future.set_exception(BrokenProcessPool("All workers expired"))
+        return future
+
+    monkeypatch.setattr(ProcessPool, "schedule", broken)
+    with make_runner("exact") as runner:
+        (reward,) = score_all(runner, [make_sample("")])
+    assert reward.outcome is RewardOutcome.ERROR
+    assert reward.message == "the reward workers were killed before this call was at work, in 3 attempts"
+
+
+def test_a_call_that_a_broken_pool_forgot_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, forgotten = ProcessPool.schedule, []
+
+    def forget_first(pool: ProcessPool, *args: Any, **options: Any) -> Any:
+        if forgotten:
+            return real(pool, *args, **options)
+        forgotten.append(pool)
+        pool.stop()
+        return ProcessFuture()
+
+    with make_runner("exact") as runner:
+        score_all(runner, [make_sample("")])
+        monkeypatch.setattr(ProcessPool, "schedule", forget_first)
+        assert score_all(runner, [make_sample("4")])[0].value == 1.0
+
+
+@pytest.mark.parametrize("end", ["hang", "exit", "close"])
+def test_no_process_that_a_reward_started_outlives_its_worker(end: str, tmp_path: Path) -> None:
+    noted = tmp_path / "pids"
+    with make_runner("leaves_processes", timeout_s=1.0) as runner:
+        score_all(runner, [make_sample(end, label=str(noted))])
+        children = [psutil.Process(pid) for pid in map(int, noted.read_text().split()) if psutil.pid_exists(pid)]
+        if end != "close":
+            # The second has left the session; nobody knows it any more when its parent has ended by itself.
+            _, left = psutil.wait_procs(children, timeout=10)
+            assert len(left) == (1 if end == "exit" else 0)
+            children = []
+            for process in left:
+                process.kill()
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def test_a_killed_driver_takes_its_workers_and_their_processes_along(tmp_path: Path) -> None:
+    noted = tmp_path / "pids"
+    script = (
+        "if __name__ == '__main__':\n"
+        "    import asyncio, sys, test_runner\n"
+        "    runner = test_runner.make_runner('leaves_processes')\n"
+        "    asyncio.run(runner.score(test_runner.make_sample('', label=sys.argv[1])))\n"
+        "    print('scored', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    (tmp_path / "driver.py").write_text(script)
+    command = [sys.executable, str(tmp_path / "driver.py"), str(noted)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "scored\n"
+    children = [psutil.Process(int(pid)) for pid in noted.read_text().split()]
+    driver.kill()
+    driver.communicate(timeout=10)
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def test_what_a_reward_prints_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "logs" / "rewards.log"
+    with RewardRunner(RewardSettings(function=f"{MODULE}:prints"), log_path=log) as runner:
+        score_all(runner, [make_sample("one"), make_sample("two")])
+    assert sorted(log.read_text().splitlines()) == ["printed: one", "printed: two", "warned: one", "warned: two"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_failures_print_nothing_and_are_noted_once_per_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = tmp_path / "rewards.log"
+    responses = ["raise", "exit", "raise", "hang", "raise", "fine"]
+    with RewardRunner(RewardSettings(function=f"{MODULE}:by_response", timeout_s=0.5), log_path=log) as runner:
+        rewards = score_all(runner, [make_sample(response) for response in responses])
+        gc.collect()
+        runner.note_failures(rewards, step=1)
+        runner.note_failures(rewards[:1], step=2)
+    assert caplog.text == "", "asyncio prints 14 lines for each failure that nobody has asked for"
+    lines = log.read_text().splitlines()
+    assert lines[0] == "step 1: 3 of 6 reward calls: KeyError: 'no such answer'"
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-1] == "step 2: 1 of 1 reward calls: KeyError: 'no such answer'", "its traceback is known"
+    assert sum(line.startswith("step 1: 1 of 6 reward calls: ") for line in lines) == 2
+    assert log.read_text().count("Traceback") == 1
+
+
 def test_the_error_rate_counts_errors_and_timeouts_and_shows_the_first() -> None:
     scored = Reward(outcome=RewardOutcome.SCORED, value=0.0)
     error = Reward(outcome=RewardOutcome.ERROR, message="Traceback: first")
     timeout = Reward(outcome=RewardOutcome.TIMEOUT, message="second")
     check_error_rate([scored] * 18 + [error, timeout], max_error_rate=0.1)
     check_error_rate([], max_error_rate=0.0)
-    with pytest.raises(UserError, match=r"1 errors and 1 timeouts in 19 reward calls = 10.5%(.|\n)*Traceback: first"):
+    message = r"1 errors and 1 timeouts in 19 reward calls = 10.5%(.|\n)*1 x second\n(.|\n)*is:\nTraceback: first"
+    with pytest.raises(UserError, match=message):
         check_error_rate([scored] * 17 + [error, timeout], max_error_rate=0.1)

@@ -82,6 +82,12 @@ def test_one_request_asks_for_all_samples_of_a_prompt() -> None:
     assert generations[0].stop_reason is StopReason.LENGTH
 
 
+def test_samples_of_one_request_count_on_from_its_seed() -> None:
+    sampling = Sampling(max_tokens=3, seed=2**56 - 1)
+    _, seen = talk(generates, lambda client: client.generate(np.array([1, 2]), sampling=sampling, num_samples=3))
+    assert [each["sampling_seed"] for each in seen[0][1]["sampling_params"]] == [2**56 - 1, 2**56, 2**56 + 1]
+
+
 def test_the_key_is_sent() -> None:
     keys: list[str | None] = []
 

@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +24,11 @@ class FakeClient:
         self.address = EngineAddress("url", "key", vocab_size=100, context_length=64, max_total_tokens=64, has_tokenizer=False)
         self.delay_s, self.fail_at, self.error = delay_s, fail_at, error
         self.calls = self.running = self.most_running = self.cancelled = 0
+        self.samplings: list[Sampling] = []
 
     async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
         self.calls += 1
+        self.samplings.append(sampling)
         self.running += num_samples
         self.most_running = max(self.most_running, self.running)
         try:
@@ -212,13 +215,32 @@ async def of_another_group(prompt: Prompt, *, engine, sampling, num_samples, dec
 
 
 async def beyond_the_vocabulary(prompt: Prompt, *, engine, sampling, num_samples, decode) -> tuple[Sample, ...]:
-    strange = Prompt(id=prompt.id, token_ids=np.array([100]), text="")
-    return await single_turn(strange, engine=engine, sampling=sampling, num_samples=num_samples, decode=decode)
+    samples = await single_turn(prompt, engine=engine, sampling=sampling, num_samples=num_samples, decode=decode)
+    return tuple(replace(sample, response_ids=np.full(2, 100)) for sample in samples)
+
+
+def changed(**changes: Any) -> Rollout:
+    """A rollout whose last sample differs from what it should be by `changes`."""
+
+    async def rollout(prompt: Prompt, *, engine, sampling, num_samples, decode) -> list[Sample]:
+        *others, last = await single_turn(prompt, engine=engine, sampling=sampling, num_samples=num_samples, decode=decode)
+        return [*others, replace(last, **changes)]
+
+    return rollout
+
+
+OTHER_PROMPT = Prompt(id="000", token_ids=np.array([0, 1]), text="0", metadata={"turn": 2})
 
 
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
+        (changed(index=0), r"rollout.function returned samples with the index \[0, 0\] for prompt 000, needs each of 0 to 1 once"),
+        (changed(index=2), r"the index \[0, 2\] for prompt 000"),
+        (changed(prompt=OTHER_PROMPT), "returned sample 1 of prompt 000 with a prompt of its own .*, needs that which it was given"),
+        (changed(prompt=replace(OTHER_PROMPT, token_ids=np.array([0, 1, 2]), metadata={})), r"own \(3 tokens, .* given \(2 tokens"),
+        (changed(weight_versions=[2, -1]), "weight_versions -1 at token 1, which loss_mask trains on, needs the version"),
+        (changed(rollout_log_probs=[-1.0, 0.5]), "the rollout log-prob 0.5 at token 1, needs at most 0"),
         (too_few, "returned 0 samples for prompt 000, needs 2"),
         (of_another_group, "group_id 'other', needs '000'"),
         (beyond_the_vocabulary, "token ids 100 to 100, needs 0 to 99"),
@@ -229,11 +251,70 @@ def test_a_rollout_that_breaks_its_contract_is_one_sentence(rollout: Rollout, me
         asyncio.run(collect(make_prompts(1), [FakeClient()], rollout=rollout))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight_versions": [2, -1], "loss_mask": [True, False]},
+        {"rollout_log_probs": [0.0, 1e-6]},
+        {"rollout_log_probs": [0.0, np.nan], "loss_mask": [True, False]},
+        {"prompt": replace(OTHER_PROMPT, metadata={})},
+    ],
+)
+def test_what_is_not_trained_on_and_what_rounding_explains_is_taken(changes: dict[str, Any]) -> None:
+    (group,) = asyncio.run(collect(make_prompts(1), [FakeClient()], rollout=changed(**changes)))
+    assert len(group.samples) == 2
+
+
+def test_a_non_finite_log_prob_of_a_trained_token_says_what_was_got() -> None:
+    with pytest.raises(ValueError, match="Sample 1 of group 000 has the rollout log-prob -inf on a trainable token, needs a finite number"):
+        asyncio.run(collect(make_prompts(1), [FakeClient()], rollout=changed(rollout_log_probs=[-np.inf, np.nan])))
+
+
+def test_experts_recorded_across_a_weight_update_are_not_replayed() -> None:
+    client = FakeClient()
+    client.address = replace(client.address, mixture=MixtureShape(num_layers=2, num_dense_layers=0, num_experts=4, experts_per_token=1))
+    record = np.ones((3, 2, 1), np.uint8)
+    for versions, num_kept in (([2, 2], 3), ([2, -1], 3), ([1, 2], 0)):
+        mixed = changed(weight_versions=versions, loss_mask=[version >= 0 for version in versions], routed_experts=record)
+
+        async def rollout(prompt: Prompt, *, mixed=mixed, **arguments: Any) -> list[Sample]:
+            return [replace(sample, routed_experts=record) for sample in await mixed(prompt, **arguments)]
+
+        (group,) = asyncio.run(collect(make_prompts(1), [client], rollout=rollout))
+        assert [len(sample.routed_experts) for sample in group.samples if sample.routed_experts is not None] == [3, num_kept]
+
+
+def test_every_sample_of_every_request_is_drawn_with_a_seed_of_its_own_that_comes_again() -> None:
+    async def two_requests(prompt: Prompt, *, engine, sampling, num_samples, decode) -> list[Sample]:
+        samples: list[Sample] = []
+        for index in range(num_samples):
+            made = await single_turn(prompt, engine=engine, sampling=sampling, num_samples=2, decode=decode)
+            samples.append(replace(made[0], index=index))
+        return samples
+
+    def seeds(run_seed: int) -> list[int]:
+        client = FakeClient()
+        maker = replace(make_maker(EnginePool([client], max_samples=8), rollout=two_requests), seed=run_seed)  # type: ignore[list-item]
+
+        async def work() -> None:
+            for prompt in make_prompts(20):
+                await maker.make(prompt)
+
+        asyncio.run(work())
+        return [sampling.request(index)["sampling_seed"] for sampling in client.samplings for index in range(2)]
+
+    first = seeds(0)
+    assert len(set(first)) == len(first) == 20 * 2 * 2
+    assert all(0 <= seed < 2**63 for seed in first)
+    assert seeds(0) == first
+    assert not set(seeds(1)) & set(first)
+
+
 def test_a_rollout_without_experts_is_refused_where_the_engine_records_them() -> None:
     client = FakeClient()
     mixture = MixtureShape(num_layers=2, num_dense_layers=0, num_experts=4, experts_per_token=1)
     client.address = replace(client.address, mixture=mixture)
-    with pytest.raises(UserError, match=r"without routed_experts, which training\.routing_replay needs"):
+    with pytest.raises(UserError, match=r"with no routed_experts, which training\.routing_replay needs"):
         asyncio.run(collect(make_prompts(1), [client]))
 
 

@@ -1,8 +1,9 @@
 import pytest
+from pydantic import ValidationError
 
 from megatron_rl.config.settings import SamplingSettings
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sampling import Sampling, make_sampling
+from megatron_rl.rollout.sampling import LOWEST_TEMPERATURE, Sampling, make_sampling
 
 SETTINGS = SamplingSettings(temperature=0.8, max_response_tokens=5, stop=("x",), stop_token_ids=(4, 2))
 
@@ -26,8 +27,15 @@ def test_a_request_leaves_nothing_to_the_checkpoints_generation_config() -> None
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"max_tokens": 0}]
+    "options",
+    [{"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": 9e-7}, {"max_tokens": 0}],
 )
 def test_impossible_sampling_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(UserError, match="needs"):
         Sampling(**{"max_tokens": 1, **options})
+
+
+def test_the_settings_begin_where_the_engine_samples() -> None:
+    assert SamplingSettings(temperature=0.01).temperature > LOWEST_TEMPERATURE
+    with pytest.raises(ValidationError, match="temperature"):
+        SamplingSettings(temperature=1e-7)

@@ -3,7 +3,15 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.server_args import OWNED, field_types, server_arguments, validate_server_args
+from megatron_rl.rollout.server_args import (
+    OWNED,
+    OWNED_ENVIRONMENT,
+    OWNED_PREFIXES,
+    check_environment,
+    field_types,
+    server_arguments,
+    validate_server_args,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,11 +36,30 @@ def test_arguments_of_the_installed_server_are_accepted(arguments: dict[str, obj
         ({"schedule_policy": "fastest"}, "is 'fastest', needs one of .*lpm"),
         ({"port": 3000}, "rollout.sglang.port is 3000 but cannot be set here: each engine takes a free port"),
         ({"dtype": "float16"}, "model.dtype sets it"),
+        ({"preferred_sampling_params": '{"min_new_tokens": 9}'}, "it adds to what rollout.sampling says"),
+        ({"enable_custom_logit_processor": True}, "drawn from the policy's own distribution"),
+        ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm is 'NGRAM' but cannot be set here: a draft model"),
+        ({"watermark_default_enabled": True}, "drawn from the policy's own distribution"),
+        ({"json_model_override_args": "{}"}, "the trainer builds its model from config.json alone"),
     ],
 )
 def test_what_the_server_would_not_take_is_one_sentence(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message.replace("|", r"\|")):
         validate_server_args(arguments)
+
+
+@pytest.mark.parametrize("name", OWNED_ENVIRONMENT)
+def test_variables_that_change_what_is_drawn_or_reported_are_refused(name: str) -> None:
+    check_environment({"PATH": "/bin"})
+    with pytest.raises(UserError, match=f"the environment has {name}=1, which the engines would follow: .*; unset it"):
+        check_environment({"PATH": "/bin", name: "1"})
+
+
+def test_the_installed_server_still_has_what_is_refused() -> None:
+    from sglang.srt.environ import envs
+
+    assert all(any(field.startswith(prefix) for field in field_types()) for prefix in OWNED_PREFIXES)
+    assert set(OWNED_ENVIRONMENT) <= set(dir(type(envs)))
 
 
 def make_arguments(

@@ -1,11 +1,12 @@
 """What a step trains on, whoever is ahead: the real prompts, buffer and rollout loop, with engines whose weights change under them."""
 
 import asyncio
+import gc
 import itertools
 import json
 import random
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import rollouts as module
-from megatron_rl.runtime.rollouts import Rollouts
-from megatron_rl.types import Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
+from megatron_rl.runtime.rollouts import Rollouts, check_versions
+from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 
 PROMPTS_PER_STEP = 4
 NUM_PROMPTS = 60
+GREEDY_LOG_PROB = -0.25
 ADDRESS = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
 
 
@@ -53,9 +55,9 @@ class Engine:
                     raise EngineError("gone")
         finally:
             self.running -= 1
-        ids = np.concatenate([token_ids[:2], [1]])
-        made = Generation(ids, np.full(3, -1.0, np.float32), np.array(versions), StopReason.STOP)
-        return (made,) * num_samples
+        ids = [np.concatenate([token_ids[:2], [1 + index]]) for index in range(num_samples)]
+        log_probs = np.full(3, GREEDY_LOG_PROB if greedy else -1.0, np.float32)
+        return tuple(Generation(each, log_probs, np.array(versions), StopReason.STOP) for each in ids)
 
 
 class Client:
@@ -77,7 +79,7 @@ class Client:
 class Rewards:
     """Rewards in place of worker processes; a third of the prompts gives all samples the same."""
 
-    def __init__(self, _: object) -> None:
+    def __init__(self, _: object, *, log_path: Path) -> None:
         pass
 
     def __enter__(self) -> "Rewards":
@@ -87,6 +89,9 @@ class Rewards:
         return None
 
     def probe(self, prompt: Prompt) -> None:
+        return None
+
+    def note_failures(self, rewards: Sequence[Reward], *, step: int) -> None:
         return None
 
     async def score(self, sample: Sample) -> Reward:
@@ -320,3 +325,134 @@ def test_closing_in_the_middle_aborts_what_is_being_made(make_settings: Callable
         return engine.running
 
     assert asyncio.run(run()) == 0
+
+
+def test_evaluation_asks_every_prompt_greedily_and_then_at_the_training_temperature(
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"prompt": f"{number}=", "label": "1"}) + "\n" for number in (100, 102, 104)))
+
+    async def by_tokens(self: Rewards, sample: Sample) -> Reward:
+        # Greedy answers are right, sampled ones are where the prompt is constant.
+        greedy = sample.rollout_log_probs[0] == GREEDY_LOG_PROB
+        return Reward(RewardOutcome.SCORED, 1.0 if greedy or is_constant(sample.prompt.text) else 0.0)
+
+    async def run() -> tuple[dict[str, float], list[tuple[bool, int]]]:
+        Client.engine = engine = Engine(seed=0)
+        rollouts = await opened(make_settings(f"data.eval={tmp_path}/eval.jsonl"), tmp_path / "buffer.sqlite")
+        metrics = await rollouts.evaluate(progress=PhaseProgress("eval", total=6, unit="prompts"))
+        await rollouts.close()
+        check_metrics(metrics)
+        return metric_values(metrics), engine.started
+
+    monkeypatch.setattr(Rewards, "score", by_tokens)
+    values, started = asyncio.run(run())
+    assert started == [(True, 0)] * 3 + [(False, 0)] * 3
+    assert values["eval/accuracy_greedy"] == 1.0
+    assert values["eval/accuracy_sampled"] == pytest.approx(1 / 3)
+    assert values["eval/num_samples"] == 6
+
+
+def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_the_buffer_says_so(
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def same(self: Rewards, sample: Sample) -> Reward:
+        return Reward(RewardOutcome.SCORED, 0.5)
+
+    async def run() -> TrainBatch:
+        Client.engine = engine = Engine(seed=0)
+        rollouts = await opened(make_settings("objective.zero_variance=drop"), tmp_path / "buffer.sqlite")
+        batch, _ = await step_of(rollouts, engine, 0)
+        await rollouts.close()
+        return batch
+
+    monkeypatch.setattr(Rewards, "score", same)
+    batch = asyncio.run(run())
+    assert batch.num_sequences == 2 * PROMPTS_PER_STEP
+    assert not batch.loss_mask.any()
+    assert consumed(tmp_path / "buffer.sqlite") == [(1, 0, module.NO_SIGNAL)] * PROMPTS_PER_STEP
+
+
+def test_the_buffer_tells_what_each_step_trained_on_from_what_resampling_threw_away(
+    make_settings: Callable[..., Settings], tmp_path: Path
+) -> None:
+    async def run() -> None:
+        Client.engine = engine = Engine(seed=0)
+        rollouts = await opened(make_settings("objective.zero_variance=resample"), tmp_path / "buffer.sqlite")
+        for step in range(3):
+            await step_of(rollouts, engine, step)
+        await rollouts.close()
+
+    asyncio.run(run())
+    rows = consumed(tmp_path / "buffer.sqlite")
+    assert {step for step, _, _ in rows} == {1, 2, 3}, "as the console counts"
+    assert [sum(trained for at, trained, _ in rows if at == step) for step in (1, 2, 3)] == [PROMPTS_PER_STEP] * 3
+    rejected = [reason for _, trained, reason in rows if not trained]
+    assert rejected and set(rejected) == {module.NO_SIGNAL}
+
+
+def consumed(path: Path) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(path) as buffer:
+        return buffer.execute("SELECT consumed_step, trained, rejection FROM groups WHERE state = 'consumed' ORDER BY position").fetchall()
+
+
+@pytest.mark.parametrize("versions", [[2, 2, 2], [1, 2, -1], [-1, -1, -1], [1, 1, 1]])
+def test_tokens_of_the_weights_that_were_served_are_taken(versions: list[int]) -> None:
+    check_versions([group_of(versions)], step=2, oldest_version=1, rollout="rollout.function a:b")
+
+
+@pytest.mark.parametrize("versions", [[0, 2, 2], [2, 2, 0], [0, 0, 0], [2, 3, 2]])
+def test_a_token_of_other_weights_is_one_sentence(versions: list[int]) -> None:
+    message = (
+        f"step 3: sample 0 of prompt p has tokens of weight versions {min(versions)} to {max(versions)}, needs 1 to 2 .*staleness 1.*"
+        "rollout.function a:b has to ask the engine anew"
+    )
+    with pytest.raises(UserError, match=message):
+        check_versions([group_of(versions)], step=2, oldest_version=1, rollout="rollout.function a:b")
+
+
+def group_of(versions: list[int]) -> Group:
+    prompt = Prompt(id="p", token_ids=np.array([1]), text="")
+    made = [version >= 0 for version in versions]
+    arrays = {"response_ids": np.ones(3), "loss_mask": made, "rollout_log_probs": np.full(3, -1.0), "weight_versions": versions}
+    return Group("p", prompt, (Sample(group_id="p", index=0, prompt=prompt, stop_reason=StopReason.STOP, **arrays),))
+
+
+def test_samples_that_share_a_seed_stop_the_run(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    class SharedSeed(Engine):
+        async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
+            return (await super().generate(token_ids, sampling=sampling)) * num_samples
+
+    async def run() -> None:
+        Client.engine = engine = SharedSeed(seed=0)
+        settings = make_settings("data.prompts_per_step=16", "data.samples_per_prompt=4", "rollout.max_concurrent_requests=64")
+        rollouts = await opened(settings, tmp_path / "buffer.sqlite")
+        try:
+            await step_of(rollouts, engine, 0)
+        finally:
+            await rollouts.close()
+
+    with pytest.raises(
+        UserError, match=r"step 1: in 16 of the last 16 groups all samples are the same tokens.* rollout\.function single_turn"
+    ):
+        asyncio.run(run())
+
+
+def test_an_engine_that_fails_is_told_once(
+    make_settings: Callable[..., Settings], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> None:
+        Client.engine = engine = Engine(seed=1)
+        rollouts = await opened(make_settings("data.prompts_per_step=30"), tmp_path / "buffer.sqlite")
+        engine.broken = True
+        with pytest.raises(EngineError, match="gone"):
+            await step_of(rollouts, engine, 0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        await rollouts.close()
+        gc.collect()
+
+    asyncio.run(run())
+    gc.collect()
+    assert caplog.text == "", "asyncio prints the traceback of each failure that nobody has asked for"
+    assert capsys.readouterr().err == ""

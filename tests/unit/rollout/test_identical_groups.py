@@ -1,0 +1,77 @@
+"""When copies are told from chance: by drawing, and by the probability of each group computed apart."""
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_rl.rollout.identical_groups import LIMIT, IdenticalGroups
+from megatron_rl.types import Group, Ints, Prompt, Sample, StopReason
+
+
+def make_group(responses: list[Ints], log_probs: list[float], *, made: list[bool] | None = None) -> Group:
+    prompt = Prompt(id="p", token_ids=np.array([1]), text="")
+    made = made or [True] * len(log_probs)
+    samples = tuple(
+        Sample(
+            group_id="p",
+            index=index,
+            prompt=prompt,
+            response_ids=ids,
+            loss_mask=made,
+            rollout_log_probs=log_probs,
+            weight_versions=[0 if each else -1 for each in made],
+            stop_reason=StopReason.STOP,
+        )
+        for index, ids in enumerate(responses)
+    )
+    return Group(id="p", prompt=prompt, samples=samples)
+
+
+def draw(random: np.random.Generator, *, probability: float, length: int, num_samples: int) -> Group:
+    """Samples of a policy that chooses token 0 with `probability` and token 1 else, drawn independently."""
+    ids = [(random.random(length) >= probability).astype(np.int64) for _ in range(num_samples)]
+    log_probs = np.log(np.where(ids[0] == 0, probability, 1 - probability))
+    return make_group(ids, log_probs.tolist())
+
+
+@pytest.mark.parametrize(
+    ("probability", "length", "num_samples"), [(0.5, 1, 2), (0.9, 4, 8), (0.999, 4, 8), (0.99, 2, 2), (1 - 1e-9, 4, 8)]
+)
+def test_independent_samples_are_never_taken_for_copies(probability: float, length: int, num_samples: int) -> None:
+    random, identical = np.random.default_rng(0), IdenticalGroups()
+    for _ in range(3000):
+        identical.add(draw(random, probability=probability, length=length, num_samples=num_samples))
+        assert identical.problem() is None
+
+
+def test_copies_are_found_after_the_groups_that_their_probability_says() -> None:
+    ids, log_probs = np.array([3, 4, 5]), [-0.7, -0.2, -0.4]
+    identical, expected, num_groups = IdenticalGroups(), 0.0, 0
+    while expected < LIMIT:
+        assert identical.problem() is None
+        identical.add(make_group([ids] * 4, log_probs))
+        num_groups += 1
+        expected += math.log(0.5 * (1 + math.exp(3 * 1.3)))
+    problem = identical.problem()
+    assert problem is not None and f"in {num_groups} of the last {num_groups} groups" in problem
+    assert num_groups == 11
+
+
+def test_a_healthy_start_does_not_hide_copies_and_single_samples_say_nothing() -> None:
+    random, identical = np.random.default_rng(1), IdenticalGroups()
+    for _ in range(500):
+        identical.add(draw(random, probability=0.5, length=6, num_samples=4))
+    for _ in range(500):
+        identical.add(make_group([np.zeros(50, np.int64)], [-1.0] * 50))
+    assert identical.problem() is None
+    for _ in range(3):
+        identical.add(make_group([np.arange(12)] * 4, [-1.0] * 12))
+    assert identical.problem() is not None
+
+
+def test_tokens_that_no_engine_drew_are_no_evidence() -> None:
+    identical = IdenticalGroups()
+    for _ in range(50):
+        identical.add(make_group([np.arange(3)] * 8, [0.0, -50.0, -50.0], made=[True, False, False]))
+    assert identical.problem() is None
