@@ -106,7 +106,6 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
         polynomial += slope * shifted
     target = tl.load(targets + row) - start
     gradient = p * polynomial + tl.where(column == target, at_target, 0.0)
-    gradient = tl.where(column < columns, gradient, 0.0)
     tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < width)
 
 
