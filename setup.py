@@ -17,6 +17,8 @@ INSTALL_REQUIRES = [
     'megatron-core>=0.17.0,<0.20; python_version >= "3.12"',
     # 2.13 is the release that everything was run on; SGLang's GPU dependencies pin 2.14.
     "torch>=2.13,<2.15",
+    # The head's kernels on GPUs; torch's builds for CUDA pin the release that goes with them.
+    'triton; platform_system == "Linux"',
     # 5.x writes rope_parameters into config.json and is what the supported SGLang releases pin.
     "transformers>=5.12,<6",
     "ray>=2.50",

@@ -74,6 +74,15 @@ def chosen_backends() -> dict[str, str]:
     return chosen
 
 
+def chosen_row_maths(device_kind: str, dtype: str) -> Literal["triton", "torch"]:
+    """What makes log-probs, entropies and their gradients of logits of `dtype` on a device of this kind; runs and `--check` print it.
+
+    `dtype` is the name of a torch dtype. Triton's kernels on every GPU, at all sizes; they have no float64. `tools/bench/gpu.py` measures
+    both, and a size at which torch is faster belongs here.
+    """
+    return "triton" if device_kind == "cuda" and dtype in ("bfloat16", "float16", "float32") else "torch"
+
+
 @contextlib.contextmanager
 def quiet_megatron_imports() -> Iterator[None]:
     """Hide megatron-core's import-time warnings that Transformer Engine or Apex is missing: `chosen_backends` prints that once instead.

@@ -6,7 +6,6 @@ are known, and made again for the gradient: memory depends neither on the number
 Legend: N rows, H hidden channels, V vocabulary columns of this rank.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.algorithms.log_prob import Shard, TokenStatistics, gather_partials, local_partials, logit_gradient
+from megatron_rl.algorithms.log_prob import TORCH_ROWS, RowMaths, Shard, TokenStatistics, gather_partials
 
 # Logits of a chunk: enough rows for the products with the head's weight to be compute-bound at any vocabulary.
-_CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
+_CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**29}
 _DEFAULT_CHUNK_LOGITS = 2**24
+# Rows of a chunk come in whole steps, so that a GPU's matrix products have no ragged last tile in every chunk but the last.
+_ROW_STEP = 1024
 
 
 def head_statistics(
@@ -32,6 +33,7 @@ def head_statistics(
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = True,
     gradient_buffer: Tensor | None = None,
+    rows: RowMaths = TORCH_ROWS,
 ) -> TokenStatistics:
     """What `token_statistics` says of the logits `hidden` [N, H] x `weight` [V, H] transposed, at `targets` [N].
 
@@ -40,6 +42,7 @@ def head_statistics(
 
     `gradient_buffer` [V, H] is where the gradients of `weight` will be summed in the end: all chunks' but the last are added to it
     right away, the last one's is returned. Without it they are summed in float32 (float64 for float64 weights).
+    `rows` is what makes statistics and gradients of a chunk's logits; the matrix products are torch's whatever it is.
 
     Raises ValueError when shapes disagree, the temperature is not positive or a target is outside the vocabulary.
     """
@@ -47,12 +50,13 @@ def head_statistics(
         shapes = [tuple(tensor.shape) for tensor in (hidden, weight, targets)]
         raise ValueError(f"head_statistics got hidden, weight and targets of shapes {shapes}, needs [N, H], [V, H] and [N]")
     shard = Shard.of(targets, num_columns=len(weight), temperature=temperature, vocab_size=vocab_size, vocab_start=vocab_start)
-    log_prob, entropy, varentropy = _HeadStatistics.apply(hidden, weight, targets, shard, group, with_entropy, gradient_buffer)
+    log_prob, entropy, varentropy = _HeadStatistics.apply(hidden, weight, targets, shard, group, with_entropy, gradient_buffer, rows)
     return TokenStatistics(log_prob, entropy if with_entropy else None, varentropy if with_entropy else None)
 
 
 def _chunks(num_rows: int, num_columns: int, device: torch.device) -> list[slice]:
     rows = max(1, _CHUNK_LOGITS.get(device.type, _DEFAULT_CHUNK_LOGITS) // max(1, num_columns))
+    rows = rows // _ROW_STEP * _ROW_STEP or rows
     return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
 
 
@@ -69,14 +73,15 @@ class _HeadStatistics(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         with_entropy: bool,
         gradient_buffer: Tensor | None,
+        rows: RowMaths,
     ) -> tuple[Tensor, Tensor, Tensor]:
         slices = _chunks(len(hidden), len(weight), hidden.device) or [slice(0, 0)]
         # No name holds a chunk's logits while the next chunk's are made.
-        parts = [local_partials(hidden[rows] @ weight.t(), targets[rows], shard=shard, with_entropy=with_entropy) for rows in slices]
+        parts = [rows.partials(hidden[part] @ weight.t(), targets[part], shard=shard, with_entropy=with_entropy) for part in slices]
         log_prob, saved = gather_partials(torch.cat(parts), group)
         _, _, entropy, varentropy, _ = saved
         ctx.save_for_backward(hidden, weight, targets, *saved)
-        ctx.shard, ctx.gradient_buffer = shard, gradient_buffer
+        ctx.shard, ctx.gradient_buffer, ctx.rows = shard, gradient_buffer, rows
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy, varentropy)
@@ -89,53 +94,56 @@ class _HeadStatistics(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_sum = _WeightSum(weight, ctx.gradient_buffer) if wants_weight else None
-        for rows in _chunks(len(hidden), len(weight), hidden.device):
-            inputs = hidden[rows], weight, targets[rows], ctx.shard
-            chunk = _chunk_gradient(*inputs, [row[rows] for row in saved], [None if row is None else row[rows] for row in gradients])
+        parts = _chunks(len(hidden), len(weight), hidden.device)
+        for part in parts:
+            own_saved, own_gradients = [row[part] for row in saved], [None if row is None else row[part] for row in gradients]
+            # The logits are made again, and their gradient takes their place.
+            logits = hidden[part] @ weight.t()
+            chunk = ctx.rows.gradient(logits, targets[part], ctx.shard, own_saved, own_gradients, in_place=True)
+            assert chunk is not None, "autograd asks for a gradient only where something has one"
             if hidden_gradient is not None:
-                torch.mm(chunk, weight, out=hidden_gradient[rows])
+                torch.mm(chunk, weight, out=hidden_gradient[part])
             if weight_sum is not None:
-                weight_sum.add(chunk, hidden[rows])
-            del chunk
-        return hidden_gradient, None if weight_sum is None else weight_sum.last(), None, None, None, None, None
-
-
-def _chunk_gradient(
-    hidden: Tensor, weight: Tensor, targets: Tensor, shard: Shard, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> Tensor:
-    """The gradient [rows, V] of a chunk's logits, which are made again."""
-    gradient = logit_gradient(hidden @ weight.t(), targets, shard, saved, gradients)
-    assert gradient is not None, "autograd asks for a gradient only where something has one"
-    return gradient
+                weight_sum.add(chunk, hidden[part], last=part is parts[-1])
+            # No name holds a chunk while the next one is made.
+            del logits, chunk
+        return hidden_gradient, None if weight_sum is None else weight_sum.gradient(), *[None] * 6
 
 
 class _WeightSum:
-    """The weight's gradient over chunks. Each is a product in the weight's dtype; their sum is not, or it would lose digits."""
+    """The weight's gradient over chunks, summed in the dtype of a buffer: in the weight's own, the sum would lose digits."""
 
     def __init__(self, weight: Tensor, buffer: Tensor | None) -> None:
         self._weight = weight
         self._own = buffer is None
-        self._buffer = buffer
-        self._pending: Tensor | None = None
+        self._total = buffer
+        self._last: Tensor | None = None
 
-    def add(self, chunk: Tensor, hidden: Tensor) -> None:
+    def add(self, chunk: Tensor, hidden: Tensor, *, last: bool) -> None:
         """Add the product of a chunk's gradient [rows, V] and its hidden states [rows, H]."""
-        self._flush()
-        self._pending = chunk.t() @ hidden
-
-    def _flush(self) -> None:
-        if self._pending is None:
+        if last and (not self._own or self._total is None):
+            self._last = chunk.t() @ hidden
             return
-        if self._buffer is None:
-            self._buffer = torch.zeros_like(self._weight, dtype=torch.promote_types(self._weight.dtype, torch.float32))
-        self._buffer.add_(self._pending)
-        self._pending = None
+        if self._total is None:
+            self._total = torch.zeros_like(self._weight, dtype=torch.promote_types(self._weight.dtype, torch.float32))
+        add_product(self._total, chunk.t(), hidden)
 
-    def last(self) -> Tensor:
+    def gradient(self) -> Tensor:
         """What is not in the caller's buffer: the last chunk's gradient [V, H], all of it without such a buffer, zeros without chunks."""
-        if self._pending is None:
-            return torch.zeros_like(self._weight)
-        if not self._own or self._buffer is None:
-            return self._pending
-        self._flush()
-        return self._buffer.to(self._weight.dtype)
+        if self._last is not None:
+            return self._last
+        return self._total.to(self._weight.dtype) if self._own and self._total is not None else torch.zeros_like(self._weight)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left` [A, B] x `right` [B, C] to `total` [A, C], whose dtype may be wider than theirs.
+
+    A GPU's matrix product adds its float32 sums to `total` itself: nothing is rounded to the narrow dtype and no product is kept.
+    """
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif left.device.type == "cpu":
+        # torch has the product of narrow numbers into wide ones on GPUs only.
+        total.add_(left @ right)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

@@ -6,7 +6,7 @@ recomputes the softmax chunk by chunk. The logits are never written to.
 Legend: T tokens, V vocabulary columns of this rank, R ranks of the vocabulary-parallel group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,21 +204,29 @@ def merge_partials(partials: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 
 
 def logit_gradient(
-    logits: Tensor, targets: Tensor, shard: Shard, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    logits: Tensor,
+    targets: Tensor,
+    shard: Shard,
+    saved: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    *,
+    in_place: bool = False,
 ) -> Tensor | None:
     """The gradient [T, V] in the logits' dtype; padding columns get 0. `saved` [T] each are of `gather_partials`.
 
     `gradients` [T] are of log-prob, entropy and varentropy; the result is None when all of them are. With u = ln p + H:
     d log_prob = onehot - p, d entropy = -p u, d varentropy = p (u^2 + 2 u - varentropy), all over temperature.
+    With `in_place` it takes the place of the logits, chunk by chunk.
     """
     if all(gradient is None for gradient in gradients):
         return None
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    out = logits if in_place else torch.empty_like(logits, memory_format=torch.contiguous_format)
     out[:, shard.columns :] = 0
     if shard.columns == 0 or logits.shape[0] == 0:
         return out
     maximum, share = saved[0], saved[4]
-    grad_target, coefficients = _gradient_polynomial(saved, gradients, shard.temperature)
+    grad_target, polynomial = gradient_polynomial(saved, gradients, shard.temperature)
+    coefficients = [coefficient * share for coefficient in polynomial]
     local = targets - shard.start
     here = (local >= 0) & (local < shard.columns)
     index = local.clamp(0, shard.columns - 1).unsqueeze(1)
@@ -242,9 +250,9 @@ def logit_gradient(
     return out
 
 
-def _gradient_polynomial(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], temperature: float) -> tuple[Tensor, list[Tensor]]:
-    """The gradient at the target [T], and c_k [T] so that a column's gradient is local p x sum_k c_k s^k with s = z - maximum."""
-    maximum, log_normaliser, entropy, varentropy, share = saved
+def gradient_polynomial(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], temperature: float) -> tuple[Tensor, list[Tensor]]:
+    """The gradient at the target [T], and c_k [T] so that a column's gradient is p x sum_k c_k s^k with s = z - maximum."""
+    maximum, log_normaliser, entropy, varentropy, _ = saved
     zero = torch.zeros_like(maximum)
     g_l, g_h, g_v = (zero if gradient is None else gradient / temperature for gradient in gradients)
     # u = s + b, and the gradient per p is -g_l - g_h u + g_v (u^2 + 2 u - varentropy), expanded in s.
@@ -252,8 +260,8 @@ def _gradient_polynomial(saved: Sequence[Tensor], gradients: Sequence[Tensor | N
     c0 = -g_l - g_h * b + g_v * (b * (b + 2) - varentropy)
     c1 = -g_h + 2 * g_v * (b + 1)
     if gradients[2] is not None:
-        return g_l, [c0 * share, c1 * share, g_v * share]
-    return g_l, [c0 * share, c1 * share] if gradients[1] is not None else [c0 * share]
+        return g_l, [c0, c1, g_v]
+    return g_l, [c0, c1] if gradients[1] is not None else [c0]
 
 
 def _polynomial(x: Tensor, coefficients: list[Tensor], scratch: Tensor) -> Tensor:
@@ -263,3 +271,18 @@ def _polynomial(x: Tensor, coefficients: list[Tensor], scratch: Tensor) -> Tenso
     if len(coefficients) == 2:
         return x.mul_(coefficients[1]).add_(coefficients[0])
     return torch.mul(x, coefficients[2], out=scratch).add_(coefficients[1]).mul_(x).add_(coefficients[0])
+
+
+@dataclass(frozen=True, slots=True)
+class RowMaths:
+    """What is computed of every row of logits, on one kind of hardware: all of it gives the numbers of `TORCH_ROWS`, to rounding.
+
+    `partials` is `local_partials` or its equal; `gradient` is `logit_gradient` or its equal. `name` is for people.
+    """
+
+    name: str
+    partials: Callable[..., Tensor]
+    gradient: Callable[..., Tensor | None]
+
+
+TORCH_ROWS = RowMaths("torch", local_partials, logit_gradient)

@@ -10,7 +10,18 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_m
 from torch import Tensor
 
 from megatron_rl.algorithms.head_statistics import head_statistics
-from megatron_rl.algorithms.log_prob import TokenStatistics
+from megatron_rl.algorithms.log_prob import TORCH_ROWS, RowMaths, TokenStatistics
+from megatron_rl.device import chosen_row_maths
+
+
+def row_maths(hidden: Tensor) -> RowMaths:
+    """What `chosen_row_maths` names for the logits of `hidden` [N, H]."""
+    if chosen_row_maths(hidden.device.type, str(hidden.dtype).removeprefix("torch.")) == "torch":
+        return TORCH_ROWS
+    # Where there is no GPU there may be no Triton, whose import takes a second.
+    from megatron_rl.models.head_kernels import TRITON_ROWS
+
+    return TRITON_ROWS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,4 +90,5 @@ class LanguageModelHead(ColumnParallelLinear):
             with_entropy=question.with_entropy,
             # megatron's mark of a parameter whose gradients it sums; a weight that is not trained or not wrapped has none.
             gradient_buffer=vars(weight).get("main_grad"),
+            rows=row_maths(hidden),
         )

@@ -7,7 +7,7 @@ import torch
 from megatron_rl.config.derived import Derived, derive
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
-from megatron_rl.device import Device, chosen_backends, quiet_megatron_imports
+from megatron_rl.device import Device, chosen_backends, chosen_row_maths, quiet_megatron_imports
 from megatron_rl.rollout.server_args import server_arguments
 
 with quiet_megatron_imports():
@@ -123,7 +123,11 @@ def _dtype_name(settings: Settings, device: Device) -> str:
 
 
 def _backends(settings: Settings, target: Target) -> dict[str, str]:
-    chosen = {"device": f"{target.device.kind}, {_dtype_name(settings, target.device)}", "attention": target.attention}
+    chosen = {
+        "device": f"{target.device.kind}, {_dtype_name(settings, target.device)}",
+        "attention": target.attention,
+        "statistics of logits": chosen_row_maths(target.device.kind, _dtype_name(settings, target.device)),
+    }
     if torch.cuda.is_available():
         chosen["GPUs here"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
     return chosen | {f"{package} here": version for package, version in chosen_backends().items()}

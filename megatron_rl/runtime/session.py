@@ -9,6 +9,7 @@ from megatron_rl.config.checks import gpu_contradictions
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
+from megatron_rl.device import chosen_row_maths
 from megatron_rl.errors import UserError
 from megatron_rl.files import write_atomic
 from megatron_rl.observe.console import RL_COLUMNS, SUPERVISED_COLUMNS, RunConsole
@@ -47,6 +48,7 @@ def train(settings: Settings, *, resume: bool) -> None:
             if isinstance(samples, GeneratedSamples):
                 console.say(f"what the reward function prints is in {samples.rollouts.reward_log}")
             write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
+            console.say(f"statistics of logits: {_row_maths(settings)}")
             sinks = stack.enter_context(Sinks(directory, settings.observe, config=settings.model_dump(mode="json")))
             run = TrainingRun(
                 settings, samples=samples, trainers=trainers, turns=turns, console=console, sinks=sinks, memory=memory, timer=timer
@@ -54,6 +56,13 @@ def train(settings: Settings, *, resume: bool) -> None:
             first_step = run.resume() if resume else 0
             train_loop(run, first_step=first_step)
             run.finish(resume_command=_resume_command(settings))
+
+
+def _row_maths(settings: Settings) -> str:
+    """What the ranks make log-probs and entropies with, and why."""
+    kind = cluster_device_kind()
+    dtype = engine_dtype(settings, device_kind=kind)
+    return f"{chosen_row_maths(kind, dtype)}, for {dtype} on {kind}"
 
 
 @contextmanager

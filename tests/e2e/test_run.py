@@ -24,6 +24,7 @@ def test_supervised_start_then_rl(task: Path, tmp_path: Path, start: Callable[..
         "run.num_steps=12", "training.schedule.warmup_steps=2",
     )  # fmt: skip
     assert warm.wait() == 0, warm.output
+    assert "statistics of logits: torch, for float32 on cpu" in warm.output
     losses = [row["train/loss"] for step, row in sorted(metrics(sft).items()) if step]
     assert losses[-1] < losses[0] - 0.3
 

@@ -316,12 +316,12 @@ def consume(result: object) -> None:
     """Drop a result."""
 
 
-def bench_gpu() -> None:
+def bench_gpu(token_counts: Sequence[int] = (4096, 16_384)) -> None:
     """Run every configuration in a process of its own, because a process can join Megatron's groups once."""
     print(f"{torch.cuda.get_device_name()}, bf16, one GPU")
     context = multiprocessing.get_context("spawn")
     for name in ("0.6B", "4B"):
-        for tokens in (4096, 16_384):
+        for tokens in token_counts:
             process = context.Process(target=gpu_case, args=(name, tokens))
             process.start()
             process.join()

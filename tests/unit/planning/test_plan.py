@@ -52,10 +52,11 @@ def test_a_dense_model_by_hand(model_spec: Callable[[str], Any], run_settings: C
     # Full recompute keeps each layer's input, half of it on each tensor-parallel rank; the embedding keeps its output before that.
     hidden = 16384 * spec.hidden_size * 2
     assert first.activations == pytest.approx(2 * (6 * hidden // 2 + hidden), rel=0.02)
-    assert first.logits == 0 and last.logits > 2 * GIB
-    # So few layers weigh less than the logits.
-    assert first.total < last.total < GPUS["H100-80"].memory_bytes and plan.fits
-    assert plan.verdict.startswith(f"fits: {plan.peak / GIB:.1f} of 79.6 GiB on the fullest rank (stage 1)")
+    # A chunk of the logits and the three float32 planes of the torch path.
+    assert first.logits == 0 and last.logits > 1.6 * GIB
+    # Two micro-batches in flight weigh more than the logits in chunks.
+    assert last.total < first.total < GPUS["H100-80"].memory_bytes and plan.fits
+    assert plan.verdict.startswith(f"fits: {plan.peak / GIB:.1f} of 79.6 GiB on the fullest rank (stage 0)")
     assert plan.num_nodes == 2
 
 

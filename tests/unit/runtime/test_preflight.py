@@ -297,6 +297,7 @@ def test_config_only_needs_neither_gpus_nor_weights_nor_data(elsewhere: Callable
         "node 1": "engines 0-1 on GPUs 0-7, 4 each",
     }
     assert tables["What it would run on"]["device"] == "cuda, bfloat16"
+    assert tables["What it would run on"]["statistics of logits"] == "triton"
     assert "tp_size=4" in tables["What would be launched"]["SGLang's arguments"]
 
 
