@@ -138,7 +138,10 @@ def _points(steps: Steps, metric: str) -> tuple[list[int], list[float]]:
 
 
 def _smooth(values: Sequence[float], *, width: int) -> list[float]:
-    """A straight line fitted to up to `width` values on each side of every point, read off at the point: no bend at the ends."""
+    """A straight line fitted to up to `width` values on each side of every point, read off at the point: no bend at the ends.
+
+    Where the line leaves the range of these values, as behind a jump, their bound stands: no accuracy above 1, no length below 0.
+    """
     smoothed = []
     for index in range(len(values)):
         first = max(0, index - width)
@@ -146,5 +149,5 @@ def _smooth(values: Sequence[float], *, width: int) -> list[float]:
         offsets = np.arange(first, first + len(window)) - index
         centred = offsets - offsets.mean()
         slope = (centred * window).sum() / (centred**2).sum()
-        smoothed.append(float(window.mean() - slope * offsets.mean()))
+        smoothed.append(float(np.clip(window.mean() - slope * offsets.mean(), window.min(), window.max())))
     return smoothed

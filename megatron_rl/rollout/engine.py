@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import math
 import os
 import secrets
 import shutil
@@ -13,7 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from megatron_rl.rollout.server_args import server_arguments
 
 LOG_TAIL_LINES = 25
 POLL_S = 0.1
+READY_REQUEST_S = 10.0
 STOP_TIMEOUT_S = 10.0
 FIRST_PORT, LAST_PORT = 20000, 32000
 """Below the range from which the kernel takes ports for outgoing connections, so that none is taken between choice and bind."""
@@ -134,8 +136,9 @@ class Engine:
             order = {"arguments": self._arguments, "scratch": self._scratch}
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
-            self._wait_until(lambda: self._get("/ready") is not None)
-            return self._read_address()
+            deadline = time.monotonic() + self._settings.startup_timeout_s
+            self._wait_for("/ready", deadline=deadline, request_s=READY_REQUEST_S)
+            return self._read_address(deadline)
         except BaseException:
             self.stop()
             raise
@@ -188,34 +191,37 @@ class Engine:
                 environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
         return environment
 
-    def _wait_until(self, ready: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self._settings.startup_timeout_s
+    def _wait_for(self, path: str, *, deadline: float, request_s: float = math.inf) -> bytes:
+        """Body of a GET that is asked for until it succeeds, each time for at most `request_s` seconds.
+
+        Raises EngineError when the server dies, DeadlineError after `deadline` on the monotonic clock.
+        """
         while True:
             self.check()
-            if ready():
-                return
+            body = self._get(path, timeout_s=min(request_s, max(POLL_S, deadline - time.monotonic())))
+            if body is not None:
+                return body
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"the SGLang server at {self.url} does not serve after {self._settings.startup_timeout_s:.0f} s"
+                    f"the SGLang server at {self.url} does not answer {path} after {self._settings.startup_timeout_s:.0f} s"
                     f" (rollout.startup_timeout_s); the end of its log {self._log_path}:\n{self.log_tail()}"
                 )
             time.sleep(POLL_S)
 
-    def _get(self, path: str) -> bytes | None:
+    def _get(self, path: str, *, timeout_s: float) -> bytes | None:
         """Body of a GET, None while the server does not answer with success."""
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.api_key}"})
         # No proxy: one set in the environment would capture traffic between our own processes.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=10) as response:
+            with opener.open(request, timeout=timeout_s) as response:
                 return bytes(response.read())
         except (urllib.error.URLError, http.client.HTTPException, OSError):
             return None
 
-    def _read_address(self) -> EngineAddress:
-        models, server = self._get("/v1/models"), self._get("/server_info")
-        if models is None or server is None:
-            raise EngineError(f"the SGLang server at {self.url} is ready but does not describe itself; see its log {self._log_path}")
+    def _read_address(self, deadline: float) -> EngineAddress:
+        """Ask a server that is ready what it is; on a loaded machine that takes it as long as a generation."""
+        models, server = (self._wait_for(path, deadline=deadline) for path in ("/v1/models", "/server_info"))
         return EngineAddress(
             url=self.url,
             api_key=self.api_key,

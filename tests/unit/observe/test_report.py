@@ -80,6 +80,12 @@ def test_smoothing_leaves_a_straight_line_straight_and_halves_noise() -> None:
     assert np.std(_smooth(list(noise), width=10)) < 0.5
 
 
+@pytest.mark.parametrize("values", [[0.0] * 20 + [1.0] * 20, [1.0] + [0.0] * 39, [5.0] * 39 + [0.0]], ids=["jump", "peak", "drop"])
+def test_smoothing_stays_in_the_range_of_the_data(values: list[float]) -> None:
+    smoothed = _smooth(values, width=4)
+    assert min(values) <= min(smoothed) and max(smoothed) <= max(values)
+
+
 def test_a_run_without_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no metrics"):
         write_report(tmp_path, title="", facts={}, commands=[])
