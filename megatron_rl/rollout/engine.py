@@ -5,12 +5,10 @@ import json
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -23,6 +21,7 @@ import psutil
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.errors import DeadlineError, EngineError, UserError
+from megatron_rl.leftovers import Scratch, remove_leftovers, shared_memory_of
 from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.server_args import server_arguments
 
@@ -83,7 +82,7 @@ class Engine:
         self._host = host
         self._port = free_port(host) if port is None else check_port(host, port)
         self._process: subprocess.Popen[bytes] | None = None
-        self._scratch = ""
+        self._scratch: Scratch | None = None
         self._vocab_size = _vocab_size(model_path)
         self.api_key = secrets.token_urlsafe(24)
         self._arguments = server_arguments(
@@ -121,7 +120,8 @@ class Engine:
         if self._process is not None:
             raise EngineError(f"the engine at {self.url} was started before; make a new Engine")
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = tempfile.mkdtemp(prefix="sglang-")
+        remove_leftovers()
+        self._scratch = Scratch.make()
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.rollout.sglang_server"],
@@ -129,16 +129,18 @@ class Engine:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**self._environment(), "TMPDIR": self._scratch},
+                env={**self._environment(), "TMPDIR": str(self._scratch.path)},
             )
         assert self._process.stdin is not None, "opened as a pipe"
         try:
-            order = {"arguments": self._arguments, "scratch": self._scratch}
+            order = {"arguments": self._arguments, "scratch": str(self._scratch.path)}
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
             deadline = time.monotonic() + self._settings.startup_timeout_s
             self._wait_for("/ready", deadline=deadline, request_s=READY_REQUEST_S)
-            return self._read_address(deadline)
+            address = self._read_address(deadline)
+            self._scratch.note(shared_memory_of(_group_members(self._process.pid)))
+            return address
         except BaseException:
             self.stop()
             raise
@@ -176,7 +178,8 @@ class Engine:
         for member in _group_members(process.pid):
             _kill(member)
         process.wait()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        assert self._scratch is not None, "made with the process"
+        self._scratch.remove()
 
     def _environment(self) -> dict[str, str]:
         """Variables of the server. A dying scheduler must not wait a minute for dumps of a GPU that is not there."""
