@@ -59,9 +59,14 @@ PANELS = (
 )
 
 
+def drawable(steps: Steps, panels: Sequence[Panel] = PANELS) -> list[Panel]:
+    """The panels for which something was measured."""
+    return [panel for panel in panels if any(_points(steps, curve.metric)[0] for curve in panel.curves)]
+
+
 def draw_curves(steps: Steps, *, title: str, panels: Sequence[Panel] = PANELS) -> bytes:
     """A PNG with every panel for which something was measured, three in a row. Raises ValueError when nothing was."""
-    shown = [panel for panel in panels if any(_points(steps, curve.metric)[0] for curve in panel.curves)]
+    shown = drawable(steps, panels)
     if not shown:
         raise ValueError("nothing was measured in this run, so there are no curves to draw")
     columns = min(3, len(shown))

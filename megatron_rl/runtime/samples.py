@@ -198,7 +198,7 @@ class GeneratedSamples:
         data = self._settings.data
         rounds = MAX_RESAMPLING_ROUNDS if self._settings.objective.zero_variance == "resample" else 1
         timeout_s = rounds * generation_deadline_s(self._settings, data.prompts_per_step * data.samples_per_prompt)
-        return self._wait(self.rollouts.next_batch(step, progress=progress), name=f"rollout of step {step}", timeout_s=timeout_s)
+        return self._wait(self.rollouts.next_batch(step, progress=progress), name=f"rollout of step {step + 1}", timeout_s=timeout_s)
 
     def evaluate(self, *, progress: PhaseProgress) -> dict[str, Metric]:
         """Greedy and sampled answers to every held-out prompt."""

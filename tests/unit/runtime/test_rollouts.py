@@ -320,3 +320,23 @@ def test_closing_in_the_middle_aborts_what_is_being_made(make_settings: Callable
         return engine.running
 
     assert asyncio.run(run()) == 0
+
+
+def test_an_evaluation_answers_every_held_out_prompt_greedily_and_then_as_in_training(
+    make_settings: Callable[..., Settings], tmp_path: Path
+) -> None:
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"prompt": f"{number}=", "label": "1"}) + "\n" for number in (3, 4, 6)))
+
+    async def run() -> tuple[dict[str, float], int]:
+        Client.engine = Engine(seed=0)
+        rollouts = await opened(make_settings(f"data.eval={tmp_path}/held_out.jsonl"), tmp_path / "eval.sqlite")
+        progress = PhaseProgress("eval", total=6, unit="prompts")
+        values = metric_values(await rollouts.evaluate(progress=progress))
+        await rollouts.close()
+        return values, progress.completed
+
+    values, completed = asyncio.run(run())
+    assert Client.engine.started == [(True, 0)] * 3 + [(False, 0)] * 3
+    assert completed == values["eval/num_samples"] == 6
+    # 3= and 6= are worth a half, 4= nothing.
+    assert values["eval/accuracy_greedy"] == values["eval/accuracy_sampled"] == pytest.approx(1 / 3)
