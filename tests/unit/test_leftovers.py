@@ -90,9 +90,9 @@ def test_what_others_could_have_written_is_not_believed(temporary: Path, tmp_pat
 def test_a_link_is_not_followed(temporary: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "precious")
-    kill_one(temporary, tmp_path / "link")
-    remove_leftovers()
-    assert (tmp_path / "precious").exists()
+    scratch = kill_one(temporary, tmp_path / "link")
+    assert remove_leftovers() == [str(scratch)]
+    assert (tmp_path / "precious").exists() and (tmp_path / "link").is_symlink()
 
 
 def test_shared_memory_is_found_by_who_maps_it() -> None:
