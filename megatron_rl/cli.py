@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train`, `eval`, `plan` and `doctor`.
+"""The command line: `megatron-rl train`, `eval`, `report`, `plan` and `doctor`.
 
 Exit status: 0 done; 2 input that the user can mend, told in one sentence; 1 any other failure; 130 after Ctrl-C, 143 after
 SIGTERM. What is heavy is imported inside the command that needs it, so that help and mistakes answer at once.
@@ -90,6 +90,16 @@ def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None
     return 0
 
 
+@cli.command(short_help="Draw the curves of a run, whether it has ended or not.")
+@click.argument("directory", type=click.Path(path_type=Path))
+def report(directory: Path) -> int:
+    """Write curves.png and report.html into DIRECTORY, the run.directory of a run, from its metrics.jsonl; print the page's path."""
+    from megatron_rl.observe.report import report_run
+
+    print(report_run(directory))
+    return 0
+
+
 @cli.command(short_help="Plan the memory of a layout on GPUs.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="MODEL|CONFIG.yaml [key.path=value | --key.path value]...")
 @click.option("--gpu", default="H100-80", show_default=True, metavar="TYPE", help="Type of the GPUs.")
@@ -148,9 +158,10 @@ def _progress() -> Iterator[Callable[[str], None]]:
 )
 def doctor(directory: Path) -> int:
     """Compare this machine and its packages with what was tested; print the command that mends each difference."""
-    from megatron_rl.doctor import examine, report
+    from megatron_rl.doctor import examine
+    from megatron_rl.doctor import report as report_findings
 
-    return report(examine(directory))
+    return report_findings(examine(directory))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -176,6 +187,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (click.Abort, KeyboardInterrupt):
         print("megatron-rl: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except SystemExit as error:
+        # From `_leave`: click turns every other one into an exception of its own.
+        assert isinstance(error.code, int), f"a command ended itself with {error.code!r}"
+        print(f"megatron-rl: ended by {signal.Signals(error.code - 128).name}", file=sys.stderr)
+        return error.code
     except UserError as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return 2

@@ -80,7 +80,10 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_sh
 
 
 def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
-    save_file(tensors, _unnamed(directory, index), metadata={"format": "pt"})
+    path = _unnamed(directory, index)
+    save_file(tensors, path, metadata={"format": "pt"})
+    # safetensors writes 0600 whatever the umask says. What the umask says is seen at the file beside it.
+    shutil.copymode(directory / "config.json", path)
     return list(tensors)
 
 

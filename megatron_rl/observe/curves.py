@@ -59,9 +59,14 @@ PANELS = (
 )
 
 
+def drawable(steps: Steps, panels: Sequence[Panel] = PANELS) -> list[Panel]:
+    """The panels for which something was measured."""
+    return [panel for panel in panels if any(_points(steps, curve.metric)[0] for curve in panel.curves)]
+
+
 def draw_curves(steps: Steps, *, title: str, panels: Sequence[Panel] = PANELS) -> bytes:
     """A PNG with every panel for which something was measured, three in a row. Raises ValueError when nothing was."""
-    shown = [panel for panel in panels if any(_points(steps, curve.metric)[0] for curve in panel.curves)]
+    shown = drawable(steps, panels)
     if not shown:
         raise ValueError("nothing was measured in this run, so there are no curves to draw")
     columns = min(3, len(shown))
@@ -138,7 +143,10 @@ def _points(steps: Steps, metric: str) -> tuple[list[int], list[float]]:
 
 
 def _smooth(values: Sequence[float], *, width: int) -> list[float]:
-    """A straight line fitted to up to `width` values on each side of every point, read off at the point: no bend at the ends."""
+    """A straight line fitted to up to `width` values on each side of every point, read off at the point: no bend at the ends.
+
+    Where the line leaves the range of these values, as behind a jump, their bound stands: no accuracy above 1, no length below 0.
+    """
     smoothed = []
     for index in range(len(values)):
         first = max(0, index - width)
@@ -146,5 +154,5 @@ def _smooth(values: Sequence[float], *, width: int) -> list[float]:
         offsets = np.arange(first, first + len(window)) - index
         centred = offsets - offsets.mean()
         slope = (centred * window).sum() / (centred**2).sum()
-        smoothed.append(float(window.mean() - slope * offsets.mean()))
+        smoothed.append(float(np.clip(window.mean() - slope * offsets.mean(), window.min(), window.max())))
     return smoothed

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import write_atomic
-from megatron_rl.observe.curves import Steps, draw_curves
+from megatron_rl.observe.curves import Steps, draw_curves, drawable
 from megatron_rl.observe.metrics import find_info
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
+from megatron_rl.observe.summary import SUMMARY_FILE, facts_of, read_summary
 
 CURVES_FILE = "curves.png"
 REPORT_FILE = "report.html"
@@ -29,20 +30,36 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: 
 """
 
 
-def write_report(directory: Path, *, title: str, facts: Mapping[str, str], commands: Sequence[str]) -> Path:
-    """Write the picture and the page into the run's `directory` and return the page's path.
+def has_curves(directory: Path) -> bool:
+    """Whether the run in `directory` has measured anything yet that is drawn. Raises UserError for a broken metrics.jsonl."""
+    path = directory / METRICS_FILE
+    return path.exists() and bool(drawable(read_metrics(path)))
+
+
+def write_report(directory: Path, *, facts: Mapping[str, str], commands: Sequence[str]) -> Path:
+    """Write the picture and the page into the run's `directory`, whose name is the title, and return the page's path.
 
     `facts` are shown as a table of names and values, `commands` as the lines with which to go on. Raises UserError when the run
     has no metrics or the disk is full.
     """
-    path = directory / METRICS_FILE
-    steps = read_metrics(path) if path.exists() else {}
-    if not any(steps.values()):
-        raise UserError(f"{path} holds no metrics, so there is nothing to report; run at least one step")
+    path, title = directory / METRICS_FILE, f"Run {directory.name}"
+    if not has_curves(directory):
+        raise UserError(f"{path} holds no metrics to draw, so there is nothing to report; run at least one step")
+    steps = read_metrics(path)
     picture = draw_curves(steps, title=title)
     write_atomic(directory / CURVES_FILE, picture)
     write_atomic(directory / REPORT_FILE, _page(steps, picture, title=title, facts=facts, commands=commands))
     return directory / REPORT_FILE
+
+
+def report_run(directory: Path) -> Path:
+    """`write_report` of what lies in the `directory` of a run, whether it has ended, goes on or was killed. Raises UserError."""
+    if not directory.is_dir():
+        raise UserError(f"{directory} is no directory; give the run.directory of a run")
+    summary = read_summary(directory)
+    if summary is not None:
+        return write_report(directory, facts=facts_of(summary), commands=[summary.go_on])
+    return write_report(directory, facts={"status": f"no {SUMMARY_FILE}: the run goes on, or was killed"}, commands=[])
 
 
 def _page(steps: Steps, picture: bytes, *, title: str, facts: Mapping[str, str], commands: Sequence[str]) -> str:

@@ -5,13 +5,14 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from megatron_rl.config.settings import ObserveSettings
 from megatron_rl.errors import UserError
-from megatron_rl.files import disk_errors
+from megatron_rl.files import disk_errors, write_atomic
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -27,14 +28,26 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """All sinks of a run that writes into `directory`. A resumed run goes on in the same files.
+    """All sinks of a run that writes into `directory`. A resumed run goes on in the same files, after the row of `first_step`.
 
-    `first_step` is the step that comes first; `config` are the run's settings, for those sinks that show them.
-    Raises UserError when a sink's package is not installed or the disk is full.
+    What an earlier life of the run wrote about later steps is dropped; the first metrics logged of `first_step` are added to those that
+    are there of it, in `row` (what its checkpoint knows) or in the file. `config` are the run's settings, for those sinks that show
+    them. Raises UserError when a sink's package is not installed, the disk is full or metrics.jsonl is not what a run writes.
     """
 
-    def __init__(self, directory: Path, settings: ObserveSettings, *, first_step: int = 0, config: Mapping[str, Any] | None = None) -> None:
-        self._sinks: list[Sink] = [JsonLines(directory / METRICS_FILE)]
+    def __init__(
+        self,
+        directory: Path,
+        settings: ObserveSettings,
+        *,
+        first_step: int = 0,
+        row: Mapping[str, float] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        lines = JsonLines(directory / METRICS_FILE, first_step=first_step)
+        self._first_step = first_step
+        self._row = {**(row or {}), **lines.row}
+        self._sinks: list[Sink] = [lines]
         if settings.tensorboard:
             self._sinks.append(TensorBoard(directory / "tensorboard", first_step=first_step))
         if settings.wandb_project is not None:
@@ -42,6 +55,8 @@ class Sinks:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of `step`; several calls for one step add up."""
+        if step == self._first_step:
+            metrics, self._row = {**self._row, **metrics}, {}
         for sink in self._sinks:
             sink.log(step, metrics)
 
@@ -58,31 +73,38 @@ class Sinks:
 
 
 class JsonLines:
-    """One JSON object per call: `step`, `time` (seconds since 1970) and the metrics; null stands for NaN and infinities."""
+    """One JSON object per call: `step`, `time` (seconds since 1970) and the metrics; null stands for NaN and infinities.
 
-    def __init__(self, path: Path) -> None:
+    Lines of an earlier life of the run are kept up to `first_step`, whose own line the next call for that step replaces; `row` holds it.
+    """
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
         self._path = path
-        with disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b", buffering=0)
-            self._drop_torn_line()
+        known = _read_records(path) if path.exists() else {}
+        self._earlier = {step: record for step, record in known.items() if step < first_step}
+        self._replaces = first_step if first_step in known else None
+        self.row = _numbers(known.get(first_step, {}))
+        kept = [record for step, record in known.items() if step <= first_step]
+        # Also without a torn last line, which a kill or a full disk leaves.
+        write_atomic(path, b"".join(map(_line, kept)))
+        self._file = FileIO(path, "ab")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line with a single write, so that a kill cannot leave half of it in the middle of the file."""
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = json.dumps({"step": step, "time": round(time.time(), 3), **numbers}, allow_nan=False)
+        line = _line({"step": step, "time": round(time.time(), 3), **numbers})
+        if step == self._replaces:
+            self._file.close()
+            write_atomic(self._path, b"".join([*map(_line, self._earlier.values()), line]))
+            self._replaces = None
+            self._file = FileIO(self._path, "ab")
+            return
         with disk_errors(self._path):
-            self._file.write(line.encode() + b"\n")
+            self._file.write(line)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _drop_torn_line(self) -> None:
-        """Cut off what a full disk or a crash left behind the last complete line."""
-        self._file.seek(0)
-        content = self._file.read()
-        self._file.truncate(content.rfind(b"\n") + 1)
 
 
 class TensorBoard:
@@ -90,7 +112,7 @@ class TensorBoard:
 
     def __init__(self, directory: Path, *, first_step: int) -> None:
         module = _import_tensorboard()
-        self._writer = module.SummaryWriter(str(directory), purge_step=first_step or None)
+        self._writer = module.SummaryWriter(str(directory), purge_step=first_step if directory.exists() else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write every metric as a scalar."""
@@ -147,19 +169,31 @@ def _import_wandb() -> Any:
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """The metrics of every step in a metrics.jsonl, by step in rising order; NaN stands for null.
 
-    A run that was killed and resumed writes some steps twice: a line of step s takes the place of everything that earlier lives of
-    the run wrote about later steps, and of the metrics of its own step that it names again. Raises UserError for a broken line.
+    Several lines of a step add up, a later one wins. A line of step s takes the place of everything that earlier lives of the run wrote
+    about later steps. Raises UserError for a broken line.
     """
-    steps: dict[int, dict[str, float]] = {}
+    return {step: _numbers(record) for step, record in _read_records(path).items()}
+
+
+def _read_records(path: Path) -> dict[int, dict[str, Any]]:
+    """The object of every step, with `step` and `time`; the rest as `read_metrics`."""
+    steps: dict[int, dict[str, Any]] = {}
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = dict(json.loads(line))
-            step = int(record.pop("step"))
+            step = int(record["step"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}:{number}: not a line of metrics ({error}); remove that line") from error
-        record.pop("time", None)
         while steps and next(reversed(steps)) > step:
             steps.popitem()
-        steps.setdefault(step, {}).update({name: math.nan if value is None else float(value) for name, value in record.items()})
+        steps.setdefault(step, {}).update(record)
     return steps
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    return {name: math.nan if value is None else float(value) for name, value in record.items() if name not in ("step", "time")}
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"

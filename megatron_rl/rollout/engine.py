@@ -2,18 +2,17 @@
 
 import http.client
 import json
+import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,11 +21,13 @@ import psutil
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.errors import DeadlineError, EngineError, UserError
+from megatron_rl.leftovers import Scratch, remove_leftovers, shared_memory_of
 from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.server_args import check_environment, server_arguments
 
 LOG_TAIL_LINES = 25
 POLL_S = 0.1
+READY_REQUEST_S = 10.0
 STOP_TIMEOUT_S = 10.0
 FIRST_PORT, LAST_PORT = 20000, 32000
 """Below the range from which the kernel takes ports for outgoing connections, so that none is taken between choice and bind."""
@@ -81,7 +82,7 @@ class Engine:
         self._host = host
         self._port = free_port(host) if port is None else check_port(host, port)
         self._process: subprocess.Popen[bytes] | None = None
-        self._scratch = ""
+        self._scratch: Scratch | None = None
         self._vocab_size = _vocab_size(model_path)
         self.api_key = secrets.token_urlsafe(24)
         self._arguments = server_arguments(
@@ -119,7 +120,8 @@ class Engine:
         if self._process is not None:
             raise EngineError(f"the engine at {self.url} was started before; make a new Engine")
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = tempfile.mkdtemp(prefix="sglang-")
+        remove_leftovers()
+        self._scratch = Scratch.make()
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.rollout.sglang_server"],
@@ -127,15 +129,18 @@ class Engine:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**self._environment(), "TMPDIR": self._scratch},
+                env={**self._environment(), "TMPDIR": str(self._scratch.path)},
             )
         assert self._process.stdin is not None, "opened as a pipe"
         try:
-            order = {"arguments": self._arguments, "scratch": self._scratch}
+            order = {"arguments": self._arguments, "scratch": str(self._scratch.path)}
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
-            self._wait_until(lambda: self._get("/ready") is not None)
-            return self._read_address()
+            deadline = time.monotonic() + self._settings.startup_timeout_s
+            self._wait_for("/ready", deadline=deadline, request_s=READY_REQUEST_S)
+            address = self._read_address(deadline)
+            self._scratch.note(shared_memory_of(_group_members(self._process.pid)))
+            return address
         except BaseException:
             self.stop()
             raise
@@ -173,7 +178,8 @@ class Engine:
         for member in _group_members(process.pid):
             _kill(member)
         process.wait()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        assert self._scratch is not None, "made with the process"
+        self._scratch.remove()
 
     def _environment(self) -> dict[str, str]:
         """Variables of the server. A dying scheduler must not wait a minute for dumps of a GPU that is not there."""
@@ -189,34 +195,37 @@ class Engine:
                 environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
         return environment
 
-    def _wait_until(self, ready: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self._settings.startup_timeout_s
+    def _wait_for(self, path: str, *, deadline: float, request_s: float = math.inf) -> bytes:
+        """Body of a GET that is asked for until it succeeds, each time for at most `request_s` seconds.
+
+        Raises EngineError when the server dies, DeadlineError after `deadline` on the monotonic clock.
+        """
         while True:
             self.check()
-            if ready():
-                return
+            body = self._get(path, timeout_s=min(request_s, max(POLL_S, deadline - time.monotonic())))
+            if body is not None:
+                return body
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"the SGLang server at {self.url} does not serve after {self._settings.startup_timeout_s:.0f} s"
+                    f"the SGLang server at {self.url} does not answer {path} after {self._settings.startup_timeout_s:.0f} s"
                     f" (rollout.startup_timeout_s); the end of its log {self._log_path}:\n{self.log_tail()}"
                 )
             time.sleep(POLL_S)
 
-    def _get(self, path: str) -> bytes | None:
+    def _get(self, path: str, *, timeout_s: float) -> bytes | None:
         """Body of a GET, None while the server does not answer with success."""
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.api_key}"})
         # No proxy: one set in the environment would capture traffic between our own processes.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=10) as response:
+            with opener.open(request, timeout=timeout_s) as response:
                 return bytes(response.read())
         except (urllib.error.URLError, http.client.HTTPException, OSError):
             return None
 
-    def _read_address(self) -> EngineAddress:
-        models, server = self._get("/v1/models"), self._get("/server_info")
-        if models is None or server is None:
-            raise EngineError(f"the SGLang server at {self.url} is ready but does not describe itself; see its log {self._log_path}")
+    def _read_address(self, deadline: float) -> EngineAddress:
+        """Ask a server that is ready what it is; on a loaded machine that takes it as long as a generation."""
+        models, server = (self._wait_for(path, deadline=deadline) for path in ("/v1/models", "/server_info"))
         return EngineAddress(
             url=self.url,
             api_key=self.api_key,

@@ -12,13 +12,17 @@ import shutil
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from megatron_rl.rollout.sglang_shims import allocate_host_memory_unpinned, fork_server_processes, provide_vllm_operators
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
 STDIN = 0
+STORE_TIMEOUT_S = 600.0
 
 
 def read_order() -> dict[str, Any]:
@@ -49,6 +53,22 @@ def follow_parent(scratch: str) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
+def serve_rendezvous(arguments: dict[str, Any]) -> "TCPStore | None":
+    """Serve the store at which the ranks of this server meet on its own address: rank 0 would open it to every interface.
+
+    It lives as long as what is returned. None, and nothing changes, where SGLang chooses several places to meet: with dp_size above 1.
+    """
+    if arguments.get("dp_size", 1) > 1:
+        return None
+    from megatron_rl.rendezvous import serve_store
+
+    store = serve_store(arguments["host"], port=arguments.get("nccl_port") or 0, timeout_s=STORE_TIMEOUT_S)
+    arguments["nccl_port"] = store.port
+    # Lets torch's rank 0 join a store as all others do instead of serving it.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
+    return store
+
+
 def main() -> None:
     """Serve until a signal, or until the parent is gone."""
     order = read_order()
@@ -69,10 +89,12 @@ def main() -> None:
 
         register()
         allocate_host_memory_unpinned()
+    store = serve_rendezvous(arguments)
     try:
         run_server(ServerArgs(**arguments))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+        del store
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ checkpoints/step-000050/megatron/   what the ranks continue from
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,15 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What the driver itself must remember: `step`, the rollout batches trained on, where the prompts continue, the first evaluation."""
+    """What the driver itself must remember: `step`, the rollout batches trained on, where the prompts continue, the first evaluation.
+
+    `metrics` are those of the step as far as they were measured before the save, for a run that is killed before it logs them.
+    """
 
     step: int
     source: dict[str, Any]
     first_evaluation: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:

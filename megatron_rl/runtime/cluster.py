@@ -1,14 +1,11 @@
-"""Ray: start a local one or join a cluster, and reserve a place for every process before any of them starts."""
+"""The nodes of a Ray cluster: what they have, and a place on them for every process before any of them starts."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
-
-from megatron_rl.config.settings import ClusterSettings, RuntimeSettings
+from megatron_rl.config.settings import ClusterSettings
 from megatron_rl.errors import DeadlineError, UserError
 from megatron_rl.runtime.placement import Needs, Placement, count_slots, match_bundles, place
 
@@ -16,93 +13,6 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 DeviceKind = Literal["cpu", "cuda"]
-
-OBJECT_STORE_BYTES = 256 * 1024 * 1024
-SHUTDOWN_GRACE_S = 10.0
-START_ATTEMPTS = 2
-
-
-def prepare_environment(settings: RuntimeSettings) -> None:
-    """Set what Ray reads when it is imported: call before. No usage reports, and a local Ray talks over loopback only."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Ray's notes about GPU variables and token authentication would be the first lines a new user reads.
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    # Ray gives its workers the lowest priority by default: on a shared machine a train step then takes ten times as long.
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    if settings.ray_address is None:
-        # Makes ray use 127.0.0.1 where it would look up the machine's own address.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-
-@contextmanager
-def ray_cluster(*, address: str | None, num_processes: int) -> Iterator[None]:
-    """A Ray session: a local one that ends with the block, every process of it gone, or the cluster at `address`, which goes on.
-
-    Where there is no GPU, a local one has room for `num_processes`, however many CPUs the machine has.
-    """
-    import ray
-
-    before = set(psutil.Process().children())
-    try:
-        if address is None:
-            _start_local(num_processes)
-        else:
-            ray.init(address=address, log_to_driver=False, logging_level="error")
-        yield
-    finally:
-        _stop_ray(before)
-
-
-def _start_local(num_processes: int) -> None:
-    """Start Ray on this machine, and once more where its node did not come up in the time that Ray allows.
-
-    Raises DeadlineError when it never did.
-    """
-    import ray
-
-    before = set(psutil.Process().children())
-    for _ in range(START_ATTEMPTS):
-        try:
-            ray.init(
-                # Without it Ray joins a cluster that somebody else runs on this machine.
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, num_processes),
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="error",
-            )
-            return
-        except Exception as error:
-            # Ray has no type of its own for this.
-            if "timed out during startup" not in str(error):
-                raise
-            _stop_ray(before)
-    raise DeadlineError(
-        f"Ray's node did not come up within the 30 s that Ray allows, {START_ATTEMPTS} times; the machine has a load of "
-        f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs: start the run again when it has less to do"
-    )
-
-
-def _stop_ray(before: set[psutil.Process]) -> None:
-    """Leave Ray, and end all of its processes that are not among the children `before`."""
-    import ray
-
-    roots = set(psutil.Process().children()) - before
-    started = [process for root in roots for process in (root, *_descendants(root))]
-    ray.shutdown()
-    _, alive = psutil.wait_procs(started, timeout=SHUTDOWN_GRACE_S)
-    for process in alive:
-        process.kill()
-    psutil.wait_procs(alive, timeout=SHUTDOWN_GRACE_S)
-
-
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 def cluster_device_kind() -> DeviceKind:

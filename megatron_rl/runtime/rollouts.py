@@ -64,6 +64,10 @@ class Rollouts:
         # Seconds of making groups and tokens made, at the end of the last step.
         self._measured = (0.0, 0)
 
+    def probe_prompts(self, count: int) -> list[Prompt]:
+        """At most `count` prompts for probes, at least one: held-out ones, or without data.eval those of the training file."""
+        return self.eval_prompts[:count] or self.source.first(count)
+
     async def start_rewards(self) -> None:
         """Start the reward workers and call the function on a probe, before anything expensive starts."""
         self._rewards = self._stack.enter_context(RewardRunner(self._settings.reward, log_path=self.reward_log))

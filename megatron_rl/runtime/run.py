@@ -1,7 +1,7 @@
 """The two things that the command line starts. Ray reads its environment when it is imported, so that comes first."""
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.runtime.cluster import prepare_environment
+from megatron_rl.runtime.ray_session import prepare_environment
 
 
 def run_training(settings: Settings, *, resume: bool) -> None:

@@ -213,7 +213,7 @@ class GeneratedSamples:
         """Score fixed tokens on every engine."""
         address = self.rollouts.clients[0].address
         probe = make_probe(
-            self.rollouts.eval_prompts,
+            self.rollouts.probe_prompts(PROBE_SEQUENCES),
             vocab_size=min(self.rollouts.vocab_size, address.vocab_size),
             num_sequences=PROBE_SEQUENCES,
             length=min(PROBE_TOKENS, address.context_length // 2),

@@ -1,7 +1,6 @@
 """From settings to a finished run: everything is checked, then placed, then started, and stopped whatever happens."""
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -10,21 +9,25 @@ from megatron_rl.config.load import dump_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import chosen_row_maths
-from megatron_rl.errors import UserError
+from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.files import write_atomic
+from megatron_rl.leftovers import remove_leftovers
 from megatron_rl.observe.console import RL_COLUMNS, SUPERVISED_COLUMNS, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.observe.sinks import Sinks
+from megatron_rl.observe.summary import SUMMARY_FILE
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.background import BackgroundLoop
 from megatron_rl.runtime.checkpoint import newest_checkpoint
-from megatron_rl.runtime.cluster import DeviceKind, Places, cluster_device_kind, no_gpu, ray_cluster, reserved_places
+from megatron_rl.runtime.cluster import DeviceKind, Places, cluster_device_kind, no_gpu, reserved_places
 from megatron_rl.runtime.engines import EngineGroup, engine_dtype, ranks_per_engine
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.publish import BroadcastPublisher, DiskPublisher, Parties, Publisher
+from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.samples import GeneratedSamples, SampleSource, SupervisedSamples
+from megatron_rl.runtime.start_report import StartReport
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.training_run import SETTINGS_FILE, TrainingRun
 from megatron_rl.runtime.turns import NoTurns, SharedDevices, Turn, Turns
@@ -43,19 +46,52 @@ def train(settings: Settings, *, resume: bool) -> None:
         console = stack.enter_context(RunConsole(settings.run.num_steps, columns=columns))
         memory = stack.enter_context(PeakMemory([os.getpid()]))
         with _announcing_failure(console, settings):
+            _clean_up(console)
+            start = StartReport(console, timer)
             with timer.measure("start"), console.phase("start"):
-                samples, trainers, turns = _start(settings, stack)
+                samples, trainers, turns = _start(settings, stack, start)
+            console.say(str(start))
+            console.say(f"statistics of logits: {_row_maths(settings)}")
             if isinstance(samples, GeneratedSamples):
                 console.say(f"what the reward function prints is in {samples.rollouts.reward_log}")
             write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
-            console.say(f"statistics of logits: {_row_maths(settings)}")
-            sinks = stack.enter_context(Sinks(directory, settings.observe, config=settings.model_dump(mode="json")))
+            # An earlier life of the run may have ended, but this one has not.
+            (directory / SUMMARY_FILE).unlink(missing_ok=True)
+            sinks = stack.enter_context(_open_sinks(settings, resume=resume))
             run = TrainingRun(
                 settings, samples=samples, trainers=trainers, turns=turns, console=console, sinks=sinks, memory=memory, timer=timer
             )
-            first_step = run.resume() if resume else 0
-            train_loop(run, first_step=first_step)
-            run.finish(resume_command=_resume_command(settings))
+            with _keeping_what_it_has(run, console):
+                first_step = run.resume() if resume else 0
+                train_loop(run, first_step=first_step)
+                run.finish()
+
+
+def _clean_up(console: RunConsole) -> None:
+    """Remove what runs that were killed have left on this machine, and say so."""
+    removed = remove_leftovers()
+    if removed:
+        console.say(f"removed what a run that was killed had left: {', '.join(removed)}")
+
+
+def _open_sinks(settings: Settings, *, resume: bool) -> Sinks:
+    """The sinks, at the step at which the run goes on."""
+    found = newest_checkpoint(settings.run.directory) if resume else None
+    step, row = (found[1].step, found[1].metrics) if found is not None else (0, {})
+    return Sinks(settings.run.directory, settings.observe, first_step=step, row=row, config=settings.model_dump(mode="json"))
+
+
+@contextmanager
+def _keeping_what_it_has(run: TrainingRun, console: RunConsole) -> Iterator[None]:
+    """When the body raises, let the run write what it has; that this fails as well must not hide why the run ended."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            run.break_off(error)
+        except (MegatronRLError, OSError) as second:
+            console.say(f"the summary of this run could not be written: {second}")
+        raise
 
 
 def _row_maths(settings: Settings) -> str:
@@ -81,28 +117,32 @@ def evaluate(settings: Settings) -> None:
     """Evaluate; see `run.run_evaluation`."""
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(1))
+        start = StartReport(console, PhaseTimer())
         with console.phase("start"):
-            samples = _open_samples(settings, stack, watchdog := Watchdog(), buffer=False)
-            places = _reserve(settings, stack, trains=False)
+            samples = _open_samples(settings, stack, watchdog := Watchdog(), start, buffer=False)
+            places = _reserve(settings, stack, start, trains=False)
             engines = EngineGroup(settings, places=places, watchdog=watchdog)
             stack.callback(engines.stop)
-            samples.connect(engines.finish_start(engines.begin_start()))
+            with start.part("engines"):
+                samples.connect(engines.finish_start(engines.begin_start()))
+        console.say(str(start))
         with console.phase("eval", total=2 * samples.num_eval_prompts, unit="prompts") as progress:
             metrics = samples.evaluate(progress=progress)
         for name, value in metric_values(metrics).items():
             console.say(f"{name:<28} {value:.4f}")
 
 
-def _start(settings: Settings, stack: ExitStack) -> tuple[SampleSource, TrainerGroup, Turns]:
+def _start(settings: Settings, stack: ExitStack, start: StartReport) -> tuple[SampleSource, TrainerGroup, Turns]:
     """Check what is cheap to check, then start every process and wait for all: at once, or in turns on shared devices."""
     watchdog = Watchdog()
     if settings.supervised:
         samples = SupervisedSamples(settings)
-        trainers = TrainerGroup(settings, places=_reserve(settings, stack), watchdog=watchdog)
-        trainers.finish_start(trainers.begin_start())
+        trainers = TrainerGroup(settings, places=_reserve(settings, stack, start), watchdog=watchdog)
+        with start.part("ranks"):
+            trainers.finish_start(trainers.begin_start())
         return samples, trainers, NoTurns()
-    generated = _open_samples(settings, stack, watchdog, buffer=True)
-    places = _reserve(settings, stack)
+    generated = _open_samples(settings, stack, watchdog, start, buffer=True)
+    places = _reserve(settings, stack, start)
     if places.device_kind == "cuda" and (wrong := gpu_contradictions(settings)):
         raise joined_error(wrong, origin="on GPUs")
     trainers = TrainerGroup(settings, places=places, watchdog=watchdog)
@@ -112,38 +152,47 @@ def _start(settings: Settings, stack: ExitStack) -> tuple[SampleSource, TrainerG
     stack.callback(engines.stop)
     if settings.runtime.colocate:
         # An engine sizes its cache by what is free when it starts.
-        trainers.finish_start(trainers.begin_start())
-        trainers.put_away(Turn.TRAINING.trainer_parts)
-        generated.connect(engines.finish_start(engines.begin_start()))
+        with start.part("ranks"):
+            trainers.finish_start(trainers.begin_start())
+            trainers.put_away(Turn.TRAINING.trainer_parts)
+        with start.part("engines"):
+            generated.connect(engines.finish_start(engines.begin_start()))
     else:
-        engines_starting, trainers_starting = engines.begin_start(), trainers.begin_start()
-        trainers.finish_start(trainers_starting)
+        engines_starting = engines.begin_start()
+        start.follow("engines", [ref.future() for ref in engines_starting])
+        with start.part("ranks"):
+            trainers.finish_start(trainers.begin_start())
         generated.connect(engines.finish_start(engines_starting))
     turns = SharedDevices(trainers, generated) if settings.runtime.colocate else NoTurns()
     # A publisher looks at the weights that it is going to send.
     turns.take(Turn.SYNC)
-    publisher = _publisher(settings, generated, trainers, watchdog, device_kind=places.device_kind)
+    with start.part("weight transport"):
+        publisher = _publisher(settings, generated, trainers, watchdog, device_kind=places.device_kind)
     generated.attach(publisher, trainers, dtype=engine_dtype(settings, device_kind=places.device_kind))
     return generated, trainers, turns
 
 
-def _open_samples(settings: Settings, stack: ExitStack, watchdog: Watchdog, *, buffer: bool) -> GeneratedSamples:
+def _open_samples(settings: Settings, stack: ExitStack, watchdog: Watchdog, start: StartReport, *, buffer: bool) -> GeneratedSamples:
     background = BackgroundLoop()
     stack.callback(background.close)
     samples = GeneratedSamples(settings, background=background, watchdog=watchdog)
     stack.callback(samples.close)
-    samples.open(settings.run.directory / BUFFER_FILE if buffer else None)
+    with start.part("reward workers"):
+        samples.open(settings.run.directory / BUFFER_FILE if buffer else None)
     return samples
 
 
-def _reserve(settings: Settings, stack: ExitStack, *, trains: bool = True) -> Places:
+def _reserve(settings: Settings, stack: ExitStack, start: StartReport, *, trains: bool = True) -> Places:
     on_cpu, runtime = Needs.of(settings, device_kind="cpu", trains=trains), settings.runtime
-    stack.enter_context(ray_cluster(address=runtime.ray_address, num_processes=on_cpu.num_ranks + on_cpu.num_engines))
+    with start.part("Ray"):
+        stack.enter_context(ray_cluster(address=runtime.ray_address, num_processes=on_cpu.num_ranks + on_cpu.num_engines))
     device_kind = cluster_device_kind()
     if device_kind == "cpu" and runtime.cluster.gpu is not None:
         raise UserError(no_gpu(runtime.cluster.gpu, "the Ray cluster"))
     needs = on_cpu if device_kind == "cpu" else Needs.of(settings, device_kind=device_kind, trains=trains)
-    return stack.enter_context(reserved_places(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACE_TIMEOUT_S))
+    with start.part("places"):
+        places = stack.enter_context(reserved_places(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACE_TIMEOUT_S))
+    return places
 
 
 def _publisher(
@@ -160,9 +209,3 @@ def _publisher(
         return DiskPublisher(parties, directory=settings.run.directory / "weights")
     backend = "nccl" if device_kind == "cuda" else "gloo"
     return BroadcastPublisher(parties, backend=backend, ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind))
-
-
-def _resume_command(settings: Settings) -> str:
-    """The command that trains this run for half as many steps again."""
-    steps = settings.run.num_steps + max(1, settings.run.num_steps // 2)
-    return f"{sys.executable} -m megatron_rl train {settings.run.directory / SETTINGS_FILE} --resume run.num_steps={steps}"

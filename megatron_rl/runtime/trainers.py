@@ -86,7 +86,7 @@ class TrainerGroup:
         )
         stored = [ray.put(shard) for shard in shards]
         refs = [worker.train.remote(stored[dp_rank]) for worker, dp_rank in zip(self.workers, self._dp_ranks, strict=True)]
-        results = self._watchdog.wait_refs(refs, name=f"training step {step + 1}", timeout_s=training.step_timeout_s)
+        results = self._watchdog.wait_refs(refs, name=f"training of step {step + 1}", timeout_s=training.step_timeout_s)
         return [merge_metrics(shares) for shares in zip(*results, strict=True)]
 
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:

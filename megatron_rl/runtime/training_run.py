@@ -1,20 +1,20 @@
 """A training run: what the loop calls by name, with its clock, its console and its metrics."""
 
-import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.files import write_atomic
+from megatron_rl.errors import UserError
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
-from megatron_rl.observe.report import write_report
+from megatron_rl.observe.report import has_curves, write_report
 from megatron_rl.observe.sinks import Sinks
+from megatron_rl.observe.summary import FINISHED, Summary, facts_of, status_of, write_summary
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.checkpoint import RunState, checkpoint_paths, newest_checkpoint, oldest_step, save_checkpoint
 from megatron_rl.runtime.samples import SampleSource
@@ -23,26 +23,7 @@ from megatron_rl.runtime.turns import Turn, Turns
 from megatron_rl.types import TrainBatch
 
 SETTINGS_FILE = "settings.yaml"
-SUMMARY_FILE = "summary.json"
 POLICY_LINK = "huggingface"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """The outcome of a run, as summary.json holds it. Accuracies are of held-out prompts, None without data.eval; `seconds` per phase.
-
-    `checkpoint` is the Hugging Face directory of the final policy.
-    """
-
-    steps: int
-    seed: int
-    accuracy_before: float | None
-    accuracy_after: float | None
-    accuracy_sampled_before: float | None
-    accuracy_sampled_after: float | None
-    seconds: dict[str, float]
-    peak_memory_bytes: int
-    checkpoint: str
 
 
 class TrainingRun:
@@ -66,6 +47,7 @@ class TrainingRun:
         self._first_evaluation: dict[str, float] = {}
         self._last_evaluation: dict[str, float] = {}
         self._busy_logged_s = 0.0
+        self._trained_steps = self._logged_steps = 0
 
     @property
     def directory(self) -> Path:
@@ -101,11 +83,13 @@ class TrainingRun:
             self._trainers.load(path / "megatron")
             self._samples.rewind(step=state.step, state=state.source)
         self._first_evaluation = state.first_evaluation
+        self._trained_steps = self._logged_steps = state.step
         self._console.say(f"resumed from {path} after {state.step} steps")
         return state.step
 
     def next_batch(self, step: int) -> TrainBatch:
-        """The sequences of this step."""
+        """The sequences of this step. Raises UserError when the run directory is gone."""
+        self._check_directory()
         self._turn(Turn.GENERATION)
         with self._phase("rollout", clock="rollout_wait", total=self._settings.data.prompts_per_step, unit="groups") as progress:
             batch, metrics = self._samples.next_batch(step, progress=progress)
@@ -119,6 +103,7 @@ class TrainingRun:
         with self._phase("train"):
             results = self._trainers.train(batch, step=step)
         self._metrics += results
+        self._trained_steps = step + 1
         if self._samples.generates:
             overlap_s, train_s = self._samples.busy_s - busy_before_s, time.perf_counter() - start_s
             self._metrics.append({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
@@ -176,63 +161,87 @@ class TrainingRun:
         self._metrics.append(metrics)
 
     def save(self, *, step: int) -> None:
-        """Write a checkpoint that `--resume` continues from, with the policy as a Hugging Face directory."""
+        """Write a checkpoint that `--resume` continues from, with the policy as a Hugging Face directory. Raises as `next_batch`."""
+        self._check_directory()
         self._turn(Turn.TRAINING)
         with self._phase("save"):
-            state = RunState(step=step, source=self._samples.state(), first_evaluation=self._first_evaluation)
+            state = RunState(
+                step=step, source=self._samples.state(), first_evaluation=self._first_evaluation, metrics=metric_values(self._measured())
+            )
             path = save_checkpoint(self.directory, state=state, trainers=self._trainers, keep=self._settings.run.keep_checkpoints)
             self._samples.forget(before_step=oldest_step(self.directory))
             _link(self.directory / POLICY_LINK, path / "hf")
 
-    def log(self, *, step: int) -> None:
-        """Write and show everything measured since the last call, as that of the first `step` steps."""
+    def _check_directory(self) -> None:
+        """Raise UserError when nothing that this run makes would be kept any more."""
+        if not (self.directory / SETTINGS_FILE).exists():
+            raise UserError(
+                f"run.directory {self.directory} was deleted or moved while the run was going, so that nothing it makes would be kept; "
+                f"start it again in a directory that stays"
+            )
+
+    def _measured(self) -> dict[str, Metric]:
+        """Everything measured since the last log. It stays, and what is measured from now on adds to it."""
         self._metrics.append({"memory/peak_bytes": Max(self._memory.peak_bytes)})
         if self._samples.generates:
             busy_s = self._samples.busy_s
             self._timer.add("rollout", busy_s - self._busy_logged_s)
             self._busy_logged_s = busy_s
         metrics = merge_metrics([*self._metrics, self._timer.take()])
+        self._metrics = [metrics]
         tokens, seconds = metrics.get("train/num_tokens"), metrics.get("time/train")
-        if tokens is not None and seconds is not None:
-            metrics["train/tokens_per_second"] = Mean(tokens.value, seconds.value)
-        values = metric_values(metrics)
-        self._metrics = []
+        if tokens is None or seconds is None:
+            return metrics
+        return {**metrics, "train/tokens_per_second": Mean(tokens.value, seconds.value)}
+
+    def log(self, *, step: int) -> None:
+        """Write and show everything measured since the last call, as that of the first `step` steps."""
+        values = metric_values(self._measured())
+        self._metrics, self._logged_steps = [], step
         self._sinks.log(step, values)
         self._console.row(step, values)
 
-    def finish(self, *, resume_command: str) -> Summary:
+    def finish(self) -> None:
         """Write the curves, the page and last of all the summary."""
+        # Half as many steps again.
+        more = f" run.num_steps={self.num_steps + max(1, self.num_steps // 2)}"
+        self._write_outcome(FINISHED, go_on=self._resume_command + more)
+
+    def break_off(self, error: BaseException) -> None:
+        """Keep what a run that `error` ends early has: the row of a step that was trained on, the curves, the page, the summary.
+
+        Nothing is written where the run directory is gone. Raises UserError when the disk is full.
+        """
+        if not (self.directory / SETTINGS_FILE).exists():
+            return
+        if self._trained_steps > self._logged_steps:
+            self.log(step=self._trained_steps)
+        self._write_outcome(status_of(error), go_on=self._resume_command)
+
+    @property
+    def _resume_command(self) -> str:
+        return f"{sys.executable} -m megatron_rl train {self.directory / SETTINGS_FILE} --resume"
+
+    def _write_outcome(self, status: str, *, go_on: str) -> None:
+        saved = checkpoint_paths(self.directory)
+        first, last = self._first_evaluation, self._last_evaluation
         summary = Summary(
-            steps=self.num_steps,
+            status=status,
+            steps=self._trained_steps,
             seed=self._settings.run.seed,
-            accuracy_before=self._first_evaluation.get("eval/accuracy_greedy"),
-            accuracy_after=self._last_evaluation.get("eval/accuracy_greedy"),
-            accuracy_sampled_before=self._first_evaluation.get("eval/accuracy_sampled"),
-            accuracy_sampled_after=self._last_evaluation.get("eval/accuracy_sampled"),
+            accuracy_before=first.get("eval/accuracy_greedy"),
+            accuracy_after=last.get("eval/accuracy_greedy"),
+            accuracy_sampled_before=first.get("eval/accuracy_sampled"),
+            accuracy_sampled_after=last.get("eval/accuracy_sampled"),
             seconds={name: round(value, 2) for name, value in self._timer.totals().items()},
             peak_memory_bytes=self._memory.peak_bytes,
-            checkpoint=str((checkpoint_paths(self.directory)[-1] / "hf").resolve()),
+            checkpoint=str((saved[-1] / "hf").resolve()) if saved else None,
+            go_on=go_on,
         )
         with self._console.phase("report"):
-            write_report(self.directory, title=f"Run {self.directory.name}", facts=_facts(summary), commands=[resume_command])
-        write_atomic(self.directory / SUMMARY_FILE, json.dumps(asdict(summary), indent=2) + "\n")
-        return summary
-
-
-def _facts(summary: Summary) -> dict[str, str]:
-    """The summary as rows of a table; what was not measured is left out."""
-    facts = {
-        "steps": str(summary.steps),
-        "seed": str(summary.seed),
-        "peak memory": f"{summary.peak_memory_bytes / 2**30:.2f} GiB",
-        "checkpoint": summary.checkpoint,
-        "seconds": ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary.seconds.items()),
-    }
-    if summary.accuracy_before is not None and summary.accuracy_after is not None:
-        facts["held-out accuracy, greedy"] = f"{summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}"
-    if summary.accuracy_sampled_before is not None and summary.accuracy_sampled_after is not None:
-        facts["held-out accuracy, sampled"] = f"{summary.accuracy_sampled_before:.3f} → {summary.accuracy_sampled_after:.3f}"
-    return facts
+            if has_curves(self.directory):
+                write_report(self.directory, facts=facts_of(summary), commands=[go_on])
+        write_summary(self.directory, summary)
 
 
 def _link(link: Path, target: Path) -> None:

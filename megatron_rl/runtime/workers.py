@@ -36,10 +36,10 @@ def enter_directory(directory: Path) -> None:
     os.chdir(directory)
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
+def free_port(address: str) -> int:
+    """A TCP port of `address` that nobody listens on at this moment."""
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
@@ -64,7 +64,8 @@ class TrainerWorker:
 
     def address(self) -> tuple[str, int]:
         """An address of this node and a free port on it, for a rendezvous that this rank will serve."""
-        return ray.util.get_node_ip_address(), free_port()
+        address = ray.util.get_node_ip_address()
+        return address, free_port(address)
 
     def start(self, settings: Settings, *, rank: int, init_method: str) -> int:
         """Build the model and the optimizer as this rank; return its data-parallel rank."""

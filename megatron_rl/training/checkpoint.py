@@ -1,9 +1,9 @@
 """Checkpoints of the training state, in megatron-core's distributed format: they load under another layout, too.
 
-A checkpoint directory is there as a whole or not at all. `common.pt` in it is a pickle, as that format has it: load checkpoints
-only from places that you trust.
+A checkpoint directory is there as a whole or not at all. That format has pickles in it; see `checkpoint_pickles` for how they are read.
 """
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, disk_errors, partial_path, start_partial
 from megatron_rl.training.bucket_padding import states_at_padded_offsets
+from megatron_rl.training.checkpoint_pickles import reading_records_only
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
 
 POLICY = "policy"
@@ -183,8 +184,14 @@ def load(directory: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
     Hyperparameters (learning rate, weight decay, betas) stay those of the present settings. Models of the checkpoint that are not
     among `models` are left alone. Collective. Raises UserError when there is no checkpoint, or not one of these models.
     """
-    if not (directory / "metadata.json").is_file():
-        raise UserError(f"{directory} is not a complete checkpoint: it has no metadata.json; resume from another one")
+    missing = [name for name in ("metadata.json", ".metadata") if not (directory / name).is_file()]
+    if missing:
+        raise UserError(f"{directory} is not a complete checkpoint: it has no {missing[0]}; resume from another one")
+    with reading_records_only(directory):
+        return _load(directory, models)
+
+
+def _load(directory: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
     progress = dist_checkpointing.load_common_state_dict(str(directory))["progress"]
     for name, model in models.items():
         _check_progress(directory, name, model, progress["models"].get(name))
@@ -196,6 +203,8 @@ def load(directory: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
         except (CheckpointingException, CheckpointException) as error:
             # torch gathers the errors of all ranks into one, with their tracebacks.
             cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            if isinstance(cause, pickle.UnpicklingError):
+                raise cause from error
             raise UserError(f"checkpoint {directory} is not one of this model ({cause}); resume with the model it was made from") from error
         for name, model in models.items():
             _restore(model, state[name], scheduler_steps=progress["models"][name]["scheduler_steps"])

@@ -4,7 +4,9 @@ import datetime
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -13,6 +15,7 @@ from torch import distributed
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.device import Device
 from megatron_rl.errors import UserError
+from megatron_rl.rendezvous import join_store, serve_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +166,21 @@ def _divisors(number: int) -> list[int]:
 def initialize(topology: Topology, *, rank: int, init_method: str, device: Device, timeout_s: float, seed: int = 0) -> None:
     """Join the process group at `init_method` as `rank` and build Megatron's groups; collectives then time out after `timeout_s`.
 
-    Collective over all ranks of `topology`. A process can be initialised once. `seed` is the base of the ranks' random generators.
+    At tcp://ADDRESS:PORT rank 0 serves the others on that address alone; all else goes to torch. Collective over all ranks of
+    `topology`. A process can be initialised once. `seed` is the base of the ranks' random generators.
     """
+    place, size = urlsplit(init_method), topology.num_ranks
+    store: distributed.Store | None = None
+    if place.scheme == "tcp":
+        assert place.hostname is not None and place.port is not None, f"{init_method} lacks an address or a port"
+        meet = partial(serve_store if rank == 0 else join_store, place.hostname, port=place.port)
+        store = meet(num_clients=size, timeout_s=timeout_s)
     distributed.init_process_group(
         backend=device.backend,
-        init_method=init_method,
+        init_method=init_method if store is None else None,
+        store=store,
         rank=rank,
-        world_size=topology.num_ranks,
+        world_size=size,
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device.torch_device if device.kind == "cuda" else None,
     )

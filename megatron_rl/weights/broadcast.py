@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_rl.rendezvous import serve_store
 from megatron_rl.weights.bucket import WeightSpec, fill_buckets
 
 
@@ -29,11 +30,10 @@ def join_as_sender(group: BroadcastGroup, *, timeout_s: float) -> dist.ProcessGr
     so this uses the function underneath it (torch 2.9 to 2.14 have the same signature).
     """
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world_size = next(iter(dist.rendezvous(f"tcp://{group.address}:{group.port}", 0, group.world_size, timeout=timeout)))
-    store.set_timeout(timeout)
+    store = serve_store(group.address, port=group.port, num_clients=group.world_size, timeout_s=timeout_s)
     process_group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
+        group.world_size,
+        0,
         [],
         dist.Backend(group.backend),
         dist.PrefixStore(group.name, store),
@@ -41,7 +41,7 @@ def join_as_sender(group: BroadcastGroup, *, timeout_s: float) -> dist.ProcessGr
         timeout=timeout,
         backend_options=None,
     )
-    c10d._world.pg_group_ranks[process_group] = {member: member for member in range(world_size)}
+    c10d._world.pg_group_ranks[process_group] = {member: member for member in range(group.world_size)}
     return process_group
 
 

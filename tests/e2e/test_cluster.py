@@ -30,7 +30,8 @@ import ray
 from megatron_rl.config.settings import ClusterSettings, Settings
 from megatron_rl.errors import DeadlineError
 from megatron_rl.runtime.await_nodes import await_nodes
-from megatron_rl.runtime.cluster import ray_cluster, reserved_places
+from megatron_rl.runtime.cluster import reserved_places
+from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog

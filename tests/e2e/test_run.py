@@ -1,5 +1,6 @@
 """The main job with all its real parts: Megatron ranks over gloo, an SGLang server, Ray, the buffer. Small, but nothing is replaced."""
 
+import contextlib
 import json
 import os
 import re
@@ -33,7 +34,7 @@ def test_supervised_start_then_rl(task: Path, tmp_path: Path, start: Callable[..
     assert first.wait() == 0, first.output
     assert first.survivors() == []
     summary = json.loads((rl / "summary.json").read_text())
-    assert summary["steps"] == 2
+    assert (summary["status"], summary["steps"]) == ("finished", 2)
     assert 0 <= summary["accuracy_before"] <= 1
     assert summary["peak_memory_bytes"] > 2**29
     assert AutoModelForCausalLM.from_pretrained(summary["checkpoint"]).num_parameters() > 0
@@ -46,15 +47,50 @@ def test_supervised_start_then_rl(task: Path, tmp_path: Path, start: Callable[..
     assert all(steps[step]["rollout/staleness_max"] == 0 for step in (1, 2))
 
 
-def test_interrupt_stops_everything(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
-    run = start(*rl_arguments(task, tmp_path / "run", "run.num_steps=1000", "run.save_interval=0"))
-    run.wait_for("  1/1000")
-    # As a terminal does it: the whole foreground process group gets the signal.
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.wait() == 130, run.output
-    assert "interrupted" in run.output
+def steps_of(directory: Path) -> list[int]:
+    """The steps of metrics.jsonl, line by line."""
+    return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def listeners(run: Any) -> dict[str, set[str]]:
+    """The addresses on which the run's processes listen, by process."""
+    found: dict[str, set[str]] = {}
+    for process in {psutil.Process(run.process.pid), *run.descendants()}:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            links = [link for link in process.net_connections(kind="tcp") if link.status == psutil.CONN_LISTEN]
+            found.setdefault(process.name(), set()).update(link.laddr.ip for link in links)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"), [(signal.SIGINT, "megatron-rl: interrupted"), (signal.SIGTERM, "megatron-rl: ended by SIGTERM")]
+)
+def test_a_signal_stops_everything_and_keeps_what_there_is(
+    task: Path, tmp_path: Path, start: Callable[..., Any], number: signal.Signals, sentence: str
+) -> None:
+    """Without held-out data, which is the default."""
+    directory = tmp_path / "run"
+    run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=2", "data.eval=null", "run.eval_interval=0"))
+    run.wait_for("  2/1000")
+    by_process = listeners(run)
+    assert {"sglang::scheduler", "raylet", "gcs_server"} <= by_process.keys(), by_process
+    loopback = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert {name: addresses - loopback for name, addresses in by_process.items() if addresses - loopback} == {}
+    assert all(f"start: {part} ..." in run.output for part in ("reward workers", "Ray", "ranks", "engines"))
+    if number == signal.SIGINT:
+        # As a terminal does it: the whole foreground process group gets the signal.
+        os.killpg(run.process.pid, number)
+    else:
+        run.process.send_signal(number)
+    assert run.wait() == 128 + number, run.output
+    assert run.output.splitlines()[-1] == sentence
+    assert "***" not in run.output and "logging.cc" not in run.output and "Traceback" not in run.output
     assert run.survivors() == []
-    assert not (tmp_path / "run" / "summary.json").exists()
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["status"] == f"interrupted: {number.name}" and summary["steps"] >= 2
+    assert {"start", "start_ray", "start_ranks", "start_engines", "start_reward_workers"} <= summary["seconds"].keys()
+    assert steps_of(directory) == list(range(summary["steps"] + 1))
+    assert (directory / "curves.png").stat().st_size > 10_000 and summary["go_on"] in (directory / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -75,6 +111,7 @@ def test_death_of_a_process_surfaces_and_leaves_nothing(
     assert run.wait() == 1, run.output
     assert re.search(message, run.output), run.output
     assert run.survivors() == []
+    assert re.match(f"failed: .*{message}", json.loads((tmp_path / "run" / "summary.json").read_text())["status"])
 
 
 def test_killed_run_resumes_and_loses_no_finished_group(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
@@ -88,9 +125,13 @@ def test_killed_run_resumes_and_loses_no_finished_group(task: Path, tmp_path: Pa
     assert [name for name in run.survivors() if not name.startswith(RAY_AGENTS)] == []
     again = start("train", directory / "settings.yaml", "--resume", "run.num_steps=8")
     assert again.wait() == 0, again.output
+    session = re.search(r"removed what a run that was killed had left: .*?(/\S+/session_[^/,\s]+)", again.output)
+    assert session and not Path(session[1]).exists(), again.output
     resumed_at = int(re.search(r"resumed from \S+ after (\d+) steps", again.output)[1])
     assert resumed_at >= 4
+    assert steps_of(directory) == list(range(9))
     steps = metrics(directory)
+    assert all("train/loss" in steps[step] for step in range(1, 9))
     assert [steps[step]["weights/version"] for step in range(9)] == list(range(9))
     # The weights came back: engine and trainer agree.
     assert steps[resumed_at + 1]["train/log_prob_diff"] <= 1e-4

@@ -168,8 +168,15 @@ def sleeper(config: str) -> Iterator["subprocess.Popen[str]"]:
         process.kill()
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_signals_run_the_clean_up(sleeper: "subprocess.Popen[str]", number: signal.Signals, status: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "sentence"),
+    [
+        (signal.SIGTERM, 143, "megatron-rl: ended by SIGTERM\n"),
+        (signal.SIGINT, 130, "megatron-rl: interrupted\n"),
+        (signal.SIGHUP, 129, "megatron-rl: ended by SIGHUP\n"),
+    ],
+)
+def test_signals_run_the_clean_up(sleeper: "subprocess.Popen[str]", number: signal.Signals, status: int, sentence: str) -> None:
     assert sleeper.stdout is not None
     assert sleeper.stdout.readline().startswith("checking settings")
     assert sleeper.stdout.readline() == "started\n"
@@ -177,4 +184,14 @@ def test_signals_run_the_clean_up(sleeper: "subprocess.Popen[str]", number: sign
     out, err = sleeper.communicate(timeout=20)
     assert sleeper.returncode == status
     assert out == "cleaned up\n"
-    assert "Traceback" not in err
+    # click ends the line in which a terminal shows ^C.
+    assert err.lstrip("\n") == sentence
+
+
+def test_report_draws_what_a_run_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no metrics" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/report.html\n"
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "report.html").exists()

@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 
 # Lower tiers first. A room imports itself and rooms of lower tiers; `files` and `versions` are as basic as the records.
 TIERS = (
-    ("types", "errors", "files", "versions"),
+    ("types", "errors", "files", "versions", "leftovers"),
     ("algorithms", "data", "rewards", "config", "observe"),
-    ("device", "models", "rollout", "training", "weights"),
+    ("device", "rendezvous", "models", "rollout", "training", "weights"),
     ("planning",),
     ("runtime",),
     ("cli", "__main__", "doctor"),
@@ -29,14 +29,14 @@ SIDEWAYS = {
     "rewards": {"config"},
     "observe": {"config"},
     "models": {"device"},
-    "training": {"device", "models"},
-    "rollout": {"device"},
-    "weights": {"device", "models", "rollout"},
+    "training": {"device", "models", "rendezvous"},
+    "rollout": {"device", "rendezvous"},
+    "weights": {"device", "models", "rendezvous", "rollout"},
     "cli": {"doctor"},
     "__main__": {"cli"},
 }
 # Rooms that can be used and tested without a GPU stack.
-LIGHT = ("types", "errors", "files", "versions", "algorithms", "data", "rewards", "config", "observe")
+LIGHT = ("types", "errors", "files", "versions", "leftovers", "algorithms", "data", "rewards", "config", "observe")
 HEAVY_PACKAGES = {"megatron", "sglang", "ray"}
 # Heavy packages of the other rooms: Ray places processes, and only the runtime knows.
 ALLOWED_HEAVY = {

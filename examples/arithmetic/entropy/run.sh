@@ -23,7 +23,7 @@ common=(data.prompts_per_step=64 run.num_steps=30 run.eval_interval=15 run.save_
 train() {
     local run=$1
     shift
-    [ -f "$run/summary.json" ] || "$python" -m megatron_rl train "$@" run.directory="$run"
+    grep -qs '"status": "finished"' "$run/summary.json" || "$python" -m megatron_rl train "$@" run.directory="$run"
 }
 
 for seed in 1 2 3; do

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
@@ -230,6 +231,18 @@ def test_save_refuses_a_source_without_config(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         save_hf(tmp_path / "saved", {"a": torch.zeros(1)}, source=tmp_path)
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)], ids=["others", "group", "owner"])
+def test_who_may_read_the_saved_weights_is_what_the_umask_says(tiny_model, tmp_path, umask, mode):
+    path, before = tiny_model(), os.umask(umask)
+    try:
+        save_hf(tmp_path / "saved", {"a": torch.zeros(4), "b": torch.zeros(4)}, source=path, max_shard_bytes=16)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "saved").iterdir()}
+    assert {name for name in modes if name.endswith(".safetensors")} >= {"model-00001-of-00002.safetensors"}
+    assert set(modes.values()) == {mode}, modes
 
 
 def test_json_of_the_saved_config_is_otherwise_the_source(tiny_model, tmp_path, one_rank):

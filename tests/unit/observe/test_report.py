@@ -41,15 +41,16 @@ def log_run(directory: Path, *, num_steps: int) -> None:
 
 
 def test_report_is_one_page_that_loads_nothing_and_holds_the_picture(tmp_path: Path) -> None:
-    log_run(tmp_path, num_steps=5)
-    path = write_report(tmp_path, title="A <b> & c", facts={"seed": "<1>"}, commands=["megatron-rl train x.yaml --resume", "a && b"])
+    directory = tmp_path / "A <b> & c"
+    log_run(directory, num_steps=5)
+    path = write_report(directory, facts={"seed": "<1>"}, commands=["megatron-rl train x.yaml --resume", "a && b"])
     page = path.read_text()
     tags = Tags()
     tags.feed(page)
     assert tags.open == []
     assert "A &lt;b&gt; &amp; c" in page and "&lt;1&gt;" in page and "a &amp;&amp; b" in page and "<b>" not in page
     (source,) = tags.sources
-    picture = (tmp_path / "curves.png").read_bytes()
+    picture = (directory / "curves.png").read_bytes()
     assert base64.b64decode(source.removeprefix("data:image/png;base64,")) == picture
     assert re.search(r"eval/accuracy_greedy</td>\s*<td class=\"number\">0.5</td>\s*<td class=\"number\">0.54</td>", page)
     assert '<td class="number">12,346</td>' in page
@@ -80,9 +81,15 @@ def test_smoothing_leaves_a_straight_line_straight_and_halves_noise() -> None:
     assert np.std(_smooth(list(noise), width=10)) < 0.5
 
 
+@pytest.mark.parametrize("values", [[0.0] * 20 + [1.0] * 20, [1.0] + [0.0] * 39, [5.0] * 39 + [0.0]], ids=["jump", "peak", "drop"])
+def test_smoothing_stays_in_the_range_of_the_data(values: list[float]) -> None:
+    smoothed = _smooth(values, width=4)
+    assert min(values) <= min(smoothed) and max(smoothed) <= max(values)
+
+
 def test_a_run_without_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no metrics"):
-        write_report(tmp_path, title="", facts={}, commands=[])
+        write_report(tmp_path, facts={}, commands=[])
     (tmp_path / METRICS_FILE).write_text('{"step": 0, "time": 1}\n')
     with pytest.raises(UserError, match="holds no metrics"):
-        write_report(tmp_path, title="", facts={}, commands=[])
+        write_report(tmp_path, facts={}, commands=[])

@@ -39,6 +39,46 @@ def test_calls_for_one_step_add_up_and_a_resumed_run_replaces_what_came_after(tm
     }
 
 
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The lines of the file, without their times."""
+    return [{name: value for name, value in json.loads(line).items() if name != "time"} for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("written", "checkpoint_row"),
+    [
+        pytest.param(5, {"train/loss": 2.0}, id="killed three steps later"),
+        pytest.param(1, {"train/loss": 2.0}, id="killed between its checkpoint and its row"),
+    ],
+)
+def test_a_resumed_run_has_every_step_once(tmp_path: Path, written: int, checkpoint_row: dict[str, float]) -> None:
+    with Sinks(tmp_path, ObserveSettings()) as sinks:
+        for step in range(written + 1):
+            sinks.log(step, {"train/loss": float(step)})
+    with Sinks(tmp_path, ObserveSettings(), first_step=2, row=checkpoint_row) as sinks:
+        assert [row["step"] for row in rows_of(tmp_path / METRICS_FILE)] == [0, 1, 2][: written + 1]
+        sinks.log(2, {"weights/version": 2.0})
+        sinks.log(3, {"train/loss": 30.0})
+    assert rows_of(tmp_path / METRICS_FILE) == [
+        {"step": 0, "train/loss": 0.0},
+        {"step": 1, "train/loss": 1.0},
+        {"step": 2, "train/loss": 2.0, "weights/version": 2.0},
+        {"step": 3, "train/loss": 30.0},
+    ]
+
+
+def test_tensorboard_has_every_step_once_after_a_resume(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for first, last in ((0, 4), (2, 3), (0, 1)):
+        with Sinks(tmp_path, ObserveSettings(tensorboard=True), first_step=first) as sinks:
+            for step in range(first, last + 1):
+                sinks.log(step, {"train/loss": 10.0 * first + step} if step > first or not first else {"weights/version": 2.0})
+        events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        got = [(event.step, event.value) for event in events.Scalars("train/loss")]
+        assert got == sorted({step: row["train/loss"] for step, row in read_metrics(tmp_path / METRICS_FILE).items()}.items())
+
+
 def test_a_torn_last_line_is_ignored_and_then_dropped(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     path.write_text('{"step": 0, "train/loss": 1.0}\n{"step": 1, "train/lo')

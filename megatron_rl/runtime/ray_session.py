@@ -1,0 +1,149 @@
+"""A Ray session: a local one that is started, waited for and ended with every process of it, or a cluster that is joined."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_rl.config.settings import RuntimeSettings
+from megatron_rl.errors import DeadlineError, WorkerDiedError
+from megatron_rl.leftovers import scratch_directory, shared_memory_of
+
+OBJECT_STORE_BYTES = 256 * 1024 * 1024
+SHUTDOWN_GRACE_S = 10.0
+START_TIMEOUT_S = 300.0
+POLL_S = 0.1
+OUR_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+def prepare_environment(settings: RuntimeSettings) -> None:
+    """Set what Ray reads when it is imported: call before. No usage reports, and a local Ray talks over loopback only."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray's notes about GPU variables and token authentication would be the first lines a new user reads.
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    # Ray gives its workers the lowest priority by default: on a shared machine a train step then takes ten times as long.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+    if settings.ray_address is None:
+        # Makes ray use 127.0.0.1 where it would look up the machine's own address.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        # Ray's own deadlines, 30 to 60 s, within which its parts have to find each other. See also `_waiting_for_the_node`.
+        for name in ("gcs_server_port_wait_time_s", "raylet_start_wait_time_s", "worker_register_timeout_seconds"):
+            os.environ[f"RAY_{name}"] = f"{START_TIMEOUT_S:.0f}"
+
+
+@contextmanager
+def ray_cluster(*, address: str | None, num_processes: int) -> Iterator[None]:
+    """A Ray session: a local one that ends with the block, every process of it gone, or the cluster at `address`, which goes on.
+
+    Where there is no GPU, a local one has room for `num_processes`, however many CPUs the machine has.
+    """
+    import ray
+
+    before = set(psutil.Process().children())
+    with scratch_directory() as scratch:
+        try:
+            with _own_signals():
+                if address is None:
+                    _start_local(num_processes, before)
+                    session = Path(ray._private.worker._global_node.get_session_dir_path())
+                    scratch.note([session, *shared_memory_of([os.getpid()])])
+                else:
+                    ray.init(address=address, log_to_driver=False, logging_level="error")
+            yield
+        finally:
+            _stop_ray(before)
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep this process's handlers of signals. Ray's core puts its own in their place, which prints stacks of C++ and ends in abort()."""
+    handlers = {number: signal.getsignal(number) for number in OUR_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            # None is a handler that no Python code has set.
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+def _start_local(num_processes: int, before: set[psutil.Process]) -> None:
+    """Start Ray on this machine.
+
+    Raises DeadlineError when it did not come up within START_TIMEOUT_S, WorkerDiedError when a process of it ended.
+    """
+    import ray
+
+    with _waiting_for_the_node(before):
+        ray.init(
+            # Without it Ray joins a cluster that somebody else runs on this machine.
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, num_processes),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+        )
+
+
+@contextmanager
+def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
+    """Let Ray's node come up as late as START_TIMEOUT_S, and notice at once when a process of it, a child not in `before`, has ended.
+
+    Ray (2.9 to 2.60 at least) asks for its node with `services.get_node` and gives up after 30 s, which no setting changes; a machine
+    with a load of 20 takes longer. So this answers late instead of telling Ray that the node is not there yet.
+    """
+    from ray._private import services
+
+    ask, deadline = services.get_node, time.monotonic() + START_TIMEOUT_S
+
+    def get_node(*arguments: Any) -> Any:
+        while True:
+            try:
+                return ask(*arguments)
+            except RuntimeError as error:
+                ended = _ended_names(set(psutil.Process().children()) - before)
+                if ended:
+                    raise WorkerDiedError(f"Ray did not start: {ended[0]} ended; see the logs below /tmp/ray/session_latest") from error
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"Ray's node did not come up within {START_TIMEOUT_S:.0f} s; the machine has a load of {os.getloadavg()[0]:.0f} "
+                        f"on {os.cpu_count()} CPUs: start the run again when it has less to do"
+                    ) from error
+            time.sleep(POLL_S)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = ask
+
+
+def _ended_names(children: "set[psutil.Process]") -> Sequence[str]:
+    return [child.name() for child in children if child.is_running() and child.status() == psutil.STATUS_ZOMBIE]
+
+
+def _stop_ray(before: set[psutil.Process]) -> None:
+    """Leave Ray, and end all of its processes that are not among the children `before`."""
+    import ray
+
+    roots = set(psutil.Process().children()) - before
+    started = [process for root in roots for process in (root, *_descendants(root))]
+    ray.shutdown()
+    _, alive = psutil.wait_procs(started, timeout=SHUTDOWN_GRACE_S)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=SHUTDOWN_GRACE_S)
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []

@@ -1,0 +1,36 @@
+"""Where the ranks of an SGLang server meet, without a server: torch's own rendezvous stands for SGLang's ranks."""
+
+import os
+
+import psutil
+import pytest
+from torch import distributed
+
+from megatron_rl.rollout.sglang_server import serve_rendezvous
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes back what is set for SGLang's processes."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+
+
+def listening() -> set[tuple[str, int]]:
+    return {tuple(link.laddr) for link in psutil.Process().net_connections(kind="tcp") if link.status == psutil.CONN_LISTEN}
+
+
+def test_rank_zero_joins_a_store_on_the_servers_address_instead_of_opening_one() -> None:
+    arguments = {"host": "127.0.0.1", "tp_size": 2}
+    before = listening()
+    store = serve_rendezvous(arguments)
+    assert store is not None and arguments["nccl_port"] == store.port
+    joined, rank, size = next(iter(distributed.rendezvous(f"tcp://127.0.0.1:{arguments['nccl_port']}", 0, 1)))
+    joined.set("key", "value")
+    assert (rank, size, store.get("key")) == (0, 1, b"value")
+    assert listening() - before == {("127.0.0.1", store.port)}
+
+
+def test_where_sglang_chooses_several_places_nothing_changes() -> None:
+    arguments = {"host": "127.0.0.1", "dp_size": 2}
+    assert serve_rendezvous(arguments) is None
+    assert arguments == {"host": "127.0.0.1", "dp_size": 2} and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"

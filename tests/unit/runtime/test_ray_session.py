@@ -1,0 +1,124 @@
+"""Starting Ray on a machine that is too busy for it. A process that sleeps stands for Ray's node."""
+
+import inspect
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray._private import services
+from ray._private.node import Node
+
+from megatron_rl.errors import DeadlineError, WorkerDiedError
+from megatron_rl.runtime import ray_session
+from megatron_rl.runtime.ray_session import ray_cluster
+
+NOT_YET = RuntimeError("node info is not available")
+Processes = list["subprocess.Popen[bytes]"]
+
+
+class Rays:
+    """Ray on this machine: its node is there when it was asked for `late` times, `node` is the command of its process."""
+
+    def __init__(self, *, late: int = 0, node: tuple[str, ...] = ("sleep", "600")) -> None:
+        self.late, self.node = late, node
+        self.started: Processes = []
+        self.arguments: dict[str, Any] = {}
+
+    def get_node(self, gcs_address: str, node_id: str) -> dict[str, str]:
+        if self.late:
+            self.late -= 1
+            raise NOT_YET
+        return {"address": gcs_address, "id": node_id}
+
+    def init(self, **arguments: Any) -> None:
+        """As `Node.__init__` does it after its 30 s: the first answer counts."""
+        self.arguments = arguments
+        self.started.append(subprocess.Popen(self.node))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.node[0] == "true":
+            os.waitid(os.P_PID, self.started[0].pid, os.WEXITED | os.WNOWAIT)
+        assert services.get_node("address", "id") == {"address": "address", "id": "id"}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Rays]]:
+    """`machine(late=3)` replaces Ray."""
+
+    def make(**options: Any) -> Rays:
+        rays = Rays(**options)
+        monkeypatch.setattr(ray, "init", rays.init)
+        monkeypatch.setattr(services, "get_node", rays.get_node)
+        return rays
+
+    node = SimpleNamespace(get_session_dir_path=lambda: str(tmp_path / "session"))
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray_session, "SHUTDOWN_GRACE_S", 0.1)
+    monkeypatch.setattr(ray_session, "POLL_S", 0.001)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM)
+    yield make
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_node_that_comes_late_is_waited_for(machine: Callable[..., Rays]) -> None:
+    rays = machine(late=200)
+    with ray_cluster(address=None, num_processes=1):
+        assert [node.poll() is None for node in rays.started] == [True]
+        assert services.get_node == rays.get_node
+    assert [node.poll() is None for node in rays.started] == [False]
+
+
+def test_a_node_that_never_comes_is_one_sentence(machine: Callable[..., Rays], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_session, "START_TIMEOUT_S", 0.05)
+    rays = machine(late=10**9)
+    sentence = r"did not come up within 0 s; the machine has a load of \d+ on \d+ CPUs"
+    with pytest.raises(DeadlineError, match=sentence), ray_cluster(address=None, num_processes=1):
+        raise AssertionError("the block runs without Ray")
+    assert [node.poll() is None for node in rays.started] == [False]
+    assert services.get_node == rays.get_node
+
+
+def test_a_node_whose_process_ended_is_not_waited_for(machine: Callable[..., Rays]) -> None:
+    machine(late=10**9, node=("true",))
+    with pytest.raises(WorkerDiedError, match="Ray did not start: true ended"), ray_cluster(address=None, num_processes=1):
+        raise AssertionError("the block runs without Ray")
+
+
+def test_a_local_ray_opens_no_dashboard_and_joins_nobody(machine: Callable[..., Rays]) -> None:
+    rays = machine()
+    with ray_cluster(address=None, num_processes=1000):
+        pass
+    assert rays.arguments["include_dashboard"] is False
+    assert rays.arguments["address"] == "local"
+    assert rays.arguments["num_cpus"] == 1000
+
+
+def test_signals_stay_with_the_handlers_of_this_process(machine: Callable[..., Rays]) -> None:
+    """Ray's core prints C++ stacks at SIGTERM and aborts."""
+    machine()
+    before = signal.getsignal(signal.SIGTERM)
+    with ray_cluster(address=None, num_processes=1):
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_session_belongs_to_this_process_while_it_lasts(machine: Callable[..., Rays], tmp_path: Path) -> None:
+    machine()
+    with ray_cluster(address=None, num_processes=1):
+        (noted,) = tmp_path.glob("megatron-rl-*/elsewhere.json")
+        assert str(tmp_path / "session") in noted.read_text()
+    assert not list(tmp_path.glob("megatron-rl-*"))
+
+
+def test_ray_still_gives_its_node_thirty_seconds_that_nothing_changes() -> None:
+    """When this fails, look whether Ray's deadline can be set now, and whether it still asks `services.get_node`."""
+    source = inspect.getsource(Node.__init__)
+    assert "raylet_start_wait_time_s = 30" in source
+    assert "ray._private.services.get_node(" in source

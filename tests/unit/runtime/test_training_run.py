@@ -1,0 +1,257 @@
+"""The run object between stand-ins of its samples, its ranks and its console: what it asks of them, and what it leaves behind."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.load import dump_settings, load_settings
+from megatron_rl.errors import EngineError, UserError
+from megatron_rl.observe.console import RunConsole
+from megatron_rl.observe.metrics import Last, Metric, Sum
+from megatron_rl.observe.report import report_run
+from megatron_rl.observe.sinks import METRICS_FILE, Sinks, read_metrics
+from megatron_rl.observe.summary import read_summary
+from megatron_rl.observe.timing import PhaseTimer
+from megatron_rl.runtime.checkpoint import newest_checkpoint
+from megatron_rl.runtime.loop import train_loop
+from megatron_rl.runtime.training_run import SETTINGS_FILE, TrainingRun
+from megatron_rl.runtime.turns import NoTurns
+
+Calls = list[tuple[Any, ...]]
+
+
+class Samples:
+    """Samples that engines generate. `fails_at` is the step whose rollout raises `error`."""
+
+    generates = True
+    busy_s = 0.0
+
+    def __init__(self, calls: Calls, *, held_out: int, fails_at: int | None, error: BaseException | None) -> None:
+        self.calls, self.num_eval_prompts = calls, held_out
+        self._fails_at, self._error = fails_at, error
+
+    def next_batch(self, step: int, *, progress: object) -> tuple[str, dict[str, Metric]]:
+        self.calls.append(("rollout", step))
+        if step == self._fails_at and self._error is not None:
+            raise self._error
+        return f"batch {step}", {"rollout/reward": Last(step / 10)}
+
+    def publish(self, *, version: int) -> dict[str, Metric]:
+        self.calls.append(("publish", version))
+        return {"weights/version": Last(version)}
+
+    def score_probe(self) -> str:
+        self.calls.append(("probe",))
+        return "scored"
+
+    def check_parity(self, scored: str) -> dict[str, Metric]:
+        self.calls.append(("parity", scored))
+        return {"weights/parity_mean": Last(1e-6)}
+
+    def evaluate(self, *, progress: object) -> dict[str, Metric]:
+        trained = sum(call[0] == "train" for call in self.calls)
+        self.calls.append(("evaluate",))
+        return {"eval/accuracy_greedy": Last(trained / 10), "eval/accuracy_sampled": Last(0.0)}
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": 7}
+
+    def rewind(self, *, step: int, state: dict[str, Any] | None) -> None:
+        self.calls.append(("rewind", step, state))
+
+    def forget(self, *, before_step: int) -> None:
+        self.calls.append(("forget", before_step))
+
+
+class Ranks:
+    """Megatron ranks. `fails_at` is the save that raises `error`."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    def train(self, batch: str, *, step: int) -> list[dict[str, Metric]]:
+        self.calls.append(("train", batch, step))
+        return [{"train/loss": Last(1.0 - step / 10), "train/num_tokens": Sum(8)}]
+
+    def save(self, directory: Path) -> None:
+        self.calls.append(("save", directory.parent.name))
+        directory.mkdir()
+
+    def save_hf(self, directory: Path) -> None:
+        directory.mkdir()
+
+    def load(self, directory: Path) -> None:
+        self.calls.append(("load", directory.parent.name))
+
+
+MakeRun = Callable[..., TrainingRun]
+
+
+@pytest.fixture(autouse=True)
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the second that each picture takes."""
+    monkeypatch.setattr("megatron_rl.observe.report.draw_curves", lambda steps, *, title: b"picture")
+
+
+@pytest.fixture
+def calls() -> Calls:
+    """What was asked of samples and ranks, in order."""
+    return []
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, calls: Calls) -> MakeRun:
+    """`make_run("run.num_steps=3", resume=True)`, in the directory tmp_path/run."""
+
+    def make(
+        *overrides: str, resume: bool = False, held_out: int = 0, fails_at: int | None = None, error: BaseException | None = None
+    ) -> TrainingRun:
+        directory = tmp_path / "run"
+        directory.mkdir(exist_ok=True)
+        settings = load_settings(None, [f"run.directory={directory}", "model.path=model", "data.train=train.jsonl", *overrides])
+        (directory / SETTINGS_FILE).write_text(dump_settings(settings))
+        found = newest_checkpoint(directory) if resume else None
+        step, row = (found[1].step, found[1].metrics) if found else (0, {})
+        return TrainingRun(
+            settings,
+            samples=Samples(calls, held_out=held_out, fails_at=fails_at, error=error),  # type: ignore[arg-type]
+            trainers=Ranks(calls),  # type: ignore[arg-type]
+            turns=NoTurns(),
+            console=RunConsole(settings.run.num_steps),
+            sinks=Sinks(directory, settings.observe, first_step=step, row=row),
+            memory=SimpleNamespace(peak_bytes=5),  # type: ignore[arg-type]
+            timer=PhaseTimer(),
+        )
+
+    return make
+
+
+def steps_of(directory: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (directory / METRICS_FILE).read_text().splitlines()]
+
+
+def test_the_order_of_a_run(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+    run = make_run("run.num_steps=3", "run.save_interval=2", "run.eval_interval=2", "data.eval=held_out.jsonl", held_out=4)
+    train_loop(run, first_step=0)
+    assert calls == [
+        ("publish", 0), ("probe",), ("parity", "scored"), ("evaluate",),
+        ("rollout", 0), ("train", "batch 0", 0), ("publish", 1),
+        ("rollout", 1), ("train", "batch 1", 1), ("save", ".step-000002.partial"), ("forget", 2), ("publish", 2), ("evaluate",),
+        ("rollout", 2), ("train", "batch 2", 2), ("save", ".step-000003.partial"), ("forget", 2), ("publish", 3), ("evaluate",),
+    ]  # fmt: skip
+    rows = read_metrics(tmp_path / "run" / METRICS_FILE)
+    # Everything of a step stands in the row of the number of steps done.
+    assert list(rows) == [0, 1, 2, 3]
+    assert [rows[step].get("train/loss") for step in rows] == [None, 1.0, 0.9, 0.8]
+    assert [rows[step]["weights/version"] for step in rows] == [0, 1, 2, 3]
+    assert [rows[step].get("eval/accuracy_greedy") for step in rows] == [0.0, None, 0.2, 0.3]
+    run.finish()
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and (summary.status, summary.steps) == ("finished", 3)
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.0, 0.3)
+    assert summary.checkpoint is not None and summary.checkpoint.endswith("step-000003/hf")
+    assert summary.go_on.endswith("settings.yaml --resume run.num_steps=4")
+    assert (tmp_path / "run" / "curves.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (EngineError("gone\nlog"), "failed: EngineError: gone"),
+        (KeyboardInterrupt(), "interrupted: SIGINT"),
+        (SystemExit(143), "interrupted: SIGTERM"),
+    ],
+    ids=["error", "SIGINT", "SIGTERM"],
+)
+def test_a_run_that_ends_early_keeps_what_it_has(make_run: MakeRun, tmp_path: Path, error: BaseException, status: str) -> None:
+    run = make_run("run.num_steps=9", fails_at=2, error=error)
+    with pytest.raises(type(error)):
+        train_loop(run, first_step=0)
+    run.break_off(error)
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and (summary.status, summary.steps, summary.checkpoint) == (status, 2, None)
+    assert summary.go_on.endswith("settings.yaml --resume")
+    assert steps_of(tmp_path / "run") == [0, 1, 2]
+    assert status in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_step_that_was_trained_on_is_logged_although_its_save_fails(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+    run = make_run("run.num_steps=1")
+    run.begin(step=0)
+    run.train(run.next_batch(0), step=0)
+    run.break_off(UserError("the disk is full"))
+    assert read_metrics(tmp_path / "run" / METRICS_FILE)[1]["train/loss"] == 1.0
+    # No row of a step of which there is only a rollout.
+    run.next_batch(1)
+    run.break_off(UserError("the disk is full"))
+    assert steps_of(tmp_path / "run") == [0, 1]
+
+
+def test_a_resumed_run_goes_on_after_its_checkpoint(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+    first = make_run("run.num_steps=9", "run.save_interval=2", fails_at=5, error=EngineError("gone"))
+    with pytest.raises(EngineError):
+        train_loop(first, first_step=0)
+    assert steps_of(tmp_path / "run") == [0, 1, 2, 3, 4, 5]
+    calls.clear()
+    again = make_run("run.num_steps=6", resume=True)
+    step = again.resume()
+    assert (step, calls) == (4, [("load", "step-000004"), ("rewind", 4, {"cursor": 7})])
+    again.break_off(KeyboardInterrupt())
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and summary.steps == 4
+    train_loop(again, first_step=step)
+    assert steps_of(tmp_path / "run") == [0, 1, 2, 3, 4, 5, 6]
+    assert [call[1] for call in calls if call[0] == "publish"] == [4, 5, 6]
+
+
+def test_a_run_that_is_killed_behind_its_checkpoint_has_the_row_of_its_step(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run("run.num_steps=9", "run.save_interval=2")
+    run.begin(step=0)
+    for step in range(2):
+        run.train(run.next_batch(step), step=step)
+        if step == 0:
+            run.log(step=1)
+    run.save(step=2)
+    again = make_run("run.num_steps=9", resume=True)
+    again.begin(step=again.resume())
+    row = read_metrics(tmp_path / "run" / METRICS_FILE)[2]
+    assert (row["train/loss"], row["rollout/reward"], row["weights/version"]) == (0.9, 0.1, 2)
+    assert steps_of(tmp_path / "run") == [0, 1, 2]
+
+
+def test_a_run_without_checkpoint_starts_at_the_first_prompt(make_run: MakeRun, calls: Calls) -> None:
+    assert make_run(resume=True).resume() == 0
+    assert calls == [("rewind", 0, None)]
+
+
+@pytest.mark.parametrize("call", ["next_batch", "save"])
+def test_a_deleted_run_directory_is_noticed_at_once(make_run: MakeRun, calls: Calls, tmp_path: Path, call: str) -> None:
+    run = make_run("run.num_steps=3")
+    run.begin(step=0)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    calls.clear()
+    with pytest.raises(UserError, match=r"run\.directory \S+/run was deleted or moved while the run was going") as caught:
+        run.next_batch(0) if call == "next_batch" else run.save(step=1)
+    assert calls == []
+    run.break_off(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_report_can_be_made_at_any_time(make_run: MakeRun, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no directory"):
+        report_run(tmp_path / "nowhere")
+    run = make_run("run.num_steps=2")
+    with pytest.raises(UserError, match="holds no metrics"):
+        report_run(tmp_path / "run")
+    train_loop(run, first_step=0)
+    assert "the run goes on, or was killed" in report_run(tmp_path / "run").read_text()
+    run.finish()
+    page = report_run(tmp_path / "run").read_text()
+    assert "finished" in page and "--resume run.num_steps=3" in page
+    (tmp_path / "run" / "summary.json").write_text('{"accuracy": 1}')
+    with pytest.raises(UserError, match=r"summary\.json is not the summary of a run"):
+        report_run(tmp_path / "run")
