@@ -37,8 +37,12 @@ class _Groups:
 
     def std(self, values: Tensor) -> Tensor:
         """Unbiased standard deviation [G]; 1 for a single sample, which has none."""
-        squares = self.sum(self.deviations(values).square())
-        return torch.where(self.sizes > 1, (squares / (self.sizes - 1).clamp(min=1)).sqrt(), 1.0)
+        deviations = self.deviations(values)
+        # In units of the group's largest deviation: squares overflow long before the numbers do, and an infinite spread would hide them.
+        largest = self.extreme(deviations.abs(), "amax")
+        unit = torch.where(largest > 0, largest, 1.0)
+        squares = self.sum((deviations / unit[self.index]).square())
+        return torch.where(self.sizes > 1, unit * (squares / (self.sizes - 1).clamp(min=1)).sqrt(), 1.0)
 
     def constant(self, values: Tensor) -> Tensor:
         """[B] True in groups of at least two samples whose values are all equal."""
@@ -54,7 +58,8 @@ def _group(group_ids: Tensor) -> _Groups:
 def zero_variance(*, rewards: Tensor, group_ids: Tensor) -> Tensor:
     """[B] bool: samples of groups of at least two whose raw rewards [B] are all equal (max == min, no tolerance).
 
-    For training only: an evaluation group carries no advantage, whatever its rewards.
+    For training only: an evaluation group carries no advantage, whatever its rewards. Whether such a group teaches nothing depends on
+    the estimator: see `token_advantage.without_signal`.
     """
     return _group(group_ids).constant(rewards.double())
 
@@ -82,10 +87,11 @@ def group_advantages(
     `rewards` [B], or [B, K] for gdpo. `group_ids` [B] equal for samples of one prompt. `lengths` [B] trainable tokens: weights of
     opo's baseline and of whitening over tokens. `baselines` [B]: reward of the greedy response, for remax.
 
-    grpo: (R - mean) / (std + eps) (arXiv 2402.03300; a lone sample keeps R). dr_grpo: R - mean (2503.20783). rloo: R - mean of the
+    grpo: (R - mean) / (std + eps) (arXiv 2402.03300). dr_grpo: R - mean (2503.20783). rloo: R - mean of the
     others (2402.14740). opo: R - length-weighted mean (2505.23585). pass@k: the best minus the second best over std, for the
     best alone. remax: R - greedy (2310.10505). gdpo: grpo per component, weighted, whitened over the batch (2601.05242).
-    reinforce_plus_plus: R whitened over tokens; its baseline form subtracts the group mean first (2501.03262).
+    reinforce_plus_plus: R whitened over tokens; its baseline form subtracts the group mean first (2501.03262). A lone sample of a
+    group, whose others were not scored, has nothing to be compared with: where the group is the baseline it gets 0, before whitening.
 
     Raises ValueError for ppo, for wrong shapes, for rewards that are not finite, and for remax without baselines.
     """
@@ -104,8 +110,8 @@ def group_advantages(
     if settings.estimator == "reinforce_plus_plus_baseline":
         centred = groups.deviations(values)
         return _whiten_samples(centred, lengths) if settings.whiten else centred
-    advantages = _baselined(settings, values, groups, lengths)
-    return torch.where(groups.constant(values), 0.0, advantages)
+    nothing_to_compare = groups.constant(values) | (groups.sizes == 1)[groups.index]
+    return torch.where(nothing_to_compare, 0.0, _baselined(settings, values, groups, lengths))
 
 
 def _check(settings: AdvantageSettings, values: Tensor, group_ids: Tensor, lengths: Tensor, baselines: Tensor | None) -> None:
@@ -127,7 +133,7 @@ def _baselined(settings: AdvantageSettings, values: Tensor, groups: _Groups, len
     if settings.estimator == "dr_grpo":
         return deviations
     if settings.estimator == "grpo":
-        return _grpo(settings, values, groups, deviations)
+        return deviations / _scale(settings, values, groups)
     size = groups.sizes[groups.index]
     if settings.estimator == "rloo":
         return torch.where(size > 1, deviations * size / (size - 1).clamp(min=1), 0.0)
@@ -139,27 +145,23 @@ def _baselined(settings: AdvantageSettings, values: Tensor, groups: _Groups, len
     return _pass_at_k(settings, values, groups)
 
 
-def _grpo(settings: AdvantageSettings, values: Tensor, groups: _Groups, deviations: Tensor) -> Tensor:
-    alone = groups.sizes[groups.index] == 1
-    centred = torch.where(alone, values, deviations)
+def _scale(settings: AdvantageSettings, values: Tensor, groups: _Groups) -> Tensor:
+    """What each sample's advantage is divided by, [B]."""
     if settings.scale == "none":
-        return centred
-    if settings.scale == "batch":
-        spread = values.std() if len(values) > 1 else torch.ones((), dtype=torch.float64)
-        return centred / (spread + settings.std_epsilon)
-    return centred / (groups.std(values)[groups.index] + settings.std_epsilon)
+        return torch.ones_like(values)
+    spread_of = groups if settings.scale == "group" else _group(torch.zeros_like(values))
+    return spread_of.std(values)[spread_of.index] + settings.std_epsilon
 
 
 def _pass_at_k(settings: AdvantageSettings, values: Tensor, groups: _Groups) -> Tensor:
-    """(best - second best) / (std + eps) for the first best sample of each group of at least two, 0 for all others."""
+    """(best - second best) / (std + eps) for the first best sample of each group of at least two, 0 for all others; `scale` as in grpo."""
     best = groups.extreme(values, "amax")[groups.index]
     position = torch.arange(len(values), dtype=torch.float64)
     first = groups.extreme(torch.where(values == best, position, float("inf")), "amin")[groups.index]
     winner = position == first
     second = groups.extreme(torch.where(winner, float("-inf"), values), "amax")[groups.index]
     margin = torch.where(second.isfinite(), best - second, 0.0)
-    scale = groups.std(values)[groups.index] + settings.std_epsilon if settings.scale != "none" else torch.ones_like(values)
-    return torch.where(winner, margin / scale, 0.0)
+    return torch.where(winner, margin / _scale(settings, values, groups), 0.0)
 
 
 def _gdpo(settings: AdvantageSettings, values: Tensor, groups: _Groups) -> Tensor:
@@ -182,5 +184,6 @@ def _whiten_samples(values: Tensor, weights: Tensor) -> Tensor:
     total = count.sum()
     above = values - values[used][0]
     centred = above - (count * above).sum() / total
-    variance = (count * centred.square()).sum() / (total - 1).clamp(min=1)
-    return torch.where(used, centred / variance.sqrt(), 0.0)
+    unit = centred[used].abs().amax()
+    variance = (count * (centred / unit).square()).sum() / (total - 1).clamp(min=1)
+    return torch.where(used, centred / unit / variance.sqrt(), 0.0)

@@ -57,6 +57,8 @@ def kl_metrics(objective: Objective, log_probs: Tensor, reference: Tensor, seque
     if objective.kl_control is not None:
         # Each token counts 1 / n_i, so that the weights of a sequence add up to 1 wherever its tokens are.
         share = sequences.expand(1.0 / sequences.tokens.clamp(min=1).to(raw.dtype)).masked_fill(sequences.excluded, 0.0)
-        per_token = kl_estimate(raw, reference=reference, estimator=objective.kl_estimator)
+        # The KL that the adaptive coefficient stands before.
+        estimator = objective.kl_reward_estimator if objective.kl_reward_coef else objective.kl_estimator
+        per_token = kl_estimate(raw, reference=reference, estimator=estimator)
         metrics["kl_per_sequence"] = ((per_token * share).sum().double(), share.sum().double())
     return metrics

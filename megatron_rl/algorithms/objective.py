@@ -4,6 +4,7 @@ The classes are plain dataclasses so that this room imports nothing but torch; t
 settings, with the `metadata` of each field as its description and its bounds.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
@@ -19,6 +20,10 @@ Estimator = Literal[
 EntropyRule = Literal["trl", "skywork", "paper"]
 
 POLICY_LOSSES: tuple[str, ...] = get_args(PolicyLoss)
+WITHOUT_GROUPS = ("ppo", "reinforce_plus_plus")
+"""Estimators that compare a sample with the whole batch or a critic, so that a group of equal rewards teaches as much as any other."""
+
+_CLIPS_RATIOS = ("clip", "clip_cov", "cispo")
 _NO_POLICY_GRADIENT = ("sft", "value")
 _COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 
@@ -39,6 +44,9 @@ def _check_fields(owner: Any) -> None:
         value = getattr(owner, item.name)
         if get_origin(item.type) is Literal and value not in get_args(item.type):
             raise ValueError(f"{name}.{item.name} is {value!r}, needs one of {', '.join(get_args(item.type))}")
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
+            raise ValueError(f"{name}.{item.name} is {value}, needs finite numbers; null leaves a bound out")
         if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         limits = item.metadata
@@ -67,7 +75,7 @@ class OffPolicyCorrection:
     level: Literal["token", "sequence", "geometric"] = _doc("Ratio per token, product over the sequence, or its geometric mean.", "token")
     low: float | None = _doc("Lower bound of w; no bound when not set.", None, ge=0)
     high: float | None = _doc("Upper bound of w; no bound when not set.", None, gt=0)
-    veto: float | None = _doc("Drop a sequence when any of its tokens has a ratio below this.", None, gt=0)
+    veto: float | None = _doc("Drop a sequence when any of its tokens has a ratio below this.", None, gt=0, lt=1)
     opsm: float | None = _doc(
         "Off-policy sequence mask: drop tokens with negative advantage in sequences whose mean log(pi_rollout / pi) exceeds this.", None
     )
@@ -95,7 +103,7 @@ class AdvantageSettings:
 
     estimator: Estimator = _doc("Baseline and scaling of the reward; ppo needs a critic.", "grpo")
     scale: Literal["group", "batch", "none"] = _doc(
-        "Standard deviation that grpo divides by: of the group, of the batch, or none.", "group"
+        "Standard deviation that grpo and pass@k divide by: of the group, of the batch, or none.", "group"
     )
     std_epsilon: float = _doc("Added to a standard deviation that divides.", 1e-6, ge=0)
     gamma: float = _doc("Discount per trainable token (ppo, reinforce_plus_plus).", 1.0, ge=0, le=1)
@@ -106,6 +114,8 @@ class AdvantageSettings:
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if self.reward_weights is not None and not any(self.reward_weights):
+            raise ValueError(f"AdvantageSettings.reward_weights is {self.reward_weights}, needs one other than 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +204,9 @@ class Objective:
     kl_control: KLControl | None = _doc("Adapt the KL coefficient; fixed when not set.", None)
     advantage: AdvantageSettings = _section("How rewards become advantages.", AdvantageSettings)
     zero_variance: Literal["keep", "mask_kl", "drop", "resample"] = _doc(
-        "Groups whose rewards are all equal: keep them, mask their KL term, drop them, or draw new prompts.", "keep"
+        "Groups without a signal, because the samples' rewards equal each other (remax: the greedy response's; gdpo: in every component; "
+        "pass@k: the best two): keep them, mask their KL, in the loss and in the rewards, drop them, or draw new prompts.",
+        "keep",
     )
     entropy_coef: float = _doc("Coefficient of the entropy bonus: coef x mean entropy per token, in nats.", 0.0)
     entropy_mode: Literal["absolute", "matched"] = _doc(
@@ -211,7 +223,32 @@ class Objective:
             )
         if self.dual_clip is not None and self.policy_loss not in ("clip", "clip_cov"):
             raise ValueError(f"Objective.dual_clip is set for policy_loss {self.policy_loss!r}, which has no clipped branch; remove it")
+        if self.policy_loss in _CLIPS_RATIOS and self.clip_low is not None and self.clip_low > 1:
+            raise ValueError(
+                f"Objective.clip_low is {self.clip_low}, so that ratios would be clipped at {1 - self.clip_low:g}, and no ratio is "
+                "negative, needs a distance of at most 1; set it to null for no lower clip"
+            )
+        if self.policy_loss == "clip_cov" and self.clip_cov_low >= self.clip_cov_high:
+            raise ValueError(
+                f"Objective.clip_cov_low {self.clip_cov_low} is not below clip_cov_high {self.clip_cov_high}, so that no token lies between"
+            )
         self._check_controls()
+        self._check_dropping()
+
+    def _check_dropping(self) -> None:
+        """Refuse to drop groups of equal rewards where these have a signal."""
+        if self.zero_variance not in ("drop", "resample") or not self.trains_by_rewards:
+            return
+        if self.advantage.estimator in WITHOUT_GROUPS:
+            raise ValueError(
+                f"Objective.zero_variance is {self.zero_variance!r} with estimator {self.advantage.estimator!r}, which does not compare "
+                "samples of one prompt with each other, so that groups of equal rewards teach as much as others; set it to 'keep'"
+            )
+        if self.distillation_coef or self.policy_loss == "distillation":
+            raise ValueError(
+                f"Objective.zero_variance is {self.zero_variance!r} with distillation, whose signal does not come from rewards, so that "
+                "groups of equal rewards teach, too; set it to 'keep'"
+            )
 
     def _check_controls(self) -> None:
         if self.kl_loss_coef and self.kl_reward_coef:
@@ -252,6 +289,23 @@ class Objective:
     def has_entropy_bonus(self) -> bool:
         """True when the loss has an entropy term; never depends on a controller's present value, or it could not leave 0."""
         return self.entropy_coef != 0 or self.adapts_entropy_coef
+
+    @property
+    def has_critic(self) -> bool:
+        """True when a critic is trained beside the policy."""
+        return self.trains_by_rewards and self.advantage.estimator == "ppo"
+
+    @property
+    def reads_advantages(self) -> bool:
+        """False where nothing of the loss depends on advantages; of your own policy loss that cannot be known."""
+        masks = self.off_policy_correction is not None and self.off_policy_correction.opsm is not None
+        return self.trains_by_rewards and (self.policy_loss != "distillation" or masks)
+
+    @property
+    def needs_reference(self) -> bool:
+        """True when a term of the loss or of the rewards reads the reference policy's log-probs; your own policy loss may."""
+        in_policy_loss = self.policy_loss == "distillation" or self.policy_loss not in POLICY_LOSSES
+        return bool(self.kl_loss_coef) or in_policy_loss or (bool(self.kl_reward_coef) and self.reads_advantages)
 
     @property
     def needs_step_statistics(self) -> bool:

@@ -5,6 +5,7 @@ mask leaves out (prompts, tool output) are no states: recurrences step from one 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ _BLOCK = 16
 # Tokens of one table of rows, so that its temporaries stay in cache.
 _TABLE_TOKENS = 2**18
 _CONSTANT_TOLERANCE = 1e-12
+# Large values are counted in it where their squares overflow float64.
+_LARGE_UNIT = 2.0**512
 
 
 def token_rewards(*, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
@@ -73,19 +76,20 @@ def gae(
 def _ragged_gae(rewards: Tensor, values: Tensor, *, counts: Tensor, bootstrap: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """GAE of trainable tokens [N] laid end to end, `counts` [S] of them per sequence."""
     sizes: list[int] = counts.tolist()
+    levels = _levels(gamma * lam, width=max(sizes, default=0), like=rewards)
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     if sizes and min(sizes) == max(sizes) > 0:
         tables = [flat.view(len(sizes), -1) for flat in (rewards, values, advantages, returns)]
         for start in range(0, len(sizes), rows := max(1, _TABLE_TOKENS // sizes[0])):
             part = [table[start : start + rows] for table in tables]
             end = bootstrap[start : start + rows]
-            _dense_gae(part, lengths=counts[start : start + rows], bootstrap=end, gamma=gamma, lam=lam)
+            _dense_gae(part, lengths=counts[start : start + rows], bootstrap=end, gamma=gamma, levels=levels)
         return advantages, returns
     flats = [flat.split(sizes) for flat in (rewards, values, advantages, returns)]
     for group in _rows_of_like_size(sizes):
         table = [torch.nn.utils.rnn.pad_sequence([flat[row] for row in group], batch_first=True) for flat in flats]
         chosen = torch.tensor(group, device=rewards.device)
-        _dense_gae(table, lengths=counts[chosen], bootstrap=bootstrap[chosen], gamma=gamma, lam=lam)
+        _dense_gae(table, lengths=counts[chosen], bootstrap=bootstrap[chosen], gamma=gamma, levels=levels)
         for flat, results in zip(flats[2:], table[2:], strict=True):
             for row, line in zip(group, results, strict=True):
                 flat[row].copy_(line[: sizes[row]])
@@ -104,57 +108,75 @@ def _rows_of_like_size(sizes: list[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _dense_gae(table: Sequence[Tensor], *, lengths: Tensor, bootstrap: Tensor, gamma: float, lam: float) -> None:
-    """Fill the advantages and returns of `table` = rewards, values, advantages, returns, each [S, W].
+def _dense_gae(table: Sequence[Tensor], *, lengths: Tensor, bootstrap: Tensor, gamma: float, levels: "Sequence[_Level]") -> None:
+    """Fill the advantages and returns of `table` = rewards, values, advantages, returns, each [S, W]. `levels` are of gamma x lambda.
 
     Rows are the trainable tokens of a sequence, left-aligned; rewards and values hold zeros beyond `lengths` [S].
     """
     rewards, values, advantages, returns = table
     if not rewards.numel():
         return
-    delta = rewards - values
+    # The returns' place holds the deltas first: one array less to fetch and, where it is new, to map.
+    delta = torch.sub(rewards, values, out=returns)
     delta[:, :-1].add_(values[:, 1:], alpha=gamma)
     last = torch.where(lengths > 0, gamma * bootstrap, 0.0).to(delta.dtype)
     delta.scatter_add_(1, (lengths - 1).clamp(min=0).unsqueeze(1), last.unsqueeze(1))
-    _reverse_scan(delta, gamma * lam, out=advantages)
+    _reverse_scan(delta, levels, out=advantages)
     torch.add(advantages, values, out=returns)
 
 
 def reverse_discounted_sum(values: Tensor, decay: float) -> Tensor:
     """y[t] = x[t] + decay y[t + 1] along the last axis of `values` [S, W]."""
-    return _reverse_scan(values.clone(), decay, out=torch.empty_like(values))
+    levels = _levels(decay, width=values.shape[1], like=values)
+    return _reverse_scan(values.clone(), levels, out=torch.empty_like(values))
 
 
-def _reverse_scan(x: Tensor, decay: float, *, out: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Level:
+    """A recurrence with `decay`: `powers` decay^j [block], and `triangle` [block, block], decay^(i - j) for i >= j."""
+
+    decay: float
+    powers: Tensor
+    triangle: Tensor
+
+
+def _levels(decay: float, *, width: int, like: Tensor) -> list[_Level]:
+    """The recurrence over columns of a table `width` wide, then that over its blocks, over blocks of those, …; none without decay.
+
+    Made once for all tables, because small tensors cost more than their arithmetic.
+    """
+    exponents = torch.arange(_BLOCK, dtype=torch.float64, device=like.device)
+    distance = exponents.unsqueeze(1) - exponents
+    levels = []
+    while decay != 0.0 and width > 1:
+        triangle = torch.where(distance >= 0, decay ** distance.clamp(min=0), 0.0)
+        levels.append(_Level(decay, (decay**exponents).to(like.dtype), triangle.to(like.dtype)))
+        decay, width = decay**_BLOCK, -(-width // _BLOCK)
+    return levels
+
+
+def _reverse_scan(x: Tensor, levels: Sequence[_Level], *, out: Tensor) -> Tensor:
     """`reverse_discounted_sum` of `x` [S, W], which it overwrites, into `out` [S, W].
 
     Within a block of columns the sum is a product with a triangular matrix of powers of `decay`; what enters a block from its right
     comes from the same recurrence over whole blocks, whose decay is decay^block.
     """
     rows, width = x.shape
-    if decay == 0.0 or width <= 1:
+    if not levels or width <= 1:
         return out.copy_(x)
+    level = levels[0]
     padding = -width % _BLOCK
     if padding:
         x = torch.nn.functional.pad(x, (0, padding))
     blocks = x.view(-1, _BLOCK)
-    powers, triangle = _powers(decay, x)
     if x.shape[1] > _BLOCK:
-        heads = (blocks @ powers).view(rows, -1)
-        heads = _reverse_scan(heads, decay**_BLOCK, out=torch.empty_like(heads))
-        x[:, _BLOCK - 1 : -1 : _BLOCK].add_(heads[:, 1:], alpha=decay)
+        heads = (blocks @ level.powers).view(rows, -1)
+        heads = _reverse_scan(heads, levels[1:], out=torch.empty_like(heads))
+        x[:, _BLOCK - 1 : -1 : _BLOCK].add_(heads[:, 1:], alpha=level.decay)
     if padding or not out.is_contiguous():
-        return out.copy_((blocks @ triangle).view(rows, -1)[:, :width])
-    torch.mm(blocks, triangle, out=out.view(-1, _BLOCK))
+        return out.copy_((blocks @ level.triangle).view(rows, -1)[:, :width])
+    torch.mm(blocks, level.triangle, out=out.view(-1, _BLOCK))
     return out
-
-
-def _powers(decay: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """decay^j, [block], and the matrix of decay^(i - j) for i >= j, [block, block], which sums a row from its right."""
-    exponents = torch.arange(_BLOCK, dtype=torch.float64, device=like.device)
-    distance = exponents.unsqueeze(1) - exponents
-    triangle = torch.where(distance >= 0, decay ** distance.clamp(min=0), 0.0)
-    return (decay**exponents).to(like.dtype), triangle.to(like.dtype)
 
 
 def discounted_returns(*, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
@@ -167,7 +189,8 @@ def whiten(values: Tensor, *, mask: Tensor, all_reduce_sum: Callable[[Tensor], T
     """`values` [T] with mean 0 and unbiased variance 1 over the `mask` [T] of all ranks; 0 at masked positions.
 
     Constant values become exactly 0: a spread that float64 sums cannot tell from rounding counts as none. `all_reduce_sum` adds over
-    the ranks that hold different tokens; it is called three times on every rank, also on one without a token.
+    the ranks that hold different tokens; it is called equally often on every rank, also on one without a token: three times, and once
+    more where squares overflow.
     """
     wide = torch.where(mask, values.double(), 0.0)
     first = all_reduce_sum(torch.stack([mask.sum().double(), wide.sum()]))
@@ -175,7 +198,11 @@ def whiten(values: Tensor, *, mask: Tensor, all_reduce_sum: Callable[[Tensor], T
     centred = torch.where(mask, wide - first[1] / count, 0.0)
     # The mean's own rounding is taken out by a second pass.
     centred = torch.where(mask, centred - all_reduce_sum(centred.sum()) / count, 0.0)
-    variance = all_reduce_sum(centred.square().sum()) / (count - 1).clamp(min=1)
-    constant = variance.sqrt() <= _CONSTANT_TOLERANCE * (first[1] / count).abs()
+    variance, mean = all_reduce_sum(centred.square().sum()) / (count - 1).clamp(min=1), first[1] / count
+    if bool(variance.isinf()) and bool(mean.isfinite()):
+        # An infinite spread would turn every value into 0.
+        centred, mean = centred / _LARGE_UNIT, mean / _LARGE_UNIT
+        variance = all_reduce_sum(centred.square().sum()) / (count - 1).clamp(min=1)
+    constant = variance.sqrt() <= _CONSTANT_TOLERANCE * mean.abs()
     scale = torch.where(constant, 0.0, 1.0 / torch.where(constant, 1.0, variance).sqrt())
     return (centred * scale).to(values.dtype if values.is_floating_point() else torch.float64)

@@ -9,8 +9,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.advantage import AllReduceSum, group_advantages
-from megatron_rl.algorithms.objective import AdvantageSettings, Objective
+from megatron_rl.algorithms.advantage import AllReduceSum, group_advantages, zero_variance
+from megatron_rl.algorithms.objective import WITHOUT_GROUPS, AdvantageSettings, Objective
 from megatron_rl.algorithms.returns import discounted_returns, gae, token_rewards, whiten
 from megatron_rl.algorithms.sequences import identity
 
@@ -25,10 +25,28 @@ def sample_scores(
 
     Arguments and errors are those of `group_advantages`.
     """
-    if settings.estimator in ("ppo", "reinforce_plus_plus"):
+    if settings.estimator in WITHOUT_GROUPS:
         return rewards.double().clone()
     whole = settings if settings.estimator == "gdpo" else dataclasses.replace(settings, whiten=False)
     return group_advantages(whole, rewards=rewards, group_ids=group_ids, lengths=lengths, baselines=baselines)
+
+
+def without_signal(
+    settings: AdvantageSettings, *, rewards: Tensor, group_ids: Tensor, lengths: Tensor, baselines: Tensor | None = None
+) -> Tensor:
+    """[B] bool: samples of groups whose rewards teach nothing, because every advantage in the group is 0 before whitening.
+
+    Where the group is the baseline these are groups of equal rewards (gdpo: in every component; pass@k: of the best two) and lone
+    samples, for remax groups that all got the greedy response's reward. ppo and reinforce_plus_plus compare with other groups and
+    learn from all; for them it is groups of equal rewards, as in `zero_variance`. Arguments and errors are those of `group_advantages`.
+    """
+    if settings.estimator in WITHOUT_GROUPS:
+        return zero_variance(rewards=rewards, group_ids=group_ids)
+    plain = dataclasses.replace(settings, whiten=False)
+    scores = sample_scores(plain, rewards=rewards, group_ids=group_ids, lengths=lengths, baselines=baselines)
+    _, index = torch.unique(group_ids, return_inverse=True)
+    teaches = torch.zeros(int(index.max()) + 1 if len(index) else 0, dtype=torch.int64).index_add(0, index, (scores != 0).long())
+    return teaches[index] == 0
 
 
 def token_advantages(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_rl.algorithms.effects import unread_settings
 from megatron_rl.config.derived import expert_tp, samples_per_prompt
 from megatron_rl.config.settings import (
     MAX_INTEGER,
@@ -56,7 +57,13 @@ def worth_noting(settings: Settings) -> list[str]:
 
 def without_effect(settings: Settings) -> list[str]:
     """One sentence for each setting that was changed although nothing reads it under the other settings."""
-    return [*_unused_when_supervised(settings), *_unused_critic(settings), *_unused_teacher(settings)]
+    return [
+        *_unused_when_supervised(settings),
+        *_unused_critic(settings),
+        *_unused_teacher(settings),
+        *_unused_interval(settings),
+        *unread_settings(settings.objective),
+    ]
 
 
 def _numbers(settings: Settings) -> Iterator[str]:
@@ -301,6 +308,14 @@ def _unused_critic(settings: Settings) -> Iterator[str]:
     if not settings.has_critic and settings.training.critic != CriticSettings():
         estimator = settings.objective.advantage.estimator
         yield f"the section training.critic has no effect: objective.advantage.estimator is {estimator}, only ppo trains a critic"
+
+
+def _unused_interval(settings: Settings) -> Iterator[str]:
+    interval = settings.training.reference_interval
+    if interval and not settings.objective.trains_by_rewards:
+        yield f"training.reference_interval {interval} has no effect: objective.policy_loss sft measures no KL"
+    elif interval and settings.objective.needs_reference:
+        yield f"training.reference_interval {interval} has no effect: the objective reads the reference for every batch"
 
 
 def _unused_teacher(settings: Settings) -> Iterator[str]:

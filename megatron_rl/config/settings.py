@@ -195,6 +195,12 @@ class TrainingSettings(Section):
         description="Mixture of experts: the trainer routes each token to the experts that the engine chose for it (R3), instead of "
         "its own choice. Engines then record them.",
     )
+    reference_interval: int = Field(
+        0,
+        ge=0,
+        description="Rollout batches from one to the next that measures the KL to the initial policy (train/kl_*) although no term of the "
+        "objective reads it; each costs a forward pass. 0 measures it only with such a term. Without both, no reference is kept.",
+    )
     step_timeout_s: Seconds = Field(3600.0, description="Deadline of one training step and of a collective, in seconds.")
 
 
@@ -262,6 +268,12 @@ class Settings(Section):
         return self.objective.policy_loss == "sft"
 
     @property
+    def keeps_reference(self) -> bool:
+        """True when ranks keep the initial weights, because the objective reads them or their KL is to be measured."""
+        measured = self.training.reference_interval > 0 and self.objective.trains_by_rewards
+        return self.objective.needs_reference or measured
+
+    @property
     def has_critic(self) -> bool:
         """True when a critic is trained beside the policy."""
-        return self.objective.trains_by_rewards and self.objective.advantage.estimator == "ppo"
+        return self.objective.has_critic

@@ -308,7 +308,7 @@ def check_cpu_memory(settings: Settings, *, parameters: int, available: int) -> 
     topology = settings.training.topology
     engines = 0 if settings.supervised else settings.rollout.num_engines
     model_copies = topology.num_ranks // (topology.tp * topology.pp)
-    per_parameter = (OPTIMIZER_BYTES + 4 + 4) * (2 if settings.has_critic else 1) + (0 if settings.supervised else 4)
+    per_parameter = (OPTIMIZER_BYTES + 4 + 4) * (2 if settings.has_critic else 1) + (4 if settings.keeps_reference else 0)
     needed = topology.num_ranks * RANK_BYTES + engines * (ENGINE_BYTES + 4 * parameters) + model_copies * parameters * per_parameter
     if needed <= available:
         return []

@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from megatron_rl.algorithms.objective import AdvantageSettings
+from megatron_rl.algorithms.token_advantage import without_signal
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.baseline import with_baseline
+from megatron_rl.data.baseline import GREEDY_BASELINE, with_baseline
 from megatron_rl.data.batch import make_train_batch, with_records
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.observe.console import PhaseProgress
-from megatron_rl.observe.group_metrics import evaluation_metrics, has_one_reward, rollout_metrics
+from megatron_rl.observe.group_metrics import evaluation_metrics, rollout_metrics
 from megatron_rl.observe.metrics import Mean, Metric, Sum, merge_metrics
 from megatron_rl.rewards.runner import RewardRunner, check_error_rate
 from megatron_rl.rollout.admission import Admission
@@ -165,7 +168,8 @@ class Rollouts:
         return NO_SIGNAL if self._rejects(group) else None
 
     def _rejects(self, group: Group) -> bool:
-        return self._settings.objective.zero_variance in ("drop", "resample") and has_one_reward(group)
+        objective = self._settings.objective
+        return objective.zero_variance in ("drop", "resample") and not has_signal(group, objective.advantage)
 
     async def _groups(self, count: int, *, step: int, progress: PhaseProgress) -> tuple[list[Group], int]:
         """The next `count` groups, in the order of their prompts, and how many had to be made anew because they were too old.
@@ -263,6 +267,27 @@ def check_versions(groups: Sequence[Group], *, step: int, oldest_version: int, r
                     f"{made.max()}, needs {oldest_version} to {step} (rollout.max_staleness {step - oldest_version}), as engines serve; "
                     f"{rollout} has to ask the engine anew for each prompt, keep no Generation and take weight_versions as they are"
                 )
+
+
+def has_signal(group: Group, advantage: AdvantageSettings) -> bool:
+    """Whether the scored samples teach anything under this estimator, see `without_signal`; True where training will refuse them."""
+    samples = [(sample, sample.reward) for sample in group.samples if sample.reward is not None and sample.reward.value is not None]
+    if not samples:
+        return False
+    rewards = np.array([reward.value for _, reward in samples], np.float64)
+    baselines = None
+    if advantage.estimator == "gdpo":
+        names = sorted({name for _, reward in samples for name in reward.components})
+        rewards = np.array([[reward.components.get(name, np.nan) for name in names] for _, reward in samples])
+        weights = advantage.reward_weights
+        if not names or not np.isfinite(rewards).all() or (weights is not None and len(weights) != len(names)):
+            return True
+    if advantage.estimator == "remax":
+        baselines = torch.tensor([reward.components[GREEDY_BASELINE] for _, reward in samples], dtype=torch.float64)
+    lengths = torch.tensor([int(sample.loss_mask.sum()) for sample, _ in samples])
+    one_group = torch.zeros(len(samples), dtype=torch.int64)
+    found = without_signal(advantage, rewards=torch.from_numpy(rewards), group_ids=one_group, lengths=lengths, baselines=baselines)
+    return not bool(found.all())
 
 
 def _without_signal(batch: TrainBatch) -> TrainBatch:

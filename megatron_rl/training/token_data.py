@@ -4,17 +4,17 @@ Legend: T tokens of the shard's batch, B its sequences.
 """
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rl.algorithms.advantage import zero_variance
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import last_trainable
-from megatron_rl.algorithms.token_advantage import sample_scores, token_advantages
+from megatron_rl.algorithms.token_advantage import sample_scores, token_advantages, without_signal
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.errors import UserError
 from megatron_rl.training.topology import sum_over
@@ -82,13 +82,20 @@ def make_token_data(
     old_values = None if state_values is None else values_before(state_values)
     if objective.trains_by_rewards:
         log_ratio = None
+        rewards = _sample_rewards(objective, shard)
+        if objective.zero_variance == "mask_kl":
+            nothing = without_signal(objective.advantage, **rewards).numpy()[shard.rows]
+            kl_mask = np.repeat(~nothing, batch.lengths)
         if objective.distillation_coef:
             assert old is not None and teacher is not None, "distillation needs old and teacher log-probs"
             log_ratio = _tensor(old).double() - _tensor(teacher).double()
-        advantages, returns = _advantages(objective, shard, old, reference, state_values, log_ratio, kl_reward_coef)
-        if objective.zero_variance == "mask_kl":
-            constant = zero_variance(rewards=_tensor(shard.all_rewards), group_ids=_tensor(shard.all_group_ids)).numpy()[shard.rows]
-            kl_mask = np.repeat(~constant, batch.lengths)
+        scores = sample_scores(objective.advantage, **rewards)[_tensor(shard.rows)]
+        kl = None
+        if kl_reward_coef:
+            assert old is not None and reference is not None, "a KL in the rewards needs old and reference log-probs"
+            kl = kl_estimate(_tensor(old).double(), reference=_tensor(reference).double(), estimator=objective.kl_reward_estimator)
+            kl = kl if kl_mask is None else kl.masked_fill(~_tensor(kl_mask), 0.0)
+        advantages, returns = _advantages(objective, shard, scores, kl, state_values, log_ratio, kl_reward_coef)
     offsets = np.arange(len(batch.tokens)) - np.repeat(batch.cu_seqlens[:-1], batch.lengths)
     return TokenData(
         rollout_log_probs=batch.rollout_log_probs,
@@ -119,27 +126,16 @@ def _tensor(array: Doubles | Ints | Floats | Bools) -> Tensor:
 def _advantages(
     objective: Objective,
     shard: Shard,
-    old: Floats | None,
-    reference: Floats | None,
+    scores: Tensor,
+    kl: Tensor | None,
     state_values: Floats | None,
     teacher_log_ratio: Tensor | None,
     kl_reward_coef: float,
 ) -> tuple[Doubles, Doubles | None]:
-    """Advantages [T] and a critic's returns [T]; groups and whitening are of the whole batch."""
+    """Advantages [T] and a critic's returns [T] from the `scores` and the `kl` in the rewards; whitening is of the whole batch."""
     batch = shard.batch
-    by_component = objective.advantage.estimator == "gdpo"
-    scores = sample_scores(
-        objective.advantage,
-        rewards=_tensor(_components(objective, shard) if by_component else shard.all_rewards),
-        group_ids=_tensor(shard.all_group_ids),
-        lengths=_tensor(shard.all_trainable_tokens),
-        baselines=_tensor(_greedy_baselines(shard)) if objective.advantage.estimator == "remax" else None,
-    )
     mask, cu_seqlens = _tensor(batch.loss_mask), _tensor(batch.cu_seqlens)
-    kl = values = bootstrap = None
-    if kl_reward_coef:
-        assert old is not None and reference is not None, "a KL in the rewards needs old and reference log-probs"
-        kl = kl_estimate(_tensor(old).double(), reference=_tensor(reference).double(), estimator=objective.kl_reward_estimator)
+    values = bootstrap = None
     if state_values is not None:
         values = _tensor(values_before(state_values)).double()
         ends = last_trainable(mask, cu_seqlens)
@@ -147,7 +143,7 @@ def _advantages(
         bootstrap = torch.where(ended, 0.0, _tensor(state_values).double()[ends])
     advantages, returns = token_advantages(
         objective,
-        scores=scores[_tensor(shard.rows)],
+        scores=scores,
         loss_mask=mask,
         cu_seqlens=cu_seqlens,
         kl=kl,
@@ -158,6 +154,25 @@ def _advantages(
         all_reduce_sum=sum_over_data_parallel,
     )
     return np.asarray(advantages.numpy(), np.float64), None if returns is None else np.asarray(returns.numpy(), np.float64)
+
+
+class _SampleRewards(TypedDict):
+    """The whole batch's samples as the estimator compares them: arguments of `sample_scores` and `without_signal`."""
+
+    rewards: Tensor
+    group_ids: Tensor
+    lengths: Tensor
+    baselines: Tensor | None
+
+
+def _sample_rewards(objective: Objective, shard: Shard) -> _SampleRewards:
+    by_component = objective.advantage.estimator == "gdpo"
+    return {
+        "rewards": _tensor(_components(objective, shard) if by_component else shard.all_rewards),
+        "group_ids": _tensor(shard.all_group_ids),
+        "lengths": _tensor(shard.all_trainable_tokens),
+        "baselines": _tensor(_greedy_baselines(shard)) if objective.advantage.estimator == "remax" else None,
+    }
 
 
 def _greedy_baselines(shard: Shard) -> Doubles:

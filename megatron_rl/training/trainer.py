@@ -12,6 +12,7 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.packing import pack, sequence_multiple
 from megatron_rl.device import local_device, prepare_megatron
+from megatron_rl.errors import UserError
 from megatron_rl.models.reading import read_model_spec
 from megatron_rl.models.saving import save_hf
 from megatron_rl.models.spec import ModelSpec
@@ -61,7 +62,7 @@ class Trainer:
         self._place = Place.here()
         self._model = build_trained_model(settings, self._spec, device=self._device, optimizer=settings.training.optimizer)
         self._critic = self._build_critic() if settings.has_critic else None
-        self._reference = ReferenceWeights(self._model.chunks) if self._objective.trains_by_rewards else None
+        self._reference = ReferenceWeights(self._model.chunks) if settings.keeps_reference else None
         self._teacher = self._build_teacher() if self._objective.distillation_coef else None
         self._steps = StepRunner(
             self._objective,
@@ -125,7 +126,7 @@ class Trainer:
             if not reference:
                 values = passes.log_probs(policy, micro_batches, num_tokens=len(batch.tokens))
             else:
-                assert self._reference is not None, "supervised training keeps no reference weights"
+                assert self._reference is not None, "log-probs of a reference that is not kept"
                 # Another model: it routes by itself.
                 policy = dataclasses.replace(policy, replays_routing=False)
                 with self._reference.in_place():
@@ -136,8 +137,14 @@ class Trainer:
         """Log-probs [T] in nats of every token of `batch` given those before it, 0 at each sequence's first token.
 
         Of the current weights or of the initial `reference` ones, at `temperature` or else that of the rollout (1 for
-        supervised training). All ranks of one data-parallel rank pass the same batch and get the same values.
+        supervised training). All ranks of one data-parallel rank pass the same batch and get the same values. Raises UserError
+        when the settings keep no reference.
         """
+        if reference and self._reference is None:
+            raise UserError(
+                "Trainer.log_probs was asked for the reference's, but no term of this objective reads them, so that its weights are not "
+                "kept; set a KL coefficient, or training.reference_interval"
+            )
         check_record(batch, self._spec)
         unit = sequence_multiple(self._topology.cp)
         lengths = -(-batch.lengths // unit) * unit
@@ -164,10 +171,16 @@ class Trainer:
             metrics[0] |= self._critic.judge(shard.batch, data)
         return metrics
 
+    def _asks_reference(self, num_steps: int) -> bool:
+        """Whether the coming batch of `num_steps` optimizer steps passes through the reference, for the objective or to measure."""
+        if not self._settings.keeps_reference or self._objective.needs_reference:
+            return self._settings.keeps_reference
+        return self._steps.num_steps // num_steps % self._settings.training.reference_interval == 0
+
     def _token_data(self, shard: Shard, micro_batches: Sequence[MicroBatch], *, num_steps: int) -> TokenData:
         """Everything about the batch's tokens that stays the same through its optimizer steps, from the models before the first."""
         reference = old = state_values = teacher = None
-        if self._objective.trains_by_rewards:
+        if self._asks_reference(num_steps):
             reference = self._log_probs(shard.batch, micro_batches, reference=True)
         if needs_old_log_probs(self._objective, num_steps=num_steps):
             old = self._log_probs(shard.batch, micro_batches, reference=False)

@@ -35,8 +35,32 @@ def test_published_values(estimator: str, expected: list[float]) -> None:
 
 
 def test_opo_weighs_its_baseline_by_length() -> None:
-    lengths = torch.tensor([1, 2, 3, 4, 1, 1, 1, 1])
-    torch.testing.assert_close(advantages("opo", lengths=lengths)[:4], REWARDS[:4] - (1 * 1 + 4 * 1) / 10)
+    lengths = torch.tensor([1, 2, 3, 5, 7, 2, 1, 4])
+    first, second = (1 * 1 + 5 * 1) / 11, (7 * 0.3 + 2 * 0.9 + 1 * 0.1 + 4 * 0.5) / 14
+    expected = REWARDS - torch.tensor([first] * 4 + [second] * 4, dtype=torch.float64)
+    torch.testing.assert_close(advantages("opo", lengths=lengths), expected)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "opo", "pass@k", "gdpo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_sample_whose_group_was_not_scored_gets_nothing(estimator: str, scale: str) -> None:
+    rewards, groups = torch.tensor([1.0, 0.0, 0.7], dtype=torch.float64), torch.tensor([0, 0, 1])
+    given = rewards.unsqueeze(1) if estimator == "gdpo" else rewards
+    got = advantages(estimator, given, groups, torch.tensor([2, 3, 4]), scale=scale, whiten=False)
+    assert got[2] == 0.0 and got[0] > 0.0
+    alone = advantages(estimator, given[2:], groups[2:], torch.tensor([4]), scale=scale, std_epsilon=0.0, whiten=False)
+    assert alone.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "pass@k", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("factor", [1e38, 1e200])
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_rewards_whose_squares_overflow_keep_their_proportions(estimator: str, factor: float, scale: str) -> None:
+    """An infinite standard deviation made every advantage 0."""
+    given = REWARDS.unsqueeze(1) if estimator == "gdpo" else REWARDS
+    lengths = torch.arange(1, 9)
+    small, large = (advantages(estimator, given * by, lengths=lengths, scale=scale, std_epsilon=0.0) for by in (1.0, factor))
+    torch.testing.assert_close(large, small)
 
 
 def test_remax_subtracts_the_greedy_reward() -> None:
@@ -50,6 +74,9 @@ def test_scale_of_the_whole_batch_and_none() -> None:
     centred = advantages("dr_grpo")
     torch.testing.assert_close(advantages("grpo", scale="none"), centred)
     torch.testing.assert_close(advantages("grpo", scale="batch"), centred / (REWARDS.std() + 1e-6))
+    margin = torch.tensor([0, 0, 0, 0, 0, 0.4, 0, 0], dtype=torch.float64)
+    torch.testing.assert_close(advantages("pass@k", scale="none"), margin)
+    torch.testing.assert_close(advantages("pass@k", scale="batch"), margin / (REWARDS.std() + 1e-6))
 
 
 def test_reinforce_plus_plus_whitens_over_tokens() -> None:

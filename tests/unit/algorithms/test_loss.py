@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.algorithms.emulation import Step, run_step, trivial_layout
 from megatron_rl.algorithms.loss import LossInputs, compute_loss
-from megatron_rl.algorithms.objective import Aggregation, EntropyControl, Objective, OffPolicyCorrection
+from megatron_rl.algorithms.objective import AdvantageSettings, Aggregation, EntropyControl, KLControl, Objective, OffPolicyCorrection
 from megatron_rl.algorithms.policy_loss import find_policy_loss
 
 # The shared vector V1 of the peer survey.
@@ -113,7 +113,15 @@ def value(x, o: Objective, t: int, keep: list[int]):
     return 0.5 * torch.maximum((v - target) ** 2, (near - target) ** 2)
 
 
+def gmpo(x, o: Objective, t: int, keep: list[int]):
+    a = x["advantages"][t]
+    logs = torch.stack([x["log_probs"][k] - x["old_log_probs"][k] for k in keep])
+    near = logs.clamp(-o.clip_low, o.clip_high)
+    return -a * (torch.minimum(logs, near) if a > 0 else torch.maximum(logs, near)).mean().exp()
+
+
 REFERENCES = {
+    "gmpo": gmpo,
     "clip": clipped,
     "cispo": cispo,
     "sapo": sapo,
@@ -132,10 +140,8 @@ REFERENCES = {
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_against_a_loop_over_tokens(name: str, level: str, aggregation: str, make_step) -> None:
     step = make_step([5, 1, 4, 2], seed=7, masked_rows=(3,))
-    clip = 0.01 if name == "dppo_kl" else 0.1
-    objective = Objective(
-        policy_loss=name, ratio_level=level, aggregation=aggregation, max_response_length=6, clip_low=clip, clip_high=clip
-    )
+    low, high = (0.006, 0.02) if name == "dppo_kl" else (0.05, 0.16)
+    objective = Objective(policy_loss=name, ratio_level=level, aggregation=aggregation, max_response_length=6, clip_low=low, clip_high=high)
     leaves = {k: v.clone().requires_grad_() if k in ("log_probs", "values") else v for k, v in step.tokens.items()}
     expected = loop_loss(objective, step, lambda t, keep: REFERENCES[name](leaves, objective, t, keep))
     expected.backward()
@@ -143,6 +149,75 @@ def test_against_a_loop_over_tokens(name: str, level: str, aggregation: str, mak
     assert result.loss == pytest.approx(float(expected.detach()), abs=1e-12)
     moved = "values" if name == "value" else "log_probs"
     torch.testing.assert_close(result.gradients[moved], leaves[moved].grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("coefficient", [0.3, 2.0])
+def test_kl_cov_penalises_the_tokens_of_largest_covariance(coefficient: float, make_step) -> None:
+    step = make_step([5, 1, 4, 7], seed=11)
+    x, keep = step.tokens, step.loss_mask
+    a, p = x["advantages"], x["log_probs"]
+    covariance = torch.where(keep, (a - a[keep].mean()) * (p - p[keep].mean()), -torch.inf)
+    chosen = covariance >= covariance.sort(descending=True).values[int(0.3 * int(keep.sum())) - 1]
+    log_ratio = p - x["old_log_probs"]
+    losses = -log_ratio.exp() * a + torch.where(chosen, coefficient * log_ratio.abs(), 0.0)
+    objective = Objective(policy_loss="kl_cov", kl_cov_fraction=0.3, kl_cov_coef=coefficient, aggregation="token_mean")
+    assert run_step(objective, step, trivial_layout(4)).loss == pytest.approx(float(losses[keep].mean()), abs=1e-12)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_the_correction_at_each_level_against_a_loop(level: str, mode: str, make_step) -> None:
+    step = make_step([5, 1, 4, 7], seed=13, spread=0.3)
+    low, high, expected, start, bounded = 0.8, 1.15, 0.0, 0, 0
+    for length in step.lengths:
+        keep = [t for t in range(start, start + length) if step.loss_mask[t]]
+        start += length
+        logs = [float(step.tokens["old_log_probs"][t] - step.tokens["rollout_log_probs"][t]) for t in keep]
+        for t, log in zip(keep, logs, strict=True):
+            w = math.exp({"token": log, "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[level])
+            inside = low <= w <= high
+            bounded += not inside
+            weight = min(max(w, low), high) if mode == "truncate" else w * inside
+            expected -= weight * float(step.tokens["advantages"][t] * step.tokens["log_probs"][t])
+    correction = OffPolicyCorrection(mode=mode, level=level, low=low, high=high)
+    objective = Objective(policy_loss="gpg", aggregation="token_sum", off_policy_correction=correction)
+    assert 0 < bounded < int(step.loss_mask.sum()) or level != "token"
+    assert run_step(objective, step, trivial_layout(4)).loss == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_veto_drops_every_token_of_a_sequence_with_one_far_below(make_step) -> None:
+    step = make_step([5, 1, 4, 7], seed=18, spread=0.3)
+    ratio = (step.tokens["old_log_probs"] - step.tokens["rollout_log_probs"]).exp()
+    veto, expected, start, dropped = 0.6, 0.0, 0, 0
+    for length in step.lengths:
+        keep = [t for t in range(start, start + length) if step.loss_mask[t]]
+        start += length
+        if any(ratio[t] < veto for t in keep):
+            dropped += 1
+            assert any(ratio[t] >= veto for t in keep)
+            continue
+        expected -= sum(float(step.tokens["advantages"][t] * step.tokens["log_probs"][t]) for t in keep)
+    assert 0 < dropped < 4
+    objective = Objective(policy_loss="gpg", aggregation="token_sum", off_policy_correction=OffPolicyCorrection(veto=veto))
+    assert run_step(objective, step, trivial_layout(4)).loss == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("in_rewards", [False, True])
+def test_the_kl_that_control_steers_by_is_the_mean_of_sequence_means_by_the_terms_own_estimator(in_rewards: bool, make_step) -> None:
+    step = make_step([9, 1, 4, 2], seed=19, masked_rows=(3,))
+    means, start = [], 0
+    for length in step.lengths:
+        d = [
+            float(step.tokens["ref_log_probs"][t] - step.tokens["log_probs"][t]) for t in range(start, start + length) if step.loss_mask[t]
+        ]
+        start += length
+        if d:
+            means.append(sum(x * x / 2 if in_rewards else math.exp(x) - 1 - x for x in d) / len(d))
+    coefficient = {"kl_reward_coef": 0.1} if in_rewards else {"kl_loss_coef": 0.1}
+    estimators = {"kl_estimator": "k3" if not in_rewards else "k1", "kl_reward_estimator": "k2" if in_rewards else "k1"}
+    objective = Objective(kl_control=KLControl(), advantage=AdvantageSettings(estimator="ppo"), **coefficient, **estimators)
+    metrics = run_step(objective, step, trivial_layout(4)).metrics
+    assert metrics["kl_per_sequence"] == pytest.approx(sum(means) / len(means), abs=1e-12)
 
 
 @pytest.mark.parametrize("keep_rejected", [True, False])

@@ -1,5 +1,7 @@
 """The settings of the objective: vocabulary, contradictions, presets."""
 
+from typing import Any, get_args, get_type_hints
+
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
@@ -51,6 +53,18 @@ def test_unknown_preset_names_the_closest() -> None:
         (lambda: OffPolicyCorrection(mode="truncate"), "bound"),
         (lambda: OffPolicyCorrection(high=2.0), "mode"),
         (lambda: OffPolicyCorrection(mode="mask", low=2.0, high=1.0), "low"),
+        (lambda: Objective(clip_low=1.5), "clipped at -0.5"),
+        (lambda: Objective(policy_loss="cispo", clip_low=1.5), "clip_low"),
+        (lambda: Objective(policy_loss="clip_cov", clip_cov_low=2.0, clip_cov_high=1.0), "no token lies between"),
+        (
+            lambda: Objective(zero_variance="drop", advantage=AdvantageSettings(estimator="ppo")),
+            "zero_variance is 'drop' with estimator 'ppo'",
+        ),
+        (lambda: Objective(zero_variance="resample", advantage=AdvantageSettings(estimator="reinforce_plus_plus")), "does not compare"),
+        (lambda: Objective(zero_variance="drop", distillation_coef=1.0), "does not come from rewards"),
+        (lambda: Objective(zero_variance="drop", policy_loss="distillation"), "does not come from rewards"),
+        (lambda: AdvantageSettings(reward_weights=(0.0, 0.0)), "one other than 0"),
+        (lambda: OffPolicyCorrection(veto=1.0), "veto"),
         (lambda: EntropyControl(initial=2.0), "initial"),
         (lambda: EntropyControl(rule="own"), "rule"),
         (lambda: AdvantageSettings(gamma=1.5), "gamma"),
@@ -59,6 +73,50 @@ def test_unknown_preset_names_the_closest() -> None:
 def test_contradictions_are_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_no_number_is_infinite_or_none(value: float) -> None:
+    """Every numeric field of every section, among them those without a bound."""
+    valid: dict[type, dict[str, Any]] = {OffPolicyCorrection: {"mode": "mask", "high": 2.0}}
+    checked = 0
+    for section in (Objective, AdvantageSettings, OffPolicyCorrection, EntropyControl, KLControl):
+        for name, hint in get_type_hints(section).items():
+            if float not in (hint, *get_args(hint)) and name != "reward_weights":
+                continue
+            given = (1.0, value) if name == "reward_weights" else value
+            with pytest.raises(ValueError, match=rf"{section.__name__}\.{name} is .*finite"):
+                section(**{**valid.get(section, {}), name: given})
+            checked += 1
+    assert checked > 30
+
+
+def test_wide_clips_that_are_no_clips_of_ratios_pass() -> None:
+    Objective(policy_loss="gmpo", clip_low=1.5)
+    Objective(clip_low=1.0, clip_high=4.0)
+
+
+def test_groups_may_be_dropped_where_they_have_no_signal() -> None:
+    for estimator in ("grpo", "rloo", "remax", "gdpo", "pass@k", "reinforce_plus_plus_baseline"):
+        Objective(zero_variance="drop", advantage=AdvantageSettings(estimator=estimator))
+    Objective(zero_variance="drop", policy_loss="sft", advantage=AdvantageSettings(estimator="ppo"))
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        (Objective(), False),
+        (Objective(kl_loss_coef=0.1), True),
+        (Objective(kl_reward_coef=0.1, advantage=AdvantageSettings(estimator="ppo")), True),
+        (Objective(kl_reward_coef=0.1, policy_loss="sft", advantage=AdvantageSettings(estimator="ppo")), False),
+        (Objective(policy_loss="sft"), False),
+        (Objective(policy_loss="sft", kl_loss_coef=0.1), True),
+        (Objective(policy_loss="distillation"), True),
+        (Objective(policy_loss="module:function"), True),
+    ],
+)
+def test_who_reads_the_reference(objective: Objective, expected: bool) -> None:
+    assert objective.needs_reference is expected
 
 
 def test_unknown_keys_are_refused_as_settings() -> None:

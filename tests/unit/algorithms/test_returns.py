@@ -89,6 +89,14 @@ def test_whitening_is_safe(dtype: torch.dtype) -> None:
     assert float(got.std()) == pytest.approx(1.0, abs=1e-5) and float(got.mean()) == pytest.approx(0.0, abs=1e-6)
 
 
+def test_whitening_survives_squares_that_overflow() -> None:
+    values = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) + 3
+    mask = torch.arange(50) % 3 > 0
+    expected = whiten(values, mask=mask)
+    for factor in (1e38, 1e200):
+        torch.testing.assert_close(whiten(values * factor, mask=mask), expected)
+
+
 def test_whitening_over_ranks_one_of_them_empty() -> None:
     values = torch.randn(10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     parts = [values[:3], values[3:10], torch.full((2,), torch.nan, dtype=torch.float64)]

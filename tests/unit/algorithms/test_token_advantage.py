@@ -8,7 +8,7 @@ import torch
 from megatron_rl.algorithms.advantage import group_advantages
 from megatron_rl.algorithms.objective import AdvantageSettings, Estimator, Objective
 from megatron_rl.algorithms.returns import gae, whiten
-from megatron_rl.algorithms.token_advantage import sample_scores, token_advantages
+from megatron_rl.algorithms.token_advantage import sample_scores, token_advantages, without_signal
 
 LENGTHS = torch.tensor([3, 1, 4, 2])
 CU_SEQLENS = torch.tensor([0, 3, 4, 8, 10])
@@ -76,6 +76,38 @@ def test_ppo(bootstrapped: bool) -> None:
     advantages, returns = run(settings, values=values, bootstrap=end)
     torch.testing.assert_close(advantages, whiten(expected[0], mask=MASK))
     torch.testing.assert_close(returns, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        *[(name, [True, True, False, False, False, True, False, False]) for name in ("grpo", "dr_grpo", "rloo", "opo")],
+        ("reinforce_plus_plus_baseline", [True, True, False, False, False, True, False, False]),
+        ("pass@k", [True, True, True, True, True, True, False, False]),
+        ("remax", [True, True, False, False, False, False, False, False]),
+        ("ppo", [True, True, False, False, False, False, False, False]),
+        ("reinforce_plus_plus", [True, True, False, False, False, False, False, False]),
+    ],
+)
+def test_a_group_without_signal_is_one_whose_advantages_are_zero(estimator: Estimator, expected: list[bool]) -> None:
+    """Equal rewards; two best of three; a lone sample; two that differ. The greedy responses got 0.3, 0, 0.5 and 0.25."""
+    rewards = torch.tensor([0.3, 0.3, 1.0, 1.0, 0.0, 0.7, 0.25, 0.5], dtype=torch.float64)
+    groups = torch.tensor([5, 5, 2, 2, 2, 9, 0, 0])
+    baselines = torch.tensor([0.3, 0.3, 0.0, 0.0, 0.0, 0.5, 0.25, 0.25], dtype=torch.float64)
+    got = without_signal(
+        AdvantageSettings(estimator=estimator), rewards=rewards, group_ids=groups, lengths=torch.arange(1, 9), baselines=baselines
+    )
+    assert got.tolist() == expected
+
+
+def test_gdpo_learns_from_every_component_that_differs() -> None:
+    components = torch.tensor([[1.0, 0.5], [1.0, 0.5], [1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    groups, lengths = torch.tensor([0, 0, 1, 1]), torch.ones(4)
+    settings = AdvantageSettings(estimator="gdpo")
+    assert without_signal(settings, rewards=components, group_ids=groups, lengths=lengths).tolist() == [True, True, False, False]
+    first = dataclasses.replace(settings, reward_weights=(0.0, 1.0))
+    components[2:, 1] = 0.5
+    assert without_signal(first, rewards=components, group_ids=groups, lengths=lengths).tolist() == [True] * 4
 
 
 def test_what_is_missing_is_named() -> None:

@@ -39,7 +39,7 @@ def test_overrides_alone_are_enough() -> None:
 def test_saved_settings_are_read_back_equal(settings_with: Callable[..., Settings], tmp_path: Path) -> None:
     settings = settings_with(
         "objective.preset=dapo",
-        "objective.clip_high=.inf",
+        "objective.clip_high=null",
         "objective.off_policy_correction={mode: truncate, high: 2.0}",
         "rollout.sglang.mem_fraction_static=0.5",
         "rollout.sampling.stop=['1e-6', 'null', '~']",

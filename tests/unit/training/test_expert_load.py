@@ -136,7 +136,7 @@ def test_only_the_policy_replays_and_only_when_asked_to(make_trainer: Callable[.
     free = make_batch(ROWS)
     experts = np.random.default_rng(0).random((len(free.tokens), 2, 4)).argsort(-1)[..., :2].astype(np.uint8)
     recorded = dataclasses.replace(free, routed_experts=experts, routed=np.ones(len(experts), np.bool_))
-    trainer = make_trainer(path, routing_replay=True)
+    trainer = make_trainer(path, routing_replay=True, reference_interval=1)
     own = trainer.log_probs(free)
     assert np.abs(trainer.log_probs(recorded) - own).max() > 0.01
     np.testing.assert_array_equal(trainer.log_probs(recorded, reference=True), own)

@@ -172,7 +172,8 @@ def main_parameters(trainer: Trainer) -> list[torch.Tensor]:
 def test_updates_too_small_for_bfloat16_add_up_in_float32(
     make_trainer: MakeTrainer, tiny_model: Callable[..., Path], tmp_path: Path, optimizer: dict[str, bool]
 ) -> None:
-    path, training = tiny_model(), {"dtype": "bfloat16", "optimizer": {**UNCLIPPED, **optimizer, "lr": 1e-3, "weight_decay": 0.0}}
+    fields = {**UNCLIPPED, **optimizer, "lr": 1e-3, "weight_decay": 0.0}
+    path, training = tiny_model(), {"dtype": "bfloat16", "optimizer": fields, "reference_interval": 1}
     trainer = make_trainer(path, **training)
     assert {parameter.dtype for parameter in policy_of(trainer).chunks[0].parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in main_parameters(trainer)} == {torch.float32}

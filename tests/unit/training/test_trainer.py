@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from megatron_rl.algorithms import head_statistics
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import check_metrics
+from megatron_rl.training.reference import ReferenceWeights
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
@@ -103,7 +106,7 @@ def test_log_probs_are_those_of_transformers_at_the_sampling_temperature(
 def test_reference_stays_the_initial_policy_and_training_starts_on_policy(
     make_trainer: MakeTrainer, tiny_model: Callable[..., Path]
 ) -> None:
-    batch, trainer = make_batch(ROWS), make_trainer(tiny_model())
+    batch, trainer = make_batch(ROWS), make_trainer(tiny_model(), reference_interval=1)
     initial = trainer.log_probs(batch)
     first = train(trainer, batch)[0]
     assert first["train/ratio"] == pytest.approx(1.0, abs=1e-6)
@@ -116,6 +119,105 @@ def test_reference_stays_the_initial_policy_and_training_starts_on_policy(
     second = train(trainer, batch, optimizer_steps=2)
     assert second[0]["train/kl_reference"] > 1e-6
     assert second[1]["train/ratio"] != pytest.approx(1.0, abs=1e-6)
+
+
+def counted_reference_passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows by one entry whenever the reference weights take their place in the model."""
+    passes: list[bool] = []
+    in_place = ReferenceWeights.in_place
+
+    def counting(reference: ReferenceWeights) -> AbstractContextManager[None]:
+        passes.append(True)
+        return in_place(reference)
+
+    monkeypatch.setattr(ReferenceWeights, "in_place", counting)
+    return passes
+
+
+@pytest.mark.parametrize(
+    ("objective", "interval", "measured"),
+    [
+        ({}, 0, [False] * 5),
+        ({}, 2, [True, False, True, False, True]),
+        ({"kl_loss_coef": 0.1}, 0, [True] * 5),
+        ({"kl_reward_coef": 0.1, "advantage": {"estimator": "reinforce_plus_plus"}}, 3, [True] * 5),
+    ],
+)
+def test_the_reference_is_asked_where_a_term_reads_it_or_its_batch_is_to_be_measured(
+    make_trainer: MakeTrainer,
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    objective: dict[str, Any],
+    interval: int,
+    measured: list[bool],
+) -> None:
+    passes, path = counted_reference_passes(monkeypatch), tiny_model()
+    trainer = make_trainer(path, objective, reference_interval=interval)
+    for number, expected in enumerate(measured):
+        passes.clear()
+        for metrics in train(trainer, make_batch(ROWS), optimizer_steps=2):
+            assert {"train/kl_reference", "train/kl_k1", "train/kl_k2", "train/kl_k3"} & metrics.keys() == (
+                {"train/kl_reference", "train/kl_k1", "train/kl_k2", "train/kl_k3"} if expected else set()
+            )
+        assert len(passes) == expected
+        if number == 2:
+            trainer.save(tmp_path / "checkpoint")
+            trainer = make_trainer(path, objective, reference_interval=interval)
+            trainer.load(tmp_path / "checkpoint")
+
+
+def test_no_reference_is_kept_that_nothing_reads(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
+    trainer = make_trainer(tiny_model())
+    assert trainer._reference is None
+    with pytest.raises(UserError, match=r"training\.reference_interval"):
+        trainer.log_probs(make_batch(ROWS), reference=True)
+
+
+def test_the_interval_measures_and_changes_nothing_else(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
+    path = tiny_model()
+    outcomes = []
+    for interval in (0, 1):
+        trainer = make_trainer(path, reference_interval=interval)
+        train(trainer, make_batch(ROWS), optimizer_steps=2)
+        outcomes.append(weights_of(trainer))
+    for name, tensor in outcomes[0].items():
+        assert torch.equal(tensor, outcomes[1][name]), name
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"kl_loss_coef": 0.1},
+        {"kl_reward_coef": 0.1, "advantage": {"estimator": "reinforce_plus_plus_baseline"}},
+        {"kl_reward_coef": 0.1, "advantage": {"estimator": "reinforce_plus_plus_baseline", "whiten": False}},
+    ],
+)
+def test_constant_groups_train_no_kl_under_mask_kl(
+    make_trainer: MakeTrainer, tiny_model: Callable[..., Path], objective: dict[str, Any]
+) -> None:
+    """Two constant groups, and a lone sample of a group whose others were not scored."""
+    path = tiny_model()
+    norms = {}
+    for zero_variance in ("keep", "mask_kl"):
+        trainer = make_trainer(path, {**objective, "zero_variance": zero_variance})
+        train(trainer, make_batch(ROWS))
+        constant = replace(make_batch([*ROWS, ROWS[0]]), rewards=np.array([0.3, 0.3, 1.0, 1.0, 0.7]))
+        norms[zero_variance] = train(trainer, constant)[0]["train/grad_norm"]
+    assert norms["mask_kl"] == 0.0 < norms["keep"]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "pass@k", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_huge_rewards_train_as_small_ones_of_the_same_proportions(
+    make_trainer: MakeTrainer, tiny_model: Callable[..., Path], estimator: str
+) -> None:
+    path = tiny_model()
+    norms = []
+    for factor in (1.0, 1e38, 1e200):
+        trainer = make_trainer(path, {"advantage": {"estimator": estimator, "std_epsilon": 0.0}})
+        batch = replace(make_batch(ROWS), rewards=np.array([1.0, -1.0, 0.5, -0.25]) * factor)
+        norms.append(train(trainer, batch)[0]["train/grad_norm"])
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-6)
 
 
 def poison(path: Path, *, token: int) -> None:
@@ -150,6 +252,26 @@ def test_non_finite_loss_changes_nothing_and_leaves_its_micro_batch(
     assert (about["loss"], about["grad_norm"], about["temperature"], about["rows"]) == ("nan", "nan", 1.0, [0])
     clean = train(trainer, make_batch([[1, 2, 3, 4, 5]]))[0]
     assert clean["train/skipped_steps"] == 0 and np.isfinite(clean["train/grad_norm"])
+
+
+CONTROLLED = {
+    "kl_loss_coef": 0.1,
+    "kl_control": {"target": 100.0, "horizon": 10.0},
+    "entropy_control": {"rule": "skywork", "target": 100.0, "delta": 0.125, "initial": 0.25, "max": 5.0},
+}
+
+
+def test_a_skipped_step_moves_neither_schedule_nor_controllers(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
+    path = tiny_model(tied=False)
+    poison(path, token=17)
+    trainer = make_trainer(path, CONTROLLED, schedule={"warmup_steps": 8})
+    clean, broken = make_batch([[1, 2, 3, 4, 5], [5, 4, 3]]), make_batch([[8, 2, 17, 3, 3], [1, 2, 3]])
+    names = ("train/lr", "train/entropy_coef", "train/kl_loss_coef")
+    steps = [train(trainer, batch)[0] for batch in (clean, broken, broken, clean)]
+    assert [step["train/skipped_steps"] for step in steps] == [0, 1, 1, 0]
+    seen = [tuple(step[name] for name in names) for step in steps]
+    assert seen[0] != seen[1] == seen[2] == seen[3]
+    assert seen[3] == pytest.approx((2e-3 / 9, 0.375, 0.1 * (1 - 0.2 * 2 / 10)))
 
 
 def test_step_without_a_trainable_token_changes_nothing(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:

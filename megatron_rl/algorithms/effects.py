@@ -1,0 +1,163 @@
+"""When each setting of the objective is read: one that was changed although nothing reads it deserves a note.
+
+A test walks through the table and compares losses, advantages, gradients and coefficients with the setting changed and unchanged.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron_rl.algorithms.objective import POLICY_LOSSES, Objective
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Whether anything of an objective reads a setting, and `what` does, in words."""
+
+    reads: Callable[[Objective], bool]
+    what: str
+
+
+_ALWAYS = Reader(lambda _: True, "every objective")
+_REWARDS = Reader(lambda objective: objective.trains_by_rewards, "a policy_loss that trains by rewards")
+_ADVANTAGES = Reader(lambda objective: objective.reads_advantages, "a policy_loss that trains by advantages")
+_KL_LOSS = Reader(lambda objective: objective.kl_loss_coef > 0, "a kl_loss_coef above 0")
+_KL_REWARD = Reader(
+    lambda objective: objective.kl_reward_coef > 0 and (objective.reads_advantages or objective.has_critic), "a kl_reward_coef above 0"
+)
+_SEQUENCE_SUM_NORM = "sequence_mean_token_sum_norm"
+
+
+def _losses(*names: str) -> Reader:
+    """Read by these policy losses, and perhaps by the user's own, which are given the whole objective."""
+    return Reader(
+        lambda objective: objective.policy_loss in names or objective.policy_loss not in POLICY_LOSSES, f"policy_loss {', '.join(names)}"
+    )
+
+
+def _estimators(*names: str) -> Reader:
+    return Reader(
+        lambda objective: objective.reads_advantages and objective.advantage.estimator in names, f"advantage.estimator {', '.join(names)}"
+    )
+
+
+def _returns(*names: str) -> Reader:
+    """As `_estimators`, for what also makes the returns that a critic learns from."""
+    return Reader(
+        lambda objective: objective.advantage.estimator in names and (objective.reads_advantages or objective.has_critic),
+        f"advantage.estimator {', '.join(names)}",
+    )
+
+
+def _divides_by_spread(objective: Objective) -> bool:
+    estimator, scale = objective.advantage.estimator, objective.advantage.scale
+    return objective.reads_advantages and (estimator == "gdpo" or (estimator in ("grpo", "pass@k") and scale != "none"))
+
+
+def _rejects(objective: Objective) -> bool:
+    correction = objective.off_policy_correction
+    return correction is not None and (correction.mode == "mask" or correction.veto is not None or correction.opsm is not None)
+
+
+def _has_kl(objective: Objective) -> bool:
+    return _KL_LOSS.reads(objective) or _KL_REWARD.reads(objective)
+
+
+def _masks_or_drops(objective: Objective) -> bool:
+    return objective.trains_by_rewards and (_has_kl(objective) or objective.zero_variance != "mask_kl")
+
+
+_CLIPPING = _losses("clip", "clip_cov", "cispo", "gmpo", "dppo_tv", "dppo_kl")
+
+# Legend: dotted path below objective -> its reader. A section that may be null comes before its fields, which are read only with it.
+READERS: Mapping[str, Reader] = MappingProxyType({
+    "policy_loss": _ALWAYS,
+    "ratio_level": _losses("clip", "clip_cov", "kl_cov", "cispo", "sapo", "dppo_tv", "dppo_kl", "distillation"),
+    "aggregation": _ALWAYS,
+    "max_response_length": Reader(lambda objective: objective.aggregation == _SEQUENCE_SUM_NORM, f"aggregation {_SEQUENCE_SUM_NORM}"),
+    "clip_low": _CLIPPING,
+    "clip_high": _CLIPPING,
+    "dual_clip": _losses("clip", "clip_cov"),
+    "ratio_cap": _losses("clip", "clip_cov", "dppo_tv", "dppo_kl"),
+    "sapo_tau_positive": _losses("sapo"),
+    "sapo_tau_negative": _losses("sapo"),
+    "vespo_k_positive": _losses("vespo"),
+    "vespo_lambda_positive": _losses("vespo"),
+    "vespo_k_negative": _losses("vespo"),
+    "vespo_lambda_negative": _losses("vespo"),
+    "clip_cov_fraction": _losses("clip_cov"),
+    "clip_cov_low": _losses("clip_cov"),
+    "clip_cov_high": _losses("clip_cov"),
+    "kl_cov_fraction": _losses("kl_cov"),
+    "kl_cov_coef": _losses("kl_cov"),
+    "value_clip": Reader(lambda objective: objective.policy_loss == "value" or objective.has_critic, "the critic of estimator ppo"),
+    "off_policy_correction": _REWARDS,
+    "off_policy_correction.mode": _REWARDS,
+    "off_policy_correction.level": Reader(
+        lambda objective: objective.off_policy_correction is not None and objective.off_policy_correction.mode != "none",
+        "off_policy_correction.mode truncate or mask",
+    ),
+    "off_policy_correction.low": _REWARDS,
+    "off_policy_correction.high": _REWARDS,
+    "off_policy_correction.veto": _REWARDS,
+    "off_policy_correction.opsm": _REWARDS,
+    "off_policy_correction.keep_rejected_in_denominator": Reader(
+        lambda objective: _rejects(objective) and objective.aggregation != "token_sum",
+        "a correction that rejects tokens (mode mask, veto or opsm) and an aggregation that divides",
+    ),
+    "kl_loss_coef": _ALWAYS,
+    "kl_estimator": _KL_LOSS,
+    "kl_unbiased": Reader(lambda objective: _KL_LOSS.reads(objective) and objective.trains_by_rewards, _KL_LOSS.what),
+    "kl_reward_coef": _returns("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    "kl_reward_estimator": _KL_REWARD,
+    "distillation_coef": _ADVANTAGES,
+    "kl_control": Reader(_has_kl, "a KL coefficient above 0"),
+    "kl_control.target": _ALWAYS,
+    "kl_control.horizon": _ALWAYS,
+    "advantage.estimator": Reader(lambda objective: objective.reads_advantages or objective.has_critic, _ADVANTAGES.what),
+    "advantage.scale": _estimators("grpo", "pass@k"),
+    "advantage.std_epsilon": Reader(_divides_by_spread, "advantage.estimator gdpo, or grpo and pass@k with a scale"),
+    "advantage.gamma": _returns("ppo", "reinforce_plus_plus"),
+    "advantage.lam": _returns("ppo"),
+    "advantage.whiten": _estimators("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
+    "advantage.bootstrap_truncated": _returns("ppo"),
+    "advantage.reward_weights": _estimators("gdpo"),
+    "zero_variance": Reader(_masks_or_drops, "a policy_loss that trains by rewards; mask_kl also needs a KL coefficient above 0"),
+    "entropy_coef": _ALWAYS,
+    "entropy_mode": Reader(lambda objective: objective.has_entropy_bonus, "an entropy bonus"),
+    "entropy_control": _ALWAYS,
+    "entropy_control.actuator": _ALWAYS,
+    "entropy_control.rule": Reader(lambda objective: objective.adapts_entropy_coef, "entropy_control.actuator coefficient"),
+    "entropy_control.target": _ALWAYS,
+    "entropy_control.delta": _ALWAYS,
+    "entropy_control.min": _ALWAYS,
+    "entropy_control.max": _ALWAYS,
+    "entropy_control.initial": _ALWAYS,
+    "top_entropy_fraction": _ALWAYS,
+})  # fmt: skip
+
+
+def is_read(path: str, objective: Objective) -> bool:
+    """Whether anything reads the setting at the dotted `path`. Raises KeyError for a path that the table lacks."""
+    parent = path.rpartition(".")[0]
+    return READERS[path].reads(objective) and (parent not in READERS or READERS[parent].reads(objective))
+
+
+def unread_settings(objective: Objective) -> list[str]:
+    """One sentence for each setting that is not at its default although nothing reads it under the others."""
+    return [
+        f"objective.{path}{'' if is_dataclass(value) else f' {value}'} has no effect: only {READERS[path].what} reads it"
+        for path, value in _changed(objective, objective, "")
+        if not is_read(path, objective)
+    ]
+
+
+def _changed(objective: Objective, section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of what is not at its default; a section that is not read stands for all of its fields."""
+    for item in fields(section):
+        path, value = f"{prefix}{item.name}", getattr(section, item.name)
+        if is_dataclass(value) and (path not in READERS or is_read(path, objective)):
+            yield from _changed(objective, value, f"{path}.")
+        elif value != item.default:
+            yield path, value
