@@ -459,7 +459,7 @@ def test_an_engine_that_fails_is_told_once(
     assert capsys.readouterr().err == ""
 
 
-def group_of(*rewards: Reward) -> Group:
+def rewarded_group(*rewards: Reward) -> Group:
     prompt = Prompt(id="p", token_ids=np.array([1, 2]), text="ab")
     samples = tuple(
         Sample(
@@ -505,4 +505,4 @@ FAILED = Reward(RewardOutcome.ERROR, message="boom")
     ],
 )
 def test_what_a_group_teaches_depends_on_the_estimator(advantage: dict[str, Any], rewards: list[Reward], expected: bool) -> None:
-    assert has_signal(group_of(*rewards), AdvantageSettings(**advantage)) is expected
+    assert has_signal(rewarded_group(*rewards), AdvantageSettings(**advantage)) is expected
