@@ -261,6 +261,11 @@ class Objective:
         return self.policy_loss in _COVARIANCE_LOSSES or self.top_entropy_fraction < 1 or drops
 
     @property
+    def has_critic(self) -> bool:
+        """True when a critic is trained beside the policy."""
+        return self.trains_by_rewards and self.advantage.estimator == "ppo"
+
+    @property
     def trains_by_rewards(self) -> bool:
         """False for sft and value, which need no rewards, no ratios and no rollout log-probs."""
         return self.policy_loss not in _NO_POLICY_GRADIENT

@@ -222,4 +222,4 @@ class Settings(Section):
     @property
     def has_critic(self) -> bool:
         """True when a critic is trained beside the policy."""
-        return self.objective.trains_by_rewards and self.objective.advantage.estimator == "ppo"
+        return self.objective.has_critic

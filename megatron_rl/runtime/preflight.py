@@ -144,7 +144,7 @@ def _check_model(settings: Settings, target: Target) -> list[str]:
     transformer_config(
         spec,
         topology=settings.training.topology,
-        dtype=model_dtype(settings, target.device),
+        dtype=model_dtype(settings.model, target.device),
         overrides=settings.model.megatron,
         attention=target.attention,
     )
@@ -154,8 +154,14 @@ def _check_model(settings: Settings, target: Target) -> list[str]:
             raise UserError(f"model.teacher is {settings.model.teacher}, which is not a directory; give a Hugging Face model directory")
         teacher = read_model_spec(settings.model.teacher)
         check_layout(topology, teacher, settings.model.megatron)
-        teacher_config(settings, teacher, dtype=model_dtype(settings, target.device), attention=target.attention)
-    check_routing_replay(settings, spec)
+        teacher_config(
+            settings.model,
+            settings.training.topology,
+            teacher,
+            dtype=model_dtype(settings.model, target.device),
+            attention=target.attention,
+        )
+    check_routing_replay(settings.model, settings.training, spec)
     return [] if settings.supervised else _check_context(settings, spec)
 
 
@@ -197,7 +203,7 @@ def _check_objective(settings: Settings) -> list[str]:
 
 
 def _check_optimizer(settings: Settings, device: Device) -> list[str]:
-    training, dtype = settings.training, model_dtype(settings, device)
+    training, dtype = settings.training, model_dtype(settings.model, device)
     make_configs(training.optimizer, training.ddp, dtype=dtype)
     notes = [] if "lr" in training.optimizer else ["training.optimizer.lr is not set: the learning rate is 1e-6"]
     if settings.has_critic:

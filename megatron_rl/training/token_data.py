@@ -18,7 +18,7 @@ from megatron_rl.algorithms.token_advantage import sample_scores, token_advantag
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.errors import UserError
 from megatron_rl.training.topology import sum_over
-from megatron_rl.types import Bools, Doubles, Floats, Ints, Shard
+from megatron_rl.types import Bools, Doubles, Floats, Ints, Shard, TrainBatch
 
 _TOKENS_PER_SEQUENCE = 2**32
 
@@ -27,12 +27,13 @@ _TOKENS_PER_SEQUENCE = 2**32
 class TokenData:
     """Arrays [T] aligned with the tokens of a shard's batch, in nats where they are log-probs.
 
-    `old_log_probs` None: the old policy is the current one. `ref_log_probs` None: no reference is used. `kl_mask` None: the KL of
-    every token counts. `token_keys` name a token within the whole batch, the same under every layout. `old_values`, of the states in
-    which the tokens were chosen, and `returns` are for a critic, None without one; `teacher_log_probs` likewise for a teacher.
+    `rollout_log_probs` None: those of the generator are not known. `old_log_probs` None: the old policy is the current one.
+    `ref_log_probs` None: no reference is used. `kl_mask` None: the KL of every token counts. `token_keys` name a token within the whole
+    batch, the same under every layout. `old_values`, of the states in which the tokens were chosen, and `returns` are for a critic, None
+    without one; `teacher_log_probs` likewise for a teacher.
     """
 
-    rollout_log_probs: Floats
+    rollout_log_probs: Floats | None
     old_log_probs: Floats | None
     ref_log_probs: Floats | None
     advantages: Floats
@@ -74,18 +75,21 @@ def make_token_data(
     """The data [T] of `shard`, with advantages by the groups of the whole batch; advantages are zero for supervised training.
 
     `state_values` [T], for ppo, are a critic's of the states behind each token, `teacher` [T] a teacher's log-probs for distillation;
-    `kl_reward_coef` is the present coefficient.
-    Collective over data-parallel ranks.
+    `kl_reward_coef` is the present coefficient. What the batch brings itself takes the place of these, and its advantages are used as
+    they are. Collective over data-parallel ranks.
     """
     batch = shard.batch
+    old, reference = _own_or(batch.old_log_probs, old, batch), _own_or(batch.ref_log_probs, reference, batch)
+    old_values = _own_or(batch.values, None if state_values is None else values_before(state_values), batch)
     advantages, returns, kl_mask = np.zeros(len(batch.tokens)), None, None
-    old_values = None if state_values is None else values_before(state_values)
-    if objective.trains_by_rewards:
+    if batch.advantages is not None:
+        advantages = np.where(batch.loss_mask, batch.advantages, 0.0)
+    elif objective.trains_by_rewards:
         log_ratio = None
         if objective.distillation_coef:
             assert old is not None and teacher is not None, "distillation needs old and teacher log-probs"
             log_ratio = _tensor(old).double() - _tensor(teacher).double()
-        advantages, returns = _advantages(objective, shard, old, reference, state_values, log_ratio, kl_reward_coef)
+        advantages, returns = _advantages(objective, shard, old, reference, old_values, state_values, log_ratio, kl_reward_coef)
         if objective.zero_variance == "mask_kl":
             constant = zero_variance(rewards=_tensor(shard.all_rewards), group_ids=_tensor(shard.all_group_ids)).numpy()[shard.rows]
             kl_mask = np.repeat(~constant, batch.lengths)
@@ -112,6 +116,11 @@ def values_before(state_values: Floats) -> Floats:
     return np.concatenate([np.zeros(1, np.float32), state_values[:-1]])[: len(state_values)]
 
 
+def _own_or(own: Floats | None, computed: Floats | None, batch: TrainBatch) -> Floats | None:
+    """What the batch brings itself [T], with 0 where its loss mask leaves out a token, which may hold anything; else what was computed."""
+    return computed if own is None else np.where(batch.loss_mask, own, np.float32(0.0))
+
+
 def _tensor(array: Doubles | Ints | Floats | Bools) -> Tensor:
     return torch.from_numpy(np.array(array))
 
@@ -121,6 +130,7 @@ def _advantages(
     shard: Shard,
     old: Floats | None,
     reference: Floats | None,
+    old_values: Floats | None,
     state_values: Floats | None,
     teacher_log_ratio: Tensor | None,
     kl_reward_coef: float,
@@ -140,8 +150,9 @@ def _advantages(
     if kl_reward_coef:
         assert old is not None and reference is not None, "a KL in the rewards needs old and reference log-probs"
         kl = kl_estimate(_tensor(old).double(), reference=_tensor(reference).double(), estimator=objective.kl_reward_estimator)
+    if old_values is not None:
+        values = _tensor(old_values).double()
     if state_values is not None:
-        values = _tensor(values_before(state_values)).double()
         ends = last_trainable(mask, cu_seqlens)
         ended = ~_tensor(batch.truncated) | (ends < 0)
         bootstrap = torch.where(ended, 0.0, _tensor(state_values).double()[ends])

@@ -160,14 +160,16 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def initialize(topology: Topology, *, rank: int, init_method: str, device: Device, timeout_s: float, seed: int = 0) -> None:
+def initialize(topology: Topology, *, rank: int, init_method: str | None, device: Device, timeout_s: float, seed: int = 0) -> None:
     """Join the process group at `init_method` as `rank` and build Megatron's groups; collectives then time out after `timeout_s`.
 
-    Collective over all ranks of `topology`. A process can be initialised once. `seed` is the base of the ranks' random generators.
+    `init_method` None: a process alone. Collective over all ranks of `topology`. A process can be initialised once. `seed` is the base
+    of the ranks' random generators.
     """
     distributed.init_process_group(
         backend=device.backend,
         init_method=init_method,
+        store=distributed.HashStore() if init_method is None else None,
         rank=rank,
         world_size=topology.num_ranks,
         timeout=datetime.timedelta(seconds=timeout_s),
