@@ -52,6 +52,11 @@ def check_objective(objective: Objective) -> None:
             "objective.policy_loss is value, the loss of a critic, which is trained beside a policy; choose a policy loss, and "
             "objective.advantage.estimator ppo for a critic"
         )
+    if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
+        raise UserError(
+            "objective.aggregation sequence_mean_token_sum_norm divides by a constant length, but objective.max_response_length is not set; "
+            "set it to the response budget, in tokens"
+        )
 
 
 def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:

@@ -434,9 +434,9 @@ def _drain(weights: Iterator[tuple[str, Tensor]]) -> None:
 def resolve_objective(settings: Settings) -> Objective:
     """The objective with the response budget as its constant length, where that is not set. Raises UserError when it cannot be trained."""
     objective = settings.objective
-    check_objective(objective)
     if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
-        return dataclasses.replace(objective, max_response_length=settings.rollout.sampling.max_response_tokens)
+        objective = dataclasses.replace(objective, max_response_length=settings.rollout.sampling.max_response_tokens)
+    check_objective(objective)
     return objective
 
 
