@@ -54,7 +54,7 @@ def check_objective(objective: Objective) -> None:
         )
     if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
         raise UserError(
-            "objective.aggregation sequence_mean_token_sum_norm divides by a constant length, but objective.max_response_length is not set; "
+            "objective.aggregation sequence_mean_token_sum_norm divides by a constant, but objective.max_response_length is not set; "
             "set it to the response budget, in tokens"
         )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -102,20 +103,24 @@ class Trainer:
             timeout_s=self._training.step_timeout_s,
             seed=seed,
         )
-        self._place = Place.here()
-        self._model = self._build(self._training.optimizer)
-        self._critic = self._build_critic(dumps) if self._objective.has_critic else None
-        self._reference = ReferenceWeights(self._model.chunks) if self._objective.trains_by_rewards else None
-        self._teacher = self._build_teacher() if self._objective.distillation_coef else None
-        self._steps = StepRunner(
-            self._objective,
-            self._model,
-            dump_directory=dumps,
-            seed=seed,
-            frozen_steps=self._training.critic.warmup_steps if self._objective.has_critic else 0,
-        )
         self._waiting: tuple[StepGradients, StepGradients | None] | None = None
-        self._memories = {name: ModelMemory(model) for name, model in self.trained_models().items()}
+        with ExitStack() as undo:
+            # A process that could not build its rank is not left in the groups.
+            undo.callback(self.close)
+            self._place = Place.here()
+            self._model = self._build(self._training.optimizer)
+            self._critic = self._build_critic(dumps) if self._objective.has_critic else None
+            self._reference = ReferenceWeights(self._model.chunks) if self._objective.trains_by_rewards else None
+            self._teacher = self._build_teacher() if self._objective.distillation_coef else None
+            self._steps = StepRunner(
+                self._objective,
+                self._model,
+                dump_directory=dumps,
+                seed=seed,
+                frozen_steps=self._training.critic.warmup_steps if self._objective.has_critic else 0,
+            )
+            self._memories = {name: ModelMemory(model) for name, model in self.trained_models().items()}
+            undo.pop_all()
 
     @classmethod
     def of(cls, settings: Settings, *, rank: int, init_method: str, local_rank: int = 0) -> "Trainer":
