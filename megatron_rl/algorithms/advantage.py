@@ -88,6 +88,8 @@ def group_advantages(
     reinforce_plus_plus: R whitened over tokens; its baseline form subtracts the group mean first (2501.03262).
 
     Raises ValueError for ppo, for wrong shapes, for rewards that are not finite, and for remax without baselines.
+
+    Example: `group_advantages(AdvantageSettings(), rewards=rewards, group_ids=group_ids, lengths=lengths)`
     """
     values = rewards.double()
     _check(settings, values, group_ids, lengths, baselines)
