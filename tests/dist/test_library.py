@@ -64,7 +64,7 @@ def run(rank: int, world_size: int, init_method: str, model: str, topologies: li
     for number, topology in enumerate(topologies):
         training = TrainingSettings(
             topology=TopologySettings(num_ranks=world_size, **topology),
-            optimizer={"lr": 1e-3},
+            optimizer={"lr": 1e-3, "adam_eps": 1e-6},
             max_tokens_per_micro_batch=24,
             optimizer_steps_per_batch=2,
         )
@@ -77,13 +77,13 @@ def run(rank: int, world_size: int, init_method: str, model: str, topologies: li
             kept = dataclasses.replace(batch, old_log_probs=log_probs, values=values)
             for rows in (np.arange(0, 5), np.arange(5, 9)):
                 steps.append(trainer.forward_backward(kept.select(rows)) | trainer.optimizer_step())
+            weights = {name: tensor.numpy().copy() for name, tensor in trainer.weights()}
             refusals = []
             for call in (trainer.train, trainer.forward_backward, trainer.log_probs, trainer.values):
                 try:
                     call(make_batch(rank))
                 except UserError as error:
                     refusals.append(str(error))
-            weights = {name: tensor.numpy().copy() for name, tensor in trainer.weights()}
         said.append({"steps": steps, "log_probs": log_probs, "values": values, "weights": weights, "refusals": refusals})
     return said
 
