@@ -1,0 +1,61 @@
+"""RL post-training for large language models; the names below are what other programs use of it.
+
+They are imported when they are first asked for: `import megatron_rl` itself loads neither torch nor Megatron-Core nor Ray. Examples are
+in `examples/library`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_rl.algorithms.advantage import group_advantages
+    from megatron_rl.algorithms.inputs import LossInputs
+    from megatron_rl.algorithms.log_prob import token_statistics
+    from megatron_rl.algorithms.loss import LossOutput, compute_loss
+    from megatron_rl.algorithms.objective import AdvantageSettings, Objective
+    from megatron_rl.config.settings import ModelSettings, TopologySettings, TrainingSettings
+    from megatron_rl.errors import UserError
+    from megatron_rl.training.trainer import Trainer
+    from megatron_rl.types import TrainBatch
+
+__all__ = [
+    "AdvantageSettings",
+    "LossInputs",
+    "LossOutput",
+    "ModelSettings",
+    "Objective",
+    "TopologySettings",
+    "TrainBatch",
+    "Trainer",
+    "TrainingSettings",
+    "UserError",
+    "compute_loss",
+    "group_advantages",
+    "token_statistics",
+]
+
+_MODULES = {
+    "AdvantageSettings": "megatron_rl.algorithms.objective",
+    "LossInputs": "megatron_rl.algorithms.inputs",
+    "LossOutput": "megatron_rl.algorithms.loss",
+    "ModelSettings": "megatron_rl.config.settings",
+    "Objective": "megatron_rl.algorithms.objective",
+    "TopologySettings": "megatron_rl.config.settings",
+    "TrainBatch": "megatron_rl.types",
+    "Trainer": "megatron_rl.training.trainer",
+    "TrainingSettings": "megatron_rl.config.settings",
+    "UserError": "megatron_rl.errors",
+    "compute_loss": "megatron_rl.algorithms.loss",
+    "group_advantages": "megatron_rl.algorithms.advantage",
+    "token_statistics": "megatron_rl.algorithms.log_prob",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

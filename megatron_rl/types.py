@@ -7,17 +7,19 @@ Per-token arrays are aligned with the token they score: `log_probs[t] = log p(to
 import enum
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+_OPTIONAL_FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
+"""Fields [T] of a TrainBatch that may be None."""
 Experts = NDArray[np.uint8] | NDArray[np.uint16]
 """Numbers of experts [tokens, L mixture layers, K experts of a token], in the smallest type that the producer could choose."""
 
@@ -88,6 +90,39 @@ def _check_lengths(owner: object, names: tuple[str, ...], length: int) -> None:
         got = len(getattr(owner, name))
         if got != length:
             raise ValueError(f"{type(owner).__name__}.{name} has length {got}, needs {length}")
+
+
+def _token_ids(name: str, ids: ArrayLike) -> Ints:
+    """One sequence's token ids [n]. Raises ValueError for what is not a flat list of whole numbers."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(
+            f"from_sequences got {name} with a row of type {array.dtype}, shape {array.shape}; needs token ids [n], without padding"
+        )
+    return array.astype(np.int64)
+
+
+def _behind_prompts(name: str, given: Sequence[ArrayLike], prompts: Sequence[Ints], responses: Sequence[Ints], *, fill: float) -> Floats:
+    """Numbers of the responses' tokens, each row behind as many `fill` as its prompt has tokens, flat [T]."""
+    if len(given) != len(responses):
+        raise ValueError(f"from_sequences got {name} of {len(given)} responses, needs those of all {len(responses)}")
+    parts = [np.empty(0, np.float32)]
+    for row, (numbers, prompt, response) in enumerate(zip(given, prompts, responses, strict=True)):
+        array = np.asarray(numbers, np.float32)
+        if name == "advantages" and array.ndim == 0:
+            array = np.full(len(response), array, np.float32)
+        if array.shape != response.shape:
+            raise ValueError(
+                f"from_sequences got {name}[{row}] of shape {array.shape} for a response of {len(response)} tokens, needs one each"
+            )
+        parts += [np.full(len(prompt), fill, np.float32), array]
+    return np.concatenate(parts)
+
+
+def _numbered(labels: Iterable[Hashable]) -> Ints:
+    """Equal labels as equal numbers, counted from 0 in the order in which they first appear, [B]."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(label, len(numbers)) for label in labels], np.int64)
 
 
 class StopReason(str, enum.Enum):
@@ -219,17 +254,25 @@ class TrainBatch:
     """B whole sequences as flat arrays, prompt and response tokens alike.
 
     `cu_seqlens` [B + 1] are the offsets of the sequences in the token arrays of length T. `loss_mask` [T] is False on
-    prompts. `rollout_log_probs` [T] nats and `weight_versions` [T] hold 0 and -1 where no engine made the token.
-    `rewards` [B], `group_ids` [B] (equal for samples of one prompt), `truncated` [B]. `reward_components` [B, K] are the parts of
-    composite rewards, named by `component_names` [K]; NaN where a sample's reward lacks the part. `routed_experts` [T, L, K] are the
-    experts of each token in each mixture layer as engines chose them, known where `routed` [T] is True; None without any record.
+    prompts. `rollout_log_probs` [T] nats and `weight_versions` [T] hold 0 and -1 where no engine made the token; log-probs None: they are
+    not known. `rewards` [B] (NaN: none), `group_ids` [B] (equal for samples of one prompt), `truncated` [B]. `reward_components` [B, K]
+    are the parts of composite rewards, named by `component_names` [K]; NaN where a sample's reward lacks the part. `routed_experts`
+    [T, L, K] are the experts of each token in each mixture layer as engines chose them, known where `routed` [T] is True; None without
+    any record.
+
+    What a loop of its own has computed, each [T], finite on trainable tokens and used as it is; None lets the trainer compute it:
+    `old_log_probs` nats, of the policy before the first optimizer step on these tokens; `ref_log_probs` nats, of the reference;
+    `values`, reward units, of a critic in the state in which the token was chosen; `advantages`, in place of those that the
+    objective's estimator makes of the rewards: no baseline, scale or whitening is applied to them.
+
+    Example: `TrainBatch.from_sequences(prompts=[[5, 6], [5, 6]], responses=[[7], [8, 9]], rewards=[1.0, 0.0])`.
     """
 
     tokens: Ints
     cu_seqlens: Ints
     prompt_lengths: Ints
     loss_mask: Bools
-    rollout_log_probs: Floats
+    rollout_log_probs: Floats | None
     weight_versions: Ints
     rewards: Doubles
     group_ids: Ints
@@ -238,22 +281,94 @@ class TrainBatch:
     reward_components: Doubles = field(default_factory=_no_components)
     routed_experts: Experts | None = None
     routed: Bools = field(default_factory=_nothing_routed)
+    old_log_probs: Floats | None = None
+    ref_log_probs: Floats | None = None
+    values: Floats | None = None
+    advantages: Floats | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "cu_seqlens", "prompt_lengths", "weight_versions", "group_ids"):
             _freeze(self, name, np.int64)
         for name in ("loss_mask", "truncated", "routed"):
             _freeze(self, name, np.bool_)
-        _freeze(self, "rollout_log_probs", np.float32)
         _freeze(self, "rewards", np.float64)
         if len(self.cu_seqlens) < 1 or self.cu_seqlens[0] != 0 or (np.diff(self.cu_seqlens) < 1).any():
             raise ValueError("TrainBatch.cu_seqlens needs to start at 0 and to rise: a sequence without tokens cannot be trained on")
-        _check_lengths(self, ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"), int(self.cu_seqlens[-1]))
+        _check_lengths(self, ("tokens", "loss_mask", "weight_versions"), int(self.cu_seqlens[-1]))
+        for name in _OPTIONAL_FLOATS:
+            self._check_optional(name)
         _check_lengths(self, ("prompt_lengths", "rewards", "group_ids", "truncated"), self.num_sequences)
         _freeze_table(self, "reward_components", num_rows=self.num_sequences, num_columns=len(self.component_names))
         if self.routed_experts is not None:
             _freeze_experts(self, "routed_experts")
             _check_lengths(self, ("routed_experts", "routed"), int(self.cu_seqlens[-1]))
+
+    def _check_optional(self, name: str) -> None:
+        """Freeze the field `name` [T], where it is given. Raises ValueError for another length or a trainable token without a number."""
+        if getattr(self, name) is None:
+            return
+        _freeze(self, name, np.float32)
+        _check_lengths(self, (name,), len(self.tokens))
+        bad = self.loss_mask & ~np.isfinite(getattr(self, name))
+        if bad.any():
+            row = int(np.searchsorted(self.cu_seqlens, bad.argmax(), side="right")) - 1
+            raise ValueError(
+                f"TrainBatch.{name} is {getattr(self, name)[bad.argmax()]} on trainable token {bad.argmax() - self.cu_seqlens[row]} of "
+                f"sequence {row}, needs a finite number there; only tokens that loss_mask leaves out may hold anything"
+            )
+
+    @classmethod
+    def from_sequences(
+        cls,
+        *,
+        prompts: Sequence[ArrayLike],
+        responses: Sequence[ArrayLike],
+        rewards: ArrayLike | None = None,
+        group_ids: Iterable[Hashable] | None = None,
+        loss_masks: Sequence[ArrayLike] | None = None,
+        rollout_log_probs: Sequence[ArrayLike] | None = None,
+        old_log_probs: Sequence[ArrayLike] | None = None,
+        ref_log_probs: Sequence[ArrayLike] | None = None,
+        values: Sequence[ArrayLike] | None = None,
+        advantages: Sequence[ArrayLike] | None = None,
+        truncated: ArrayLike | None = None,
+    ) -> "TrainBatch":
+        """A batch of B responses, `responses[b]` [R_b] token ids to `prompts[b]` [P_b] (at least one), no padding in either.
+
+        `rewards` [B]. `group_ids` [B], any labels: equal ones share a baseline; equal prompts when not given. Whatever is given per
+        token is [R_b] for response b, aligned with its tokens: `loss_masks`, True where the token is trained on (all when not given),
+        and the fields of that name; `advantages` may also be one number for each response. `truncated` [B], False when not given.
+        Without `rollout_log_probs` the generator is taken to be the policy before the step. Raises ValueError for other lengths.
+        """
+        rows = [_token_ids(name, ids) for name, parts in (("prompts", prompts), ("responses", responses)) for ids in parts]
+        prompt_ids, response_ids = rows[: len(prompts)], rows[len(prompts) :]
+        if len(prompt_ids) != len(response_ids) or not all(map(len, prompt_ids)):
+            raise ValueError(
+                f"from_sequences got {len(prompt_ids)} prompts, the shortest of {min(map(len, prompt_ids), default=0)} tokens, and "
+                f"{len(response_ids)} responses; needs a prompt of a token or more for each response"
+            )
+
+        def flat(name: str, given: Sequence[ArrayLike] | None, *, fill: float = 0.0) -> Floats | None:
+            return None if given is None else _behind_prompts(name, given, prompt_ids, response_ids, fill=fill)
+
+        whole = [np.ones(len(ids)) for ids in response_ids]
+        made = [np.full(len(ids), -1 if rollout_log_probs is None else 0) for ids in response_ids]
+        num = len(response_ids)
+        return cls(
+            tokens=np.concatenate([np.empty(0, np.int64), *itertools.chain(*zip(prompt_ids, response_ids, strict=True))]),
+            cu_seqlens=np.cumsum([0, *(len(prompt) + len(ids) for prompt, ids in zip(prompt_ids, response_ids, strict=True))]),
+            prompt_lengths=np.array([len(ids) for ids in prompt_ids], np.int64),
+            loss_mask=np.asarray(flat("loss_masks", whole if loss_masks is None else loss_masks), np.bool_),
+            weight_versions=np.asarray(flat("weight_versions", made, fill=-1), np.int64),
+            rollout_log_probs=flat("rollout_log_probs", rollout_log_probs),
+            old_log_probs=flat("old_log_probs", old_log_probs),
+            ref_log_probs=flat("ref_log_probs", ref_log_probs),
+            values=flat("values", values),
+            advantages=flat("advantages", advantages),
+            rewards=np.full(num, np.nan) if rewards is None else np.asarray(rewards, np.float64),
+            group_ids=_numbered([ids.tobytes() for ids in prompt_ids] if group_ids is None else group_ids),
+            truncated=np.zeros(num, np.bool_) if truncated is None else np.asarray(truncated, np.bool_),
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -279,7 +394,6 @@ class TrainBatch:
             cu_seqlens=np.concatenate([[0], np.cumsum(self.lengths[rows])]),
             prompt_lengths=self.prompt_lengths[rows],
             loss_mask=self.loss_mask[positions],
-            rollout_log_probs=self.rollout_log_probs[positions],
             weight_versions=self.weight_versions[positions],
             rewards=self.rewards[rows],
             group_ids=self.group_ids[rows],
@@ -288,6 +402,7 @@ class TrainBatch:
             reward_components=self.reward_components[rows],
             routed_experts=None if self.routed_experts is None else _read_only(self.routed_experts[positions]),
             routed=self.routed if self.routed_experts is None else self.routed[positions],
+            **{name: None if getattr(self, name) is None else getattr(self, name)[positions] for name in _OPTIONAL_FLOATS},
         )
 
 

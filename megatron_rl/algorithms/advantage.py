@@ -94,6 +94,8 @@ def group_advantages(
     group, whose others were not scored, has nothing to be compared with: where the group is the baseline it gets 0, before whitening.
 
     Raises ValueError for ppo, for wrong shapes, for rewards that are not finite, and for remax without baselines.
+
+    Example: `group_advantages(AdvantageSettings(), rewards=rewards, group_ids=group_ids, lengths=lengths)`
     """
     values = rewards.double()
     _check(settings, values, group_ids, lengths, baselines)

@@ -19,10 +19,10 @@ class LossInputs:
     """One micro-batch on one rank. Per-token tensors [T] are aligned with the token they score; masked positions may hold anything.
 
     `sequence_index` [T] int64 in [0, S), `sequence_tokens` [S] trainable tokens of the whole sequence over all context-parallel ranks.
-    `log_probs` (with gradient), `entropy`, `varentropy`: of the current policy. `old_log_probs`: of the proximal policy, before
-    the step's first update. `rollout_log_probs`: of the policy that generated. `ref_log_probs`: of the reference or teacher.
-    `kl_mask`: tokens whose KL term counts in the loss, all when None (zero-variance groups under mask_kl). `token_keys` int64:
-    any number that identifies the token within the step (clip_cov). `selection_log_probs`, `selection_entropy`: what
+    Log-probs and entropies are in nats. `log_probs` (with gradient), `entropy`, `varentropy`: of the current policy. `old_log_probs`: of
+    the proximal policy, before the step's first update. `rollout_log_probs`: of the policy that generated. `ref_log_probs`: of the
+    reference or teacher. `kl_mask`: tokens whose KL term counts in the loss, all when None (zero-variance groups under mask_kl).
+    `token_keys` int64: any number that identifies the token within the step (clip_cov). `selection_log_probs`, `selection_entropy`: what
     `step_statistics` saw, when that was not the current pass. `values` (with gradient), `old_values`, `returns`: of a critic.
     """
 

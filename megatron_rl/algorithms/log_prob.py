@@ -80,6 +80,8 @@ def token_statistics(
     A logit may be -inf. Entropy H = -sum p ln p, varentropy = sum p (ln p + H)^2.
 
     Raises ValueError when shapes disagree, the temperature is not positive or a target is outside the vocabulary.
+
+    Example: `token_statistics(logits[:-1], ids[1:], temperature=1.0, vocab_size=logits.shape[-1]).log_prob`, of one sequence `ids` [n].
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"token_statistics got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}, needs [T, V] and [T]")

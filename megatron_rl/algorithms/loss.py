@@ -50,6 +50,9 @@ def compute_loss(
     when `objective.needs_step_statistics`. A step without trainable tokens gives loss 0, zero gradients and metric `empty_step`.
 
     Raises ValueError when a tensor or the statistics that the objective needs are missing. No argument is modified.
+
+    Example: `examples/library/objective_alone.py`; in short, for one micro-batch that is the whole step,
+    `compute_loss(objective, inputs, num_tokens=n, num_sequences=b, entropy_coef=0.0, kl_loss_coef=0.0).loss.backward()`
     """
     sequences = Sequences(inputs.sequence_index, inputs.loss_mask, inputs.sequence_tokens, sequence_sum)
     if objective.needs_step_statistics and statistics is None:

@@ -203,6 +203,10 @@ class TrainingSettings(Section):
     )
     step_timeout_s: Seconds = Field(3600.0, description="Deadline of one training step and of a collective, in seconds.")
 
+    def keeps_reference(self, objective: Objective) -> bool:
+        """True when ranks keep the initial weights, because `objective` reads them or their KL is to be measured."""
+        return objective.needs_reference or (self.reference_interval > 0 and objective.trains_by_rewards)
+
 
 class WeightSettings(Section):
     """Trainer to engine."""
@@ -270,8 +274,7 @@ class Settings(Section):
     @property
     def keeps_reference(self) -> bool:
         """True when ranks keep the initial weights, because the objective reads them or their KL is to be measured."""
-        measured = self.training.reference_interval > 0 and self.objective.trains_by_rewards
-        return self.objective.needs_reference or measured
+        return self.training.keeps_reference(self.objective)
 
     @property
     def has_critic(self) -> bool:

@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_rl.config.derived import derive
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.packing import sequence_multiple
 from megatron_rl.device import Device
@@ -108,7 +109,16 @@ def measure_rank(
     Call it inside `rank_without_memory`, with the same `fused`. Raises UserError for what the model or megatron-core refuse.
     """
     optimizer = critic_optimizer(settings.training) if critic else settings.training.optimizer
-    model = build_trained_model(settings, spec, device=device, optimizer=optimizer, with_value_head=critic, with_weights=False)
+    model = build_trained_model(
+        settings.model,
+        settings.training,
+        spec,
+        device=device,
+        optimizer=optimizer,
+        total_steps=derive(settings).optimizer_steps,
+        with_value_head=critic,
+        with_weights=False,
+    )
     memory = ModelMemory(model)
     parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
     expert_gradients = _balance_experts(model, fused=fused)

@@ -22,7 +22,11 @@ def measure_stages(settings: Settings, spec: ModelSpec, *, fused: bool, critic: 
     topology = Topology.of(settings.training.topology)
     device = local_device()
     config = transformer_config(
-        spec, topology=settings.training.topology, dtype=model_dtype(settings, device), overrides=settings.model.megatron, attention="torch"
+        spec,
+        topology=settings.training.topology,
+        dtype=model_dtype(settings.model, device),
+        overrides=settings.model.megatron,
+        attention="torch",
     )
     batch = full_batch(settings, topology)
     measured: dict[object, RankMemory] = {}

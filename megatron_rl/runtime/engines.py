@@ -83,7 +83,7 @@ def recorded_mixture(settings: Settings) -> MixtureShape | None:
     if not settings.training.routing_replay:
         return None
     spec = read_model_spec(settings.model.path)
-    check_routing_replay(settings, spec)
+    check_routing_replay(settings.model, settings.training, spec)
     assert spec.moe is not None, "checked right above"
     return MixtureShape(
         num_layers=spec.num_layers,

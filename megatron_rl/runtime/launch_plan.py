@@ -119,7 +119,7 @@ def _server_arguments(settings: Settings, device: Device) -> str:
 
 
 def _dtype_name(settings: Settings, device: Device) -> str:
-    return str(model_dtype(settings, device)).removeprefix("torch.")
+    return str(model_dtype(settings.model, device)).removeprefix("torch.")
 
 
 def _backends(settings: Settings, target: Target) -> dict[str, str]:

@@ -138,14 +138,14 @@ def _check_steps_left(settings: Settings, *, resume: bool) -> list[str]:
 
 
 def _check_model(settings: Settings, target: Target) -> list[str]:
-    dtype = model_dtype(settings, target.device)
+    dtype = model_dtype(settings.model, target.device)
     check_model(settings, read_model_spec(settings.model.path), dtype=dtype, attention=target.attention)
     if settings.model.teacher is not None:
         if not settings.model.teacher.is_dir():
             raise UserError(f"model.teacher is {settings.model.teacher}, which is not a directory; give a Hugging Face model directory")
         teacher = read_model_spec(settings.model.teacher)
         check_layout(Topology.of(settings.training.topology), teacher, settings.model.megatron)
-        teacher_config(settings, teacher, dtype=dtype, attention=target.attention)
+        teacher_config(settings.model, settings.training.topology, teacher, dtype=dtype, attention=target.attention)
     return []
 
 
@@ -185,7 +185,7 @@ def _check_sinks(settings: Settings) -> list[str]:
 
 
 def _check_optimizer(settings: Settings, device: Device) -> list[str]:
-    training, dtype = settings.training, model_dtype(settings, device)
+    training, dtype = settings.training, model_dtype(settings.model, device)
     make_configs(training.optimizer, training.ddp, dtype=dtype)
     notes = [] if "lr" in training.optimizer else ["training.optimizer.lr is not set: the learning rate is 1e-6"]
     if settings.has_critic:

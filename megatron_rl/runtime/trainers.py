@@ -8,12 +8,12 @@ from typing import Any
 import ray
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.packing import make_shards
 from megatron_rl.observe.metrics import Metric, merge_metrics
 from megatron_rl.runtime.cluster import Places
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.runtime.workers import TrainerWorker
 from megatron_rl.training.offload import Part
+from megatron_rl.training.whole_batch import divide
 from megatron_rl.types import Floats, TrainBatch
 from megatron_rl.weights.broadcast import BroadcastGroup
 from megatron_rl.weights.bucket import WeightSpec
@@ -76,14 +76,7 @@ class TrainerGroup:
     def train(self, batch: TrainBatch, *, step: int) -> list[dict[str, Metric]]:
         """Train on one rollout batch; the merged metrics of each optimizer step."""
         training = self._settings.training
-        shards = make_shards(
-            batch,
-            dp=self.dp,
-            optimizer_steps=training.optimizer_steps_per_batch,
-            max_tokens_per_micro_batch=training.max_tokens_per_micro_batch * training.topology.cp,
-            seed=self._settings.run.seed + step,
-            cp=training.topology.cp,
-        )
+        shards = divide(batch, training, seed=self._settings.run.seed + step)
         stored = [ray.put(shard) for shard in shards]
         refs = [worker.train.remote(stored[dp_rank]) for worker, dp_rank in zip(self.workers, self._dp_ranks, strict=True)]
         results = self._watchdog.wait_refs(refs, name=f"training of step {step + 1}", timeout_s=training.step_timeout_s)

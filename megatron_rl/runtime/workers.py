@@ -70,16 +70,16 @@ class TrainerWorker:
     def start(self, settings: Settings, *, rank: int, init_method: str) -> int:
         """Build the model and the optimizer as this rank; return its data-parallel rank."""
         self._rank = rank
-        self._trainer = Trainer(settings, rank=self._rank, init_method=init_method)
+        self._trainer = Trainer.of(settings, rank=self._rank, init_method=init_method)
         return self._trainer.dp_rank
 
     def train(self, shard: Shard) -> list[dict[str, Metric]]:
         """One rollout batch; this rank's share of the metrics, one dict per optimizer step."""
-        return self._trainer.train(shard)
+        return self._trainer.train_shard(shard)
 
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
         """Log-probs [T] of the batch's tokens under the current weights."""
-        return self._trainer.log_probs(batch, temperature=temperature)
+        return self._trainer.own_log_probs(batch, temperature=temperature)
 
     def put_away(self, parts: frozenset[Part]) -> None:
         """Move these parts of this rank's models to host memory."""

@@ -24,7 +24,7 @@ from megatron_rl.training.sequence_sum import SequenceSum
 from megatron_rl.training.token_data import TokenData, sum_over_data_parallel
 from megatron_rl.training.topology import Place
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
-from megatron_rl.training.update import Report, share_of_metrics, update
+from megatron_rl.training.update import Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
 from megatron_rl.types import Floats, StepTotals, TrainBatch
 
 LR_FACTOR = 10.0
@@ -53,7 +53,7 @@ def critic_objective(objective: Objective) -> Objective:
 class Critic:
     """One rank's share of the critic. Methods are collective over all ranks."""
 
-    def __init__(self, objective: Objective, model: TrainedModel, *, place: Place, dump_directory: Path) -> None:
+    def __init__(self, objective: Objective, model: TrainedModel, *, place: Place, dump_directory: Path | None) -> None:
         self.model = model
         self._objective = critic_objective(objective)
         self._place = place
@@ -65,13 +65,10 @@ class Critic:
             values = passes.state_values(self.model.chunks, micro_batches, self._place, num_tokens=num_tokens)
         return np.asarray(values.cpu().numpy(), dtype=np.float32)
 
-    def step(self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData, *, number: int) -> dict[str, Metric]:
-        """Update the weights once by the whole step's gradient, as optimizer step `number`; this rank's share of the metrics.
-
-        Nothing is updated for a step without trainable tokens, nor when a loss or gradient is not finite on any rank.
-        """
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData) -> StepGradients:
+        """Compute the whole step's gradient, for `apply` to update the weights by. No weight changes."""
         if not totals.num_tokens:
-            return {}
+            return StepGradients(None, micro_batches, totals, data, {})
         sequence_sum = SequenceSum(self._place.cp_group)
 
         def loss(micro_batch: MicroBatch, values: Tensor) -> tuple[Tensor, Report]:
@@ -87,16 +84,25 @@ class Critic:
             return output.loss, Report(output.loss.detach(), output.metrics)
 
         load = ExpertLoad(self.model.chunks[0], totals, device=micro_batches[0].input_ids.device)
-        done = update(self.model, micro_batches, loss, place=self._place, router_step=load.step)
-        title = f"critic-step-{number:06d}"
-        dump_suspects(self._dump_directory, title, done, micro_batches, data, temperature=1.0)
+        gradients = compute_gradients(self.model, micro_batches, loss, place=self._place, router_step=load.step)
+        metrics = share_of_metrics(gradients.reports, self._place, loss="value_loss", names={})
+        return StepGradients(gradients, micro_batches, totals, data, metrics)
+
+    def apply(self, waiting: StepGradients, *, number: int) -> dict[str, Metric]:
+        """Update the weights once by the gradient of `forward_backward`, as optimizer step `number`; this rank's share of the metrics.
+
+        Nothing is updated for a step without trainable tokens, nor when a loss or gradient is not finite on any rank.
+        """
+        if waiting.gradients is None:
+            return {}
+        done = apply_gradients(self.model, waiting.gradients, place=self._place)
+        dump_suspects(self._dump_directory, f"critic-step-{number:06d}", waiting, done, temperature=1.0)
         agreed: dict[str, Metric] = {
             "train/critic_grad_norm": Mean(done.grad_norm, 1.0),
             "train/critic_lr": Last(done.lr),
             "train/critic_skipped_steps": Sum(int(not done.sound)),
         }
-        own = share_of_metrics(done.reports, self._place, loss="value_loss", names={})
-        return {**own, **(agreed if self._place.speaks else {})}
+        return agreed if self._place.speaks else {}
 
     def judge(self, batch: TrainBatch, data: TokenData) -> dict[str, Metric]:
         """How well the values before the batch's first step foretold the returns; this rank's share."""

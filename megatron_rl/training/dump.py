@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +11,20 @@ from torch import distributed
 from megatron_rl.files import write_atomic
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.token_data import TokenData
-from megatron_rl.training.update import Update
+from megatron_rl.training.update import StepGradients, Update
 
 
-def dump_suspects(
-    directory: Path, title: str, update: Update, micro_batches: Sequence[MicroBatch], data: TokenData, *, temperature: float
-) -> None:
-    """Write the micro-batches that may have broken `update` into `directory`, each as `title`-rank-R-micro-batch-I. Raises UserError."""
+def dump_suspects(directory: Path | None, title: str, waiting: StepGradients, update: Update, *, temperature: float) -> None:
+    """Write the micro-batches that may have broken `update` into `directory` (None: nowhere), each as `title`-rank-R-micro-batch-I.
+
+    Raises UserError when the place cannot be written.
+    """
+    if directory is None or waiting.gradients is None:
+        return
     for index in update.suspects:
         path = directory / f"{title}-rank-{distributed.get_rank()}-micro-batch-{index}"
-        loss = float(update.reports[index].loss)
-        dump_micro_batch(path, micro_batches[index], data, loss=loss, grad_norm=update.grad_norm, temperature=temperature)
+        loss = float(waiting.gradients.reports[index].loss)
+        dump_micro_batch(path, waiting.micro_batches[index], waiting.data, loss=loss, grad_norm=update.grad_norm, temperature=temperature)
 
 
 def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, loss: float, grad_norm: float, temperature: float) -> None:
@@ -38,10 +40,10 @@ def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, lo
         "positions": micro_batch.positions.cpu().numpy(),
         "targets": micro_batch.targets.cpu().numpy(),
         "sequence_index": micro_batch.sequence_index.cpu().numpy(),
-        "rollout_log_probs": data.rollout_log_probs[index],
         "advantages": data.advantages[index],
     }
     optional = {
+        "rollout_log_probs": data.rollout_log_probs,
         "old_log_probs": data.old_log_probs,
         "ref_log_probs": data.ref_log_probs,
         "teacher_log_probs": data.teacher_log_probs,

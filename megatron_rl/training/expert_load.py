@@ -4,7 +4,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, TrainingSettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.experts.routed_tokens import AuxiliaryLosses, RouterReport, RouterStep
 from megatron_rl.models.experts.router_config import balance_coefficient, num_mixture_layers
@@ -13,11 +13,11 @@ from megatron_rl.observe.metrics import Max, Mean, Metric, Min
 from megatron_rl.types import StepTotals, TrainBatch
 
 
-def check_routing_replay(settings: Settings, spec: ModelSpec) -> None:
+def check_routing_replay(model: ModelSettings, training: TrainingSettings, spec: ModelSpec) -> None:
     """Raise UserError when recorded experts are to be replayed in a model that has none."""
-    if settings.training.routing_replay and spec.moe is None:
+    if training.routing_replay and spec.moe is None:
         raise UserError(
-            f"training.routing_replay is true, but {spec.architecture} at {settings.model.path} has no experts to which tokens are routed; "
+            f"training.routing_replay is true, but {spec.architecture} at {model.path} has no experts to which tokens are routed; "
             "set it to false"
         )
 

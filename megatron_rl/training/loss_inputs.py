@@ -13,12 +13,13 @@ def loss_inputs(
 ) -> LossInputs:
     """Inputs [N] of trainable tokens only, so that every mask entry is True; `seen` are the statistics of the pass before the step."""
     current = statistics.log_prob.detach()
+    rollout = data.rollout_log_probs
     return LossInputs(
         log_probs=statistics.log_prob,
         entropy=statistics.entropy,
         varentropy=statistics.varentropy,
         old_log_probs=current if data.old_log_probs is None else micro_batch.pick(data.old_log_probs),
-        rollout_log_probs=micro_batch.pick(data.rollout_log_probs),
+        rollout_log_probs=None if rollout is None else micro_batch.pick(rollout),
         ref_log_probs=None if data.ref_log_probs is None else micro_batch.pick(data.ref_log_probs),
         advantages=micro_batch.pick(data.advantages),
         loss_mask=torch.ones_like(current, dtype=torch.bool),

@@ -18,7 +18,7 @@ def check_model(settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, atte
     check_layout(Topology.of(settings.training.topology), spec, settings.model.megatron)
     transformer_config(spec, topology=settings.training.topology, dtype=dtype, overrides=settings.model.megatron, attention=attention)
     frozen_rules(spec, settings.training.frozen)
-    check_routing_replay(settings, spec)
+    check_routing_replay(settings.model, settings.training, spec)
     if not settings.supervised:
         _check_context(settings, spec)
 

@@ -31,6 +31,8 @@ DDP_DEFAULTS: Mapping[str, Any] = {"grad_reduce_in_fp32": True}
 """Gradients are summed in fp32 whatever the parameters' dtype, so that the sum does not depend on the layout."""
 
 _DTYPES: Mapping[Any, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NO_END = 2**40
+"""Optimizer steps of a training that says no number of them."""
 _DECAY_STYLES = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}
 """megatron-core's names of decay styles where they are not ours."""
 _OPTIMIZER_REFUSED = {
@@ -191,17 +193,23 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[DistributedDataPara
 
 
 def build_scheduler(
-    optimizer: MegatronOptimizer, config: OptimizerConfig, schedule: ScheduleSettings, *, total_steps: int
+    optimizer: MegatronOptimizer, config: OptimizerConfig, schedule: ScheduleSettings, *, total_steps: int | None
 ) -> OptimizerParamScheduler:
     """The learning rate over optimizer steps: linear warm-up to `config.lr`, then constant or falling to `config.min_lr`.
 
     Step n of w warm-up steps, counted from 0, has n + 1 of w + 1 parts of the peak, so that none is lost at rate 0. The rate
     falls over `schedule.decay_steps`, or over `total_steps` of the run; as the inverse square root it has (w / n)^0.5 of the peak at
     step n, without an end. wsd (Hu et al. 2024, arXiv 2404.06395) anneals along 1 - square root, which Hägele et al. 2024 (arXiv
-    2405.18392) found best. Raises UserError when the warm-up leaves no step to fall.
+    2405.18392) found best. Raises UserError when the warm-up leaves no step to fall, or nothing says where the fall ends.
     """
-    decay_steps = schedule.decay_steps or total_steps
-    if schedule.decay_style in ("constant", "inverse_square_root"):
+    endless = schedule.decay_style in ("constant", "inverse_square_root")
+    decay_steps = schedule.decay_steps or total_steps or (_NO_END if endless else None)
+    if decay_steps is None:
+        raise UserError(
+            f"training.schedule.decay_style is {schedule.decay_style} without decay_steps, and the training has no total_steps, so there "
+            "is no step at which the learning rate reaches its floor; give one of them"
+        )
+    if endless:
         decay_steps = max(decay_steps, schedule.warmup_steps + 1)
     if schedule.warmup_steps >= decay_steps:
         raise UserError(

@@ -1,4 +1,4 @@
-"""One optimizer step of the policy: losses of its micro-batches, gradients, update, metrics."""
+"""One optimizer step of the policy in two halves: losses of its micro-batches and gradients; then the update. Both give metrics."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.sequence_sum import SequenceSum
 from megatron_rl.training.token_data import TokenData
 from megatron_rl.training.trained_model import TrainedModel
-from megatron_rl.training.update import Report, Update, share_of_metrics, update
+from megatron_rl.training.update import Gradients, Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
 from megatron_rl.types import StepTotals
 
 _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -36,8 +36,11 @@ _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
 class StepRunner:
     """Runs optimizer steps one after the other; owns what changes from one to the next besides weights and moments."""
 
-    def __init__(self, objective: Objective, model: TrainedModel, *, dump_directory: Path, seed: int, frozen_steps: int = 0) -> None:
-        """`frozen_steps` is for a policy that waits for its critic: the first optimizer steps, which change no weights."""
+    def __init__(self, objective: Objective, model: TrainedModel, *, dump_directory: Path | None, seed: int, frozen_steps: int = 0) -> None:
+        """`frozen_steps` is for a policy that waits for its critic: the first optimizer steps, which change no weights.
+
+        Micro-batches that break a step are written to `dump_directory`; nowhere when it is None.
+        """
         self._objective = objective
         self._model = model
         self._dump_directory = dump_directory
@@ -65,41 +68,50 @@ class StepRunner:
         self._num_steps = int(state["num_steps"])
         self._controllers.restore(state["controllers"])
 
-    def run(self, policy: passes.Policy, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData) -> dict[str, Metric]:
-        """Update the weights once by the whole step's gradient; this rank's share of the step's metrics.
-
-        Nothing is updated for a step without trainable tokens, nor when a loss or gradient is not finite on any rank.
-        """
+    def forward_backward(
+        self, policy: passes.Policy, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData
+    ) -> StepGradients:
+        """Compute the whole step's gradient, for `apply` to update the weights by. Begins the next optimizer step; no weight changes."""
         self._num_steps += 1
+        counts = {"train/num_tokens": Sum(totals.num_tokens), "train/num_sequences": Sum(totals.num_sequences)}
         if not totals.num_tokens:
-            return _agreed_metrics(policy, totals, {"train/skipped_steps": Sum(1)})
-        frozen = self._num_steps <= self._frozen_steps
+            return StepGradients(None, micro_batches, totals, data, _agreed_metrics(policy, counts))
         present, loss = self._prepare(policy, micro_batches, totals, data)
         load = ExpertLoad(policy.chunks[0], totals, device=micro_batches[0].input_ids.device, replays=policy.replays_routing)
-        done = update(
+        gradients = compute_gradients(
             self._model,
             micro_batches,
             loss,
             place=policy.place,
             measure=("entropy", "kl_per_sequence"),
-            frozen=frozen,
             replay=policy.replays_routing,
             router_step=load.step,
         )
+        agreed = _agreed_metrics(policy, {**counts, **_coefficients(present), **load.metrics()})
+        own = share_of_metrics(gradients.reports, policy.place, loss="loss", names=_METRIC_NAMES)
+        metrics = {**agreed, **own, **_micro_batch_count(policy, gradients)}
+        return StepGradients(gradients, micro_batches, totals, data, metrics)
+
+    def apply(self, policy: passes.Policy, waiting: StepGradients) -> dict[str, Metric]:
+        """Update the weights once by the gradient of `forward_backward`; this rank's share of the metrics that this adds.
+
+        Nothing is updated for a step without trainable tokens, nor when a loss or gradient is not finite on any rank.
+        """
+        if waiting.gradients is None:
+            return _agreed_metrics(policy, {"train/skipped_steps": Sum(1)})
+        frozen = self._num_steps <= self._frozen_steps
+        done = apply_gradients(self._model, waiting.gradients, place=policy.place, frozen=frozen)
         if done.sound and not frozen:
-            measured = StepMeasurements(entropy=done.means["entropy"], kl_per_sequence=done.means["kl_per_sequence"])
-            self._controllers.update(measured, num_sequences=totals.num_sequences)
-        title = f"step-{self._num_steps:06d}"
-        dump_suspects(self._dump_directory, title, done, micro_batches, data, temperature=policy.temperature)
-        agreed = {
+            means = waiting.gradients.means
+            measured = StepMeasurements(entropy=means["entropy"], kl_per_sequence=means["kl_per_sequence"])
+            self._controllers.update(measured, num_sequences=waiting.totals.num_sequences)
+        dump_suspects(self._dump_directory, f"step-{self._num_steps:06d}", waiting, done, temperature=policy.temperature)
+        metrics = {
             "train/grad_norm": Mean(done.grad_norm, 1.0),
             "train/lr": Last(done.lr),
             "train/skipped_steps": Sum(int(not done.sound)),
-            **_coefficients(present),
-            **load.metrics(),
         }
-        own = share_of_metrics(done.reports, policy.place, loss="loss", names=_METRIC_NAMES)
-        return {**_agreed_metrics(policy, totals, agreed), **own, **_micro_batch_count(policy, done)}
+        return _agreed_metrics(policy, metrics)
 
     def _prepare(
         self, policy: passes.Policy, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData
@@ -139,22 +151,21 @@ class StepRunner:
 
 def _differences(inputs: LossInputs, micro_batch: MicroBatch, data: TokenData) -> dict[str, tuple[Tensor, Tensor]]:
     """Mean |engine - trainer| log-prob over the tokens that an engine made, and old policy - teacher over all."""
-    assert inputs.rollout_log_probs is not None and inputs.old_log_probs is not None, "loss_inputs gives both"
-    generated = micro_batch.pick(data.weight_versions, dtype=torch.int64) >= 0
-    difference = (inputs.rollout_log_probs - inputs.old_log_probs).abs()
-    pairs = {"log_prob_diff": (torch.where(generated, difference, 0.0).sum(), generated.sum())}
+    assert inputs.old_log_probs is not None, "loss_inputs gives them"
+    pairs = {}
+    if inputs.rollout_log_probs is not None:
+        generated = micro_batch.pick(data.weight_versions, dtype=torch.int64) >= 0
+        difference = (inputs.rollout_log_probs - inputs.old_log_probs).abs()
+        pairs["log_prob_diff"] = (torch.where(generated, difference, 0.0).sum(), generated.sum())
     if data.teacher_log_probs is not None:
         to_teacher = inputs.old_log_probs - micro_batch.pick(data.teacher_log_probs)
         pairs["teacher_kl"] = (to_teacher.sum(), torch.ones_like(to_teacher).sum())
     return pairs
 
 
-def _agreed_metrics(policy: passes.Policy, totals: StepTotals, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+def _agreed_metrics(policy: passes.Policy, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """What all ranks agree on, told by one of them."""
-    if not policy.place.speaks:
-        return {}
-    counts = {"train/num_tokens": Sum(totals.num_tokens), "train/num_sequences": Sum(totals.num_sequences)}
-    return {**counts, **metrics}
+    return dict(metrics) if policy.place.speaks else {}
 
 
 def _coefficients(present: StepObjective) -> dict[str, Metric]:
@@ -169,6 +180,6 @@ def _coefficients(present: StepObjective) -> dict[str, Metric]:
     return metrics
 
 
-def _micro_batch_count(policy: passes.Policy, done: Update) -> dict[str, Metric]:
+def _micro_batch_count(policy: passes.Policy, gradients: Gradients) -> dict[str, Metric]:
     """Counted by context-parallel rank 0 alone, as its peers have the same micro-batches."""
-    return {"train/num_micro_batches": Sum(len(done.reports) if policy.place.cp_rank == 0 else 0)} if policy.place.reports else {}
+    return {"train/num_micro_batches": Sum(len(gradients.reports) if policy.place.cp_rank == 0 else 0)} if policy.place.reports else {}

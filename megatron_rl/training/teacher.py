@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, TopologySettings
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device
 from megatron_rl.errors import UserError
@@ -29,18 +29,20 @@ from megatron_rl.training.trained_model import model_dtype
 from megatron_rl.types import Floats
 
 
-def teacher_config(settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, attention: Attention) -> TransformerConfig:
+def teacher_config(
+    model: ModelSettings, topology: TopologySettings, spec: ModelSpec, *, dtype: torch.dtype, attention: Attention
+) -> TransformerConfig:
     """megatron-core's configuration of the teacher of `spec`, in the policy's layout. Raises UserError when it does not fit that."""
     try:
         return transformer_config(
             spec,
-            topology=settings.training.topology,
+            topology=topology,
             dtype=dtype,
-            overrides=settings.model.megatron,
+            overrides=model.megatron,
             attention=attention,
         )
     except UserError as error:
-        raise UserError(f"model.teacher {settings.model.teacher} is to run in the policy's layout, but: {error}") from error
+        raise UserError(f"model.teacher {model.teacher} is to run in the policy's layout, but: {error}") from error
 
 
 def check_vocabulary(policy: Path, teacher: Path) -> None:
@@ -58,11 +60,11 @@ def check_vocabulary(policy: Path, teacher: Path) -> None:
 class Teacher:
     """One rank's share of the teacher. Its weights rest in host memory while it is not asked. Methods are collective over all ranks."""
 
-    def __init__(self, settings: Settings, path: Path, *, device: Device, place: Place) -> None:
+    def __init__(self, model: ModelSettings, topology: TopologySettings, path: Path, *, device: Device, place: Place) -> None:
         """Build the model of the Hugging Face directory `path`. Raises UserError for what does not fit the policy's layout."""
         self._spec, self._place = read_model_spec(path), place
-        attention = resolve_attention(settings.model.attention)
-        config = teacher_config(settings, self._spec, dtype=model_dtype(settings, device), attention=attention)
+        attention = resolve_attention(model.attention)
+        config = teacher_config(model, topology, self._spec, dtype=model_dtype(model, device), attention=attention)
         self._chunks = build_model(self._spec, config, attention=attention)
         load_hf_weights(self._chunks, self._spec, path)
         self._device = self._tensors()[0].device

@@ -18,7 +18,7 @@ from megatron_rl.algorithms.token_advantage import sample_scores, token_advantag
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.errors import UserError
 from megatron_rl.training.topology import sum_over
-from megatron_rl.types import Bools, Doubles, Floats, Ints, Shard
+from megatron_rl.types import Bools, Doubles, Floats, Ints, Shard, TrainBatch
 
 _TOKENS_PER_SEQUENCE = 2**32
 
@@ -27,12 +27,13 @@ _TOKENS_PER_SEQUENCE = 2**32
 class TokenData:
     """Arrays [T] aligned with the tokens of a shard's batch, in nats where they are log-probs.
 
-    `old_log_probs` None: the old policy is the current one. `ref_log_probs` None: no reference is used. `kl_mask` None: the KL of
-    every token counts. `token_keys` name a token within the whole batch, the same under every layout. `old_values`, of the states in
-    which the tokens were chosen, and `returns` are for a critic, None without one; `teacher_log_probs` likewise for a teacher.
+    `rollout_log_probs` None: those of the generator are not known. `old_log_probs` None: the old policy is the current one.
+    `ref_log_probs` None: no reference is used. `kl_mask` None: the KL of every token counts. `token_keys` name a token within the whole
+    batch, the same under every layout. `old_values`, of the states in which the tokens were chosen, and `returns` are for a critic, None
+    without one; `teacher_log_probs` likewise for a teacher.
     """
 
-    rollout_log_probs: Floats
+    rollout_log_probs: Floats | None
     old_log_probs: Floats | None
     ref_log_probs: Floats | None
     advantages: Floats
@@ -50,6 +51,11 @@ def check_objective(objective: Objective) -> None:
         raise UserError(
             "objective.policy_loss is value, the loss of a critic, which is trained beside a policy; choose a policy loss, and "
             "objective.advantage.estimator ppo for a critic"
+        )
+    if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
+        raise UserError(
+            "objective.aggregation sequence_mean_token_sum_norm divides by a constant, but objective.max_response_length is not set; "
+            "set it to the response budget, in tokens"
         )
 
 
@@ -74,13 +80,16 @@ def make_token_data(
     """The data [T] of `shard`, with advantages by the groups of the whole batch; advantages are zero for supervised training.
 
     `state_values` [T], for ppo, are a critic's of the states behind each token, `teacher` [T] a teacher's log-probs for distillation;
-    `kl_reward_coef` is the present coefficient.
-    Collective over data-parallel ranks.
+    `kl_reward_coef` is the present coefficient. What the batch brings itself takes the place of these, and its advantages are used as
+    they are. Collective over data-parallel ranks.
     """
     batch = shard.batch
+    old, reference = _own_or(batch.old_log_probs, old, batch), _own_or(batch.ref_log_probs, reference, batch)
+    old_values = _own_or(batch.values, None if state_values is None else values_before(state_values), batch)
     advantages, returns, kl_mask = np.zeros(len(batch.tokens)), None, None
-    old_values = None if state_values is None else values_before(state_values)
-    if objective.trains_by_rewards:
+    if batch.advantages is not None:
+        advantages = np.where(batch.loss_mask, batch.advantages, 0.0)
+    elif objective.trains_by_rewards:
         log_ratio = None
         rewards = _sample_rewards(objective, shard)
         if objective.zero_variance == "mask_kl":
@@ -95,7 +104,7 @@ def make_token_data(
             assert old is not None and reference is not None, "a KL in the rewards needs old and reference log-probs"
             kl = kl_estimate(_tensor(old).double(), reference=_tensor(reference).double(), estimator=objective.kl_reward_estimator)
             kl = kl if kl_mask is None else kl.masked_fill(~_tensor(kl_mask), 0.0)
-        advantages, returns = _advantages(objective, shard, scores, kl, state_values, log_ratio, kl_reward_coef)
+        advantages, returns = _advantages(objective, shard, scores, kl, old_values, state_values, log_ratio, kl_reward_coef)
     offsets = np.arange(len(batch.tokens)) - np.repeat(batch.cu_seqlens[:-1], batch.lengths)
     return TokenData(
         rollout_log_probs=batch.rollout_log_probs,
@@ -119,6 +128,11 @@ def values_before(state_values: Floats) -> Floats:
     return np.concatenate([np.zeros(1, np.float32), state_values[:-1]])[: len(state_values)]
 
 
+def _own_or(own: Floats | None, computed: Floats | None, batch: TrainBatch) -> Floats | None:
+    """What the batch brings itself [T], with 0 where its loss mask leaves out a token, which may hold anything; else what was computed."""
+    return computed if own is None else np.where(batch.loss_mask, own, np.float32(0.0))
+
+
 def _tensor(array: Doubles | Ints | Floats | Bools) -> Tensor:
     return torch.from_numpy(np.array(array))
 
@@ -128,6 +142,7 @@ def _advantages(
     shard: Shard,
     scores: Tensor,
     kl: Tensor | None,
+    old_values: Floats | None,
     state_values: Floats | None,
     teacher_log_ratio: Tensor | None,
     kl_reward_coef: float,
@@ -136,8 +151,9 @@ def _advantages(
     batch = shard.batch
     mask, cu_seqlens = _tensor(batch.loss_mask), _tensor(batch.cu_seqlens)
     values = bootstrap = None
+    if old_values is not None:
+        values = _tensor(old_values).double()
     if state_values is not None:
-        values = _tensor(values_before(state_values)).double()
         ends = last_trainable(mask, cu_seqlens)
         ended = ~_tensor(batch.truncated) | (ends < 0)
         bootstrap = torch.where(ended, 0.0, _tensor(state_values).double()[ends])

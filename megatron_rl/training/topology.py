@@ -163,14 +163,14 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def initialize(topology: Topology, *, rank: int, init_method: str, device: Device, timeout_s: float, seed: int = 0) -> None:
+def initialize(topology: Topology, *, rank: int, init_method: str | None, device: Device, timeout_s: float, seed: int = 0) -> None:
     """Join the process group at `init_method` as `rank` and build Megatron's groups; collectives then time out after `timeout_s`.
 
-    At tcp://ADDRESS:PORT rank 0 serves the others on that address alone; all else goes to torch. Collective over all ranks of
-    `topology`. A process can be initialised once. `seed` is the base of the ranks' random generators.
+    At tcp://ADDRESS:PORT rank 0 serves the others on that address alone; None: a process alone; all else goes to torch. Collective over
+    all ranks of `topology`. A process can be initialised once. `seed` is the base of the ranks' random generators.
     """
-    place, size = urlsplit(init_method), topology.num_ranks
-    store: distributed.Store | None = None
+    place, size = urlsplit(init_method or ""), topology.num_ranks
+    store: distributed.Store | None = distributed.HashStore() if init_method is None else None
     if place.scheme == "tcp":
         assert place.hostname is not None and place.port is not None, f"{init_method} lacks an address or a port"
         meet = partial(serve_store if rank == 0 else join_store, place.hostname, port=place.port)

@@ -11,7 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import distributed
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, TrainingSettings
 from megatron_rl.device import Device, prepare_megatron
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel, build_model
@@ -40,26 +40,28 @@ class TrainedModel:
 
 
 def build_trained_model(
-    settings: Settings,
+    model: ModelSettings,
+    training: TrainingSettings,
     spec: ModelSpec,
     *,
     device: Device,
     optimizer: Mapping[str, Any],
+    total_steps: int | None,
     with_value_head: bool = False,
     with_weights: bool = True,
 ) -> TrainedModel:
-    """The model of `settings.model.path` with its weights, trained by an optimizer of the fields `optimizer`.
+    """The model of `model.path` with its weights, trained by an optimizer of the fields `optimizer` for `total_steps` optimizer steps.
 
     `with_value_head` makes it a critic: one value for each position in place of logits. Without weights, which then need not be there,
     only sizes can be asked. Collective; megatron's parallel state must
     be initialised. Raises UserError for what does not fit the model, the layout or the installed megatron-core.
     """
-    training, dtype = settings.training, model_dtype(settings, device)
-    attention = resolve_attention(settings.model.attention)
-    config = transformer_config(spec, topology=training.topology, dtype=dtype, overrides=settings.model.megatron, attention=attention)
+    dtype = model_dtype(model, device)
+    attention = resolve_attention(model.attention)
+    config = transformer_config(spec, topology=training.topology, dtype=dtype, overrides=model.megatron, attention=attention)
     chunks = build_model(spec, config, attention=attention)
     if with_weights:
-        load_hf_weights(chunks, spec, settings.model.path)
+        load_hf_weights(chunks, spec, model.path)
     # Before a critic's head takes the name of the head that it replaces, which may be tied to frozen embeddings.
     freeze(chunks, spec, training.frozen)
     if with_value_head:
@@ -71,7 +73,6 @@ def build_trained_model(
         _check_ranks_train(chunks)
     wrapped = wrap_ddp(chunks, config, ddp_config)
     built = build_optimizer(optimizer_config, wrapped)
-    total_steps = settings.run.num_steps * training.optimizer_steps_per_batch
     scheduler = build_scheduler(built, optimizer_config, training.schedule, total_steps=total_steps)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = built.scale_loss
@@ -90,9 +91,9 @@ def _check_ranks_train(chunks: Sequence[PolicyModel]) -> None:
         )
 
 
-def model_dtype(settings: Settings, device: Device) -> torch.dtype:
-    """The parameters' dtype that `settings.model.dtype` means on `device`."""
-    return device.default_dtype if settings.model.dtype == "auto" else DTYPES[settings.model.dtype]
+def model_dtype(model: ModelSettings, device: Device) -> torch.dtype:
+    """The parameters' dtype that `model.dtype` means on `device`."""
+    return device.default_dtype if model.dtype == "auto" else DTYPES[model.dtype]
 
 
 @contextmanager

@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings
 from megatron_rl.data.packing import pack, sequence_multiple
-from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
 from megatron_rl.models.reading import read_model_spec
 from megatron_rl.models.saving import save_hf
@@ -19,72 +21,160 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.models.weights import export_hf_weights
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.training import checkpoint, passes
+from megatron_rl.training.batch_checks import check_batch
 from megatron_rl.training.critic import Critic, critic_optimizer
 from megatron_rl.training.expert_load import check_record, check_routing_replay
+from megatron_rl.training.joining import join
 from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_rl.training.offload import PARTS, ModelMemory, Part
 from megatron_rl.training.reference import ReferenceWeights
 from megatron_rl.training.step import StepRunner
 from megatron_rl.training.teacher import Teacher
-from megatron_rl.training.token_data import TokenData, check_objective, make_token_data, needs_old_log_probs
-from megatron_rl.training.topology import Place, Topology, initialize
+from megatron_rl.training.token_data import (
+    TokenData,
+    check_objective,
+    make_token_data,
+    needs_old_log_probs,
+    sum_over_data_parallel,
+    values_before,
+)
+from megatron_rl.training.topology import Place, Topology, shutdown
 from megatron_rl.training.trained_model import TrainedModel, build_trained_model, complete_parameters
+from megatron_rl.training.update import StepGradients
+from megatron_rl.training.whole_batch import check_same_everywhere, divide, merge_over_ranks
 from megatron_rl.types import Floats, Ints, Shard, TrainBatch
 
 
 class Trainer:
-    """One rank's share of the policy and, for ppo, of its critic.
+    """One rank of a training: the policy and, for ppo, its critic, with their optimizers. Needs no data, engines or run directory.
 
-    Methods are collective over all ranks of the topology unless they say otherwise: every rank calls each in the same order.
+    Every process of `training.topology.num_ranks` makes one, from the same arguments, and calls the same methods in the same order
+    with the same batches: all methods are collective unless they say otherwise. Legend: T tokens of the whole batch, see `TrainBatch`.
+
+    Example::
+
+        with Trainer(model=ModelSettings(path="Qwen3-0.6B"), training=TrainingSettings(optimizer={"lr": 1e-6})) as trainer:
+            batch = TrainBatch.from_sequences(prompts=prompts, responses=responses, rewards=rewards)
+            print(trainer.train(batch)[0]["train/loss"])
     """
 
-    def __init__(self, settings: Settings, *, rank: int, init_method: str, local_rank: int = 0) -> None:
-        """Join the ranks at `init_method` and build the model from `settings.model.path` with its weights.
+    def __init__(
+        self,
+        *,
+        model: ModelSettings,
+        training: TrainingSettings | None = None,
+        objective: Objective | None = None,
+        temperature: float = 1.0,
+        total_steps: int | None = None,
+        seed: int = 0,
+        dump_directory: Path | str | None = None,
+        rank: int | None = None,
+        init_method: str | None = None,
+        local_rank: int | None = None,
+    ) -> None:
+        """Join the other ranks and build the model of `model.path`, a Hugging Face directory, with its weights.
 
-        Raises UserError for settings that do not fit the model, the layout or the installed megatron-core.
+        `training` and `objective` have the defaults of `TrainingSettings()` and `Objective()`, which is GRPO. `temperature` is the one
+        that responses are sampled at: log-probs are those of softmax(logits / temperature). `total_steps` is the number of optimizer
+        steps over which a decaying learning rate falls, where training.schedule.decay_steps does not say. Micro-batches that make a
+        loss or gradient non-finite are written to `dump_directory`, if given.
+
+        The ranks meet in the process group that is initialised already, else at `init_method` (as torch.distributed has it) as `rank`,
+        else as torchrun's environment says; a process alone needs none of them. `local_rank` is the number of the process's GPU, by
+        default LOCAL_RANK, else 0.
+
+        Raises UserError for what does not fit the model, the layout, the number of processes or the installed megatron-core.
         """
-        self._settings = settings
-        self._objective = resolve_objective(settings)
-        self._device = local_device(local_rank)
-        prepare_megatron(self._device)
-        self._topology = Topology.of(settings.training.topology)
-        self._spec = read_model_spec(settings.model.path)
-        check_layout(self._topology, self._spec, settings.model.megatron)
-        check_routing_replay(settings, self._spec)
-        initialize(
+        self._model_settings, self._training = model, training or TrainingSettings()
+        self._objective = objective or Objective()
+        self._temperature, self._seed = temperature, seed
+        dumps = None if dump_directory is None else Path(dump_directory)
+        check_objective(self._objective)
+        self._topology = Topology.of(self._training.topology)
+        self._total_steps = total_steps
+        self._spec = read_model_spec(model.path)
+        check_layout(self._topology, self._spec, model.megatron)
+        check_routing_replay(model, self._training, self._spec)
+        self._device, self._owns_group = join(
             self._topology,
             rank=rank,
             init_method=init_method,
-            device=self._device,
-            timeout_s=settings.training.step_timeout_s,
-            seed=settings.run.seed,
+            local_rank=local_rank,
+            timeout_s=self._training.step_timeout_s,
+            seed=seed,
         )
-        self._place = Place.here()
-        self._model = build_trained_model(settings, self._spec, device=self._device, optimizer=settings.training.optimizer)
-        self._critic = self._build_critic() if settings.has_critic else None
-        self._reference = ReferenceWeights(self._model.chunks) if settings.keeps_reference else None
-        self._teacher = self._build_teacher() if self._objective.distillation_coef else None
-        self._steps = StepRunner(
-            self._objective,
-            self._model,
+        self._waiting: tuple[StepGradients, StepGradients | None] | None = None
+        with ExitStack() as undo:
+            # A process that could not build its rank is not left in the groups.
+            undo.callback(self.close)
+            self._place = Place.here()
+            self._model = self._build(self._training.optimizer)
+            self._critic = self._build_critic(dumps) if self._objective.has_critic else None
+            self._reference = ReferenceWeights(self._model.chunks) if self._training.keeps_reference(self._objective) else None
+            self._teacher = self._build_teacher() if self._objective.distillation_coef else None
+            self._steps = StepRunner(
+                self._objective,
+                self._model,
+                dump_directory=dumps,
+                seed=seed,
+                frozen_steps=self._training.critic.warmup_steps if self._objective.has_critic else 0,
+            )
+            self._memories = {name: ModelMemory(model) for name, model in self.trained_models().items()}
+            undo.pop_all()
+
+    @classmethod
+    def of(cls, settings: Settings, *, rank: int, init_method: str, local_rank: int = 0) -> "Trainer":
+        """The trainer of a run with these settings. Raises UserError as the constructor does."""
+        return cls(
+            model=settings.model,
+            training=settings.training,
+            objective=resolve_objective(settings),
+            temperature=1.0 if settings.supervised else settings.rollout.sampling.temperature,
+            total_steps=settings.run.num_steps * settings.training.optimizer_steps_per_batch,
+            seed=settings.run.seed,
             dump_directory=settings.run.directory / "dumps",
-            seed=settings.run.seed,
-            frozen_steps=settings.training.critic.warmup_steps if settings.has_critic else 0,
+            rank=rank,
+            init_method=init_method,
+            local_rank=local_rank,
         )
 
-        self._memories = {name: ModelMemory(model) for name, model in self.trained_models().items()}
+    def _build(self, optimizer: Mapping[str, Any], *, with_value_head: bool = False) -> TrainedModel:
+        return build_trained_model(
+            self._model_settings,
+            self._training,
+            self._spec,
+            device=self._device,
+            optimizer=optimizer,
+            total_steps=self._total_steps,
+            with_value_head=with_value_head,
+        )
 
-    def _build_critic(self) -> Critic:
-        settings = self._settings
-        optimizer = critic_optimizer(settings.training)
-        model = build_trained_model(settings, self._spec, device=self._device, optimizer=optimizer, with_value_head=True)
-        return Critic(self._objective, model, place=self._place, dump_directory=settings.run.directory / "dumps")
+    def _build_critic(self, dumps: Path | None) -> Critic:
+        model = self._build(critic_optimizer(self._training), with_value_head=True)
+        return Critic(self._objective, model, place=self._place, dump_directory=dumps)
 
     def _build_teacher(self) -> Teacher:
-        path = self._settings.model.teacher
-        assert path is not None, "settings without a teacher have no distillation"
-        check_layout(self._topology, read_model_spec(path), self._settings.model.megatron)
-        return Teacher(self._settings, path, device=self._device, place=self._place)
+        model = self._model_settings
+        if model.teacher is None:
+            raise UserError(
+                f"objective.distillation_coef is {self._objective.distillation_coef}, but model.teacher is not set, so there is nobody to "
+                "learn from; set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
+            )
+        check_layout(self._topology, read_model_spec(model.teacher), model.megatron)
+        return Teacher(model, self._training.topology, model.teacher, device=self._device, place=self._place)
+
+    def close(self) -> None:
+        """Leave the other ranks: another Trainer can then be made in this process. A process group made elsewhere stays."""
+        if self._owns_group:
+            shutdown()
+        else:
+            parallel_state.destroy_model_parallel()
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def dp_rank(self) -> int:
@@ -97,14 +187,12 @@ class Trainer:
         return self._critic
 
     def _policy(self, temperature: float | None = None) -> passes.Policy:
-        if temperature is None:
-            temperature = 1.0 if self._settings.supervised else self._settings.rollout.sampling.temperature
         return passes.Policy(
             chunks=self._model.chunks,
             place=self._place,
             vocab_size=self._spec.vocab_size,
-            temperature=temperature,
-            replays_routing=self._settings.training.routing_replay,
+            temperature=self._temperature if temperature is None else temperature,
+            replays_routing=self._training.routing_replay,
         )
 
     def _micro_batches(self, batch: TrainBatch, parts: Sequence[Ints], *, all_tokens: bool = False) -> list[MicroBatch]:
@@ -126,7 +214,11 @@ class Trainer:
             if not reference:
                 values = passes.log_probs(policy, micro_batches, num_tokens=len(batch.tokens))
             else:
-                assert self._reference is not None, "log-probs of a reference that is not kept"
+                if self._reference is None:
+                    raise UserError(
+                        "log_probs of the reference were asked for, but no term of this objective reads them, so that its weights are not "
+                        "kept; set a KL coefficient, or training.reference_interval"
+                    )
                 # Another model: it routes by itself.
                 policy = dataclasses.replace(policy, replays_routing=False)
                 with self._reference.in_place():
@@ -136,59 +228,147 @@ class Trainer:
     def log_probs(self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None) -> Floats:
         """Log-probs [T] in nats of every token of `batch` given those before it, 0 at each sequence's first token.
 
-        Of the current weights or of the initial `reference` ones, at `temperature` or else that of the rollout (1 for
-        supervised training). All ranks of one data-parallel rank pass the same batch and get the same values. Raises UserError
-        when the settings keep no reference.
+        Of the current weights or of the initial `reference` ones, at `temperature` or else the trainer's. Data-parallel ranks compute a
+        share each; all ranks get all values. Raises UserError when the ranks have different batches.
+
+        Example: `dataclasses.replace(batch, old_log_probs=trainer.log_probs(batch))` before several optimizer steps on parts of it.
         """
-        if reference and self._reference is None:
-            raise UserError(
-                "Trainer.log_probs was asked for the reference's, but no term of this objective reads them, so that its weights are not "
-                "kept; set a KL coefficient, or training.reference_interval"
-            )
+        micro_batches = self._shared_micro_batches(batch)
+        return self._gather(self._log_probs(batch, micro_batches, reference=reference, temperature=temperature))
+
+    def own_log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
+        """As `log_probs` of the current weights, for the parity probe: each data-parallel rank computes all of it."""
         check_record(batch, self._spec)
+        micro_batches = self._micro_batches(batch, self._pack(batch, num_ranks=1)[0], all_tokens=True)
+        return self._log_probs(batch, micro_batches, reference=False, temperature=temperature)
+
+    def values(self, batch: TrainBatch) -> Floats:
+        """The critic's values [T], reward units, of the state in which each token of `batch` was chosen; for ppo.
+
+        At each sequence's first token, which nothing predicts, it is any number. Raises UserError without a critic, and when the ranks
+        have different batches.
+        """
+        if self._critic is None:
+            raise UserError("values were asked for, but only objective.advantage.estimator ppo has a critic; choose it")
+        micro_batches = self._shared_micro_batches(batch)
+        return values_before(self._gather(self._critic.state_values(micro_batches, num_tokens=len(batch.tokens))))
+
+    def _pack(self, batch: TrainBatch, *, num_ranks: int) -> tuple[tuple[Ints, ...], ...]:
         unit = sequence_multiple(self._topology.cp)
         lengths = -(-batch.lengths // unit) * unit
-        budget = self._settings.training.max_tokens_per_micro_batch * self._topology.cp
-        parts = pack(lengths, num_ranks=1, max_tokens=budget)[0]
-        micro_batches = self._micro_batches(batch, parts, all_tokens=True)
-        return self._log_probs(batch, micro_batches, reference=reference, temperature=temperature)
+        return pack(lengths, num_ranks=num_ranks, max_tokens=self._training.max_tokens_per_micro_batch * self._topology.cp)
 
-    def train(self, shard: Shard) -> list[dict[str, Metric]]:
-        """Train on one rollout batch, of which `shard` is this data-parallel rank's part; metrics of each optimizer step.
+    def _shared_micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
+        """This data-parallel rank's share of all tokens of a batch that every rank has."""
+        check_record(batch, self._spec)
+        check_same_everywhere(batch, device=self._device.torch_device)
+        return self._micro_batches(batch, self._pack(batch, num_ranks=self._topology.dp)[self.dp_rank], all_tokens=True)
+
+    def _gather(self, share: Floats) -> Floats:
+        """The numbers [T] of all data-parallel ranks from a share of each, which is 0 at the tokens of others."""
+        return np.asarray(sum_over_data_parallel(torch.from_numpy(share)).numpy())
+
+    def train(self, batch: TrainBatch) -> list[dict[str, float]]:
+        """Train on the whole rollout batch, which every rank passes and of which it takes its share; metrics of each optimizer step.
+
+        Makes `training.optimizer_steps_per_batch` optimizer steps, each on a random part of the sequences. The metrics are of all ranks
+        together and equal on every rank; `megatron_rl/observe/metrics.py` says what each means and its unit. A step with a non-finite
+        loss or gradient changes no weights and has `train/skipped_steps` 1. Raises UserError for a batch that does not fit the
+        objective or that differs between ranks.
+
+        Example: `loss = trainer.train(batch)[-1]["train/loss"]`
+        """
+        self._refuse_waiting("train")
+        check_same_everywhere(batch, device=self._device.torch_device)
+        number = self._steps.num_steps // self._training.optimizer_steps_per_batch
+        shards = divide(batch, self._training, seed=self._seed + number)
+        return merge_over_ranks(self.train_shard(shards[self.dp_rank]))
+
+    def train_shard(self, shard: Shard) -> list[dict[str, Metric]]:
+        """As `train` for a caller that has divided the batch: `shard` is this data-parallel rank's part of it.
 
         Merging the metrics of all ranks gives the step's: a rank that would only repeat another's returns empty dicts.
-        A step with a non-finite loss or gradient changes no weights; its micro-batches are written to the run's `dumps`.
         """
-        check_record(shard.batch, self._spec)
-        parts = [self._micro_batches(shard.batch, step.micro_batches) for step in shard.steps]
-        data = self._token_data(shard, [micro_batch for part in parts for micro_batch in part], num_steps=len(parts))
+        parts, data = self._prepare(shard)
         policy, metrics = self._policy(), []
         for part, plan in zip(parts, shard.steps, strict=True):
-            metrics.append(self._steps.run(policy, part, plan.totals, data))
+            waiting = self._steps.forward_backward(policy, part, plan.totals, data)
+            metrics.append({**waiting.metrics, **self._steps.apply(policy, waiting)})
             if self._critic is not None:
-                metrics[-1] |= self._critic.step(part, plan.totals, data, number=self._steps.num_steps)
+                waiting = self._critic.forward_backward(part, plan.totals, data)
+                metrics[-1] |= {**waiting.metrics, **self._critic.apply(waiting, number=self._steps.num_steps)}
         if self._critic is not None:
             metrics[0] |= self._critic.judge(shard.batch, data)
         return metrics
 
+    def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
+        """Compute the gradient of the objective over `batch`, which is one whole optimizer step; its metrics, equal on every rank.
+
+        `optimizer_step` then applies it; no weight changes before. Every rank passes the same batch. Means are over this batch, and
+        advantages are made within it, so a part of a larger batch brings its own `advantages`, and its own `old_log_probs` unless the
+        weights are still those that generated. Raises UserError as `train`, and when a gradient waits already.
+
+        Example: `metrics = trainer.forward_backward(batch.select(rows)) | trainer.optimizer_step()`
+        """
+        self._refuse_waiting("forward_backward")
+        check_same_everywhere(batch, device=self._device.torch_device)
+        shard = divide(batch, self._training, seed=self._seed, optimizer_steps=1)[self.dp_rank]
+        parts, data = self._prepare(shard)
+        totals = shard.steps[0].totals
+        policy = self._steps.forward_backward(self._policy(), parts[0], totals, data)
+        metrics, critic = dict(policy.metrics), None
+        if self._critic is not None:
+            critic = self._critic.forward_backward(parts[0], totals, data)
+            metrics |= {**critic.metrics, **self._critic.judge(shard.batch, data)}
+        self._waiting = policy, critic
+        return merge_over_ranks([metrics])[0]
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Update the weights once by the gradient of `forward_backward`; gradient norm, learning rate and whether it was skipped.
+
+        The metrics are equal on every rank. Nothing is updated when a loss or gradient was not finite. Raises UserError when no
+        gradient waits.
+        """
+        if self._waiting is None:
+            raise UserError("optimizer_step has no gradient to apply; call forward_backward(batch) first")
+        (policy, critic), self._waiting = self._waiting, None
+        metrics = self._steps.apply(self._policy(), policy)
+        if self._critic is not None and critic is not None:
+            metrics |= self._critic.apply(critic, number=self._steps.num_steps)
+        return merge_over_ranks([metrics])[0]
+
+    def _refuse_waiting(self, what: str) -> None:
+        if self._waiting is not None:
+            raise UserError(
+                f"{what} was called while the gradient of forward_backward waits, and would lose it; call optimizer_step() first (one "
+                "forward_backward takes all sequences of an optimizer step, whose micro-batches it makes itself)"
+            )
+
+    def _prepare(self, shard: Shard) -> tuple[list[list[MicroBatch]], TokenData]:
+        """The micro-batches of each optimizer step on the shard, and its tokens' data. Raises UserError for what does not fit."""
+        check_record(shard.batch, self._spec)
+        check_batch(self._objective, shard.batch, rewards=shard.all_rewards)
+        parts = [self._micro_batches(shard.batch, step.micro_batches) for step in shard.steps]
+        return parts, self._token_data(shard, [micro_batch for part in parts for micro_batch in part], num_steps=len(parts))
+
     def _asks_reference(self, num_steps: int) -> bool:
         """Whether the coming batch of `num_steps` optimizer steps passes through the reference, for the objective or to measure."""
-        if not self._settings.keeps_reference or self._objective.needs_reference:
-            return self._settings.keeps_reference
-        return self._steps.num_steps // num_steps % self._settings.training.reference_interval == 0
+        if self._reference is None or self._objective.needs_reference:
+            return self._reference is not None
+        return self._steps.num_steps // num_steps % self._training.reference_interval == 0
 
     def _token_data(self, shard: Shard, micro_batches: Sequence[MicroBatch], *, num_steps: int) -> TokenData:
         """Everything about the batch's tokens that stays the same through its optimizer steps, from the models before the first."""
+        batch = shard.batch
         reference = old = state_values = teacher = None
-        if self._asks_reference(num_steps):
+        if batch.ref_log_probs is None and self._asks_reference(num_steps):
             reference = self._log_probs(shard.batch, micro_batches, reference=True)
-        if needs_old_log_probs(self._objective, num_steps=num_steps):
+        if needs_old_log_probs(self._objective, num_steps=num_steps) and batch.old_log_probs is None:
             old = self._log_probs(shard.batch, micro_batches, reference=False)
-        if self._critic is not None:
+        if self._critic is not None and batch.values is None:
             state_values = self._critic.state_values(micro_batches, num_tokens=len(shard.batch.tokens))
         if self._teacher is not None:
-            temperature = self._settings.rollout.sampling.temperature
-            teacher = self._teacher.log_probs(micro_batches, num_tokens=len(shard.batch.tokens), temperature=temperature)
+            teacher = self._teacher.log_probs(micro_batches, num_tokens=len(batch.tokens), temperature=self._temperature)
         return make_token_data(
             self._objective,
             shard,
@@ -207,8 +387,9 @@ class Trainer:
     def put_away(self, parts: Collection[Part] = PARTS) -> None:
         """Free the device memory of these parts of all models; for `weights` the parameters must be here, for all else everything.
 
-        Not collective; a part that is away already stays so.
+        Not collective; a part that is away already stays so. Raises UserError while a gradient of `forward_backward` waits.
         """
+        self._refuse_waiting("put_away")
         for memory in self._memories.values():
             memory.put_away(parts)
 
@@ -218,29 +399,44 @@ class Trainer:
             memory.take_back(parts)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights under their Hugging Face names, one whole tensor at a time, the same on every rank."""
+        """The policy's weights under their Hugging Face names, one whole tensor at a time, the same on every rank.
+
+        Shapes and names are those of the directory that `save_hf` writes, the dtype is the model's. Each tensor is gathered when it is
+        asked for: every rank takes all of them. Tied embeddings come once, without the head.
+
+        Example: `their_model.load_state_dict(dict(trainer.weights()), strict=False)`
+        """
         with complete_parameters(self._model.chunks):
             yield from export_hf_weights([chunk.module for chunk in self._model.chunks], self._spec)
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint that `load` continues from; the directory appears complete or not at all. Raises UserError."""
-        checkpoint.save(directory, self.trained_models(), counters=self._steps.state())
+    def save(self, directory: Path | str) -> None:
+        """Write a checkpoint that `load` continues from: weights, optimizer, schedule, controllers, random generators.
 
-    def load(self, directory: Path) -> None:
-        """Continue from a checkpoint, of this layout or another. The reference stays the model of the settings. Raises UserError."""
-        self._steps.restore(checkpoint.load(directory, self.trained_models()))
+        The directory, on storage that all ranks share, appears complete or not at all. Raises UserError when it cannot be written, and
+        while a gradient of `forward_backward` waits.
+        """
+        self._refuse_waiting("save")
+        checkpoint.save(Path(directory), self.trained_models(), counters=self._steps.state())
 
-    def save_hf(self, directory: Path) -> None:
+    def load(self, directory: Path | str) -> None:
+        """Continue from a checkpoint of `save`, of this layout or another. The reference stays the model of the settings.
+
+        A gradient of `forward_backward` that waits is dropped. Raises UserError when there is no checkpoint, or not one of this model.
+        """
+        self._waiting = None
+        self._steps.restore(checkpoint.load(Path(directory), self.trained_models()))
+
+    def save_hf(self, directory: Path | str) -> None:
         """Write the policy as a Hugging Face directory. Raises UserError when it cannot be written."""
         weights = self.weights()
 
         def write(path: Path) -> None:
             try:
-                save_hf(path, weights, source=self._settings.model.path)
+                save_hf(path, weights, source=self._model_settings.path)
             finally:
                 _drain(weights)
 
-        checkpoint.on_rank_zero(write, directory, meanwhile=lambda: _drain(weights))
+        checkpoint.on_rank_zero(write, Path(directory), meanwhile=lambda: _drain(weights))
 
 
 def _drain(weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -252,9 +448,9 @@ def _drain(weights: Iterator[tuple[str, Tensor]]) -> None:
 def resolve_objective(settings: Settings) -> Objective:
     """The objective with the response budget as its constant length, where that is not set. Raises UserError when it cannot be trained."""
     objective = settings.objective
-    check_objective(objective)
     if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
-        return dataclasses.replace(objective, max_response_length=settings.rollout.sampling.max_response_tokens)
+        objective = dataclasses.replace(objective, max_response_length=settings.rollout.sampling.max_response_tokens)
+    check_objective(objective)
     return objective
 
 

@@ -1,4 +1,4 @@
-"""One update of a model's weights by the gradient of a whole optimizer step; what policy and critic have in common."""
+"""One update of a model's weights by the gradient of a whole optimizer step, in two halves; what policy and critic have in common."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,10 @@ from megatron_rl.observe.metrics import Mean, Metric
 from megatron_rl.training import passes
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.optimizer import optimizer_step
+from megatron_rl.training.token_data import TokenData
 from megatron_rl.training.topology import Place
 from megatron_rl.training.trained_model import TrainedModel
+from megatron_rl.types import StepTotals
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,56 +28,90 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Gradients:
+    """What is known of the gradients in a model's buffers before they are applied.
+
+    `finite`: all losses were, on all ranks. `means` are the metrics asked for over all ranks (None: nothing measured), the same on every
+    rank. `reports` of this rank's micro-batches on the last stage. `moved_biases`: routers' biases, and where the step moves them.
+    """
+
+    finite: bool
+    means: Mapping[str, float | None]
+    reports: Sequence[Report]
+    moved_biases: Sequence[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepGradients:
+    """An optimizer step whose gradients are computed and wait in the model's buffers, with what they were computed from.
+
+    `gradients` None: the step has no trainable token. `metrics` are this rank's share of those that are known by now.
+    """
+
+    gradients: Gradients | None
+    micro_batches: Sequence[MicroBatch]
+    totals: StepTotals
+    data: TokenData
+    metrics: Mapping[str, Metric]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Update:
     """What an optimizer step did.
 
     `sound`: all losses and the gradient were finite, on all ranks, or else nothing was updated. `lr` is the rate it was done at,
-    `grad_norm` that before clipping, `means` the metrics asked for over all ranks (None: nothing measured), the same on every rank.
-    `reports` of this rank's micro-batches on the last stage; `suspects` those that may have broken the step.
+    `grad_norm` that before clipping. `suspects` are the micro-batches of this rank that may have broken the step.
     """
 
     sound: bool
     lr: float
     grad_norm: float
-    means: Mapping[str, float | None]
-    reports: Sequence[Report]
     suspects: tuple[int, ...]
 
 
-def update(
+def compute_gradients(
     model: TrainedModel,
     micro_batches: Sequence[MicroBatch],
     loss: passes.LossFunction,
     *,
     place: Place,
     measure: Sequence[str] = (),
-    frozen: bool = False,
     replay: bool = False,
     router_step: RouterStep | None = None,
-) -> Update:
-    """Update the weights once by the gradient of `loss`, whose reports are `Report`s, over all micro-batches of all ranks.
+) -> Gradients:
+    """Replace the model's gradients by that of `loss`, whose reports are `Report`s, over all micro-batches of all ranks.
 
-    `measure` names metrics whose means are wanted. A `frozen` model is left as it is, and its learning rate is 0. `replay` and
-    `router_step` are for the routers of a mixture of experts, see `passes.forward_backward`. Collective.
+    `measure` names metrics whose means are wanted. `replay` and `router_step` are for the routers of a mixture of experts, see
+    `passes.forward_backward`. No weight changes. Collective.
     """
-    lr = 0.0 if frozen else model.lr
     model.optimizer.zero_grad()
     biases = [bias for chunk in model.chunks for _, bias in expert_biases(chunk)]
-    biases_before = [bias.clone() for bias in biases]
+    before = [bias.clone() for bias in biases]
     reports: list[Report] = passes.forward_backward(model.chunks, micro_batches, loss, replay=replay, router_step=router_step)
     finite, means = _measure(reports if place.reports else [], measure, device=micro_batches[0].input_ids.device)
-    sound, grad_norm = optimizer_step(model.optimizer, frozen=frozen) if finite else (False, math.nan)
-    if frozen or not sound:
-        # megatron-core moves them together with its sums of gradients, whatever becomes of these.
-        for bias, before in zip(biases, biases_before, strict=True):
-            bias.copy_(before)
+    # megatron-core moves them together with its sums of gradients; they are to move with the weights.
+    moved = [(bias, bias.clone()) for bias in biases]
+    for bias, old in zip(biases, before, strict=True):
+        bias.copy_(old)
+    return Gradients(finite=finite, means=means, reports=reports, moved_biases=moved)
+
+
+def apply_gradients(model: TrainedModel, gradients: Gradients, *, place: Place, frozen: bool = False) -> Update:
+    """Update the weights once by the gradients of `compute_gradients`; a `frozen` model is left as it is at a learning rate of 0.
+
+    Nothing is updated when a loss or the gradient is not finite on any rank. Collective.
+    """
+    lr, reports = 0.0 if frozen else model.lr, gradients.reports
+    sound, grad_norm = optimizer_step(model.optimizer, frozen=frozen) if gradients.finite else (False, math.nan)
     suspects: tuple[int, ...] = ()
     if sound and not frozen:
+        for bias, moved in gradients.moved_biases:
+            bias.copy_(moved)
         model.scheduler.step(1)
     if not sound and place.reports:
         # A gradient that is not finite although all losses are can come from any micro-batch.
-        suspects = tuple(index for index, report in enumerate(reports) if finite or not bool(report.loss.isfinite()))
-    return Update(sound=sound, lr=lr, grad_norm=grad_norm, means=means, reports=reports, suspects=suspects)
+        suspects = tuple(index for index, report in enumerate(reports) if gradients.finite or not bool(report.loss.isfinite()))
+    return Update(sound=sound, lr=lr, grad_norm=grad_norm, suspects=suspects)
 
 
 def _measure(reports: Sequence[Report], names: Sequence[str], *, device: torch.device) -> tuple[bool, dict[str, float | None]]:

@@ -93,7 +93,7 @@ def make_trainer(settings: Any, rank: int, init_method: str) -> Any:
     """The Trainer of this rank."""
     from megatron_rl.training.trainer import Trainer
 
-    return Trainer(settings, rank=rank, init_method=init_method)
+    return Trainer.of(settings, rank=rank, init_method=init_method)
 
 
 def shards_of(batch: Any, settings: Any, *, seed: int = 0) -> Sequence[Any]:
@@ -116,7 +116,7 @@ def train_batches(trainer: Any, settings: Any, seeds: Sequence[int] = SEEDS) -> 
     """This rank's share of the metrics of every optimizer step, on one batch for each seed."""
     steps = []
     for seed in seeds:
-        steps += trainer.train(shards_of(make_batch(seed), settings, seed=seed)[trainer.dp_rank])
+        steps += trainer.train_shard(shards_of(make_batch(seed), settings, seed=seed)[trainer.dp_rank])
     return steps
 
 
@@ -133,7 +133,7 @@ def weights_of(trainer: Any) -> dict[str, np.ndarray]:
         return weights
     chunks = trainer.critic.model.chunks
     # As one with tied embeddings, whose export asks for no language model head.
-    spec = dataclasses.replace(read_model_spec(trainer._settings.model.path), tie_embeddings=True)
+    spec = dataclasses.replace(read_model_spec(trainer._model_settings.path), tie_embeddings=True)
     with complete_parameters(chunks):
         backbone = export_hf_weights([chunk.module for chunk in chunks], spec)
         weights |= {f"critic {name}": tensor.float().numpy().copy() for name, tensor in backbone}

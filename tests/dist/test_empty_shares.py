@@ -66,7 +66,7 @@ def train_shares(
         for share, rows in SHARES.items():
             print(f"{name}: {share}", flush=True)
             batch = make_batch(1).select(np.array(rows, np.int64))
-            metrics += trainer.train(shards_of(batch, settings)[trainer.dp_rank])
+            metrics += trainer.train_shard(shards_of(batch, settings)[trainer.dp_rank])
         outcomes[name] = outcome_of(trainer, metrics, log_probs=[trainer.log_probs(make_batch(7).select(np.array([LONGEST])))])
         shutdown()
     return outcomes
@@ -100,12 +100,12 @@ def poisoned_step(rank: int, world_size: int, init_method: str, model: str, dire
     settings = make_settings(model, Path(directory), LAYOUTS["dp2"], objective=sft.objective, training=sft.training)
     trainer = make_trainer(settings, rank, init_method)
     batch = make_batch(1, vocab=31)
-    sound = trainer.train(shards_of(batch, settings)[trainer.dp_rank])
+    sound = trainer.train_shard(shards_of(batch, settings)[trainer.dp_rank])
     before = {name: tensor.numpy().copy() for name, tensor in trainer.weights()}
     tokens = batch.tokens.copy()
     tokens[batch.cu_seqlens[LONGEST] + 2] = 31
     fields = {name: getattr(batch, name) for name in TrainBatch.__slots__}
-    poisoned = trainer.train(shards_of(TrainBatch(**{**fields, "tokens": tokens}), settings)[trainer.dp_rank])
+    poisoned = trainer.train_shard(shards_of(TrainBatch(**{**fields, "tokens": tokens}), settings)[trainer.dp_rank])
     after = {name: tensor.numpy().copy() for name, tensor in trainer.weights()}
     shutdown()
     return {"sound": sound, "poisoned": poisoned, "before": before, "after": after}

@@ -63,7 +63,7 @@ def gradients_of(trainer: Any, settings: Any) -> dict[str, torch.Tensor]:
     from megatron_rl.models.reading import read_model_spec
     from megatron_rl.models.weights import export_hf_weights
 
-    trainer.train(shards_of(make_batch(1), settings)[trainer.dp_rank])
+    trainer.train_shard(shards_of(make_batch(1), settings)[trainer.dp_rank])
     chunks = [chunk.module for chunk in trainer._model.chunks]
     for parameter in itertools.chain.from_iterable(chunk.parameters() for chunk in chunks):
         parameter.data = parameter.main_grad

@@ -38,7 +38,7 @@ def train(trainer: Any, seed: int, *, dp: int) -> list[dict[str, Any]]:
     from megatron_rl.data.packing import make_shards
 
     shards = make_shards(make_batch(seed), dp=dp, optimizer_steps=1, max_tokens_per_micro_batch=12, seed=seed)
-    steps: list[dict[str, Any]] = trainer.train(shards[trainer.dp_rank])
+    steps: list[dict[str, Any]] = trainer.train_shard(shards[trainer.dp_rank])
     return steps
 
 
@@ -61,7 +61,7 @@ def run(rank: int, world_size: int, init_method: str, model: str, directory: str
                     "training": training,
                 }
             )
-            trainer = Trainer(settings, rank=rank, init_method=f"{init_method}-{len(outcomes)}-{put_away}")
+            trainer = Trainer.of(settings, rank=rank, init_method=f"{init_method}-{len(outcomes)}-{put_away}")
             metrics: list[Any] = []
             for seed in range(3):
                 metrics += train(trainer, seed, dp=2 // settings.training.topology.tp)

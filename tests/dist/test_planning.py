@@ -75,13 +75,13 @@ def train(rank: int, world_size: int, init_method: str, model: str, layouts: dic
         topology = settings.training.topology
         if rank >= topology.num_ranks:
             continue
-        trainer = Trainer(settings, rank=rank, init_method=f"{init_method}-{name}")
+        trainer = Trainer.of(settings, rank=rank, init_method=f"{init_method}-{name}")
         dp = topology.num_ranks // (topology.tp * topology.pp * topology.cp)
         shards = make_shards(make_batch(), dp=dp, optimizer_steps=1, max_tokens_per_micro_batch=512 * topology.cp, seed=0, cp=topology.cp)
         seen[name] = state_bytes(trainer.trained_models()["policy"])
         with MemoryTracker() as tracker:
             update.optimizer_step = partial(watched_step, update.optimizer_step, tracker, seen[name])
-            trainer.train(shards[trainer.dp_rank])
+            trainer.train_shard(shards[trainer.dp_rank])
         update.optimizer_step = real_step
         shutdown()
     return seen

@@ -95,7 +95,7 @@ def run_layouts(
         metrics = []
         for seed in (1, 2):
             shards = shards_of(batch_with_record(seed, num_layers=num_layers), settings, seed=seed)
-            metrics += trainer.train(shards[trainer.dp_rank])
+            metrics += trainer.train_shard(shards[trainer.dp_rank])
         log_probs = trainer.log_probs(batch_with_record(7, num_layers=num_layers))
         outcomes[name] = outcome_of(trainer, metrics, log_probs=[log_probs], whole=rank == 0)
         shutdown()

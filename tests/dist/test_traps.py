@@ -65,7 +65,7 @@ def train_trapped(
         settings = settings_of(model, Path(directory) / str(number), layout)
         trainer = make_trainer(settings, rank, f"{init_method}-{number}")
         batches = [make_batch(seed, **ALIKE) for seed in SEEDS]
-        steps = [step for batch in batches for step in trainer.train(shards_of(batch, settings)[trainer.dp_rank])]
+        steps = [step for batch in batches for step in trainer.train_shard(shards_of(batch, settings)[trainer.dp_rank])]
         outcomes[name] = outcome_of(trainer, steps)
         shutdown()
     return outcomes

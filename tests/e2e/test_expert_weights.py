@@ -31,7 +31,7 @@ def make_trainer(model: Path, directory: Path) -> Trainer:
             "training": {"max_tokens_per_micro_batch": 200},
         }
     )
-    return Trainer(settings, rank=0, init_method=f"file://{directory}/rendezvous")
+    return Trainer.of(settings, rank=0, init_method=f"file://{directory}/rendezvous")
 
 
 async def sync_and_score(trainer: Trainer, address: EngineAddress, probe: TrainBatch) -> Floats:

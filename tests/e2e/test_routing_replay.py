@@ -143,10 +143,10 @@ def train_once(model: Path, directory: Path, batch: TrainBatch, *, dtype: str, r
             "training": {"routing_replay": replay, "max_tokens_per_micro_batch": 64},
         }
     )
-    trainer = Trainer(settings, rank=0, init_method=f"file://{directory}/rendezvous-{dtype}-{replay}")
+    trainer = Trainer.of(settings, rank=0, init_method=f"file://{directory}/rendezvous-{dtype}-{replay}")
     try:
         shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=64, seed=0)[0]
-        return metric_values(trainer.train(shard)[0])
+        return metric_values(trainer.train_shard(shard)[0])
     finally:
         shutdown()
 

@@ -217,7 +217,7 @@ def rank_main(rank: int, num_ranks: int, directory: str, steps: int, results: An
     lengths = length_mixes(64, longest=1024)["log-normal"]
     batch = make_batch(lengths, vocab_size=MODELS["small"]["vocab_size"])
     shards = make_shards(batch, dp=num_ranks, optimizer_steps=1, max_tokens_per_micro_batch=max_tokens, seed=0)
-    trainer = Trainer(
+    trainer = Trainer.of(
         make_settings(model, num_ranks=num_ranks, max_tokens=max_tokens), rank=rank, init_method=f"file://{directory}/meet-{num_ranks}"
     )
     peer, shard = Peer(model), shards[trainer.dp_rank]
@@ -226,7 +226,7 @@ def rank_main(rank: int, num_ranks: int, directory: str, steps: int, results: An
     def ours() -> None:
         inside.append({})
         with timed_inside(inside[-1]):
-            trainer.train(shard)
+            trainer.train_shard(shard)
 
     calls = {
         "megatron_rl": ours,
@@ -301,11 +301,11 @@ def gpu_case(name: str, tokens: int) -> None:
     lengths = np.full(4, tokens)
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory), name, dtype=torch.bfloat16)
-        trainer = Trainer(make_settings(model, num_ranks=1, max_tokens=tokens), rank=0, init_method=f"file://{directory}/meet")
+        trainer = Trainer.of(make_settings(model, num_ranks=1, max_tokens=tokens), rank=0, init_method=f"file://{directory}/meet")
         batch = make_batch(lengths, vocab_size=MODELS[name]["vocab_size"])
         (shard,) = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=tokens, seed=0)
         # A step ends by reading its metrics from the device, so that the clock needs no synchronisation of its own.
-        seconds = min(take_turns({name: lambda: consume(trainer.train(shard))}, 3)[name])
+        seconds = min(take_turns({name: lambda: consume(trainer.train_shard(shard))}, 3)[name])
         distributed.destroy_process_group()
     mfu = "unknown, no peak FLOP/s for this GPU" if peak is None else f"{model_flops(MODELS[name], lengths) / seconds / peak:.1%}"
     memory = torch.cuda.max_memory_allocated() / 2**30

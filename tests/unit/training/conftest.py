@@ -45,7 +45,7 @@ def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
                 "training": {"optimizer": OPTIMIZER, "max_tokens_per_micro_batch": 12, **training},
             }
         )
-        made.append(Trainer(settings, rank=0, init_method=f"file://{tmp_path}/rendezvous{len(made)}"))
+        made.append(Trainer.of(settings, rank=0, init_method=f"file://{tmp_path}/rendezvous{len(made)}"))
         return made[-1]
 
     yield make

@@ -29,7 +29,7 @@ def train(trainer: Trainer) -> None:
         group_ids=np.arange(2),
         truncated=np.zeros(2),
     )
-    trainer.train(make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=12, seed=0)[0])
+    trainer.train_shard(make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=12, seed=0)[0])
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:

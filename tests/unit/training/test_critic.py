@@ -48,7 +48,7 @@ def make_batch() -> TrainBatch:
 
 def train(trainer: Trainer, *, optimizer_steps: int = 1) -> list[dict[str, float]]:
     shard = make_shards(make_batch(), dp=1, optimizer_steps=optimizer_steps, max_tokens_per_micro_batch=12, seed=0)[0]
-    steps = trainer.train(shard)
+    steps = trainer.train_shard(shard)
     for step in steps:
         check_metrics(step)
     return [{name: metric.value for name, metric in step.items()} for step in steps]

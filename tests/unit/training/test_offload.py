@@ -47,7 +47,7 @@ def make_batch(seed: int) -> TrainBatch:
 
 def train(trainer: Trainer, seed: int) -> dict[str, float]:
     shard = make_shards(make_batch(seed), dp=1, optimizer_steps=2, max_tokens_per_micro_batch=12, seed=seed)[0]
-    steps = trainer.train(shard)
+    steps = trainer.train_shard(shard)
     return {f"{index}/{name}": metric.value for index, step in enumerate(steps) for name, metric in step.items()}
 
 

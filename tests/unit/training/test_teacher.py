@@ -43,7 +43,7 @@ def make_batch() -> TrainBatch:
 
 def train(trainer: Trainer) -> dict[str, float]:
     shard = make_shards(make_batch(), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=12, seed=0)[0]
-    return {name: metric.value for name, metric in trainer.train(shard)[0].items()}
+    return {name: metric.value for name, metric in trainer.train_shard(shard)[0].items()}
 
 
 def trainable_log_probs(path: Path) -> np.ndarray:

@@ -51,7 +51,7 @@ def train(trainer: Trainer, batch: TrainBatch = BATCH, *, steps: int = 1, max_to
     """Values of the last step's metrics."""
     for _ in range(steps):
         shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=max_tokens, seed=0)[0]
-        metrics = trainer.train(shard)[0]
+        metrics = trainer.train_shard(shard)[0]
         assert metrics["train/skipped_steps"].value == 0
     return {name: metric.value for name, metric in metrics.items()}
 

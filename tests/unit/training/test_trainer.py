@@ -48,7 +48,7 @@ ROWS = [[3, 9, 4, 4, 30], [8, 2, 17], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16
 
 def train(trainer: Trainer, batch: TrainBatch, *, optimizer_steps: int = 1) -> list[dict[str, float]]:
     shard = make_shards(batch, dp=1, optimizer_steps=optimizer_steps, max_tokens_per_micro_batch=12, seed=0)[0]
-    steps = trainer.train(shard)
+    steps = trainer.train_shard(shard)
     for step in steps:
         check_metrics(step)
     return [{name: metric.value for name, metric in step.items()} for step in steps]

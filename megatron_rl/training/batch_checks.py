@@ -1,0 +1,65 @@
+"""What a batch may bring for an objective."""
+
+import numpy as np
+
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.errors import UserError
+from megatron_rl.types import Doubles, TrainBatch
+
+_OWN = ("old_log_probs", "ref_log_probs", "values", "advantages")
+_MORE_THAN_REWARDS = {"ppo": "a critic's returns", "remax": "the rewards of greedy responses", "gdpo": "components of the rewards"}
+
+
+def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles) -> None:
+    """Raise UserError when `objective` would not use what `batch` brings, or lacks what it needs. `rewards` [B] are the whole batch's."""
+    given = [name for name in _OWN if getattr(batch, name) is not None]
+    if not objective.trains_by_rewards:
+        if given:
+            raise UserError(f"TrainBatch.{given[0]} has no effect with objective.policy_loss {objective.policy_loss}; leave it out")
+        return
+    if objective.off_policy_correction is not None and batch.rollout_log_probs is None:
+        raise UserError(
+            "objective.off_policy_correction compares the policy with the one that generated, but TrainBatch.rollout_log_probs is None; "
+            "give them, or remove the correction"
+        )
+    if batch.values is not None:
+        _check_values(objective)
+    if batch.advantages is not None:
+        _check_advantages(objective)
+    elif objective.advantage.estimator != "gdpo" and not np.isfinite(rewards).all():
+        raise UserError(
+            f"{int((~np.isfinite(rewards)).sum())} of {len(rewards)} sequences have no finite reward, and the batch has no advantages of "
+            "its own; give TrainBatch rewards for all of them, or advantages"
+        )
+
+
+def _check_values(objective: Objective) -> None:
+    estimator = objective.advantage.estimator
+    if estimator != "ppo":
+        raise UserError(f"TrainBatch.values has no effect with objective.advantage.estimator {estimator}; leave it out, or choose ppo")
+    if objective.advantage.bootstrap_truncated:
+        raise UserError(
+            "objective.advantage.bootstrap_truncated needs the value behind a truncated response, which TrainBatch.values does not have; "
+            "leave values out, so that the critic is asked, or set bootstrap_truncated to false"
+        )
+
+
+def _check_advantages(objective: Objective) -> None:
+    """The batch's advantages are used as they are: what would have changed them is refused."""
+    estimator = objective.advantage.estimator
+    if estimator in _MORE_THAN_REWARDS:
+        raise UserError(
+            f"TrainBatch.advantages is given, but objective.advantage.estimator {estimator} works with {_MORE_THAN_REWARDS[estimator]}; "
+            "leave advantages out, or the estimator at its default"
+        )
+    for name in ("kl_reward_coef", "distillation_coef"):
+        if getattr(objective, name):
+            raise UserError(
+                f"objective.{name} {getattr(objective, name)} changes the advantages, but TrainBatch.advantages are used as they are; "
+                f"put it into them and set objective.{name} to 0, or leave advantages out"
+            )
+    if objective.zero_variance == "mask_kl":
+        raise UserError(
+            "objective.zero_variance mask_kl goes by the rewards of a group, but TrainBatch.advantages is given in their place; "
+            "leave advantages out, or set zero_variance to keep"
+        )

@@ -1,0 +1,109 @@
+"""How a process finds the other ranks of its training: told explicitly, through torchrun's environment, or not at all when it is alone."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.core import parallel_state
+from torch import distributed
+
+from megatron_rl.device import Device, local_device, prepare_megatron
+from megatron_rl.errors import UserError
+from megatron_rl.training.topology import Topology, initialize, initialize_groups
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where this process joins the others: as `rank`, at `init_method`, and as `local_rank` among those of its machine.
+
+    `init_method` None: a process alone, which meets nobody.
+    """
+
+    rank: int
+    local_rank: int
+    init_method: str | None
+
+
+def find_meeting(
+    num_ranks: int,
+    *,
+    rank: int | None,
+    init_method: str | None,
+    local_rank: int | None,
+    environment: Mapping[str, str],
+    existing: int | None = None,
+) -> Meeting:
+    """Where to join `num_ranks` ranks: at `init_method` as `rank` when both are given, else as the `environment` of torchrun says.
+
+    A process without either is alone. `existing` is the size of the process group that was initialised before, where those that are
+    in it have met. Raises UserError when what is given is incomplete or is of another number of ranks.
+    """
+    if (rank is None) != (init_method is None):
+        given, missing = ("rank", "init_method") if init_method is None else ("init_method", "rank")
+        raise UserError(f"Trainer got {given} without {missing}; pass both, or neither under torchrun")
+    if rank is not None:
+        if not 0 <= rank < num_ranks:
+            raise UserError(
+                f"Trainer got rank {rank}, but training.topology.num_ranks is {num_ranks}; pass one of 0 to {num_ranks - 1}, or set "
+                "num_ranks"
+            )
+        return Meeting(rank, local_rank or 0, init_method)
+    if existing is not None:
+        if existing != num_ranks:
+            raise UserError(
+                f"the process group that is initialised has {existing} ranks, but training.topology.num_ranks is {num_ranks}; "
+                "set num_ranks to their number, or make the Trainer before the group"
+            )
+        return Meeting(0, int(environment.get("LOCAL_RANK", "0")) if local_rank is None else local_rank, None)
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return _torchrun(num_ranks, local_rank, environment)
+    if num_ranks > 1:
+        raise UserError(
+            f"training.topology.num_ranks is {num_ranks}, but this process was told of no other; start it with "
+            f"`torchrun --nproc-per-node {num_ranks}`, or pass rank and init_method"
+        )
+    return Meeting(0, local_rank or 0, None)
+
+
+def _torchrun(num_ranks: int, local_rank: int | None, environment: Mapping[str, str]) -> Meeting:
+    missing = [name for name in _TORCHRUN if name not in environment]
+    if missing:
+        raise UserError(
+            f"the environment has {' and '.join(name for name in _TORCHRUN if name in environment)} without {' and '.join(missing)}; "
+            "start the program with torchrun, which sets all of them, or pass rank and init_method"
+        )
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if not environment[name].isdecimal():
+            raise UserError(
+                f"the environment variable {name} is {environment[name]!r}, needs a whole number; start the program with torchrun"
+            )
+    if int(environment["WORLD_SIZE"]) != num_ranks:
+        raise UserError(
+            f"WORLD_SIZE is {environment['WORLD_SIZE']}, but training.topology.num_ranks is {num_ranks}; start as many processes as there "
+            "are ranks, or set num_ranks to their number"
+        )
+    return Meeting(int(environment["RANK"]), int(environment["LOCAL_RANK"]) if local_rank is None else local_rank, "env://")
+
+
+def join(
+    topology: Topology, *, rank: int | None, init_method: str | None, local_rank: int | None, timeout_s: float, seed: int
+) -> tuple[Device, bool]:
+    """Join the other ranks and build Megatron's groups: this process's device, and whether the process group was made here.
+
+    See `find_meeting` for the arguments, and `topology.initialize` for `timeout_s` and `seed`. Collective over all ranks.
+    """
+    existing = distributed.get_world_size() if distributed.is_initialized() and rank is None and init_method is None else None
+    meeting = find_meeting(
+        topology.num_ranks, rank=rank, init_method=init_method, local_rank=local_rank, environment=os.environ, existing=existing
+    )
+    if parallel_state.model_parallel_is_initialized():
+        raise UserError("this process has a Trainer already, and megatron-core can have one at a time; close() the other one first")
+    device = local_device(meeting.local_rank)
+    prepare_megatron(device)
+    if existing is not None:
+        initialize_groups(topology, timeout_s=timeout_s, seed=seed)
+    else:
+        initialize(topology, rank=meeting.rank, init_method=meeting.init_method, device=device, timeout_s=timeout_s, seed=seed)
+    return device, existing is None

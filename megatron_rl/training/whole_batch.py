@@ -1,0 +1,56 @@
+"""A batch that every rank has whole: that it is the same one, each data-parallel rank's share of it, and the metrics of all shares."""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import torch
+from torch import distributed
+
+from megatron_rl.config.settings import TrainingSettings
+from megatron_rl.data.packing import make_shards
+from megatron_rl.errors import UserError
+from megatron_rl.observe.metrics import Metric, merge_metrics, metric_values
+from megatron_rl.training.topology import Topology
+from megatron_rl.types import Shard, TrainBatch
+
+
+def check_same_everywhere(batch: TrainBatch, *, device: torch.device) -> None:
+    """Raise UserError, on every rank, when two ranks have different batches. Collective over all ranks."""
+    digest = hashlib.blake2b(digest_size=7)
+    for item in dataclasses.fields(batch):
+        value = getattr(batch, item.name)
+        digest.update(item.name.encode())
+        digest.update(np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else repr(value).encode())
+    number = int.from_bytes(digest.digest(), "big")
+    extremes = torch.tensor([number, -number], device=device)
+    distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX)
+    highest, lowest = extremes.tolist()
+    if highest != -lowest:
+        raise UserError(
+            "the ranks were given different batches, but each rank takes its share of the whole batch itself; pass the same batch, in "
+            "the same order, on every rank"
+        )
+
+
+def divide(batch: TrainBatch, training: TrainingSettings, *, seed: int, optimizer_steps: int | None = None) -> tuple[Shard, ...]:
+    """The batch's shards, one for each data-parallel rank; `optimizer_steps` are those of `training` when not given.
+
+    `seed` decides which sequences each optimizer step gets.
+    """
+    topology = Topology.of(training.topology)
+    return make_shards(
+        batch,
+        dp=topology.dp,
+        optimizer_steps=optimizer_steps or training.optimizer_steps_per_batch,
+        max_tokens_per_micro_batch=training.max_tokens_per_micro_batch * topology.cp,
+        seed=seed,
+        cp=topology.cp,
+    )
+
+
+def merge_over_ranks(shares: list[dict[str, Metric]]) -> list[dict[str, float]]:
+    """The numbers of each optimizer step from every rank's share of its metrics, the same on every rank. Collective over all ranks."""
+    gathered: list[list[dict[str, Metric]]] = [[] for _ in range(distributed.get_world_size())]
+    distributed.all_gather_object(gathered, shares)
+    return [metric_values(merge_metrics(step)) for step in zip(*gathered, strict=True)]
