@@ -80,7 +80,7 @@ class TrainerGroup:
             batch,
             dp=self.dp,
             optimizer_steps=training.optimizer_steps_per_batch,
-            max_tokens_per_micro_batch=training.max_tokens_per_micro_batch * training.topology.cp,
+            max_tokens_per_micro_batch=training.max_tokens_per_micro_batch,
             seed=self._settings.run.seed + step,
             cp=training.topology.cp,
         )
