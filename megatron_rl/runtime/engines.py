@@ -13,8 +13,8 @@ from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.rollout.engine import Engine, EngineAddress
 from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.runtime.cluster import Places
+from megatron_rl.runtime.engine_worker import EngineWorker
 from megatron_rl.runtime.watchdog import Watchdog
-from megatron_rl.runtime.workers import EngineWorker
 
 with quiet_megatron_imports():
     from megatron_rl.models.reading import read_model_spec
