@@ -8,6 +8,7 @@ Legend: B sequences of the batch, S sequences of a micro-batch, T tokens that on
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,23 +97,28 @@ def sequence_cost(lengths: Ints, *, attention_length: float = ATTENTION_LENGTH) 
 def _fill(lengths: Ints, costs: Doubles, *, num_bins: int, max_tokens: float) -> list[Ints] | None:
     """Put items, dearest first, into the cheapest bin with room for their tokens; None when some item finds no room.
 
-    An item longer than `max_tokens` takes a bin of its own. The bins hold ascending indices.
+    An item longer than `max_tokens` takes a bin of its own. The bins hold ascending indices. Dearest first has to be longest first.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens = [0] * num_bins
-    heap = [(0.0, index) for index in range(num_bins)]
-    for item in np.lexsort((np.arange(len(costs)), -costs)).tolist():
-        length, skipped = int(lengths[item]), []
-        while heap and tokens[heap[0][1]] and tokens[heap[0][1]] + length > max_tokens:
-            skipped.append(heapq.heappop(heap))
-        if not heap:
+    cheapest = [(0.0, index) for index in range(num_bins)]
+    # Bins without room for the item at hand, the emptiest first. A later item is no longer, so that a bin waits here once for each item
+    # in it: looking at all of them for every item would be quadratic.
+    full: list[tuple[int, float, int]] = []
+    order = np.lexsort((np.arange(len(costs)), -costs))
+    for item, length, cost in zip(order.tolist(), lengths[order].tolist(), costs[order].tolist(), strict=True):
+        while full and full[0][0] + length <= max_tokens:
+            _, held, index = heapq.heappop(full)
+            heapq.heappush(cheapest, (held, index))
+        while cheapest and tokens[cheapest[0][1]] and tokens[cheapest[0][1]] + length > max_tokens:
+            held, index = heapq.heappop(cheapest)
+            heapq.heappush(full, (tokens[index], held, index))
+        if not cheapest:
             return None
-        cost, index = heapq.heappop(heap)
+        held, index = cheapest[0]
         bins[index].append(item)
         tokens[index] += length
-        heapq.heappush(heap, (cost + float(costs[item]), index))
-        for entry in skipped:
-            heapq.heappush(heap, entry)
+        heapq.heapreplace(cheapest, (held + cost, index))
     return [np.sort(np.asarray(items, dtype=np.int64)) for items in bins]
 
 
@@ -121,19 +127,39 @@ def pack(lengths: Ints, *, num_ranks: int, max_tokens: int, attention_length: fl
 
     Micro-batches hold at most `max_tokens` tokens, except one that a single longer sequence fills alone. Ranks are balanced by
     `sequence_cost`, and so are the micro-batches of a rank, of which the dearest come first: experts make the ranks wait for each
-    other within every micro-batch, so those that meet are alike. The result [rank][micro-batch] holds ascending indices; some may
-    be empty.
+    other within every micro-batch, so those that meet are alike. One micro-batch fewer would not hold them, filled this way. The result
+    [rank][micro-batch] holds ascending indices; some may be empty.
     """
     costs = sequence_cost(lengths, attention_length=attention_length)
     ranks = _fill(lengths, costs, num_bins=num_ranks, max_tokens=float("inf"))
     assert ranks is not None, "bins without a limit have room for everything"
-    count = max(1, *(-(-int(np.minimum(lengths[rows], max_tokens).sum()) // max_tokens) for rows in ranks))
-    while True:
-        packed = [_fill(lengths[rows], costs[rows], num_bins=count, max_tokens=max_tokens) for rows in ranks]
-        if all(parts is not None for parts in packed):
-            micro_batches = [[rows[part] for part in parts or ()] for rows, parts in zip(ranks, packed, strict=True)]
-            return tuple(tuple(sorted(parts, key=lambda part: -costs[part].sum())) for parts in micro_batches)
-        count += 1
+    count = max(1, *(_fewest(lengths[rows], max_tokens=max_tokens) for rows in ranks))
+    failed, step = count - 1, 1
+    while (packed := _fill_ranks(ranks, lengths, costs, count=count, max_tokens=max_tokens)) is None:
+        failed, count, step = count, count + step, 2 * step
+    while count - failed > 1:
+        middle = (failed + count) // 2
+        found = _fill_ranks(ranks, lengths, costs, count=middle, max_tokens=max_tokens)
+        failed, count, packed = (middle, count, packed) if found is None else (failed, middle, found)
+    return packed
+
+
+def _fewest(lengths: Ints, *, max_tokens: int) -> int:
+    """Micro-batches that sequences of `lengths` need at least: for all tokens, and one for each that leaves no room for its like."""
+    return max(-(-int(np.minimum(lengths, max_tokens).sum()) // max_tokens), int((2 * lengths > max_tokens).sum()))
+
+
+def _fill_ranks(
+    ranks: Sequence[Ints], lengths: Ints, costs: Doubles, *, count: int, max_tokens: int
+) -> tuple[tuple[Ints, ...], ...] | None:
+    """`count` micro-batches of each rank's sequences, the dearest first; None when those of some rank do not fit."""
+    packed = []
+    for rows in ranks:
+        parts = _fill(lengths[rows], costs[rows], num_bins=count, max_tokens=max_tokens)
+        if parts is None:
+            return None
+        packed.append(tuple(sorted((rows[part] for part in parts), key=lambda part: -costs[part].sum())))
+    return tuple(packed)
 
 
 def _step_rows(num_sequences: int, *, optimizer_steps: int, seed: int) -> list[Ints]:
@@ -156,7 +182,7 @@ def make_shards(
 ) -> tuple[Shard, ...]:
     """Divide `batch` over `dp` data-parallel ranks, `optimizer_steps` optimizer steps and micro-batches.
 
-    The budget `max_tokens_per_micro_batch` counts tokens over all `cp` context-parallel ranks, padding included. Steps are
+    The budget `max_tokens_per_micro_batch` counts the tokens on each of the `cp` context-parallel ranks, padding included. Steps are
     random parts of the batch by `seed`, equal in sequences up to one. Every sequence is in exactly one micro-batch of one rank;
     all ranks have equally many micro-batches in a step. Totals are those of the whole step, over all ranks.
 
@@ -177,7 +203,7 @@ def make_shards(
             num_sequences=int(counted.sum()),
             num_sequence_tokens=int(batch.lengths[rows][counted].sum()),
         )
-        packed = pack(lengths[rows], num_ranks=dp, max_tokens=max_tokens_per_micro_batch, attention_length=attention_length)
+        packed = pack(lengths[rows], num_ranks=dp, max_tokens=max_tokens_per_micro_batch * cp, attention_length=attention_length)
         for rank, micro_batches in enumerate(packed):
             plans[rank].append(StepPlan(micro_batches=tuple(rows[part] for part in micro_batches), totals=totals))
     return tuple(_shard(batch, steps, trainable) for steps in plans)

@@ -57,7 +57,8 @@ class Engine:
     Args of the constructor: `model_path` a Hugging Face directory; `dtype` float32 or bfloat16; `seed` of the server's
     sampling; `log_path` gets everything the server prints; `gpu_ids` the GPUs that it may see, one tensor parallel rank
     each; `host` the address to bind; `port` a fixed port, or None for a free one; `mixture` the model's experts, when the
-    server is to record to which of them it routes tokens; `colocated` when it shares its GPUs.
+    server is to record to which of them it routes tokens; `colocated` when it shares its GPUs; `max_prompt_tokens` the longest prompt,
+    when all requests are prompts.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Engine:
         port: int | None = None,
         mixture: MixtureShape | None = None,
         colocated: bool = False,
+        max_prompt_tokens: int | None = None,
     ) -> None:
         self._settings = settings
         self._gpu_ids = tuple(gpu_ids)
@@ -98,6 +100,7 @@ class Engine:
             needs_tokenizer=bool(settings.sampling.stop),
             records_routing=mixture is not None,
             colocated=colocated,
+            max_prompt_tokens=max_prompt_tokens,
         )
 
     @property

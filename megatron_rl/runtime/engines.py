@@ -12,9 +12,10 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.rollout.engine import Engine, EngineAddress
 from megatron_rl.rollout.routing_record import MixtureShape
+from megatron_rl.rollout.server_args import sent_prompt_tokens
 from megatron_rl.runtime.cluster import Places
+from megatron_rl.runtime.engine_worker import EngineWorker
 from megatron_rl.runtime.watchdog import Watchdog
-from megatron_rl.runtime.workers import EngineWorker
 
 with quiet_megatron_imports():
     from megatron_rl.models.reading import read_model_spec
@@ -46,6 +47,7 @@ class EngineGroup:
                 log_path=settings.run.directory / "logs" / f"engine-{number}.log",
                 mixture=mixture,
                 colocated=settings.runtime.colocate,
+                max_prompt_tokens=sent_prompt_tokens(settings),
             )
             beside = placement.ranks_beside(number) if placement.needs.colocated else ()
             shared_gpus = tuple(gpu for rank in beside for gpu in gpus_of_ranks[rank])

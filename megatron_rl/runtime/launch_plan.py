@@ -8,7 +8,7 @@ from megatron_rl.config.derived import Derived, derive
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.device import Device, chosen_backends, chosen_row_maths, quiet_megatron_imports
-from megatron_rl.rollout.server_args import server_arguments
+from megatron_rl.rollout.server_args import sent_prompt_tokens, server_arguments
 
 with quiet_megatron_imports():
     from megatron_rl.models.reading import read_model_spec
@@ -114,6 +114,7 @@ def _server_arguments(settings: Settings, device: Device) -> str:
         num_gpus=settings.runtime.num_gpus_per_engine,
         needs_tokenizer=bool(settings.rollout.sampling.stop),
         colocated=settings.runtime.colocate,
+        max_prompt_tokens=sent_prompt_tokens(settings),
     )
     return " ".join(f"{name}={format_value(value)}" for name, value in arguments.items() if name not in ("host", "port", "api_key"))
 

@@ -1,39 +1,21 @@
-"""The two kinds of Ray actor, thin: each forwards to one object of the training or rollout room.
+"""The Ray actor of a Megatron rank, thin: it forwards to one object of the training room."""
 
-`hold` and `watch` run beside the other calls in a concurrency group of their own and return only when something is wrong.
-"""
-
-import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import ray
 import torch.distributed as dist
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import Metric
-from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.runtime.engine_worker import enter_directory
 from megatron_rl.training.offload import Part
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Shard, TrainBatch
 from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender, send_buckets
 from megatron_rl.weights.bucket import WeightSpec, make_manifest
-
-HEALTH_INTERVAL_S = 0.5
-
-
-def enter_directory(directory: Path) -> None:
-    """Work where the driver does, so that relative paths mean the same on every node. Raises UserError where it does not exist."""
-    if not directory.is_dir():
-        raise UserError(
-            f"{ray.util.get_node_ip_address()} has no directory {directory}, from which this run was started and to which its relative "
-            f"paths belong; start it from a directory that all nodes share"
-        )
-    os.chdir(directory)
 
 
 def free_port(address: str) -> int:
@@ -54,7 +36,7 @@ class TrainerWorker:
 
     @ray.method(concurrency_group="watch")
     def hold(self) -> None:
-        """Never return: the caller learns of this actor's death."""
+        """Never return, beside the other calls: the caller learns of this actor's death."""
         threading.Event().wait()
 
     def take_place(self, directory: Path) -> tuple[int, ...]:
@@ -113,30 +95,3 @@ class TrainerWorker:
     def send_weights(self, buckets: Sequence[Sequence[WeightSpec]]) -> None:
         """Send the current weights to the engines."""
         send_buckets(self._trainer.weights(), buckets, group=self._group)
-
-
-@ray.remote(concurrency_groups={"watch": 1})
-class EngineWorker:
-    """One SGLang server, a child process of this actor, on the GPUs that Ray gave it or, beside ranks, on `shared_gpus`."""
-
-    def __init__(self, make_engine: Callable[..., Engine], *, directory: Path, shared_gpus: tuple[int, ...] = ()) -> None:
-        enter_directory(directory)
-        gpus = shared_gpus or tuple(int(gpu) for gpu in ray.get_gpu_ids())
-        self._engine = make_engine(host=ray.util.get_node_ip_address(), gpu_ids=gpus)
-        self._stopping = False
-
-    @ray.method(concurrency_group="watch")
-    def watch(self) -> None:
-        """Return when the engine was stopped on purpose; raise with the tail of its log when it died."""
-        while not self._stopping:
-            self._engine.check()
-            time.sleep(HEALTH_INTERVAL_S)
-
-    def start(self) -> EngineAddress:
-        """Start the server and wait until it serves."""
-        return self._engine.start()
-
-    def stop(self) -> None:
-        """Stop the server and reap it."""
-        self._stopping = True
-        self._engine.stop()

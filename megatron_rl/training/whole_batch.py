@@ -43,7 +43,7 @@ def divide(batch: TrainBatch, training: TrainingSettings, *, seed: int, optimize
         batch,
         dp=topology.dp,
         optimizer_steps=optimizer_steps or training.optimizer_steps_per_batch,
-        max_tokens_per_micro_batch=training.max_tokens_per_micro_batch * topology.cp,
+        max_tokens_per_micro_batch=training.max_tokens_per_micro_batch,
         seed=seed,
         cp=topology.cp,
     )

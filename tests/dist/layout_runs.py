@@ -106,7 +106,7 @@ def shards_of(batch: Any, settings: Any, *, seed: int = 0) -> Sequence[Any]:
         batch,
         dp=topology.dp,
         optimizer_steps=training.optimizer_steps_per_batch,
-        max_tokens_per_micro_batch=training.max_tokens_per_micro_batch * topology.cp,
+        max_tokens_per_micro_batch=training.max_tokens_per_micro_batch,
         seed=seed,
         cp=topology.cp,
     )

@@ -77,7 +77,7 @@ def train(rank: int, world_size: int, init_method: str, model: str, layouts: dic
             continue
         trainer = Trainer.of(settings, rank=rank, init_method=f"{init_method}-{name}")
         dp = topology.num_ranks // (topology.tp * topology.pp * topology.cp)
-        shards = make_shards(make_batch(), dp=dp, optimizer_steps=1, max_tokens_per_micro_batch=512 * topology.cp, seed=0, cp=topology.cp)
+        shards = make_shards(make_batch(), dp=dp, optimizer_steps=1, max_tokens_per_micro_batch=512, seed=0, cp=topology.cp)
         seen[name] = state_bytes(trainer.trained_models()["policy"])
         with MemoryTracker() as tracker:
             update.optimizer_step = partial(watched_step, update.optimizer_step, tracker, seen[name])

@@ -12,6 +12,7 @@ import torch
 from megatron_rl.algorithms.log_prob import TORCH_ROWS
 
 BENCH = Path(__file__).parents[2] / "tools" / "bench"
+GRPO = BENCH / "grpo.py"
 TRAINING = BENCH / "training.py"
 
 
@@ -44,3 +45,13 @@ def test_kernels_are_measured_beside_what_is_published(monkeypatch: pytest.Monke
     assert "differ by 0.0e+00 of the hidden states' gradient and 0.0e+00 of the weight's" in printed
     assert "  triton                             12.0 ms    3.0 GiB" in printed and "Liger" in printed and "167 ms" in printed
     assert "3 tokens, 20 x 4" in printed and len(calls) == 9
+
+
+def test_a_peer_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\necho trl accelerate\n")
+    bare.chmod(0o755)
+    for peer, message in ((str(bare), "cannot import trl, accelerate; make its environment"), (str(tmp_path / "none"), "does not run")):
+        done = subprocess.run([sys.executable, str(GRPO), "--peer", peer], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 1
+        assert message in done.stderr

@@ -333,14 +333,17 @@ def main() -> int:
     """Run the parts asked for."""
     parser = argparse.ArgumentParser(description="Benchmark packing and train steps.")
     parser.add_argument("--only", choices=PARTS, help="one part; all that can run when not given")
-    parser.add_argument("--sequences", type=int, default=1024, help="sequences of the packing part")
+    parser.add_argument("--sequences", type=int, help="sequences of the packing part; a small and a large batch when not given")
     parser.add_argument("--longest", type=int, default=16_384, help="longest sequence and token budget of the packing part")
     parser.add_argument("--dp", type=int, default=8, help="data-parallel ranks of the packing part")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each, of which the fastest counts")
     arguments = parser.parse_args()
     parts: Sequence[str] = PARTS if arguments.only is None else [arguments.only]
     if "packing" in parts:
-        bench_packing(count=arguments.sequences, longest=arguments.longest, dp=arguments.dp)
+        bench_packing(count=arguments.sequences or 1024, longest=arguments.longest, dp=arguments.dp)
+        if arguments.sequences is None:
+            # Of a few tokens each, because the batch is made: padding them to chunks of context parallel ranks shows.
+            bench_packing(count=131_072, longest=512, dp=128)
     if "step" in parts:
         bench_step(steps=arguments.steps)
     if "gpu" in parts:

@@ -28,6 +28,7 @@ MakeSettings = Callable[..., Settings]
             ["training.max_tokens_per_micro_batch=1000"],
             "1024 = 2048 tokens, but a micro-batch holds training.max_tokens_per_micro_batch 1000 × cp 1",
         ),
+        (["training.max_tokens_per_micro_batch=2047"], "a micro-batch holds training.max_tokens_per_micro_batch 2047"),
         (["training.max_tokens_per_micro_batch=1000"], "set training.max_tokens_per_micro_batch to 2048 or more"),
         (["run.num_steps=5", "training.schedule.warmup_steps=6"], "run.num_steps 5 × training.optimizer_steps_per_batch 1 = 5"),
         (["training.schedule.decay_steps=5"], "decay_style constant never decays"),

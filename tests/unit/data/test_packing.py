@@ -42,6 +42,55 @@ def test_pack_is_a_partition_within_the_budget(lengths: list[int], num_ranks: in
         assert np.array(lengths)[part].sum() <= max_tokens or len(part) == 1
 
 
+def filled(lengths: list[int], *, count: int, max_tokens: int, attention_length: float) -> list[list[int]] | None:
+    """Every sequence, longest first, into the cheapest of `count` micro-batches with room; None when one finds none."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    costs = [0.0] * count
+    for item in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        room = [bin for bin in range(count) if not bins[bin] or sum(lengths[i] for i in bins[bin]) + lengths[item] <= max_tokens]
+        if not room:
+            return None
+        cheapest = min(room, key=lambda bin: (costs[bin], bin))
+        bins[cheapest].append(item)
+        costs[cheapest] += lengths[item] * (1 + lengths[item] / attention_length)
+    return bins
+
+
+@pytest.mark.parametrize("attention_length", [5, 24_576])
+@pytest.mark.parametrize("seed", range(10))
+def test_every_sequence_goes_to_the_cheapest_micro_batch_with_room_and_one_fewer_would_not_do(seed: int, attention_length: float) -> None:
+    random = np.random.default_rng(seed)
+    # Of a few lengths there is a large gap between the tokens that fit and those that are there.
+    lengths = random.choice([60, 30, 17], 150) if seed % 2 else random.integers(1, 90, 100)
+    (packed,) = pack(lengths, num_ranks=1, max_tokens=100, attention_length=attention_length)
+    expected = filled(lengths.tolist(), count=len(packed), max_tokens=100, attention_length=attention_length)
+    assert expected is not None
+    assert sorted(part.tolist() for part in packed) == sorted(sorted(part) for part in expected)
+    assert filled(lengths.tolist(), count=len(packed) - 1, max_tokens=100, attention_length=attention_length) is None
+
+
+def test_sequences_that_fill_the_budget_exactly_share_a_micro_batch() -> None:
+    assert [[part.tolist() for part in rank] for rank in pack(np.array([6, 4, 7, 3]), num_ranks=1, max_tokens=10)] == [[[2, 3], [0, 1]]]
+    assert [part.tolist() for part in pack(np.array([5, 5]), num_ranks=1, max_tokens=10)[0]] == [[0, 1]]
+    assert len(pack(np.array([6, 5]), num_ranks=1, max_tokens=10)[0]) == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=30), cp=st.sampled_from([1, 2, 4]), budget=st.integers(8, 30))
+def test_no_context_parallel_rank_holds_more_than_the_budget(lengths: list[int], cp: int, budget: int) -> None:
+    (shard,) = make_shards(make_batch(lengths), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=budget, seed=0, cp=cp)
+    for rows in shard.steps[0].micro_batches:
+        held = len(micro_batch_layout(shard.batch, rows, cp_size=cp, cp_rank=0).token_index)
+        assert held <= budget or len(rows) == 1
+
+
+def test_the_budget_is_that_of_each_context_parallel_rank() -> None:
+    shards = make_shards(make_batch([8, 8, 8, 8]), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=16, seed=0, cp=2)
+    assert [len(rows) for rows in shards[0].steps[0].micro_batches] == [4]
+    shards = make_shards(make_batch([5, 5]), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=6, seed=0, cp=2)
+    assert [len(rows) for rows in shards[0].steps[0].micro_batches] == [1, 1]  # 5 tokens take 8, padded to 4 chunks
+
+
 @settings(max_examples=40, deadline=None)
 @given(lengths=LENGTHS, num_ranks=st.integers(1, 4))
 def test_the_dearest_micro_batches_of_all_ranks_meet(lengths: list[int], num_ranks: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from megatron_rl.errors import DeadlineError, EngineError
+from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.rollout import transport
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import EngineAddress
@@ -80,6 +80,14 @@ def test_one_request_asks_for_all_samples_of_a_prompt() -> None:
     assert generations[0].log_probs.tolist() == [-0.5, -0.25, -2.0]
     assert generations[0].weight_versions.tolist() == [5, 5, 5]
     assert generations[0].stop_reason is StopReason.LENGTH
+
+
+def test_a_request_may_fill_the_context_and_no_more() -> None:
+    sampling = Sampling(max_tokens=24)
+    generations, _ = talk(generates, lambda client: client.generate(np.zeros(40, np.int64), sampling=sampling))
+    assert len(generations) == 1
+    with pytest.raises(UserError, match=r"a prompt of 41 tokens \+ 24 response tokens = 65, the engine takes 64"):
+        talk(generates, lambda client: client.generate(np.zeros(41, np.int64), sampling=sampling))
 
 
 def test_samples_of_one_request_count_on_from_its_seed() -> None:

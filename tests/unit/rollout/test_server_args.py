@@ -63,7 +63,12 @@ def test_the_installed_server_still_has_what_is_refused() -> None:
 
 
 def make_arguments(
-    user: dict[str, object], *, device_kind: str = "cpu", needs_tokenizer: bool = False, colocated: bool = False
+    user: dict[str, object],
+    *,
+    device_kind: str = "cpu",
+    needs_tokenizer: bool = False,
+    colocated: bool = False,
+    max_prompt_tokens: int | None = None,
 ) -> dict[str, object]:
     return server_arguments(
         user,
@@ -77,6 +82,7 @@ def make_arguments(
         num_gpus=2,
         needs_tokenizer=needs_tokenizer,
         colocated=colocated,
+        max_prompt_tokens=max_prompt_tokens,
     )
 
 
@@ -102,6 +108,16 @@ def test_a_server_that_shares_its_gpus_can_release_its_memory() -> None:
     assert "enable_memory_saver" not in make_arguments({}, device_kind="cuda")
     assert make_arguments({}, device_kind="cuda", colocated=True)["enable_memory_saver"] is True
     assert "enable_memory_saver" not in make_arguments({}, colocated=True), "it cannot start with it on a CPU"
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "max_prompt_tokens", "keeps"), [("cpu", 32, False), ("cpu", 33, True), ("cpu", None, True), ("cuda", 32, True)]
+)
+def test_prefixes_are_kept_where_a_later_request_can_use_them(device_kind: str, max_prompt_tokens: int | None, keeps: bool) -> None:
+    arguments = make_arguments({}, device_kind=device_kind, max_prompt_tokens=max_prompt_tokens)
+    assert arguments.get("disable_radix_cache", False) is not keeps
+    chosen = make_arguments({"disable_radix_cache": keeps}, device_kind=device_kind, max_prompt_tokens=max_prompt_tokens)
+    assert chosen["disable_radix_cache"] is keeps, "the user's own choice"
 
 
 def test_a_value_that_cannot_be_sent_is_one_sentence() -> None:

@@ -60,6 +60,8 @@ def check(words: list[str]) -> Callable[..., list[str]]:
 
 def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> None:
     assert check() == []
+    # The longest sequence, 16 + 496 tokens, is all that the model can attend to.
+    assert check("rollout.sampling.max_response_tokens=496") == []
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("data.train=nowhere.jsonl", ["nowhere.jsonl"]),
         ("data.prompt_key=question", ["train.jsonl:1", "question"]),
         ("data.max_prompt_tokens=4", ["train.jsonl:11", "the limit is 4"]),
-        ("rollout.sampling.max_response_tokens=500", ["16 + rollout.sampling.max_response_tokens 500 = 516", "512"]),
+        ("rollout.sampling.max_response_tokens=497", ["16 + rollout.sampling.max_response_tokens 497 = 513", "512"]),
         ("rollout.sglang.mem_fraction_statc=0.5", ["rollout.sglang.mem_fraction_statc", "mem_fraction_static"]),
         ("rollout.function=no_such_module:roll", ["rollout.function", "no_such_module"]),
         ("rollout.function=preflight_reward:nothing", ["rollout.function", "it has: score"]),

@@ -1,0 +1,232 @@
+"""A GRPO step against TRL's GRPOTrainer: one model, the same prompts, group size, token budget, optimizer and reward.
+
+    python tools/bench/grpo.py --peer PYTHON [--steps 10] [--turns 2] [--threads 1 2]
+
+PYTHON is the interpreter of a virtual environment that has TRL besides everything that is installed here:
+
+    python -m venv /tmp/peer
+    python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$(echo /tmp/peer/lib/python3*/site-packages)/here.pth"
+    /tmp/peer/bin/pip install --no-deps trl accelerate datasets multiprocess xxhash dill pandas pytz
+
+Both run in turns, each in processes of its own: the runs' start and their first two steps do not count. Printed are seconds a step,
+split into generation with reward and training, CPU seconds a step of the whole process tree, and their ratios. On a machine that others use
+too only ratios of one call and CPU seconds mean anything. `--threads 1` pins both to one core, `2` to two, on which our
+two ranks and the engine share what TRL has for its two threads.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+PROMPTS, SAMPLES, RESPONSE_TOKENS = 128, 8, 4
+WARM_UP_STEPS = 2
+LR = 2e-4
+PEER_PACKAGES = ("trl", "accelerate", "datasets")
+
+
+def cpu_seconds() -> float:
+    """CPU seconds so far of this process's children and theirs, dead ones that were waited for included."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def run_and_watch(command: Sequence[str], metrics: Path, *, environment: Mapping[str, str], steps: int) -> dict[str, float]:
+    """Run `command`, which appends a JSON line to `metrics` after every step; medians of the steps after warming up.
+
+    Raises RuntimeError with the end of its output when it fails.
+    """
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(list(command), cwd=ROOT, env=dict(environment), stdout=output, stderr=subprocess.STDOUT)
+        first: tuple[int, float] | None = None
+        last: tuple[int, float] | None = None
+        seen = 0
+        while process.poll() is None:
+            done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+            if done > seen:
+                seen, last = done, (done, cpu_seconds())
+                if first is None and done >= WARM_UP_STEPS:
+                    first = last
+            time.sleep(0.02)
+        if process.returncode:
+            output.seek(0)
+            raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}:\n{output.read()[-2000:]}")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()][WARM_UP_STEPS:]
+    assert first is not None and last is not None and last[0] > first[0], f"{steps} steps are too few to be seen apart"
+    parts = {name: statistics.median(row[name] for row in rows) for name in ("time/rollout_wait", "time/train")}
+    step = statistics.median(row["time/rollout_wait"] + row["time/train"] + row.get("time/sync", 0.0) for row in rows)
+    return {
+        "step": step,
+        "generation and reward": parts["time/rollout_wait"],
+        "training": parts["time/train"],
+        "CPU": (last[1] - first[1]) / (last[0] - first[0]),
+    }
+
+
+def ours(task: Path, directory: Path, *, steps: int) -> list[str]:
+    """The command of our run: the quickstart's, without evaluation and saves."""
+    return [
+        sys.executable,
+        *("-m", "megatron_rl", "train", "examples/arithmetic/grpo.yaml"),
+        f"run.directory={directory}",
+        f"model.path={task / 'model'}",
+        f"data.train={task / 'train.jsonl'}",
+        f"data.eval={task / 'held_out.jsonl'}",
+        f"data.prompts_per_step={PROMPTS}",
+        f"data.samples_per_prompt={SAMPLES}",
+        f"rollout.sampling.max_response_tokens={RESPONSE_TOKENS}",
+        f"training.optimizer.lr={LR}",
+        *(f"run.num_steps={steps}", "run.eval_interval=0", "run.save_interval=0", "training.schedule={}"),
+    ]
+
+
+def peer_main(task: Path, metrics: Path, *, steps: int, threads: int) -> None:
+    """TRL's run, in its own environment; the same metrics as ours, one line a step."""
+    import datasets
+    import torch
+    import transformers
+    import trl
+
+    torch.set_num_threads(threads)
+    rows = [json.loads(line) for line in (task / "train.jsonl").read_text().splitlines()][: PROMPTS * steps]
+    generation_s = 0.0
+
+    def score(completions: list[str], label: list[str], **_: Any) -> list[float]:
+        return [float(completion == answer) for completion, answer in zip(completions, label, strict=True)]
+
+    class Timed(trl.GRPOTrainer):  # type: ignore[misc, name-defined, unused-ignore]
+        """Measures what makes the samples, generation and reward, and the whole step."""
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            nonlocal generation_s
+            start = time.perf_counter()
+            result = super()._generate_and_score_completions(inputs)
+            generation_s += time.perf_counter() - start
+            return result
+
+    class Steps(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+        """Writes a line a step."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            nonlocal generation_s
+            self.start, generation_s = time.perf_counter(), 0.0
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            # The samples are made inside the step, before its loss.
+            training_s = time.perf_counter() - self.start - generation_s
+            with metrics.open("a") as file:
+                file.write(json.dumps({"time/rollout_wait": generation_s, "time/train": training_s}) + "\n")
+
+    trainer = Timed(
+        model=transformers.AutoModelForCausalLM.from_pretrained(task / "model"),
+        processing_class=transformers.AutoTokenizer.from_pretrained(task / "model", padding_side="left"),
+        reward_funcs=score,
+        train_dataset=datasets.Dataset.from_list(rows),
+        callbacks=[Steps()],
+        args=trl.GRPOConfig(
+            output_dir=str(metrics.parent / "peer"),
+            per_device_train_batch_size=PROMPTS * SAMPLES,
+            num_generations=SAMPLES,
+            max_completion_length=RESPONSE_TOKENS,
+            max_steps=steps,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            temperature=1.0,
+            top_k=0,
+            epsilon_high=0.28,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            save_strategy="no",
+            report_to="none",
+            logging_steps=steps,
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+
+
+def check_peer(python: str) -> None:
+    """Exit with a sentence when the peer's environment lacks something."""
+    probe = f"import importlib.util as u; print(*[n for n in {(*PEER_PACKAGES, 'torch', 'transformers')!r} if u.find_spec(n) is None])"
+    try:
+        missing = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"grpo: the peer's interpreter {python} does not run ({error}); make its environment as the head of this file says")
+    if missing:
+        sys.exit(f"grpo: {python} cannot import {', '.join(missing)}; make its environment as the head of this file says")
+
+
+def compare(task: Path, directory: Path, *, peer: str, steps: int, turns: int, threads: int) -> None:
+    """Print the figures of both, taken in turns on `threads` cores."""
+    found: dict[str, list[dict[str, float]]] = {"megatron_rl": [], "TRL": []}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    pinned = ["taskset", "-c", ",".join(map(str, cores))]
+    for turn in range(turns):
+        run, metrics = directory / f"ours-{threads}-{turn}", directory / f"peer-{threads}-{turn}.jsonl"
+        command = [*pinned, *ours(task, run, steps=steps)]
+        found["megatron_rl"].append(
+            run_and_watch(command, run / "metrics.jsonl", environment={**environment, "OMP_NUM_THREADS": "1"}, steps=steps)
+        )
+        own = [str(Path(__file__).resolve()), "--peer", peer, "--as-peer", str(task), str(metrics)]
+        command = [*pinned, peer, *own, "--steps", str(steps), "--threads", str(threads)]
+        found["TRL"].append(run_and_watch(command, metrics, environment={**environment, "OMP_NUM_THREADS": str(threads)}, steps=steps))
+    figures = {name: {key: min(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()}
+    print(
+        f"{PROMPTS} prompts × {SAMPLES} samples of at most {RESPONSE_TOKENS} tokens, {threads} cores, seconds a step, best of {turns} runs"
+    )
+    for key, own_s in figures["megatron_rl"].items():
+        other_s = figures["TRL"][key]
+        print(f"  {key:<24}{own_s:>7.2f} megatron_rl{other_s:>7.2f} TRL{own_s / other_s:>7.2f} times as long")
+
+
+def main() -> int:
+    """Compare, or be the peer."""
+    parser = argparse.ArgumentParser(description="A GRPO step against TRL's.")
+    parser.add_argument("--peer", required=True, help="python of the environment that has TRL")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a run, of which the first two do not count")
+    parser.add_argument("--turns", type=int, default=2, help="runs of each")
+    parser.add_argument("--threads", type=int, nargs="+", default=[2], help="cores to run on")
+    parser.add_argument("--as-peer", nargs=2, metavar=("TASK", "METRICS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.as_peer:
+        task, metrics = map(Path, arguments.as_peer)
+        peer_main(task, metrics, steps=arguments.steps, threads=arguments.threads[0])
+        return 0
+    check_peer(arguments.peer)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        make_task = [sys.executable, "examples/arithmetic/make_task.py", str(directory / "task"), "--seed", "1"]
+        subprocess.run(make_task, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+        for threads in arguments.threads:
+            compare(
+                directory / "task",
+                directory,
+                peer=arguments.peer,
+                steps=arguments.steps,
+                turns=arguments.turns,
+                threads=threads,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
