@@ -50,6 +50,8 @@ def test_a_sample_whose_group_was_not_scored_gets_nothing(estimator: str, scale:
     assert got[2] == 0.0 and got[0] > 0.0
     alone = advantages(estimator, given[2:], groups[2:], torch.tensor([4]), scale=scale, std_epsilon=0.0, whiten=False)
     assert alone.tolist() == [0.0]
+    equal = advantages(estimator, given[[2, 2]], torch.tensor([4, 1]), torch.tensor([4, 1]), scale=scale, std_epsilon=0.0, whiten=False)
+    assert equal.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "pass@k", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])

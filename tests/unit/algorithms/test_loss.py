@@ -139,13 +139,14 @@ REFERENCES = {
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_against_a_loop_over_tokens(name: str, level: str, aggregation: str, make_step) -> None:
-    step = make_step([5, 1, 4, 2], seed=7, masked_rows=(3,))
+    # Chosen so that tokens of both signs lie beyond each bound and between the two distances.
+    step = make_step([9, 1, 14, 2, 6], seed=9, masked_rows=(3,))
     low, high = (0.006, 0.02) if name == "dppo_kl" else (0.05, 0.16)
     objective = Objective(policy_loss=name, ratio_level=level, aggregation=aggregation, max_response_length=6, clip_low=low, clip_high=high)
     leaves = {k: v.clone().requires_grad_() if k in ("log_probs", "values") else v for k, v in step.tokens.items()}
     expected = loop_loss(objective, step, lambda t, keep: REFERENCES[name](leaves, objective, t, keep))
     expected.backward()
-    result = run_step(objective, step, trivial_layout(4))
+    result = run_step(objective, step, trivial_layout(5))
     assert result.loss == pytest.approx(float(expected.detach()), abs=1e-12)
     moved = "values" if name == "value" else "log_probs"
     torch.testing.assert_close(result.gradients[moved], leaves[moved].grad, rtol=1e-12, atol=1e-12)

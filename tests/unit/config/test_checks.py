@@ -88,6 +88,25 @@ def test_settings_without_effect_are_noted(settings_with: MakeSettings) -> None:
     assert "runtime.colocate true has no effect" in without_effect(settings_with("objective.policy_loss=sft", "runtime.colocate=true"))[0]
 
 
+def test_objective_settings_that_nothing_reads_are_noted(settings_with: MakeSettings) -> None:
+    notes = without_effect(settings_with("objective.preset=gspo", "objective.sapo_tau_positive=2", "objective.advantage.gamma=0.9"))
+    assert [note.split(" has no effect")[0] for note in notes] == ["objective.sapo_tau_positive 2.0", "objective.advantage.gamma 0.9"]
+
+
+def test_an_interval_of_the_reference_that_nothing_reads_is_noted(settings_with: MakeSettings) -> None:
+    interval = "training.reference_interval=5"
+    assert without_effect(settings_with(interval)) == []
+    for other in ("objective.kl_loss_coef=0.1", "objective.policy_loss=sft"):
+        assert "training.reference_interval 5 has no effect" in without_effect(settings_with(interval, other))[0]
+
+
+def test_a_reference_is_kept_where_it_is_read(settings_with: MakeSettings) -> None:
+    assert not settings_with().keeps_reference
+    assert settings_with("training.reference_interval=5").keeps_reference
+    assert settings_with("objective.kl_loss_coef=0.1").keeps_reference
+    assert not settings_with("objective.policy_loss=sft", "training.reference_interval=5").keeps_reference
+
+
 def test_a_critic_without_ppo_is_noted(settings_with: MakeSettings) -> None:
     assert without_effect(settings_with("objective.preset=ppo", "training.critic.warmup_steps=1")) == []
     assert "training.critic has no effect" in without_effect(settings_with("training.critic.warmup_steps=1"))[0]

@@ -3,16 +3,18 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 from megatron_rl.models.weights import hf_shapes
 from megatron_rl.planning import GPUS, RunPlan, plan_run
 from megatron_rl.planning.gpus import GIB
-from megatron_rl.planning.plan import plan_layouts
+from megatron_rl.planning.plan import _rank_host, plan_layouts
 
 pytestmark = pytest.mark.usefixtures("shared_process")
 
@@ -130,3 +132,11 @@ def test_large_models(model_spec: Callable[[str], Any], run_settings: Callable[.
     print("\n".join(plan.lines()))
     assert plan.peak / GIB == pytest.approx(peak, abs=0.1)
     assert (plan.peak <= plan.gpu.memory_bytes) == fits
+
+
+def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Callable[..., Settings]) -> None:
+    policy = SimpleNamespace(reference=7 * GIB, parameters=GIB, optimizer=GIB)
+    settings = run_settings()
+    with_kl = settings.model_copy(update={"objective": Objective(kl_loss_coef=0.1)})
+    without, kept = (_rank_host(variant, policy, [policy]) for variant in (settings, with_kl))  # type: ignore[arg-type, list-item]
+    assert kept - without == 7 * GIB

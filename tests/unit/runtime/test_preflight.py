@@ -212,13 +212,17 @@ def test_disk(tmp_path: Path) -> None:
 
 def test_memory_is_added_up(words: list[str]) -> None:
     settings = load_settings(None, [*words, "training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2"])
-    # 4 ranks x 0.5 + 2 engines x (1.6 + 4 x 0.25) + 2 copies x 0.25 x 24 bytes
-    needed = 4 * 0.5 + 2 * (1.6 + 4 * 0.25) + 2 * 0.25 * 24
+    # 4 ranks x 0.5 + 2 engines x (1.6 + 4 x 0.25) + 2 copies x 0.25 x 20 bytes
+    needed = 4 * 0.5 + 2 * (1.6 + 4 * 0.25) + 2 * 0.25 * 20
     assert check_cpu_memory(settings, parameters=GIB // 4, available=int((needed + 0.1) * GIB)) == []
     assert f"at least {needed:.1f} GiB" in check_cpu_memory(settings, parameters=GIB // 4, available=int((needed - 0.1) * GIB))[0]
     with_critic = load_settings(None, [*words, "training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2", "objective.preset=ppo"])
     needed += 2 * 0.25 * 20
     assert f"at least {needed:.1f} GiB" in check_cpu_memory(with_critic, parameters=GIB // 4, available=int((needed - 0.1) * GIB))[0]
+    wanted = ["training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2", "objective.preset=ppo", "objective.kl_loss_coef=0.1"]
+    needed += 2 * 0.25 * 4
+    with_reference = load_settings(None, [*words, *wanted])
+    assert f"at least {needed:.1f} GiB" in check_cpu_memory(with_reference, parameters=GIB // 4, available=int((needed - 0.1) * GIB))[0]
 
 
 def test_plan_says_what_would_be_launched(words: list[str]) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.objective import AdvantageSettings
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import EngineError, UserError
@@ -23,7 +22,7 @@ from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import rollouts as module
-from megatron_rl.runtime.rollouts import Rollouts, check_versions, has_signal
+from megatron_rl.runtime.rollouts import Rollouts, check_versions
 from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 
 PROMPTS_PER_STEP = 4
@@ -457,52 +456,3 @@ def test_an_engine_that_fails_is_told_once(
     gc.collect()
     assert caplog.text == "", "asyncio prints the traceback of each failure that nobody has asked for"
     assert capsys.readouterr().err == ""
-
-
-def rewarded_group(*rewards: Reward) -> Group:
-    prompt = Prompt(id="p", token_ids=np.array([1, 2]), text="ab")
-    samples = tuple(
-        Sample(
-            group_id="p",
-            index=index,
-            prompt=prompt,
-            response_ids=np.zeros(2 + index, np.int64),
-            loss_mask=np.ones(2 + index, np.bool_),
-            rollout_log_probs=np.zeros(2 + index, np.float32),
-            weight_versions=np.zeros(2 + index, np.int64),
-            stop_reason=StopReason.STOP,
-            reward=reward,
-        )
-        for index, reward in enumerate(rewards)
-    )
-    return Group("p", prompt, samples)
-
-
-def scored(value: float, **components: float) -> Reward:
-    return Reward(RewardOutcome.SCORED, value, components=components)
-
-
-FAILED = Reward(RewardOutcome.ERROR, message="boom")
-
-
-@pytest.mark.parametrize(
-    ("advantage", "rewards", "expected"),
-    [
-        ({"estimator": "grpo"}, [scored(1), scored(1)], False),
-        ({"estimator": "grpo"}, [scored(1), scored(0)], True),
-        ({"estimator": "grpo"}, [scored(1), FAILED], False),
-        ({"estimator": "grpo"}, [FAILED, FAILED], False),
-        ({"estimator": "pass@k"}, [scored(1), scored(1), scored(0)], False),
-        ({"estimator": "remax"}, [scored(1, greedy_baseline=0.5)], True),
-        ({"estimator": "remax"}, [scored(1, greedy_baseline=0.5), scored(1, greedy_baseline=0.5)], True),
-        ({"estimator": "remax"}, [scored(1, greedy_baseline=1.0), scored(1, greedy_baseline=1.0)], False),
-        ({"estimator": "gdpo"}, [scored(1, a=1, b=0), scored(1, a=1, b=1)], True),
-        ({"estimator": "gdpo"}, [scored(1, a=1), scored(0, a=1)], False),
-        ({"estimator": "gdpo", "reward_weights": (1.0, 0.0)}, [scored(1, a=1, b=0), scored(1, a=1, b=1)], False),
-        ({"estimator": "gdpo"}, [scored(1), scored(1)], True),
-        ({"estimator": "gdpo"}, [scored(1, a=1), scored(1, b=1)], True),
-        ({"estimator": "gdpo", "reward_weights": (1.0, 0.0)}, [scored(1, a=1), scored(1, a=1)], True),
-    ],
-)
-def test_what_a_group_teaches_depends_on_the_estimator(advantage: dict[str, Any], rewards: list[Reward], expected: bool) -> None:
-    assert has_signal(rewarded_group(*rewards), AdvantageSettings(**advantage)) is expected

@@ -134,8 +134,8 @@ def test_ranks_are_seated_on_each_node_in_the_order_of_its_gpus(group: TrainerGr
 def test_a_rank_trains_on_the_sequences_of_its_data_parallel_rank(group: TrainerGroup) -> None:
     batch = make_batch([4, 7, 2, 9, 3, 5, 6])
     steps = group.train(batch, step=3)
-    # The budget of a micro-batch counts the tokens of both context-parallel ranks.
-    expected = make_shards(batch, dp=2, optimizer_steps=2, max_tokens_per_micro_batch=12, seed=8, cp=2)
+    # The budget of a micro-batch is that of each context-parallel rank.
+    expected = make_shards(batch, dp=2, optimizer_steps=2, max_tokens_per_micro_batch=6, seed=8, cp=2)
     shards = [worker.worker.shards[0] for worker in group.workers]
     for shard, dp_rank in zip(shards, DP_RANKS, strict=True):
         np.testing.assert_array_equal(shard.rows, expected[dp_rank].rows)

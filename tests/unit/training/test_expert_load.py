@@ -126,7 +126,7 @@ def test_balance_loss_of_a_step_is_its_coefficient_times_the_mean_over_sequences
 
 def test_a_loss_without_a_coefficient_is_not_reported(make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path]) -> None:
     shard = make_shards(make_batch(ROWS), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=12, seed=0)[0]
-    metrics = make_trainer(tiny_model(**MOE), {"policy_loss": "sft"}).train(shard)[0]
+    metrics = make_trainer(tiny_model(**MOE), {"policy_loss": "sft"}).train_shard(shard)[0]
     assert "train/expert_load_max" in metrics
     assert not metrics.keys() & {"train/aux_loss", "train/router_z_loss"}
 
