@@ -17,8 +17,8 @@ import click
 
 from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.config.overrides import split_words
-from megatron_rl.config.reference import SettingField, section_description, setting_fields
 from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings_reference import SettingField, section_description, setting_fields
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import MegatronRLError, UserError
 

@@ -124,13 +124,13 @@ def _write_weights(path: Path, seed: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from megatron_rl.models.reading import read_model_spec
-    from megatron_rl.models.weights import hf_shapes
+    from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.models.weight_table import tensor_shapes
 
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.randn(shape, generator=generator) * 0.1 + (1.0 if "norm" in name else 0.0)
-        for name, shape in hf_shapes(read_model_spec(path)).items()
+        for name, shape in tensor_shapes(read_model_spec(path))
     }
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.algorithms.effects import unread_settings
-from megatron_rl.config.derived import expert_tp, samples_per_prompt
+from megatron_rl.config.derived import samples_per_prompt
 from megatron_rl.config.settings import (
     MAX_INTEGER,
     CriticSettings,
@@ -108,7 +108,7 @@ def _seed(settings: Settings) -> Iterator[str]:
 
 def _topology(settings: Settings) -> Iterator[str]:
     topology = settings.training.topology
-    model_ranks = topology.tp * topology.pp * topology.cp
+    model_ranks = topology.model_ranks
     product = f"tp {topology.tp} × pp {topology.pp} × cp {topology.cp} = {model_ranks}"
     if topology.num_ranks % model_ranks:
         lower = topology.num_ranks // model_ranks * model_ranks
@@ -131,13 +131,12 @@ def _topology(settings: Settings) -> Iterator[str]:
 
 def _experts(settings: Settings) -> Iterator[str]:
     topology = settings.training.topology
-    etp = expert_tp(settings)
-    expert_ranks = etp * topology.ep * topology.pp
+    expert_ranks = topology.expert_ranks
     if topology.ep > 1 or topology.etp is not None:
         if topology.num_ranks % expert_ranks:
             yield (
-                f"training.topology: {topology.num_ranks} ranks are not divisible by etp {etp} × ep {topology.ep} × pp {topology.pp} = "
-                f"{expert_ranks}; change training.topology.num_ranks, ep or etp"
+                f"training.topology: {topology.num_ranks} ranks are not divisible by etp {topology.expert_tp} × ep {topology.ep} × "
+                f"pp {topology.pp} = {expert_ranks}; change training.topology.num_ranks, ep or etp"
             )
         if topology.tp > 1 and topology.ep > 1 and not topology.sequence_parallel:
             yield (

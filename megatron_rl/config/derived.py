@@ -35,8 +35,8 @@ def derive(settings: Settings) -> Derived:
     ahead = 0 if settings.supervised else settings.rollout.max_staleness * data.prompts_per_step
     longest = None if settings.supervised else data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
     return Derived(
-        dp=topology.num_ranks // (topology.tp * topology.pp * topology.cp),
-        expert_dp=topology.num_ranks // (expert_tp(settings) * topology.ep * topology.pp),
+        dp=topology.num_ranks // topology.model_ranks,
+        expert_dp=topology.num_ranks // topology.expert_ranks,
         sequences_per_step=sequences,
         sequences_per_optimizer_step=sequences // steps_per_batch,
         optimizer_steps=run.num_steps * steps_per_batch,
@@ -53,12 +53,6 @@ def derive(settings: Settings) -> Derived:
 def samples_per_prompt(settings: Settings) -> int:
     """Sequences made from one row: the samples of a group, or the single target of supervised training."""
     return 1 if settings.supervised else settings.data.samples_per_prompt
-
-
-def expert_tp(settings: Settings) -> int:
-    """Tensor parallel size of experts: `training.topology.etp`, or tp when that is not set."""
-    topology = settings.training.topology
-    return topology.tp if topology.etp is None else topology.etp
 
 
 def _evaluations(settings: Settings) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_rl.config.reference import section_names, setting_fields
+from megatron_rl.config.settings_reference import section_names, setting_fields
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import UserError
 

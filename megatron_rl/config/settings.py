@@ -148,6 +148,21 @@ class TopologySettings(Section):
     etp: int | None = Field(None, ge=1, description="Tensor parallel size of experts; tp when not set.")
     sequence_parallel: bool = Field(False, description="Shard activations between tensor parallel regions over the sequence.")
 
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model between them, the context-parallel ones included."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size of experts: `etp`, or tp when that is not set."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold one copy of the experts between them."""
+        return self.expert_tp * self.ep * self.pp
+
 
 class ScheduleSettings(Section):
     """The learning rate over optimizer steps. The peak is optimizer.lr, the floor optimizer.min_lr."""

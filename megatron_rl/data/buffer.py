@@ -46,7 +46,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 
-from megatron_rl.data import rows
+from megatron_rl.data import buffer_rows
 from megatron_rl.errors import UserError
 from megatron_rl.files import disk_errors, sync_directory, sync_file
 from megatron_rl.types import Group, Prompt, Sample
@@ -122,10 +122,10 @@ class Buffer:
         with self._transaction() as connection:
             new = 0
             for prompt in prompts:
-                row = rows.prompt_row(prompt)
+                row = buffer_rows.prompt_row(prompt)
                 known = connection.execute("SELECT state, prompt_ids, consumed_step FROM groups WHERE id = ?", (prompt.id,)).fetchone()
                 if known is None:
-                    connection.execute(rows.INSERT_GROUP, row)
+                    connection.execute(buffer_rows.INSERT_GROUP, row)
                     new += 1
                 elif known[1] != row[3]:
                     raise UserError(
@@ -148,8 +148,8 @@ class Buffer:
         # SQLite takes a negative limit for none at all.
         limits = (-1 if among is None else max(among, 0), max(limit, 0))
         with self._transaction() as connection:
-            found = connection.execute(f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE {chosen}", limits).fetchall()
-            prompts = [rows.read_prompt(row) for row in found]
+            found = connection.execute(f"SELECT {buffer_rows.GROUP_COLUMNS} FROM groups WHERE {chosen}", limits).fetchall()
+            prompts = [buffer_rows.read_prompt(row) for row in found]
             self._move([prompt.id for prompt in prompts], "in_flight")
         return prompts
 
@@ -157,23 +157,25 @@ class Buffer:
         """Keep one finished sample of a group in flight, so that it survives the process. Raises ValueError when it is not in flight."""
         with self._transaction() as connection:
             self._check_in_flight(sample.group_id)
-            connection.execute(rows.INSERT_SAMPLE, rows.sample_row(sample))
+            connection.execute(buffer_rows.INSERT_SAMPLE, buffer_rows.sample_row(sample))
 
     def finished_samples(self, prompt: Prompt) -> tuple[Sample, ...]:
         """The samples of a prompt in flight that are already here, by index: an interrupted run need not generate them again."""
         with self._transaction() as connection:
-            found = connection.execute(f"SELECT {rows.SAMPLE_COLUMNS} FROM samples WHERE group_id = ? ORDER BY sample_index", (prompt.id,))
-            return tuple(rows.read_sample(row, prompt=prompt) for row in found)
+            found = connection.execute(
+                f"SELECT {buffer_rows.SAMPLE_COLUMNS} FROM samples WHERE group_id = ? ORDER BY sample_index", (prompt.id,)
+            )
+            return tuple(buffer_rows.read_sample(row, prompt=prompt) for row in found)
 
     def put_done(self, group: Group) -> None:
         """Keep a finished group: in flight -> done. Raises ValueError when it is not in flight or has no sample."""
         if not group.samples:
             raise ValueError(f"group {group.id!r} has no samples, needs at least one")
-        encoded = [rows.sample_row(sample) for sample in group.samples]
+        encoded = [buffer_rows.sample_row(sample) for sample in group.samples]
         with self._transaction() as connection:
             self._check_in_flight(group.id)
             connection.execute("DELETE FROM samples WHERE group_id = ?", (group.id,))
-            connection.executemany(rows.INSERT_SAMPLE, encoded)
+            connection.executemany(buffer_rows.INSERT_SAMPLE, encoded)
             self._move([group.id], "done")
 
     def release(self, group_ids: Sequence[str]) -> None:
@@ -191,14 +193,15 @@ class Buffer:
         chosen = "SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?"
         with self._transaction() as connection:
             found = connection.execute(
-                f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id IN ({chosen}) ORDER BY position", (max(limit, 0),)
+                f"SELECT {buffer_rows.GROUP_COLUMNS} FROM groups WHERE id IN ({chosen}) ORDER BY position", (max(limit, 0),)
             ).fetchall()
-            prompts = {row[0]: rows.read_prompt(row) for row in found}
+            prompts = {row[0]: buffer_rows.read_prompt(row) for row in found}
             samples: dict[str, list[Sample]] = {group_id: [] for group_id in prompts}
             for row in connection.execute(
-                f"SELECT {rows.SAMPLE_COLUMNS} FROM samples WHERE group_id IN ({chosen}) ORDER BY group_id, sample_index", (max(limit, 0),)
+                f"SELECT {buffer_rows.SAMPLE_COLUMNS} FROM samples WHERE group_id IN ({chosen}) ORDER BY group_id, sample_index",
+                (max(limit, 0),),
             ):
-                samples[row[0]].append(rows.read_sample(row, prompt=prompts[row[0]]))
+                samples[row[0]].append(buffer_rows.read_sample(row, prompt=prompts[row[0]]))
             groups = [Group(id=group_id, prompt=prompt, samples=tuple(samples[group_id])) for group_id, prompt in prompts.items()]
             self._consume({group.id: rejection(group) for group in groups}, step=step)
         return groups
@@ -302,15 +305,15 @@ class Buffer:
         (application,), (version,) = (self._connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version"))
         (num_tables,) = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if not num_tables:
-            self._connection.executescript(f"BEGIN IMMEDIATE; {rows.SCHEMA} COMMIT;")
-        elif application != rows.APPLICATION_ID:
+            self._connection.executescript(f"BEGIN IMMEDIATE; {buffer_rows.SCHEMA} COMMIT;")
+        elif application != buffer_rows.APPLICATION_ID:
             raise UserError(f"{self._path} is the database of another program; choose another run.directory")
-        elif version in rows.UPGRADES:
-            steps = "".join(rows.UPGRADES[old] for old in sorted(rows.UPGRADES) if old >= version)
+        elif version in buffer_rows.UPGRADES:
+            steps = "".join(buffer_rows.UPGRADES[old] for old in sorted(buffer_rows.UPGRADES) if old >= version)
             self._connection.executescript(f"BEGIN IMMEDIATE; {steps} COMMIT;")
-        elif version != rows.SCHEMA_VERSION:
+        elif version != buffer_rows.SCHEMA_VERSION:
             raise UserError(
-                f"{self._path} has schema version {version}, this release reads {rows.SCHEMA_VERSION}: choose another run.directory "
+                f"{self._path} has schema version {version}, this release reads {buffer_rows.SCHEMA_VERSION}: choose another run.directory "
                 "or use the release that wrote it"
             )
 

@@ -12,7 +12,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from megatron_rl.config.settings import DataSettings
-from megatron_rl.data.reading import Row, read_rows
+from megatron_rl.data.row_files import Row, read_rows
 from megatron_rl.errors import UserError
 from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.device import local_device
+from megatron_rl.models.attention.attention_fields import Attention
 from megatron_rl.models.attention.latent import LatentAttention
-from megatron_rl.models.attention.megatron_fields import Attention
 from megatron_rl.models.attention.packed import PackedAttention
 from megatron_rl.models.experts.dispatching import allow_uneven_tokens
 from megatron_rl.models.language_model_head import LanguageModelHead, TokenQuestion
 from megatron_rl.models.layer_spec import layer_specs
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.packed_sequences import PackedSequences
-from megatron_rl.models.spec import ModelSpec
 
 
 class PolicyModel(GPTModel):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.models.weight_rules import Rule, rules
-from megatron_rl.models.weights import global_parameters, hf_shapes
+from megatron_rl.models.hf_weights import global_parameters
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.weight_table import Rule, rules, tensor_shapes
 
 
 def frozen_rules(spec: ModelSpec, patterns: Sequence[str]) -> list[Rule]:
@@ -38,7 +38,7 @@ def frozen_rules(spec: ModelSpec, patterns: Sequence[str]) -> list[Rule]:
 
 
 def _check_matches(spec: ModelSpec, pattern: str) -> None:
-    names = list(hf_shapes(spec))
+    names = [name for name, _ in tensor_shapes(spec)]
     if not any(fnmatchcase(name, pattern) for name in names):
         closest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
         raise UserError(f"training.frozen has the pattern {pattern!r}, which matches no tensor of the model; the closest name is {closest}")

@@ -11,9 +11,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_rl.models.attention.attention_fields import Attention
 from megatron_rl.models.attention.latent import LatentAttention
-from megatron_rl.models.attention.megatron_fields import Attention
 from megatron_rl.models.attention.packed import PackedAttention
+from megatron_rl.models.experts.moe_fields import has_experts
 from megatron_rl.models.experts.router import with_packed_router
 
 
@@ -41,14 +42,6 @@ def layer_specs(config: TransformerConfig, *, attention: Attention, vp_stage: in
 
         return TransformerBlockSubmodules(layers, layer_norm=TENorm)
     return TransformerBlockSubmodules(layers, layer_norm=RMSNorm)
-
-
-def has_experts(config: TransformerConfig, layer: int) -> bool:
-    """Whether the layer, counted from 0 over the whole model, is a mixture of experts."""
-    frequency = config.moe_layer_freq
-    if config.num_moe_experts is None:
-        return False
-    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
 
 
 def _layer(config: TransformerConfig, attention: Attention, *, experts: bool) -> ModuleSpec:

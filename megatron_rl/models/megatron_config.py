@@ -16,11 +16,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.config.messages import unknown_field
 from megatron_rl.device import chosen_backends, local_device
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.megatron_fields import Attention, attention_fields
-from megatron_rl.models.experts.megatron_fields import check_expert_layout, default_moe_fields, moe_fields
-from megatron_rl.models.experts.router_config import BALANCED_BY, check_routing
+from megatron_rl.models.attention.attention_fields import Attention, attention_fields
+from megatron_rl.models.experts.moe_fields import BALANCED_BY, check_expert_layout, check_routing, default_moe_fields, moe_fields
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.recompute import check_recompute
-from megatron_rl.models.spec import ModelSpec
 from megatron_rl.models.unavailable_fields import check_available
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def _topology_fields(topology: "TopologySettings", dtype: torch.dtype) -> dict[s
         "virtual_pipeline_model_parallel_size": topology.vpp if topology.vpp > 1 else None,
         "context_parallel_size": topology.cp,
         "expert_model_parallel_size": topology.ep,
-        "expert_tensor_parallel_size": topology.etp if topology.etp is not None else topology.tp,
+        "expert_tensor_parallel_size": topology.expert_tp,
         "sequence_parallel": topology.sequence_parallel,
         "variable_seq_lengths": topology.pp > 1,
         "pipeline_dtype": dtype,

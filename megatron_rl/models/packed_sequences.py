@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.models.attention.plan import AttentionPlan, plan_attention, with_window
+from megatron_rl.models.attention.attention_plan import AttentionPlan, plan_attention, with_window
 from megatron_rl.models.attention.rotary import RotarySpec
 from megatron_rl.models.experts.routed_tokens import Routing
 

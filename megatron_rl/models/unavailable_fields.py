@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.megatron_fields import Attention
+from megatron_rl.models.attention.attention_fields import Attention
 
 NEEDS_TRANSFORMER_ENGINE = frozenset(
     {

@@ -15,17 +15,17 @@ from megatron_rl.config.overrides import Words
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError
-from megatron_rl.planning.engine import plan_engine
+from megatron_rl.planning.engine_memory import plan_engine
 from megatron_rl.planning.gpus import Gpu
 from megatron_rl.planning.records import RunPlan
 from megatron_rl.rollout.server_args import validate_server_args
 
 with quiet_megatron_imports():
-    from megatron_rl.models.attention.megatron_fields import Attention
-    from megatron_rl.models.reading import parse_model_spec, read_model_spec
-    from megatron_rl.models.spec import ModelSpec
+    from megatron_rl.models.attention.attention_fields import Attention
+    from megatron_rl.models.model_spec import ModelSpec
+    from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
     from megatron_rl.planning.levers import remedy
-    from megatron_rl.planning.plan import plan_run
+    from megatron_rl.planning.run_plan import plan_run
     from megatron_rl.planning.search import best_layouts
     from megatron_rl.training.model_check import check_model
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from megatron_rl.config.settings import Section, Settings
 from megatron_rl.config.yaml_text import format_value
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.planning.gpus import GIB, Gpu
-from megatron_rl.planning.plan import plan_layouts
+from megatron_rl.planning.run_plan import plan_layouts
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 

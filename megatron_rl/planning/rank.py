@@ -18,7 +18,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.data.packing import sequence_multiple
 from megatron_rl.device import Device
 from megatron_rl.models.build import PolicyModel, forward_selected
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.planning.records import Collective
 from megatron_rl.planning.tracking import MemoryTracker
 from megatron_rl.training.critic import critic_optimizer

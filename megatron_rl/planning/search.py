@@ -16,12 +16,12 @@ from math import prod
 from megatron_rl.config.derived import derive
 from megatron_rl.config.settings import Settings, TopologySettings
 from megatron_rl.errors import UserError
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.models.weights import hf_shapes
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.weight_table import rules
 from megatron_rl.planning.gpus import GIB, Gpu
 from megatron_rl.planning.levers import FULL_RECOMPUTE, remedy
-from megatron_rl.planning.plan import CONTEXT_BYTES, plan_layouts
 from megatron_rl.planning.records import RunPlan
+from megatron_rl.planning.run_plan import CONTEXT_BYTES, plan_layouts
 from megatron_rl.training.topology import Topology
 from megatron_rl.training.trainer import check_layout
 
@@ -139,9 +139,8 @@ class _Size:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "_Size":
-        shapes = hf_shapes(spec)
-        experts = sum(prod(shape) for name, shape in shapes.items() if ".mlp.experts." in name)
-        return cls(spec, sum(prod(shape) for shape in shapes.values()) - experts, experts)
+        sizes = [(rule.of_expert, prod(tensor.shape)) for rule in rules(spec) if rule.exported for tensor in rule.tensors]
+        return cls(spec, sum(size for expert, size in sizes if not expert), sum(size for expert, size in sizes if expert))
 
     @property
     def used(self) -> float:
@@ -154,8 +153,7 @@ class _Size:
         split = any(fields.get("use_distributed_optimizer") for fields in (settings.training.optimizer, settings.training.ddp))
         dense = self.dense / (topology.tp * topology.pp)
         experts = self.experts / (topology.etp * topology.ep * topology.pp)
-        expert_dp = topology.num_ranks / (topology.etp * topology.ep * topology.pp)
-        state = dense * (6 + 12 / (topology.dp * topology.cp if split else 1)) + experts * (6 + 12 / (expert_dp if split else 1))
+        state = dense * (6 + 12 / (topology.dp * topology.cp if split else 1)) + experts * (6 + 12 / (topology.expert_dp if split else 1))
         longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
         tokens = max(settings.training.max_tokens_per_micro_batch, longest / topology.cp)
         layer = tokens * self._layer_numbers() * 2 / topology.tp

@@ -6,8 +6,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import local_device
+from megatron_rl.models.experts.moe_fields import has_experts
 from megatron_rl.models.megatron_config import transformer_config
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.planning.meta import rank_without_memory
 from megatron_rl.planning.rank import RankMemory, full_batch, measure_rank
 from megatron_rl.training.topology import Topology
@@ -34,7 +35,7 @@ def measure_stages(settings: Settings, spec: ModelSpec, *, fused: bool, critic: 
     for stage in range(topology.pp):
         kind = (stage == 0, stage == topology.pp - 1, _layers(config, topology, stage))
         if kind not in measured:
-            with rank_without_memory(topology, rank=stage * topology.num_ranks // topology.pp, fused=fused):
+            with rank_without_memory(topology, rank=topology.first_rank(stage), fused=fused):
                 measured[kind] = measure_rank(settings, spec, topology, device=device, batch=batch, fused=fused, critic=critic)
         stages.append(measured[kind])
     return tuple(stages)
@@ -42,19 +43,9 @@ def measure_stages(settings: Settings, spec: ModelSpec, *, fused: bool, critic: 
 
 def _layers(config: TransformerConfig, topology: Topology, stage: int) -> tuple[tuple[bool, ...], ...]:
     """For each chunk of a stage and each of its layers whether it has experts."""
-    has_experts, layers = _mixture_pattern(config), []
+    layers = []
     for chunk in [None] if topology.vpp == 1 else range(topology.vpp):
         first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
         count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
-        layers.append(tuple(has_experts[first : first + count]))
+        layers.append(tuple(has_experts(config, layer) for layer in range(first, first + count)))
     return tuple(layers)
-
-
-def _mixture_pattern(config: TransformerConfig) -> list[bool]:
-    """For every layer of the model whether it has experts."""
-    if config.num_moe_experts is None:
-        return [False] * config.num_layers
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(config.num_layers)]
-    return [bool(mixture) for mixture in frequency]

@@ -18,7 +18,7 @@ from megatron_rl.runtime.engine_worker import EngineWorker
 from megatron_rl.runtime.watchdog import Watchdog
 
 with quiet_megatron_imports():
-    from megatron_rl.models.reading import read_model_spec
+    from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.training.expert_load import check_routing_replay
 
 STOP_TIMEOUT_S = 30.0

@@ -11,8 +11,10 @@ from megatron_rl.device import Device, chosen_backends, chosen_row_maths, quiet_
 from megatron_rl.rollout.server_args import sent_prompt_tokens, server_arguments
 
 with quiet_megatron_imports():
-    from megatron_rl.models.reading import read_model_spec
-    from megatron_rl.planning import RunPlan, find_gpu, plan_run
+    from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.planning.gpus import find_gpu
+    from megatron_rl.planning.records import RunPlan
+    from megatron_rl.planning.run_plan import plan_run
     from megatron_rl.runtime.placement_table import placement_rows
     from megatron_rl.runtime.target import Target
     from megatron_rl.training.critic import critic_optimizer

@@ -30,8 +30,9 @@ from megatron_rl.runtime.cluster import no_gpu
 from megatron_rl.runtime.resources import available_memory_bytes
 
 with quiet_megatron_imports():
-    from megatron_rl.models.reading import read_model_spec
-    from megatron_rl.models.weights import Checkpoint, hf_shapes
+    from megatron_rl.models.hf_files import Checkpoint
+    from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.models.weight_table import tensor_shapes
     from megatron_rl.runtime.placement_table import crossing_notes
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
@@ -161,7 +162,7 @@ def _check_teacher(settings: Settings) -> list[str]:
 def _check_weights(path: Path) -> list[str]:
     spec = read_model_spec(path)
     with Checkpoint(path) as checkpoint:
-        missing = sorted(set(hf_shapes(spec)) - checkpoint.names())
+        missing = sorted({name for name, _ in tensor_shapes(spec)} - checkpoint.names())
     if missing:
         raise UserError(
             f"model directory {path} lacks {len(missing)} tensors that its config.json asks for, the first is {missing[0]}; "
@@ -278,7 +279,7 @@ def _check_engine_gpus(settings: Settings) -> None:
 
 def _check_resources(settings: Settings) -> list[str]:
     spec = read_model_spec(settings.model.path)
-    parameters = sum(prod(shape) for shape in hf_shapes(spec).values())
+    parameters = sum(prod(shape) for _, shape in tensor_shapes(spec))
     checkpoint_bytes = parameters * (OPTIMIZER_BYTES + 4) * (2 if settings.has_critic else 1)
     notes = check_disk(settings.run.directory, checkpoint_bytes=checkpoint_bytes, keep=settings.run.keep_checkpoints)
     if settings.runtime.ray_address is not None or local_device().kind == "cuda":

@@ -7,11 +7,11 @@ import torch
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import Device, local_device, quiet_megatron_imports
-from megatron_rl.planning import find_gpu
+from megatron_rl.planning.gpus import find_gpu
 from megatron_rl.runtime.placement import Needs, Placement, nodes_needed, place
 
 with quiet_megatron_imports():
-    from megatron_rl.models.attention.megatron_fields import Attention
+    from megatron_rl.models.attention.attention_fields import Attention
     from megatron_rl.models.megatron_config import resolve_attention
 
 

@@ -6,9 +6,9 @@ from megatron.core.utils import get_model_config
 
 from megatron_rl.config.settings import ModelSettings, TrainingSettings
 from megatron_rl.errors import UserError
+from megatron_rl.models.experts.moe_fields import balance_coefficient, num_mixture_layers
 from megatron_rl.models.experts.routed_tokens import AuxiliaryLosses, RouterReport, RouterStep
-from megatron_rl.models.experts.router_config import balance_coefficient, num_mixture_layers
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.observe.metrics import Max, Mean, Metric, Min
 from megatron_rl.types import StepTotals, TrainBatch
 

@@ -4,10 +4,10 @@ import torch
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.megatron_fields import Attention
+from megatron_rl.models.attention.attention_fields import Attention
 from megatron_rl.models.freezing import frozen_rules
 from megatron_rl.models.megatron_config import transformer_config
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.training.expert_load import check_routing_replay
 from megatron_rl.training.topology import Topology
 from megatron_rl.training.trainer import check_layout

@@ -7,7 +7,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megatron_rl.models.weights import expert_biases
+from megatron_rl.models.hf_weights import expert_biases
 
 
 class ReferenceWeights:

@@ -16,12 +16,12 @@ from megatron_rl.config.settings import ModelSettings, TopologySettings
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.megatron_fields import Attention
+from megatron_rl.models.attention.attention_fields import Attention
 from megatron_rl.models.build import PolicyModel, build_model
+from megatron_rl.models.hf_weights import load_hf_weights
 from megatron_rl.models.megatron_config import resolve_attention, transformer_config
-from megatron_rl.models.reading import read_model_spec
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.models.weights import load_hf_weights
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.training import passes
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.topology import Place

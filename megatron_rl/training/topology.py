@@ -38,18 +38,16 @@ class Topology:
     @classmethod
     def of(cls, settings: TopologySettings) -> "Topology":
         """The topology that `settings` ask for. Raises UserError, with the arithmetic, when the sizes do not fit each other."""
-        model_ranks = settings.tp * settings.pp * settings.cp
+        model_ranks, expert_ranks = settings.model_ranks, settings.expert_ranks
         if settings.num_ranks % model_ranks:
             raise UserError(
                 f"training.topology: {settings.num_ranks} ranks = tp {settings.tp} × pp {settings.pp} × cp {settings.cp} × dp "
                 f"{settings.num_ranks / model_ranks:g}, but dp must be a whole number: make num_ranks a multiple of {model_ranks}"
             )
-        etp = settings.tp if settings.etp is None else settings.etp
-        expert_ranks = etp * settings.ep * settings.pp
         if settings.num_ranks % expert_ranks:
             raise UserError(
-                f"training.topology: {settings.num_ranks} ranks = etp {etp} × ep {settings.ep} × pp {settings.pp} × expert dp "
-                f"{settings.num_ranks / expert_ranks:g}, but expert dp must be a whole number: make num_ranks a multiple of {expert_ranks}"
+                f"training.topology: {settings.num_ranks} ranks = etp {settings.expert_tp} × ep {settings.ep} × pp {settings.pp} × "
+                f"expert dp {settings.num_ranks / expert_ranks:g}, but expert dp must be a whole number: make num_ranks a multiple of {expert_ranks}"
             )
         if settings.vpp > 1 and settings.pp == 1:
             raise UserError(f"training.topology.vpp is {settings.vpp} with pp 1; virtual stages need pp of at least 2")
@@ -63,7 +61,7 @@ class Topology:
             cp=settings.cp,
             dp=settings.num_ranks // model_ranks,
             ep=settings.ep,
-            etp=etp,
+            etp=settings.expert_tp,
             sequence_parallel=settings.sequence_parallel,
         )
 
@@ -71,6 +69,15 @@ class Topology:
         parts = [f"tp {self.tp}", f"pp {self.pp}", f"cp {self.cp}", f"dp {self.dp}"]
         extra = [f"vpp {self.vpp}"] * (self.vpp > 1) + [f"ep {self.ep}"] * (self.ep > 1) + ["sequence parallel"] * self.sequence_parallel
         return f"{self.num_ranks} ranks = {' × '.join(parts)}" + (f" ({', '.join(extra)})" if extra else "")
+
+    @property
+    def expert_dp(self) -> int:
+        """Copies of the experts."""
+        return self.num_ranks // (self.etp * self.ep * self.pp)
+
+    def first_rank(self, stage: int) -> int:
+        """The first global rank of a pipeline stage."""
+        return stage * self.num_ranks // self.pp
 
     @property
     def stages(self) -> int:

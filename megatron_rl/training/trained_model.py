@@ -16,10 +16,10 @@ from megatron_rl.device import Device, prepare_megatron
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel, build_model
 from megatron_rl.models.freezing import freeze
+from megatron_rl.models.hf_weights import load_hf_weights
 from megatron_rl.models.megatron_config import resolve_attention, transformer_config
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.value_head import replace_heads
-from megatron_rl.models.weights import load_hf_weights
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, make_configs, wrap_ddp
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

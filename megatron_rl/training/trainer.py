@@ -15,12 +15,12 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings
 from megatron_rl.data.packing import pack, sequence_multiple
 from megatron_rl.errors import UserError
-from megatron_rl.models.reading import read_model_spec
-from megatron_rl.models.saving import save_hf
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.models.weights import export_hf_weights
+from megatron_rl.models.hf_files import save_hf
+from megatron_rl.models.hf_weights import export_hf_weights
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.observe.metrics import Metric
-from megatron_rl.training import checkpoint, passes
+from megatron_rl.training import passes, sharded_checkpoint
 from megatron_rl.training.batch_checks import check_batch
 from megatron_rl.training.critic import Critic, critic_optimizer
 from megatron_rl.training.expert_load import check_record, check_routing_replay
@@ -381,7 +381,7 @@ class Trainer:
 
     def trained_models(self) -> dict[str, TrainedModel]:
         """The models with an optimizer, by their names in a checkpoint: `policy` and, for ppo, `critic`."""
-        policy = {checkpoint.POLICY: self._model}
+        policy = {sharded_checkpoint.POLICY: self._model}
         return policy if self._critic is None else {**policy, "critic": self._critic.model}
 
     def put_away(self, parts: Collection[Part] = PARTS) -> None:
@@ -416,7 +416,7 @@ class Trainer:
         while a gradient of `forward_backward` waits.
         """
         self._refuse_waiting("save")
-        checkpoint.save(Path(directory), self.trained_models(), counters=self._steps.state())
+        sharded_checkpoint.save(Path(directory), self.trained_models(), counters=self._steps.state())
 
     def load(self, directory: Path | str) -> None:
         """Continue from a checkpoint of `save`, of this layout or another. The reference stays the model of the settings.
@@ -424,7 +424,7 @@ class Trainer:
         A gradient of `forward_backward` that waits is dropped. Raises UserError when there is no checkpoint, or not one of this model.
         """
         self._waiting = None
-        self._steps.restore(checkpoint.load(Path(directory), self.trained_models()))
+        self._steps.restore(sharded_checkpoint.load(Path(directory), self.trained_models()))
 
     def save_hf(self, directory: Path | str) -> None:
         """Write the policy as a Hugging Face directory. Raises UserError when it cannot be written."""
@@ -436,7 +436,7 @@ class Trainer:
             finally:
                 _drain(weights)
 
-        checkpoint.on_rank_zero(write, Path(directory), meanwhile=lambda: _drain(weights))
+        sharded_checkpoint.on_rank_zero(write, Path(directory), meanwhile=lambda: _drain(weights))
 
 
 def _drain(weights: Iterator[tuple[str, Tensor]]) -> None:

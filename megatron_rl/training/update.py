@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed
 
 from megatron_rl.models.experts.routed_tokens import RouterStep
-from megatron_rl.models.weights import expert_biases
+from megatron_rl.models.hf_weights import expert_biases
 from megatron_rl.observe.metrics import Mean, Metric
 from megatron_rl.training import passes
 from megatron_rl.training.micro_batch import MicroBatch

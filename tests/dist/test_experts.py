@@ -60,8 +60,8 @@ def models(tiny_model: Callable[..., Path]) -> Models:
 
 def gradients_of(trainer: Any, settings: Any) -> dict[str, torch.Tensor]:
     """Whole gradients of the step's loss on one batch, as they come out of the trainer's own passes and reductions."""
-    from megatron_rl.models.reading import read_model_spec
-    from megatron_rl.models.weights import export_hf_weights
+    from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.models.hf_weights import export_hf_weights
 
     trainer.train_shard(shards_of(make_batch(1), settings)[trainer.dp_rank])
     chunks = [chunk.module for chunk in trainer._model.chunks]
@@ -236,7 +236,7 @@ def resume(
 
 def move_biases(trainer: Any) -> None:
     """Add a little to every expert's bias."""
-    from megatron_rl.models.weights import expert_biases
+    from megatron_rl.models.hf_weights import expert_biases
 
     for chunk in trainer._model.chunks:
         for _, bias in expert_biases(chunk):

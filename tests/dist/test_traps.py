@@ -129,10 +129,10 @@ def test_freed_outputs_are_sent_after_their_memory_has_other_content(run_ranks: 
 
 def resume_unmended(rank: int, world_size: int, init_method: str, model: str, directory: str) -> dict[str, Outcome]:
     """A batch after two, straight on and from a checkpoint that upstream wrote alone, with gradients in several buckets."""
-    from megatron_rl.training import checkpoint
+    from megatron_rl.training import sharded_checkpoint
     from megatron_rl.training.topology import shutdown
 
-    checkpoint.states_at_padded_offsets = contextlib.nullcontext
+    sharded_checkpoint.states_at_padded_offsets = contextlib.nullcontext
     settings = settings_of(model, Path(directory), "dp2 distopt overlap")
     straight = make_trainer(settings, rank, f"{init_method}-straight")
     train_batches(straight, settings, SEEDS[:2])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.load import load_settings
-from megatron_rl.planning import GPUS
+from megatron_rl.planning.gpus import GPUS
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_settings
-from megatron_rl.config.reference import setting_fields
+from megatron_rl.config.settings_reference import setting_fields
 from megatron_rl.errors import EngineError, UserError
 
 SETTINGS = "run: {directory: runs/x}\nmodel: {path: model}\ndata: {train: train.jsonl, eval: eval.jsonl}\n"

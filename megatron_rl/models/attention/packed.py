@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.models.attention.plan import AttentionPlan, Bucket, Part
+from megatron_rl.models.attention.attention_plan import AttentionPlan, Bucket, Part
 from megatron_rl.models.attention.rotary import RotarySpec, rotate
 from megatron_rl.models.packed_sequences import PackedSequences
 

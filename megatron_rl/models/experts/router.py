@@ -20,8 +20,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_rl.models.experts.moe_fields import num_mixture_layers
 from megatron_rl.models.experts.routed_tokens import RoutedTokens, RouterStep, Routing, balance_loss, z_loss
-from megatron_rl.models.experts.router_config import num_mixture_layers
 from megatron_rl.models.packed_sequences import PackedSequences
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from step_emulation import Layout, Step, StepResult, random_layouts, run_step, trivial_layout
 
-from megatron_rl.algorithms.emulation import Layout, Step, StepResult, random_layouts, run_step, trivial_layout
 from megatron_rl.algorithms.objective import Aggregation, Objective, OffPolicyCorrection
 from megatron_rl.algorithms.presets import PRESETS, expand_preset
 

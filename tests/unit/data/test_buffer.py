@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.data import rows
+from megatron_rl.data import buffer_rows
 from megatron_rl.data.buffer import COUNT, FRONT, PRUNABLE, Buffer, BufferCounts
 from megatron_rl.errors import UserError
 from megatron_rl.types import Group, Prompt, Sample
@@ -200,8 +200,8 @@ def test_a_buffer_that_counted_steps_from_0_goes_on(tmp_path: Path, make_group: 
     with sqlite3.connect(path) as old:
         old.executescript(Path(__file__).with_name("schema_2.sql").read_text())
         for step, group in enumerate(groups):
-            old.execute(rows.INSERT_GROUP, rows.prompt_row(group.prompt))
-            old.executemany(rows.INSERT_SAMPLE, map(rows.sample_row, group.samples))
+            old.execute(buffer_rows.INSERT_GROUP, buffer_rows.prompt_row(group.prompt))
+            old.executemany(buffer_rows.INSERT_SAMPLE, map(buffer_rows.sample_row, group.samples))
             old.execute("UPDATE groups SET state = 'consumed', consumed_step = ? WHERE id = ?", (step, group.id))
         old.execute("UPDATE samples SET response_ids = NULL WHERE group_id = 'a'")
     with Buffer(path) as buffer:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron_rl.data import rows
+from megatron_rl.data import buffer_rows
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.packing import make_shards
@@ -86,15 +86,15 @@ def test_a_buffer_from_before_there_were_records_is_read_and_written(tmp_path: P
     path = tmp_path / "buffer.sqlite"
     schema = Path(__file__).with_name("schema_2.sql").read_text()
     old = [line for line in schema.splitlines() if "routed_" not in line]
-    columns = rows.SAMPLE_COLUMNS.removesuffix(", routed_format, routed_experts")
-    assert columns != rows.SAMPLE_COLUMNS
+    columns = buffer_rows.SAMPLE_COLUMNS.removesuffix(", routed_format, routed_experts")
+    assert columns != buffer_rows.SAMPLE_COLUMNS
     group = make_group("a")
     with sqlite3.connect(path) as database:
         database.executescript("\n".join(old).replace("user_version = 2", "user_version = 1"))
-        database.execute(rows.INSERT_GROUP, rows.prompt_row(group.prompt))
+        database.execute(buffer_rows.INSERT_GROUP, buffer_rows.prompt_row(group.prompt))
         database.execute("UPDATE groups SET state = 'done'")
         for sample in group.samples:
-            database.execute(f"INSERT INTO samples ({columns}) VALUES ({', '.join('?' * 17)})", rows.sample_row(sample)[:17])
+            database.execute(f"INSERT INTO samples ({columns}) VALUES ({', '.join('?' * 17)})", buffer_rows.sample_row(sample)[:17])
     for _ in range(2):
         with Buffer(path) as buffer:
             if buffer.counts().done:

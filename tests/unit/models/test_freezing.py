@@ -12,8 +12,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel, build_model
 from megatron_rl.models.freezing import freeze
 from megatron_rl.models.megatron_config import transformer_config
-from megatron_rl.models.reading import read_model_spec
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.read_spec import read_model_spec
 
 
 def build(path: Path, **overrides: Any) -> tuple[ModelSpec, list[PolicyModel]]:

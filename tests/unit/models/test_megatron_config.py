@@ -9,7 +9,7 @@ import torch
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.megatron_config import resolve_attention, transformer_config
-from megatron_rl.models.reading import parse_model_spec
+from megatron_rl.models.read_spec import parse_model_spec
 from megatron_rl.models.unavailable_fields import without_kernels
 
 QWEN3 = Path(__file__).parents[2] / "data" / "configs" / "Qwen3-4B.json"

@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import build_model, forward_selected
+from megatron_rl.models.hf_files import Checkpoint, save_hf
+from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
 from megatron_rl.models.language_model_head import TokenQuestion
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.packed_sequences import packed_sequences
-from megatron_rl.models.reading import read_model_spec
-from megatron_rl.models.weights import export_hf_weights, hf_shapes, load_hf_weights, save_hf
+from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.models.weight_table import tensor_shapes
 
 LENGTHS = (9, 10, 1, 10, 80, 3, 12)
 LLAMA3_SCALING = {
@@ -172,7 +174,19 @@ def test_export_returns_what_was_loaded(family, tiny_model, one_rank):
     original = load_file(path / "model.safetensors")
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], original[name]) for name in original)
-    assert {name: tuple(tensor.shape) for name, tensor in exported.items()} == hf_shapes(spec)
+    assert {name: tuple(tensor.shape) for name, tensor in original.items()} == dict(tensor_shapes(spec))
+    assert [(name, tuple(tensor.shape)) for name, tensor in exported.items()] == list(tensor_shapes(spec))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shapes_are_those_that_transformers_saves(family, tiny_model, tmp_path):
+    path = tiny_model(**FAMILIES[family])
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path)).save_pretrained(tmp_path / "saved")
+    shapes = dict(tensor_shapes(read_model_spec(path)))
+    with Checkpoint(tmp_path / "saved") as checkpoint:
+        assert checkpoint.names() == shapes.keys()
+        for name, shape in shapes.items():
+            assert checkpoint.read(name, shape).shape == shape
 
 
 @pytest.mark.parametrize("max_shard_bytes", (2**30, 50_000))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.planning import plan, worker
+from megatron_rl.planning import measurement, run_plan
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 
@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 @pytest.fixture
 def model_spec() -> Callable[[str], Any]:
     """`model_spec("Qwen3-8B")` reads tests/data/configs/Qwen3-8B.json."""
-    from megatron_rl.models.reading import parse_model_spec
+    from megatron_rl.models.read_spec import parse_model_spec
 
     return lambda name: parse_model_spec(json.loads((CONFIGS / f"{name}.json").read_text()), origin=name)
 
@@ -45,7 +45,7 @@ def run_settings() -> Callable[..., Settings]:
 @pytest.fixture(scope="session")
 def measuring_process() -> Iterator[Executor]:
     """One process that measures for all tests, as most of the time of one is spent on imports."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=worker.prepare) as process:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=measurement.prepare) as process:
         yield process
 
 
@@ -53,7 +53,7 @@ def measuring_process() -> Iterator[Executor]:
 def shared_process(measuring_process: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of this test are measured in the process that all tests share."""
 
-    def measure(jobs: Sequence[worker.Job]) -> list[worker.Answer]:
-        return list(measuring_process.map(worker.answer, jobs))
+    def measure(jobs: Sequence[measurement.Job]) -> list[measurement.Answer]:
+        return list(measuring_process.map(measurement.answer, jobs))
 
-    monkeypatch.setattr(plan, "measure", measure)
+    monkeypatch.setattr(run_plan, "measure", measure)

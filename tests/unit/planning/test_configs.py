@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.models.weights import hf_shapes
+from megatron_rl.models.weight_table import tensor_shapes
 
 # Published totals in 1e9, without the layers of multi-token prediction. GLM-4.5's 355 lies between the totals without and with its one
 # such layer of 4.0.
@@ -23,5 +23,5 @@ TOTALS = {
 
 @pytest.mark.parametrize("name", TOTALS)
 def test_parameters_add_up_to_the_published_total(model_spec: Callable[[str], Any], name: str) -> None:
-    total = sum(prod(shape) for shape in hf_shapes(model_spec(name)).values())
+    total = sum(prod(shape) for _, shape in tensor_shapes(model_spec(name)))
     assert total / 1e9 == pytest.approx(TOTALS[name], abs=0.005)

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
-from megatron_rl.planning import GPUS, best_layouts, levers
-from megatron_rl.planning.gpus import GIB
-from megatron_rl.planning.search import Candidate, candidates
+from megatron_rl.planning import levers
+from megatron_rl.planning.gpus import GIB, GPUS
+from megatron_rl.planning.search import Candidate, best_layouts, candidates
 from megatron_rl.training.topology import Topology
 
 GPU = GPUS["H100-80"]

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
+from step_emulation import Step, run_step, trivial_layout
 
 from megatron_rl.algorithms.effects import READERS, is_read, unread_settings
-from megatron_rl.algorithms.emulation import Step, run_step, trivial_layout
 from megatron_rl.algorithms.objective import POLICY_LOSSES, EntropyControl, Estimator, KLControl, Objective
 from megatron_rl.algorithms.presets import PRESETS, expand_preset
 from megatron_rl.algorithms.token_advantage import without_signal
-from megatron_rl.config.reference import setting_fields
+from megatron_rl.config.settings_reference import setting_fields
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.data.packing import make_shards
 from megatron_rl.training import token_data

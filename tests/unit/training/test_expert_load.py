@@ -12,7 +12,7 @@ import torch
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.models.experts.routed_tokens import AuxiliaryLosses, RouterReport
-from megatron_rl.models.reading import read_model_spec
+from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.observe.metrics import check_metrics, metric_values
 from megatron_rl.training.expert_load import check_record, router_metrics
 from megatron_rl.training.trainer import Trainer

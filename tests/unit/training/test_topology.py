@@ -6,7 +6,7 @@ import torch
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.megatron_config import transformer_config
-from megatron_rl.models.reading import parse_model_spec
+from megatron_rl.models.read_spec import parse_model_spec
 from megatron_rl.training.topology import Topology
 
 QWEN3 = {

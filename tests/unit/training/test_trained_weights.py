@@ -14,7 +14,7 @@ from megatron_rl.algorithms import head_statistics
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.models.freezing import frozen_rules
-from megatron_rl.models.reading import read_model_spec
+from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.training.trained_model import TrainedModel
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch

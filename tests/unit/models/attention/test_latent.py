@@ -10,10 +10,10 @@ import transformers
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.models.attention.latent import LatentAttention, ReplicatedLinear
 from megatron_rl.models.build import build_model
+from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.packed_sequences import packed_sequences
-from megatron_rl.models.reading import read_model_spec
-from megatron_rl.models.weights import export_hf_weights, load_hf_weights
+from megatron_rl.models.read_spec import read_model_spec
 
 LENGTHS = (9, 1, 80, 3, 12)
 YARN = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32, "mscale": 0.707, "mscale_all_dim": 1.0}

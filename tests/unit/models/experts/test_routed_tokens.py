@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.models.experts.moe_fields import num_mixture_layers
 from megatron_rl.models.experts.routed_tokens import AuxiliaryLosses, RoutedTokens, RouterStep
-from megatron_rl.models.experts.router_config import num_mixture_layers
 
 
 def test_each_tensor_parallel_rank_gets_its_own_tokens() -> None:
@@ -53,5 +53,5 @@ def test_calls_of_a_layer_add_up_and_layers_stay_apart() -> None:
 )
 def test_layers_with_experts_are_counted(pattern: Any, before: int | None, count: int) -> None:
     """megatron-core's pattern n gives experts to layers 0, n, 2n, .."""
-    config: Any = SimpleNamespace(num_layers=5, moe_layer_freq=pattern)
+    config: Any = SimpleNamespace(num_layers=5, num_moe_experts=4, moe_layer_freq=pattern)
     assert num_mixture_layers(config, before=before) == count

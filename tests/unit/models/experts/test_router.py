@@ -13,10 +13,10 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.build import build_model
 from megatron_rl.models.experts.routed_tokens import AuxiliaryLosses, RoutedTokens, RouterStep, Routing
 from megatron_rl.models.experts.router import PackedRouter
+from megatron_rl.models.hf_weights import load_hf_weights
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.packed_sequences import packed_sequences
-from megatron_rl.models.reading import read_model_spec
-from megatron_rl.models.weights import load_hf_weights
+from megatron_rl.models.read_spec import read_model_spec
 
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -11,10 +11,10 @@ import pytest
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
-from megatron_rl.models.weights import hf_shapes
-from megatron_rl.planning import GPUS, RunPlan, plan_run
-from megatron_rl.planning.gpus import GIB
-from megatron_rl.planning.plan import _rank_host, plan_layouts
+from megatron_rl.models.weight_table import tensor_shapes
+from megatron_rl.planning.gpus import GIB, GPUS
+from megatron_rl.planning.records import RunPlan
+from megatron_rl.planning.run_plan import _rank_host, plan_layouts, plan_run
 
 pytestmark = pytest.mark.usefixtures("shared_process")
 
@@ -30,7 +30,7 @@ def planned(spec: Any, *variants: Settings, gpu: str = "H100-80") -> list[RunPla
     # Vocabularies here need no padding, so the stages hold the model and nothing else. A tied head is a copy; the routers' biases are in
     # the checkpoint, but no parameters, as they are not trained by gradients.
     biases = spec.moe.num_experts * (spec.num_layers - spec.moe.num_dense_layers) if spec.moe is not None and spec.moe.expert_bias else 0
-    whole = sum(prod(shape) for shape in hf_shapes(spec).values())
+    whole = sum(prod(shape) for _, shape in tensor_shapes(spec))
     plans = []
     for plan in plan_layouts(variants, spec, gpu=GPUS[gpu], num_nodes=None):
         assert isinstance(plan, RunPlan), plan

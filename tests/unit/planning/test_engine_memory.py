@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.planning.engine import plan_engine
+from megatron_rl.planning.engine_memory import plan_engine
 from megatron_rl.planning.gpus import GIB, GPUS
 
 

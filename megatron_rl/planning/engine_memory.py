@@ -4,8 +4,8 @@ from math import prod
 
 from megatron_rl.config.derived import derive
 from megatron_rl.config.settings import Settings
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.models.weights import hf_shapes
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.weight_table import tensor_shapes
 from megatron_rl.planning.gpus import GIB, Gpu
 from megatron_rl.planning.records import EngineMemory
 
@@ -49,7 +49,7 @@ def _default_share(gpu: Gpu, num_gpus: int) -> float:
 
 def _weight_bytes(spec: ModelSpec, *, tp: int) -> int:
     """Matrices are split over the engine's GPUs; what has one dimension is on each."""
-    shapes = hf_shapes(spec).values()
+    shapes = [shape for _, shape in tensor_shapes(spec)]
     return _WEIGHT_BYTES * sum(-(-prod(shape) // tp) if len(shape) > 1 else prod(shape) for shape in shapes)
 
 

@@ -7,14 +7,14 @@ from megatron_rl.config.derived import derive
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError
-from megatron_rl.planning.engine import plan_engine
+from megatron_rl.planning.engine_memory import plan_engine
 from megatron_rl.planning.gpus import GIB, Gpu
 from megatron_rl.planning.in_flight import most_held
+from megatron_rl.planning.measurement import Answer, Job, measure
 from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
-from megatron_rl.planning.worker import Answer, Job, measure
 
 with quiet_megatron_imports():
-    from megatron_rl.models.spec import ModelSpec
+    from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.unavailable_fields import without_kernels
     from megatron_rl.training.topology import Topology
     from megatron_rl.training.trainer import check_layout

@@ -3,8 +3,8 @@
 from typing import Any, Literal
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.spec import MlaSpec
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.attention.attention_spec import MlaSpec
+from megatron_rl.models.model_spec import ModelSpec
 
 Attention = Literal["torch", "transformer_engine"]
 

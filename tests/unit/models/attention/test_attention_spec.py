@@ -8,10 +8,10 @@ import transformers
 
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.megatron_fields import attention_fields
-from megatron_rl.models.attention.spec import MlaSpec, parse_mla, parse_sliding_window
+from megatron_rl.models.attention.attention_fields import attention_fields
+from megatron_rl.models.attention.attention_spec import MlaSpec, parse_mla, parse_sliding_window
 from megatron_rl.models.megatron_config import transformer_config
-from megatron_rl.models.reading import parse_model_spec
+from megatron_rl.models.read_spec import parse_model_spec
 
 LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 QWEN3 = {

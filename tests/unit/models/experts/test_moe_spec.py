@@ -8,10 +8,10 @@ import transformers
 
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
-from megatron_rl.models.experts.megatron_fields import check_expert_layout
-from megatron_rl.models.experts.spec import MoeSpec
+from megatron_rl.models.experts.moe_fields import check_expert_layout
+from megatron_rl.models.experts.moe_spec import MoeSpec
 from megatron_rl.models.megatron_config import transformer_config
-from megatron_rl.models.reading import parse_model_spec, read_model_spec
+from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
 
 COMMON = {
     "vocab_size": 32,

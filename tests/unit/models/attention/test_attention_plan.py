@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.models.attention.attention_plan import local_positions, plan_attention, with_window
 from megatron_rl.models.attention.packed import attend
-from megatron_rl.models.attention.plan import local_positions, plan_attention, with_window
 from megatron_rl.models.packed_sequences import packed_sequences
 
 CASES = {
@@ -74,7 +74,7 @@ def test_output_and_gradients_equal_a_plain_loop(case, short_keys, window, monke
 @pytest.mark.parametrize("window", (None, 1, 7, 40))
 def test_context_parallel_ranks_together_equal_a_plain_loop(cp, short_keys, window, monkeypatch):
     monkeypatch.setattr("megatron_rl.models.attention.packed._SHORT_KEYS", short_keys)
-    monkeypatch.setattr("megatron_rl.models.attention.plan._SHORTEST_BLOCK", 5)
+    monkeypatch.setattr("megatron_rl.models.attention.attention_plan._SHORTEST_BLOCK", 5)
     lengths = [2 * cp * n for n in (1, 3, 5, 1, 12, 13, 2, 30)]
     inputs = random_inputs(sum(lengths))
     shards = [torch.from_numpy(zigzag(lengths, cp, rank)) for rank in range(cp)]

@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.rotary import RotarySpec
-from megatron_rl.models.reading import parse_model_spec, read_model_spec
+from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

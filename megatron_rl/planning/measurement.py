@@ -20,7 +20,7 @@ from megatron_rl.device import local_device, prepare_megatron, quiet_megatron_im
 from megatron_rl.errors import MegatronRLError, UserError
 
 if TYPE_CHECKING:
-    from megatron_rl.models.spec import ModelSpec
+    from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.planning.rank import RankMemory
 
 DEADLINE_S = 900.0
@@ -49,7 +49,7 @@ def measure(jobs: Sequence[Job]) -> list[Answer]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="megatron-rl-plan-") as directory:
         path = Path(directory) / "answers"
-        command = [sys.executable, "-m", "megatron_rl.planning.worker", str(path)]
+        command = [sys.executable, "-m", "megatron_rl.planning.measurement", str(path)]
         try:
             done = subprocess.run(
                 command, input=pickle.dumps(list(jobs)), capture_output=True, env=environment, timeout=DEADLINE_S, check=False
@@ -89,6 +89,6 @@ def _main() -> None:
 
 if __name__ == "__main__":
     # What is pickled names this module, not __main__.
-    from megatron_rl.planning import worker
+    from megatron_rl.planning import measurement
 
-    worker._main()
+    measurement._main()

@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import build_model
-from megatron_rl.models.checkpoint_files import Checkpoint
+from megatron_rl.models.hf_files import Checkpoint, save_hf
+from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
 from megatron_rl.models.megatron_config import transformer_config
-from megatron_rl.models.reading import read_model_spec
-from megatron_rl.models.saving import save_hf
-from megatron_rl.models.weights import export_hf_weights, load_hf_weights
+from megatron_rl.models.read_spec import read_model_spec
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 

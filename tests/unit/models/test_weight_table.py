@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from megatron_rl.models.attention.rotary import RotarySpec
-from megatron_rl.models.experts.spec import MoeSpec
-from megatron_rl.models.layouts import combine, hugging_face_shapes, join, shard, split
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.models.weight_rules import Layout, Rule, rules
-from megatron_rl.models.weights import _with_global_expert, hf_shapes
+from megatron_rl.models.experts.moe_spec import MoeSpec
+from megatron_rl.models.hf_weights import _with_global_expert
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules, shard, split, tensor_shapes
 
 SPEC = ModelSpec(
     architecture="Qwen2ForCausalLM",
@@ -34,42 +33,42 @@ MOE = MoeSpec(3, 2, 8, True, num_dense_layers=1, shared_ffn_hidden_size=12, scor
 EXPERTS = dataclasses.replace(SPEC, moe=MOE)
 
 
-def tensors_of(rule: Rule, spec: ModelSpec = SPEC) -> list[torch.Tensor]:
-    return [torch.randn(shape) for shape in hugging_face_shapes(rule, spec)]
+def tensors_of(rule: Rule) -> list[torch.Tensor]:
+    return [torch.randn(tensor.shape) for tensor in rule.tensors]
 
 
 @pytest.mark.parametrize("spec", (SPEC, EXPERTS), ids=("dense", "experts"))
 @pytest.mark.parametrize("tp", (1, 2, 4))
 def test_every_parameter_survives_the_round_trip(tp, spec):
     for rule in rules(spec):
-        tensors = tensors_of(rule, spec)
-        whole = combine(rule.layout, tensors, SPEC, tp=tp)
-        shards = [shard(rule.layout, whole, tp_rank=rank, tp=tp) for rank in range(tp)]
-        assert rule.layout is Layout.REPLICATED or sum(part.numel() for part in shards) == whole.numel()
-        back = split(rule.layout, join(rule.layout, shards), SPEC)
+        tensors = tensors_of(rule)
+        whole = combine(rule.sharding, tensors, SPEC, tp=tp)
+        shards = [shard(rule.sharding, whole, tp_rank=rank, tp=tp) for rank in range(tp)]
+        assert rule.sharding is Sharding.REPLICATED or sum(part.numel() for part in shards) == whole.numel()
+        back = split(rule.sharding, join(rule.sharding, shards), SPEC)
         assert all(torch.equal(one, other) for one, other in zip(tensors, back, strict=True)), rule.megatron
 
 
 def test_qkv_is_stacked_per_group():
-    rule = next(rule for rule in rules(SPEC) if rule.layout is Layout.QKV and rule.megatron.endswith("weight"))
+    rule = next(rule for rule in rules(SPEC) if rule.sharding is Sharding.QKV and rule.megatron.endswith("weight"))
     query, key, value = tensors_of(rule)
-    whole = combine(rule.layout, [query, key, value], SPEC, tp=1)
+    whole = combine(rule.sharding, [query, key, value], SPEC, tp=1)
     assert torch.equal(whole[:24], torch.cat([query[:12], key[:6], value[:6]]))
-    second_rank = shard(rule.layout, whole, tp_rank=1, tp=4)
+    second_rank = shard(rule.sharding, whole, tp_rank=1, tp=4)
     assert torch.equal(second_rank, torch.cat([query[12:24], key[6:12], value[6:12]]))
 
 
 def test_gate_and_up_are_sharded_half_by_half():
-    rule = next(rule for rule in rules(SPEC) if rule.layout is Layout.GATE_UP)
+    rule = next(rule for rule in rules(SPEC) if rule.sharding is Sharding.GATE_UP)
     gate, up = tensors_of(rule)
-    second_rank = shard(rule.layout, combine(rule.layout, [gate, up], SPEC, tp=2), tp_rank=1, tp=2)
+    second_rank = shard(rule.sharding, combine(rule.sharding, [gate, up], SPEC, tp=2), tp_rank=1, tp=2)
     assert torch.equal(second_rank, torch.cat([gate[10:], up[10:]]))
 
 
 def test_vocabulary_padding_is_zero_and_as_small_as_tp_allows():
     rule = next(rules(SPEC))
     (embedding,) = tensors_of(rule)
-    whole = combine(rule.layout, [embedding], SPEC, tp=4)
+    whole = combine(rule.sharding, [embedding], SPEC, tp=4)
     assert whole.shape == (36, 16)
     assert not whole[33:].any()
 
@@ -81,7 +80,7 @@ def test_tied_embeddings_load_twice_and_export_once():
 
 
 def test_a_dense_layer_comes_before_layers_of_experts():
-    shapes = hf_shapes(EXPERTS)
+    shapes = dict(tensor_shapes(EXPERTS))
     assert shapes["model.layers.0.mlp.down_proj.weight"] == (16, 20)
     assert "model.layers.0.mlp.gate.weight" not in shapes
     assert shapes["model.layers.1.mlp.gate.weight"] == (3, 16)

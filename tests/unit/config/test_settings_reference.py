@@ -3,8 +3,8 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_rl.config.reference import section_names, setting_fields, settings_table_markdown, type_in_words
 from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings_reference import section_names, setting_fields, settings_table_markdown, type_in_words
 
 BY_PATH = {field.path: field for field in setting_fields()}
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from megatron_rl.models.attention.attention_spec import MlaSpec
 from megatron_rl.models.attention.rotary import RotarySpec
-from megatron_rl.models.attention.spec import MlaSpec
-from megatron_rl.models.experts.spec import MoeSpec
+from megatron_rl.models.experts.moe_spec import MoeSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.attention.attention_spec import parse_mla, parse_sliding_window
 from megatron_rl.models.attention.rotary import parse_rotary, parse_rotary_fraction
-from megatron_rl.models.attention.spec import parse_mla, parse_sliding_window
 from megatron_rl.models.config_json import boolean, count, names, positive_int, positive_number, read_config
-from megatron_rl.models.experts.spec import parse_moe
+from megatron_rl.models.experts.moe_spec import parse_moe
 from megatron_rl.models.families import FAMILIES, MTP_KEYS, Family
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.model_spec import ModelSpec
 
 
 def read_model_spec(path: Path) -> ModelSpec:

@@ -1,6 +1,6 @@
-"""Weights between Hugging Face directories and the Megatron model, by the tables in `families`.
+"""Weights between Hugging Face directories and the Megatron model, by `weight_table`.
 
-One parameter at a time, in the order of the tables on every rank. Nothing family-specific is here.
+One parameter at a time, in the order of the table on every rank. Nothing family-specific is here.
 """
 
 import re
@@ -15,29 +15,15 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel
-from megatron_rl.models.checkpoint_files import Checkpoint
-from megatron_rl.models.layouts import combine, hugging_face_shapes, join, shard, split
-from megatron_rl.models.saving import save_hf
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.models.weight_rules import Layout, Rule, rules
-
-__all__ = ["Checkpoint", "expert_biases", "export_hf_weights", "global_parameters", "hf_shapes", "load_hf_weights", "save_hf"]
+from megatron_rl.models.hf_files import Checkpoint
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules, shard, split, tensor_shapes
 
 # Tensors that some checkpoints carry and that are recomputed here.
 _RECOMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # The number of one of a rank's experts in a parameter's name, in a module of its own or in Transformer Engine's module of all.
 _LOCAL_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
-
-
-def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every Hugging Face tensor of the model, in export order, from its architecture alone."""
-    return {
-        name: shape
-        for rule in rules(spec)
-        if rule.exported
-        for name, shape in zip(rule.hugging_face, hugging_face_shapes(rule, spec), strict=True)
-    }
 
 
 def load_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, path: Path) -> None:
@@ -50,12 +36,12 @@ def load_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, path: Path) 
     with Checkpoint(path) as checkpoint, torch.no_grad():
         _check_names(checkpoint, spec)
         for rule in rules(spec):
-            parameter = parameters.pop(_present_name(rule, parameters), None)
+            parameter = parameters.pop(_held_name(rule, parameters), None)
             if parameter is None:
                 continue
             ranks = _TensorRanks.of(rule)
-            tensors = [checkpoint.read(name, shape) for name, shape in zip(rule.hugging_face, hugging_face_shapes(rule, spec), strict=True)]
-            local = shard(rule.layout, combine(rule.layout, tensors, spec, tp=ranks.size), tp_rank=ranks.rank, tp=ranks.size)
+            tensors = [checkpoint.read(tensor.name, tensor.shape) for tensor in rule.tensors]
+            local = shard(rule.sharding, combine(rule.sharding, tensors, spec, tp=ranks.size), tp_rank=ranks.rank, tp=ranks.size)
             assert local.shape == parameter.shape, f"{rule.megatron}: table gives {tuple(local.shape)}, model has {tuple(parameter.shape)}"
             parameter.copy_(local)
     assert not parameters, f"no table row loads {next(iter(parameters))}"
@@ -72,12 +58,12 @@ def export_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterato
     for rule in rules(spec):
         if not rule.exported:
             continue
-        parameter = parameters.get(_present_name(rule, parameters))
+        parameter = parameters.get(_held_name(rule, parameters))
         tensors = None if parameter is None else _gathered(rule, parameter.detach(), spec)
         group, holders = owners.of(rule)
         if group is not None:
             dtype = torch.float32 if rule.float32 else chunks[0].config.params_dtype
-            tensors = _from_owner(rule, tensors, spec, owner=holders[_present_name(rule, holders)], group=group, dtype=dtype)
+            tensors = _from_owner(rule, tensors, owner=holders[_held_name(rule, holders)], group=group, dtype=dtype)
         assert tensors is not None, f"no rank has {rule.megatron}"
         yield from zip(rule.hugging_face, tensors, strict=True)
 
@@ -153,14 +139,14 @@ def _holders(held: list[str], group: dist.ProcessGroup) -> dict[str, int]:
 
 
 def _check_names(checkpoint: Checkpoint, spec: ModelSpec) -> None:
-    expected, present = set(hf_shapes(spec)), checkpoint.names()
-    missing = sorted(expected - present)
+    expected, stored = {name for name, _ in tensor_shapes(spec)}, checkpoint.names()
+    missing = sorted(expected - stored)
     if missing:
         raise UserError(
             f"{checkpoint.path} lacks {len(missing)} tensors that its config.json asks for, the first is {missing[0]}; "
             "use the config.json that belongs to these weights"
         )
-    extra = sorted(name for name in present - expected if not _is_left_out(name, spec))
+    extra = sorted(name for name in stored - expected if not _is_left_out(name, spec))
     if spec.tie_embeddings and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")
         shape = (spec.vocab_size, spec.hidden_size)
@@ -187,7 +173,7 @@ def _is_left_out(name: str, spec: ModelSpec) -> bool:
     return beyond or name.endswith(_RECOMPUTED_SUFFIXES)
 
 
-def _present_name(rule: Rule, names: Container[str]) -> str:
+def _held_name(rule: Rule, names: Container[str]) -> str:
     if rule.transformer_engine is not None and rule.transformer_engine in names:
         return rule.transformer_engine
     return rule.megatron
@@ -196,19 +182,17 @@ def _present_name(rule: Rule, names: Container[str]) -> str:
 def _gathered(rule: Rule, local: Tensor, spec: ModelSpec) -> list[Tensor]:
     """The Hugging Face tensors of a parameter of which each tensor parallel rank holds a part."""
     shards, ranks = [local], _TensorRanks.of(rule)
-    if ranks.size > 1 and rule.layout is not Layout.REPLICATED:
+    if ranks.size > 1 and rule.sharding is not Sharding.REPLICATED:
         shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks.size)]
         dist.all_gather(shards, local.contiguous(), group=ranks.group)
-    return split(rule.layout, join(rule.layout, shards), spec)
+    return split(rule.sharding, join(rule.sharding, shards), spec)
 
 
-def _from_owner(
-    rule: Rule, tensors: list[Tensor] | None, spec: ModelSpec, *, owner: int, group: dist.ProcessGroup, dtype: torch.dtype
-) -> list[Tensor]:
+def _from_owner(rule: Rule, tensors: list[Tensor] | None, *, owner: int, group: dist.ProcessGroup, dtype: torch.dtype) -> list[Tensor]:
     """Send the tensors of `rule` from the global rank `owner` to all of `group`."""
     if tensors is None:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in hugging_face_shapes(rule, spec)]
+        tensors = [torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in rule.tensors]
     tensors = [tensor.contiguous() for tensor in tensors]
     for tensor in tensors:
         dist.broadcast(tensor, owner, group=group)

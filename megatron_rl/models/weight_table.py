@@ -1,0 +1,221 @@
+"""Which Hugging Face tensors, of which shapes, make each of Megatron's parameters, and how tensor parallel ranks split it.
+
+`rules` is the table: one rule for each parameter, read from the architecture alone. The tensor functions below it go two steps each
+way, which are exact inverses of one another: Hugging Face tensors -> `combine` -> whole parameter -> `shard` -> local parameter, and
+local parameters of all ranks -> `join` -> whole parameter -> `split` -> Hugging Face tensors.
+"""
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.models.attention.attention_spec import MlaSpec
+from megatron_rl.models.experts.moe_spec import MoeSpec
+from megatron_rl.models.model_spec import ModelSpec
+
+
+class Sharding(enum.Enum):
+    """How the Hugging Face tensors of a rule make one Megatron parameter, and how tensor parallel ranks split it."""
+
+    REPLICATED = "replicated"
+    """One tensor, the same on every rank."""
+    VOCABULARY = "vocabulary"
+    """One tensor, rows padded to the padded vocabulary and split."""
+    ROWS = "rows"
+    """One tensor, split along its first dimension (column-parallel linear)."""
+    COLUMNS = "columns"
+    """One tensor, split along its last dimension (row-parallel linear)."""
+    QKV = "qkv"
+    """Query, key, value stacked per group as [q...q, k, v]; split by groups."""
+    GATE_UP = "gate_up"
+    """Gate above up; each half is split."""
+
+
+@dataclass(frozen=True, slots=True)
+class HfTensor:
+    """A tensor of a Hugging Face checkpoint by its name, and its whole shape, without padding."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One Megatron parameter by its global name, and the Hugging Face tensors in it, in order.
+
+    `transformer_engine` is its name in the Transformer Engine layer spec where that differs. `exported` is False for a
+    parameter that is a second copy of an exported one (the output layer of a pipelined model with tied embeddings). `of_expert` marks
+    parameters of single experts: one expert parallel rank has each, and expert tensor parallel ranks split it. `float32` marks what has
+    that dtype whatever the model's.
+    """
+
+    megatron: str
+    tensors: tuple[HfTensor, ...]
+    sharding: Sharding
+    transformer_engine: str | None = None
+    exported: bool = True
+    of_expert: bool = False
+    float32: bool = False
+
+    @property
+    def hugging_face(self) -> tuple[str, ...]:
+        """Names of the Hugging Face tensors."""
+        return tuple(tensor.name for tensor in self.tensors)
+
+
+def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and whole shape of every Hugging Face tensor of the model, in export order, from its architecture alone."""
+    return ((tensor.name, tensor.shape) for rule in rules(spec) if rule.exported for tensor in rule.tensors)
+
+
+def rules(spec: ModelSpec) -> Iterator[Rule]:
+    """Every parameter of the model, first to last, layers counted from 0 over the whole model."""
+    embedding, head = (HfTensor(name, (spec.vocab_size, spec.hidden_size)) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    yield Rule("embedding.word_embeddings.weight", (embedding,), Sharding.VOCABULARY)
+    for layer in range(spec.num_layers):
+        megatron, hugging_face = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        yield from _attention_rules(spec, megatron, hugging_face)
+        if spec.moe is None or spec.moe.is_dense(layer):
+            yield from _mlp_rules(spec, megatron, hugging_face)
+        else:
+            yield from _moe_rules(spec.moe, megatron, hugging_face, hidden=spec.hidden_size)
+    yield _norm("decoder.final_layernorm.weight", "model.norm.weight", spec.hidden_size)
+    yield Rule(
+        "output_layer.weight",
+        (embedding if spec.tie_embeddings else head,),
+        Sharding.VOCABULARY,
+        exported=not spec.tie_embeddings,
+    )
+
+
+def _norm(megatron: str, hugging_face: str, width: int, *, transformer_engine: str | None = None) -> Rule:
+    return Rule(megatron, (HfTensor(hugging_face, (width,)),), Sharding.REPLICATED, transformer_engine)
+
+
+def _attention_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
+    attention, original, hidden = f"{megatron}self_attention.", f"{hugging_face}self_attn.", spec.hidden_size
+    # Transformer Engine fuses the norm into the projection behind it, which latent attention has two of.
+    fused = None if spec.mla is not None else f"{attention}linear_qkv.layer_norm_weight"
+    yield _norm(f"{megatron}input_layernorm.weight", f"{hugging_face}input_layernorm.weight", hidden, transformer_engine=fused)
+    if spec.mla is None:
+        yield from _grouped_query_rules(spec, attention, original)
+    else:
+        yield from _latent_rules(spec, spec.mla, attention, original)
+    output = HfTensor(f"{original}o_proj.weight", (hidden, spec.num_heads * spec.value_dim))
+    yield Rule(f"{attention}linear_proj.weight", (output,), Sharding.COLUMNS)
+
+
+def _grouped_query_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
+    rows = {"q": spec.num_heads * spec.head_dim, "k": spec.num_kv_heads * spec.head_dim, "v": spec.num_kv_heads * spec.head_dim}
+    weights = tuple(HfTensor(f"{hugging_face}{name}_proj.weight", (rows[name], spec.hidden_size)) for name in "qkv")
+    yield Rule(f"{megatron}linear_qkv.weight", weights, Sharding.QKV)
+    if spec.qkv_bias:
+        biases = tuple(HfTensor(f"{hugging_face}{name}_proj.bias", (rows[name],)) for name in "qkv")
+        yield Rule(f"{megatron}linear_qkv.bias", biases, Sharding.QKV)
+    if spec.qk_norm:
+        for name in "qk":
+            yield _norm(f"{megatron}{name}_layernorm.weight", f"{hugging_face}{name}_norm.weight", spec.head_dim)
+
+
+def _latent_rules(spec: ModelSpec, mla: MlaSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
+    query_rows = spec.num_heads * mla.qk_head_dim
+    if mla.q_lora_rank is None:
+        query = HfTensor(f"{hugging_face}q_proj.weight", (query_rows, spec.hidden_size))
+        yield Rule(f"{megatron}linear_q_proj.weight", (query,), Sharding.ROWS)
+    else:
+        down = HfTensor(f"{hugging_face}q_a_proj.weight", (mla.q_lora_rank, spec.hidden_size))
+        up = HfTensor(f"{hugging_face}q_b_proj.weight", (query_rows, mla.q_lora_rank))
+        yield from _latent_pair(f"{megatron}linear_q_", f"{megatron}q_layernorm", down, f"{hugging_face}q_a_layernorm.weight", up)
+    # Rows of the down projection: the latent, and the rotary part of the keys, which has none.
+    down = HfTensor(f"{hugging_face}kv_a_proj_with_mqa.weight", (mla.kv_lora_rank + mla.qk_rope_head_dim, spec.hidden_size))
+    up = HfTensor(f"{hugging_face}kv_b_proj.weight", (spec.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank))
+    yield from _latent_pair(f"{megatron}linear_kv_", f"{megatron}kv_layernorm", down, f"{hugging_face}kv_a_layernorm.weight", up)
+
+
+def _latent_pair(linear: str, norm: str, down: HfTensor, norm_name: str, up: HfTensor) -> Iterator[Rule]:
+    """Down projection, norm and up projection of one latent; the norm is fused into the up projection by Transformer Engine."""
+    yield Rule(f"{linear}down_proj.weight", (down,), Sharding.REPLICATED)
+    yield _norm(f"{norm}.weight", norm_name, up.shape[1], transformer_engine=f"{linear}up_proj.layer_norm_weight")
+    yield Rule(f"{linear}up_proj.weight", (up,), Sharding.ROWS)
+
+
+def _mlp_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
+    norm, fused = f"{megatron}pre_mlp_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight"
+    yield _norm(norm, f"{hugging_face}post_attention_layernorm.weight", spec.hidden_size, transformer_engine=fused)
+    yield from _gated_rules(f"{megatron}mlp.", f"{hugging_face}mlp.", hidden=spec.hidden_size, width=spec.ffn_hidden_size)
+
+
+def _moe_rules(moe: MoeSpec, megatron: str, hugging_face: str, *, hidden: int) -> Iterator[Rule]:
+    yield _norm(f"{megatron}pre_mlp_layernorm.weight", f"{hugging_face}post_attention_layernorm.weight", hidden)
+    gate = HfTensor(f"{hugging_face}mlp.gate.weight", (moe.num_experts, hidden))
+    yield Rule(f"{megatron}mlp.router.weight", (gate,), Sharding.REPLICATED)
+    if moe.expert_bias:
+        bias = HfTensor(f"{hugging_face}mlp.gate.e_score_correction_bias", (moe.num_experts,))
+        yield Rule(f"{megatron}mlp.router.expert_bias", (bias,), Sharding.REPLICATED, float32=True)
+    if moe.shared_ffn_hidden_size:
+        shared = f"{hugging_face}mlp.shared_experts."
+        yield from _gated_rules(f"{megatron}mlp.shared_experts.", shared, hidden=hidden, width=moe.shared_ffn_hidden_size)
+    for expert in range(moe.num_experts):
+        own, original = f"{megatron}mlp.experts.local_experts.{expert}.", f"{hugging_face}mlp.experts.{expert}."
+        yield from _gated_rules(own, original, hidden=hidden, width=moe.ffn_hidden_size, expert=(f"{megatron}mlp.experts.", expert))
+
+
+def _gated_rules(megatron: str, hugging_face: str, *, hidden: int, width: int, expert: tuple[str, int] | None = None) -> Iterator[Rule]:
+    """The two parameters of a gated MLP; `expert` is the module that Transformer Engine has for all experts of a rank, and its number."""
+    gate_up = tuple(HfTensor(f"{hugging_face}{name}_proj.weight", (width, hidden)) for name in ("gate", "up"))
+    down = HfTensor(f"{hugging_face}down_proj.weight", (hidden, width))
+    for name, tensors, sharding in (("linear_fc1", gate_up, Sharding.GATE_UP), ("linear_fc2", (down,), Sharding.COLUMNS)):
+        grouped = None if expert is None else f"{expert[0]}{name}.weight{expert[1]}"
+        yield Rule(f"{megatron}{name}.weight", tensors, sharding, grouped, of_expert=expert is not None)
+
+
+def combine(sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, tp: int) -> Tensor:
+    """One whole Megatron parameter [rows, columns] or [rows] from its Hugging Face tensors.
+
+    Vocabulary rows are padded with zeros to a multiple of `tp`.
+    """
+    if sharding is Sharding.QKV:
+        groups = [tensor.unflatten(0, (spec.num_kv_heads, -1)) for tensor in tensors]
+        return torch.cat(groups, dim=1).flatten(0, 1)
+    if sharding is Sharding.GATE_UP:
+        return torch.cat(list(tensors))
+    (tensor,) = tensors
+    if sharding is Sharding.VOCABULARY:
+        padding = spec.padded_vocab_size(tp) - len(tensor)
+        return torch.nn.functional.pad(tensor, (0, 0, 0, padding)) if padding else tensor
+    return tensor
+
+
+def split(sharding: Sharding, whole: Tensor, spec: ModelSpec) -> list[Tensor]:
+    """The Hugging Face tensors in one whole Megatron parameter [rows, columns] or [rows]; padding rows of a vocabulary are dropped."""
+    if sharding is Sharding.QKV:
+        per_group = (spec.num_heads // spec.num_kv_heads * spec.head_dim, spec.head_dim, spec.head_dim)
+        return [part.flatten(0, 1) for part in whole.unflatten(0, (spec.num_kv_heads, -1)).split(per_group, dim=1)]
+    if sharding is Sharding.GATE_UP:
+        return list(whole.chunk(2))
+    return [whole[: spec.vocab_size]] if sharding is Sharding.VOCABULARY else [whole]
+
+
+def shard(sharding: Sharding, whole: Tensor, *, tp_rank: int, tp: int) -> Tensor:
+    """The part of a whole parameter [rows, columns] or [rows] that tensor parallel rank `tp_rank` holds."""
+    if sharding is Sharding.REPLICATED:
+        return whole
+    if sharding is Sharding.COLUMNS:
+        return whole.chunk(tp, dim=-1)[tp_rank]
+    if sharding is Sharding.GATE_UP:
+        return torch.cat([half.chunk(tp)[tp_rank] for half in whole.chunk(2)])
+    return whole.chunk(tp)[tp_rank]
+
+
+def join(sharding: Sharding, shards: Sequence[Tensor]) -> Tensor:
+    """The whole parameter [rows, columns] or [rows] from the parts of all tensor parallel ranks, in rank order."""
+    if len(shards) == 1 or sharding is Sharding.REPLICATED:
+        return shards[0]
+    if sharding is Sharding.COLUMNS:
+        return torch.cat(list(shards), dim=-1)
+    if sharding is Sharding.GATE_UP:
+        return torch.cat([half for index in range(2) for half in (part.chunk(2)[index] for part in shards)])
+    return torch.cat(list(shards))
