@@ -11,8 +11,11 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import LossInputs, Metrics, compute_loss, step_statistics
+from megatron_rl.algorithms.inputs import LossInputs
+from megatron_rl.algorithms.loss import compute_loss
+from megatron_rl.algorithms.loss_metrics import Metrics
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.selection import step_statistics
 
 _BARRIER_TIMEOUT_S = 60.0
 _WITH_GRADIENT = ("log_probs", "entropy", "values")

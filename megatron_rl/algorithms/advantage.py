@@ -64,16 +64,6 @@ def zero_variance(*, rewards: Tensor, group_ids: Tensor) -> Tensor:
     return _group(group_ids).constant(rewards.double())
 
 
-def zero_variance_fractions(*, rewards: Tensor, group_ids: Tensor) -> dict[float, float]:
-    """Share of the batch's groups whose `rewards` [B] are constant, by the reward they all got; empty without any."""
-    groups = _group(group_ids)
-    if len(groups.sizes) == 0:
-        return {}
-    equal = (groups.extreme(rewards.double(), "amin") == groups.extreme(rewards.double(), "amax")) & (groups.sizes > 1)
-    values, counts = groups.extreme(rewards.double(), "amin")[equal].unique(return_counts=True)
-    return {float(value): int(count) / len(groups.sizes) for value, count in zip(values, counts, strict=True)}
-
-
 def group_advantages(
     settings: AdvantageSettings,
     *,

@@ -15,10 +15,8 @@ from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.loss_metrics import Metrics, correction_metrics, kl_metrics, mean_pair, ratio_metrics
 from megatron_rl.algorithms.objective import Objective, OffPolicyCorrection
 from megatron_rl.algorithms.off_policy import OffPolicyTerms
-from megatron_rl.algorithms.selection import StepStatistics, covariance_selection, step_statistics, top_entropy_mask
+from megatron_rl.algorithms.selection import StepStatistics, covariance_selection, top_entropy_mask
 from megatron_rl.algorithms.sequences import Sequences, SequenceSum, identity
-
-__all__ = ["LossInputs", "LossOutput", "Metrics", "StepStatistics", "compute_loss", "step_statistics"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -125,12 +125,6 @@ def _dense_gae(table: Sequence[Tensor], *, lengths: Tensor, bootstrap: Tensor, g
     torch.add(advantages, values, out=returns)
 
 
-def reverse_discounted_sum(values: Tensor, decay: float) -> Tensor:
-    """y[t] = x[t] + decay y[t + 1] along the last axis of `values` [S, W]."""
-    levels = _levels(decay, width=values.shape[1], like=values)
-    return _reverse_scan(values.clone(), levels, out=torch.empty_like(values))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Level:
     """A recurrence with `decay`: `powers` decay^j [block], and `triangle` [block, block], decay^(i - j) for i >= j."""
@@ -156,7 +150,7 @@ def _levels(decay: float, *, width: int, like: Tensor) -> list[_Level]:
 
 
 def _reverse_scan(x: Tensor, levels: Sequence[_Level], *, out: Tensor) -> Tensor:
-    """`reverse_discounted_sum` of `x` [S, W], which it overwrites, into `out` [S, W].
+    """y[t] = x[t] + decay y[t + 1] along the rows of `x` [S, W], which it overwrites, into `out` [S, W].
 
     Within a block of columns the sum is a product with a triangular matrix of powers of `decay`; what enters a block from its right
     comes from the same recurrence over whole blocks, whose decay is decay^block.

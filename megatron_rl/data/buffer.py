@@ -1,6 +1,6 @@
 """The durable buffer: groups move pending -> in flight -> done -> consumed, each move a transaction in one SQLite file.
 
-`kill -9` at any moment loses no finished sample and hands none out twice. Against a power failure or a kernel crash the last moves
+`kill -9` at any moment loses no finished sample and hands none out a second time. Against a power failure or a kernel crash the last moves
 are only safe once `flush` has run (synchronous=NORMAL: no wait for the disk per group), so the loop calls it before it writes a
 checkpoint: what may then be lost is younger than the checkpoint that a resumed run starts from, and is generated again.
 
@@ -195,14 +195,15 @@ class Buffer:
             found = connection.execute(
                 f"SELECT {buffer_rows.GROUP_COLUMNS} FROM groups WHERE id IN ({chosen}) ORDER BY position", (max(limit, 0),)
             ).fetchall()
-            prompts = {row[0]: buffer_rows.read_prompt(row) for row in found}
-            samples: dict[str, list[Sample]] = {group_id: [] for group_id in prompts}
+            prompts = [buffer_rows.read_prompt(row) for row in found]
+            by_id = {prompt.id: prompt for prompt in prompts}
+            samples: dict[str, list[Sample]] = {prompt.id: [] for prompt in prompts}
             for row in connection.execute(
                 f"SELECT {buffer_rows.SAMPLE_COLUMNS} FROM samples WHERE group_id IN ({chosen}) ORDER BY group_id, sample_index",
                 (max(limit, 0),),
             ):
-                samples[row[0]].append(buffer_rows.read_sample(row, prompt=prompts[row[0]]))
-            groups = [Group(id=group_id, prompt=prompt, samples=tuple(samples[group_id])) for group_id, prompt in prompts.items()]
+                samples[row[0]].append(buffer_rows.read_sample(row, prompt=by_id[row[0]]))
+            groups = [Group(id=prompt.id, prompt=prompt, samples=tuple(samples[prompt.id])) for prompt in prompts]
             self._consume({group.id: rejection(group) for group in groups}, step=step)
         return groups
 
@@ -240,7 +241,7 @@ class Buffer:
         return BufferCounts(pending, in_flight, done, consumed=int(total) - pending - in_flight - done)
 
     def recover(self) -> int:
-        """Put every group in flight back to pending, for nobody generates them any more, and return how many there were."""
+        """Put every group in flight back to pending, which are not generated any more, and return how many there were."""
         with self._transaction() as connection:
             return connection.execute(
                 "UPDATE groups SET state = 'pending', updated_at = ? WHERE state = 'in_flight'", (time.time(),)
@@ -279,7 +280,7 @@ class Buffer:
     def flush(self) -> None:
         """Bring every move so far to the disk itself, so that a power failure cannot undo it."""
         log = self._path.with_name(f"{self._path.name}-wal")
-        # Not by a checkpoint of SQLite, which would wait for whoever is reading the file.
+        # Not by a checkpoint of SQLite, which would wait for readers of the file.
         if log.exists():
             with disk_errors(log):
                 sync_file(log)

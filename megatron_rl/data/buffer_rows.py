@@ -1,4 +1,4 @@
-"""How prompts and samples are written into, and read from, the rows of the buffer's database. The schema is told in `buffer`."""
+"""How prompts and samples are written into, and read from, the rows of the buffer's database. `buffer` describes the schema."""
 
 import json
 import time

@@ -1,7 +1,7 @@
 """From a batch of sequences to the micro-batches of every rank: pure index arithmetic, no processes.
 
 Two values come out. A `Shard` says which sequences a data-parallel rank trains on and how they fall into optimizer steps and
-micro-batches. A `MicroBatchLayout` says which tokens one context-parallel rank holds of a packed micro-batch, and which
+micro-batches. `MicroBatchTokens` say which tokens one context-parallel rank holds of a packed micro-batch, and which
 token each position predicts. The shift from token-aligned arrays to model positions happens here and nowhere else.
 
 Legend: B sequences of the batch, S sequences of a micro-batch, T tokens that one context-parallel rank holds.
@@ -20,7 +20,7 @@ ATTENTION_LENGTH = 24_576
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MicroBatchLayout:
+class MicroBatchTokens:
     """The packed tokens of one micro-batch that one context-parallel rank holds, as index arrays.
 
     Arrays have length T: `token_index`, the position in the batch's token arrays, -1 on padding; `target_index`, the
@@ -54,8 +54,8 @@ def _padded_lengths(lengths: Ints, *, cp_size: int, pad_to: int) -> Ints:
     raise ValueError(f"no padding makes a multiple of {pad_to} tokens out of chunks of {unit} over {cp_size} context-parallel ranks")
 
 
-def micro_batch_layout(batch: TrainBatch, rows: Ints, *, cp_size: int = 1, cp_rank: int = 0, pad_to: int = 1) -> MicroBatchLayout:
-    """Lay the sequences `rows` [S] of `batch` out for context-parallel rank `cp_rank` of `cp_size`.
+def micro_batch_tokens(batch: TrainBatch, rows: Ints, *, cp_size: int = 1, cp_rank: int = 0, pad_to: int = 1) -> MicroBatchTokens:
+    """The tokens of the sequences `rows` [S] of `batch` that context-parallel rank `cp_rank` of `cp_size` holds.
 
     A sequence is cut into 2 x cp_size equal chunks, of which rank r holds chunks r and 2 x cp_size - 1 - r, so that every rank
     has the same causal attention to do (Megatron's zigzag). The rank's token count is a multiple of `pad_to`, which sequence
@@ -74,7 +74,7 @@ def micro_batch_layout(batch: TrainBatch, rows: Ints, *, cp_size: int = 1, cp_ra
     else:
         position = offset
     start, length = starts[sequence], lengths[sequence]
-    return MicroBatchLayout(
+    return MicroBatchTokens(
         token_index=np.where(position < length, start + position, -1),
         target_index=np.where(position + 1 < length, start + position + 1, -1),
         position_ids=position,
@@ -97,7 +97,7 @@ def sequence_cost(lengths: Ints, *, attention_length: float = ATTENTION_LENGTH) 
 def _fill(lengths: Ints, costs: Doubles, *, num_bins: int, max_tokens: float) -> list[Ints] | None:
     """Put items, dearest first, into the cheapest bin with room for their tokens; None when some item finds no room.
 
-    An item longer than `max_tokens` takes a bin of its own. The bins hold ascending indices. Dearest first has to be longest first.
+    An item longer than `max_tokens` takes a whole bin. The bins hold ascending indices. Dearest first has to be longest first.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens = [0] * num_bins
@@ -210,7 +210,7 @@ def make_shards(
 
 
 def _shard(batch: TrainBatch, steps: list[StepPlan], trainable: Ints) -> Shard:
-    """A rank's shard: its sequences as a batch of their own, the plans renumbered to the rows of that batch."""
+    """A rank's shard: its sequences as a separate batch, the plans renumbered to the rows of that batch."""
     parts = [part for step in steps for part in step.micro_batches]
     rows = np.sort(np.concatenate([np.empty(0, np.int64), *parts]))
     local = tuple(
@@ -227,7 +227,7 @@ def _shard(batch: TrainBatch, steps: list[StepPlan], trainable: Ints) -> Shard:
     )
 
 
-def trainable_targets(layout: MicroBatchLayout, loss_mask: Bools) -> Ints:
-    """Positions [N] of `layout` whose predicted token is trainable under `loss_mask`, the mask of the whole batch's tokens."""
-    positions = np.flatnonzero(layout.target_index >= 0)
-    return positions[loss_mask[layout.target_index[positions]]]
+def trainable_targets(held: MicroBatchTokens, loss_mask: Bools) -> Ints:
+    """Positions [N] of `held` whose predicted token is trainable under `loss_mask`, the mask of the whole batch's tokens."""
+    positions = np.flatnonzero(held.target_index >= 0)
+    return positions[loss_mask[held.target_index[positions]]]

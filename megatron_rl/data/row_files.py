@@ -1,4 +1,4 @@
-"""Rows of a data file, JSON lines or parquet, each with the place it came from for error messages."""
+"""Rows of a data file, JSON lines or parquet, each with its origin, `FILE:LINE`, for error messages."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,9 +18,9 @@ _JSON_TYPES = (str, int, float, bool, list, dict, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One checked row: a prompt (text, or chat messages), its label, a target response, all other fields, and `FILE:LINE`."""
+    """One checked row: a prompt (text, or chat messages), its label, a target response, all other fields, and its origin, `FILE:LINE`."""
 
-    place: str
+    origin: str
     prompt: str | tuple[Message, ...]
     label: str | None
     response: str | None
@@ -41,7 +41,7 @@ def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False
         records = _json_records(path)
     else:
         raise UserError(f"data file {path} ends in {path.suffix!r}, needs .jsonl or .parquet; convert or rename it")
-    rows = [_check(record, place, settings=settings, need_response=need_response) for place, record in records]
+    rows = [_check(record, origin, settings=settings, need_response=need_response) for origin, record in records]
     if not rows:
         raise UserError(f"data file {path} has no rows, needs at least one")
     named = settings.label_key != DataSettings.model_fields["label_key"].default
@@ -55,18 +55,18 @@ def _json_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place = f"{path}:{number}"
+            origin = f"{path}:{number}"
             try:
                 record = json.loads(line)
             except UnicodeDecodeError as error:
-                raise UserError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from error
+                raise UserError(f"{origin}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from error
             except json.JSONDecodeError as error:
                 raise UserError(
-                    f"{place}: not a JSON object ({error.msg} at column {error.colno}); each line needs one complete object"
+                    f"{origin}: not a JSON object ({error.msg} at column {error.colno}); each line needs one complete object"
                 ) from error
             if not isinstance(record, dict):
-                raise UserError(f'{place}: is a JSON {type(record).__name__}, needs an object like {{"prompt": ...}}')
-            yield place, record
+                raise UserError(f'{origin}: is a JSON {type(record).__name__}, needs an object like {{"prompt": ...}}')
+            yield origin, record
 
 
 def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -82,47 +82,47 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield f"{path}:{number}", record
 
 
-def _check(record: Mapping[str, Any], place: str, *, settings: DataSettings, need_response: bool) -> Row:
+def _check(record: Mapping[str, Any], origin: str, *, settings: DataSettings, need_response: bool) -> Row:
     wanted = {settings.prompt_key: "data.prompt_key"} | ({settings.response_key: "data.response_key"} if need_response else {})
     for key, setting in wanted.items():
         if key in record and record[key] is None:
-            raise UserError(f"{place}: {key!r} is null, needs {'a string or chat messages' if key == settings.prompt_key else 'a string'}")
+            raise UserError(f"{origin}: {key!r} is null, needs {'a string or chat messages' if key == settings.prompt_key else 'a string'}")
         if key not in record:
-            raise UserError(f"{place}: no field {key!r}, only {', '.join(map(repr, record)) or 'none'}; name the right one in {setting}")
+            raise UserError(f"{origin}: no field {key!r}, only {', '.join(map(repr, record)) or 'none'}; name the right one in {setting}")
     response = record.get(settings.response_key)
     if response is not None and not isinstance(response, str):
-        raise UserError(f"{place}: {settings.response_key!r} has type {type(response).__name__}, needs a string")
+        raise UserError(f"{origin}: {settings.response_key!r} has type {type(response).__name__}, needs a string")
     taken = (settings.prompt_key, settings.label_key, settings.response_key)
     metadata = {key: value for key, value in record.items() if key not in taken}
     for key, value in metadata.items():
         if not isinstance(value, _JSON_TYPES):
-            raise UserError(f"{place}: {key!r} has type {type(value).__name__}, which JSON cannot hold; drop or convert that column")
+            raise UserError(f"{origin}: {key!r} has type {type(value).__name__}, which JSON cannot hold; drop or convert that column")
     return Row(
-        place=place,
-        prompt=_prompt(record[settings.prompt_key], place, settings.prompt_key),
-        label=_label(record.get(settings.label_key), place, settings.label_key),
+        origin=origin,
+        prompt=_prompt(record[settings.prompt_key], origin, settings.prompt_key),
+        label=_label(record.get(settings.label_key), origin, settings.label_key),
         response=response,
         metadata=metadata,
     )
 
 
-def _prompt(value: Any, place: str, key: str) -> str | tuple[Message, ...]:
+def _prompt(value: Any, origin: str, key: str) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise UserError(f"{place}: {key!r} is {_shown(value)}, needs a string or a list of chat messages")
+        raise UserError(f"{origin}: {key!r} is {_shown(value)}, needs a string or a list of chat messages")
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise UserError(f"{place}: chat message {_shown(message)} needs the strings 'role' and 'content'")
+            raise UserError(f"{origin}: chat message {_shown(message)} needs the strings 'role' and 'content'")
     # Parquet gives every message every field that any message has; None stands for a field that is not there.
     return tuple({name: part for name, part in message.items() if part is not None} for message in value)
 
 
-def _label(value: Any, place: str, key: str) -> str | None:
+def _label(value: Any, origin: str, key: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UserError(f"{place}: {key!r} is {_shown(value)}, needs a string or a number; reward functions get other fields as metadata")
+        raise UserError(f"{origin}: {key!r} is {_shown(value)}, needs a string or a number; reward functions get other fields as metadata")
     return str(value)
 
 

@@ -28,7 +28,7 @@ class PromptSource:
     """The prompts of one data file, in an order that follows from the seed alone.
 
     A string prompt is tokenized as it stands; chat messages are rendered by the tokenizer's chat template, up to the point where the
-    assistant speaks. The tokenizer adds no special tokens to either: what the model sees is what the file and the template say.
+    assistant's answer begins. The tokenizer adds no special tokens to either: what the model sees is what the file and the template say.
 
     `need_response` says that the rows are for supervised training and each needs a target. Raises UserError, with file and line, for
     any row that cannot be used; in files above 100,000 rows the length of a prompt is checked when the prompt is taken.
@@ -56,17 +56,18 @@ class PromptSource:
 
     def label_note(self) -> str | None:
         """How many rows have no label, and which is the first; None when every row has one."""
-        places = [row.place for row in self._rows if row.label is None]
-        if not places:
+        origins = [row.origin for row in self._rows if row.label is None]
+        if not origins:
             return None
-        which = f"no row of {self._path} has" if len(places) == len(self._rows) else f"{len(places)} of {len(self._rows)} rows have not"
-        first = "" if len(places) == len(self._rows) else f", the first is {places[0]}"
+        which = f"no row of {self._path} has" if len(origins) == len(self._rows) else f"{len(origins)} of {len(self._rows)} rows have not"
+        first = "" if len(origins) == len(self._rows) else f", the first is {origins[0]}"
         return f"{which} the field {self._settings.label_key!r}{first}: the reward function gets label None for them"
 
     def probes(self) -> list[Prompt]:
         """The first prompt with a label and the first without one, for trying a reward function. Does not move the source."""
-        kinds = {row.label is None: index for index, row in reversed(list(enumerate(self._rows)))}
-        return [self._prompts_at(range(index, index + 1))[0] for index in sorted(kinds.values())]
+        unlabelled = [row.label is None for row in self._rows]
+        firsts = sorted(unlabelled.index(kind) for kind in (False, True) if kind in unlabelled)
+        return [self._prompts_at(range(index, index + 1))[0] for index in firsts]
 
     @property
     def num_taken(self) -> int:
@@ -128,7 +129,7 @@ class PromptSource:
         return [(_prompt(name, row, text=text, token_ids=ids), row) for (name, row), (text, ids) in zip(taken, encoded, strict=True)]
 
     def _epoch_order(self) -> Ints:
-        """The rows in the order of the present epoch."""
+        """The rows in the order of the current epoch."""
         if not self._settings.shuffle:
             return np.arange(len(self._rows))
         return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))
@@ -141,10 +142,10 @@ class PromptSource:
         limit = self._settings.max_prompt_tokens
         for row, ids in zip(rows, encoded, strict=True):
             if not ids:
-                raise UserError(f"{row.place}: the prompt has no tokens, needs at least one")
+                raise UserError(f"{row.origin}: the prompt has no tokens, needs at least one")
             if len(ids) > limit:
                 raise UserError(
-                    f"{row.place}: the prompt has {len(ids)} tokens, the limit is {limit}; shorten it or raise data.max_prompt_tokens"
+                    f"{row.origin}: the prompt has {len(ids)} tokens, the limit is {limit}; shorten it or raise data.max_prompt_tokens"
                 )
         return list(zip(texts, encoded, strict=True))
 
@@ -153,18 +154,18 @@ class PromptSource:
             return row.prompt
         if self._tokenizer.chat_template is None:
             raise UserError(
-                f"{row.place}: the prompt is a chat but the tokenizer has no chat template; use a string prompt or add a template"
+                f"{row.origin}: the prompt is a chat but the tokenizer has no chat template; use a string prompt or add a template"
             )
         try:
             return self._tokenizer.apply_chat_template(list(row.prompt), add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
-            raise UserError(f"{row.place}: the chat template refuses this prompt ({error}); mend its roles and their order") from error
+            raise UserError(f"{row.origin}: the chat template refuses this prompt ({error}); correct its roles and their order") from error
 
     def _target_ids(self, row: Row) -> list[int]:
         """Token ids [R] of the row's response, closed by the end-of-sequence token."""
         if row.response is None:
             raise UserError(
-                f"{row.place}: no field {self._settings.response_key!r}, which supervised training needs; see data.response_key"
+                f"{row.origin}: no field {self._settings.response_key!r}, which supervised training needs; see data.response_key"
             )
         end = self._tokenizer.eos_token_id
         if end is None:

@@ -71,7 +71,7 @@ def freeze(chunks: Sequence[PolicyModel], spec: ModelSpec, patterns: Sequence[st
 
 
 def _start_graph(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-    """Let embeddings [T, 1, H] that nobody trains take a gradient.
+    """Let frozen embeddings [T, 1, H] take a gradient.
 
     Recomputed layers train their weights only if their input takes one: megatron's checkpoint would leave them without, silently.
     """

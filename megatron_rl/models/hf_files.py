@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -172,10 +173,10 @@ def _state_what_is_written(file: Path, dtype: torch.dtype) -> None:
 
 
 def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> torch.dtype:
-    """Write the weight files and return the dtype of the tensors."""
+    """Write the weight files and return the dtype of most of their bytes: biases of routers are float32 in any model."""
     shards: list[list[str]] = []
     held: dict[str, Tensor] = {}
-    held_bytes = total_bytes = 0
+    held_bytes, dtype_bytes = 0, Counter[torch.dtype]()
     for name, tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
         if held and held_bytes + num_bytes > max_shard_bytes:
@@ -184,12 +185,11 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_sh
         # A copy: the exporter's tensors are views that share memory, which safetensors refuses.
         held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         held_bytes += num_bytes
-        total_bytes += num_bytes
+        dtype_bytes[tensor.dtype] += num_bytes
     assert held, "a model has tensors"
-    dtype = next(iter(held.values())).dtype
     shards.append(_write_shard(directory, len(shards), held))
-    _name_shards(directory, shards, total_bytes)
-    return dtype
+    _name_shards(directory, shards, dtype_bytes.total())
+    return dtype_bytes.most_common(1)[0][0]
 
 
 def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:

@@ -22,7 +22,7 @@ from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules
 # Tensors that some checkpoints carry and that are recomputed here.
 _RECOMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# The number of one of a rank's experts in a parameter's name, in a module of its own or in Transformer Engine's module of all.
+# The number of one of a rank's experts in a parameter's name, in a separate module or in Transformer Engine's module of all.
 _LOCAL_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 
 

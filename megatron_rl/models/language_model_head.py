@@ -1,4 +1,4 @@
-"""The policy's end of a model: a distribution over tokens, told by a few numbers of each position and not by its logits.
+"""The policy's end of a model: a distribution over tokens, given by a few numbers for each position and not by its logits.
 
 Legend: N positions, H hidden channels, V padded vocabulary, tp tensor parallel size.
 """

@@ -1,26 +1,19 @@
 """megatron-core's TransformerConfig for a model in a layout."""
 
-import enum
-import typing
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
-import pydantic
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_rl.config.messages import unknown_field
 from megatron_rl.device import chosen_backends, local_device
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_fields import Attention, attention_fields
 from megatron_rl.models.experts.moe_fields import BALANCED_BY, check_expert_layout, check_routing, default_moe_fields, moe_fields
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.recompute import check_recompute
-from megatron_rl.models.unavailable_fields import check_available
+from megatron_rl.models.unavailable_fields import check_available, check_recompute
+from megatron_rl.models.upstream_fields import checked_fields
 
 if TYPE_CHECKING:
     from megatron_rl.config.settings import TopologySettings
@@ -56,7 +49,7 @@ def transformer_config(
         # The torch layers have one module for each expert.
         fixed["moe_grouped_gemm"] = False
     config_class = MLATransformerConfig if spec.mla is not None else TransformerConfig
-    checked = {name: _checked_override(name, value, config_class) for name, value in overrides.items()}
+    checked = checked_fields("model.megatron", overrides, config_class)
     check_available(checked, attention=attention, bf16=dtype is torch.bfloat16)
     for name, value in checked.items():
         if name in fixed and fixed[name] != value:
@@ -64,7 +57,7 @@ def transformer_config(
             raise UserError(f"model.megatron.{name} is {value!r}, but the {owner} needs {fixed[name]!r}; remove this override")
     try:
         with warnings.catch_warnings():
-            # megatron-core 0.16 warns about its own default of a field that nobody set.
+            # megatron-core 0.16 warns about its own default of a field that is not set.
             warnings.filterwarnings("ignore", message="full scope is deprecated.*")
             config = config_class(**(_default_fields(spec, attention) | checked | fixed))
     except (ValueError, AssertionError, TypeError, ImportError, KeyError) as error:
@@ -157,24 +150,3 @@ def _default_fields(spec: ModelSpec, attention: Attention) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         **(default_moe_fields(grouped=attention == "transformer_engine") if spec.moe is not None else {}),
     }
-
-
-def _checked_override(name: str, value: Any, config_class: type[TransformerConfig]) -> Any:
-    known = [field.name for field in fields(config_class)]
-    if name not in known:
-        others = {
-            "training.optimizer": [field.name for field in fields(OptimizerConfig)],
-            "training.ddp": [field.name for field in fields(DistributedDataParallelConfig)],
-        }
-        raise UserError(unknown_field(f"model.megatron.{name}", owner="megatron-core's TransformerConfig", known=known, elsewhere=others))
-    hint = typing.get_type_hints(config_class)[name]
-    if isinstance(hint, type) and issubclass(hint, enum.Enum) and isinstance(value, str) and value in hint.__members__:
-        return hint[value]
-    try:
-        adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
-        checked = adapter.validate_python(value)
-    except pydantic.ValidationError as error:
-        raise UserError(f"model.megatron.{name} is {value!r}: {error.errors()[0]['msg']}; give a value of that type") from error
-    if isinstance(checked, int | float) and checked < 0:
-        raise UserError(f"model.megatron.{name} is {value!r}, needs a number >= 0")
-    return checked

@@ -1,4 +1,4 @@
-"""One micro-batch of packed sequences, as the layers of the model are told of it.
+"""One micro-batch of packed sequences, as the layers of the model get it.
 
 Legend: T tokens on this rank. The plan travels with the micro-batch, so index arrays and rotary angles are made once, not once per layer.
 """
@@ -56,7 +56,7 @@ class PackedSequences(PackedSeqParams):
         return dataclasses.replace(self, logit_positions=positions)
 
     def routed(self, routing: Routing | None) -> "PackedSequences":
-        """The same sequences, for a pass whose routers are told `routing`."""
+        """The same sequences, for a pass whose routers get `routing`."""
         return dataclasses.replace(self, routing=routing)
 
 

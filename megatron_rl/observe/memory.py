@@ -13,7 +13,7 @@ class PeakMemory:
 
     What is summed is the proportional set size: a page that n processes share counts 1/n in each, so shared libraries, forked
     workers and shared memory are counted once. A tree is a root process and all its descendants; daemons that detach themselves
-    from the tree (Ray's) are roots of their own. The kernel walks every page for it, about 20 ms per GiB, so a sample that costs
+    from the tree (Ray's) are further roots. The kernel walks every page for it, about 20 ms per GiB, so a sample that costs
     much postpones the next one: the thread takes at most a hundredth of a core, and a peak of a few seconds can be missed.
     """
 
@@ -28,10 +28,6 @@ class PeakMemory:
     def peak_bytes(self) -> int:
         """The largest sum seen so far, in bytes."""
         return self._peak
-
-    def add_root(self, pid: int) -> None:
-        """Watch one more process tree."""
-        self._roots = self._roots | {pid}
 
     def sample(self) -> int:
         """Measure now, in bytes, and remember the sum if it is the largest. Processes that end meanwhile count nothing."""

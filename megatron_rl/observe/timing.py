@@ -8,7 +8,7 @@ from megatron_rl.observe.metrics import Metric, Sum
 
 
 class PhaseTimer:
-    """Seconds per named phase, for one step and for the whole run. Phases may nest or overlap; each has a clock of its own."""
+    """Seconds per named phase, for one step and for the whole run. Phases may nest or overlap; each is timed separately."""
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -25,7 +25,7 @@ class PhaseTimer:
             self.add(name, self._clock() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Add seconds that somebody else has measured to the phase `name`."""
+        """Add seconds that were measured elsewhere to the phase `name`."""
         self._step[name] = self._step.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, Metric]:

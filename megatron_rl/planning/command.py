@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import torch
-
 from megatron_rl.config.checks import contradictions
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.overrides import Words
 from megatron_rl.config.settings import Settings
-from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.device import local_device, quiet_megatron_imports
 from megatron_rl.errors import UserError
 from megatron_rl.planning.engine_memory import plan_engine
 from megatron_rl.planning.gpus import Gpu
@@ -25,9 +23,10 @@ with quiet_megatron_imports():
     from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
     from megatron_rl.planning.levers import remedy
-    from megatron_rl.planning.run_plan import plan_run
+    from megatron_rl.planning.run_plan import on_gpu, plan_run
     from megatron_rl.planning.search import best_layouts
     from megatron_rl.training.model_check import check_model
+    from megatron_rl.training.trained_model import model_dtype
 
 _SETTINGS_SUFFIXES = (".yaml", ".yml")
 _SIZES = ("tp", "pp", "cp", "ep", "etp")
@@ -60,7 +59,7 @@ def parse_request(words: Words, *, gpu: Gpu, num_gpus: int | None, topology: Map
 def plans(request: Request, *, say: Callable[[str], None] = lambda words: None) -> Iterator[tuple[str, RunPlan, str | None]]:
     """The plan of the layout that was given, or those of the best layouts, each with the overrides that make a run of it.
 
-    A plan of a given layout that does not fit comes with the overrides that would make it fit. `say` is told what is being built.
+    A plan of a given layout that does not fit comes with the overrides that would make it fit. `say` gets what is being built.
     Raises UserError, also when no layout fits.
     """
     bare = request.words.config is None
@@ -81,8 +80,8 @@ def plans(request: Request, *, say: Callable[[str], None] = lambda words: None) 
         yield _as_overrides(chosen, bare=bare), plan, advice
         return
     _check(settings, spec)
-    for place, (chosen, plan) in enumerate(_best(shared, spec, gpu=request.gpu, say=say), start=1):
-        yield f"{place}. {_as_overrides(chosen, bare=bare)}", plan, None
+    for number, (chosen, plan) in enumerate(_best(shared, spec, gpu=request.gpu, say=say), start=1):
+        yield f"{number}. {_as_overrides(chosen, bare=bare)}", plan, None
 
 
 def shares(settings: Settings, *, num_gpus: int) -> Iterator[Settings]:
@@ -147,7 +146,7 @@ def _best(shared: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, say: Callabl
 def _check(settings: Settings, spec: ModelSpec) -> None:
     """What `train --check --config-only` refuses of a model. Raises UserError."""
     attention: Attention = "transformer_engine" if settings.model.attention == "auto" else settings.model.attention
-    check_model(settings, spec, dtype=torch.float32 if settings.model.dtype == "float32" else torch.bfloat16, attention=attention)
+    check_model(settings, spec, dtype=model_dtype(on_gpu(settings), local_device()), attention=attention)
 
 
 def read_spec(path: Path) -> ModelSpec:

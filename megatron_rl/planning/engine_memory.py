@@ -19,7 +19,7 @@ _LEFT_PER_GPU_BYTES = GIB // 8
 def plan_engine(settings: Settings, spec: ModelSpec, gpu: Gpu, *, shared_with: int) -> EngineMemory:
     """What each GPU of an engine holds. Attention's keys and values are split over the engine's GPUs, a latent is on each of them.
 
-    `shared_with` bytes of the GPU belong to somebody else all the time.
+    `shared_with` bytes of the GPU are always taken by others.
     """
     arguments, num_gpus = settings.rollout.sglang, settings.runtime.num_gpus_per_engine
     tp = int(arguments.get("tp_size", num_gpus))

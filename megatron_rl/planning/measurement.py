@@ -1,6 +1,6 @@
 """A process that builds ranks without memory: its standard input is a pickled list of jobs, the file it is given gets the answers.
 
-A process of its own, because joining a process group, even a pretended one, and taking CUDA away concern a whole process.
+A separate process, because joining a process group, even a pretended one, and taking CUDA away concern a whole process.
 """
 
 import logging
@@ -45,7 +45,7 @@ class Answer:
 
 
 def measure(jobs: Sequence[Job]) -> list[Answer]:
-    """The answers to `jobs`, from a process of its own. Raises MegatronRLError when it fails or takes longer than `DEADLINE_S`."""
+    """The answers to `jobs`, from a separate process. Raises MegatronRLError when it fails or takes longer than `DEADLINE_S`."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="megatron-rl-plan-") as directory:
         path = Path(directory) / "answers"

@@ -1,7 +1,7 @@
 """Building and running a rank without its memory and without its peers: tensors of numbers have shapes only, collectives do nothing.
 
 Inside `rank_without_memory` floating-point tensors are made on torch's meta device, whatever device the code asks for. Tensors of
-integers and booleans stay real on the CPU where nobody asks otherwise: indices, lengths and counts decide shapes.
+integers and booleans stay real on the CPU unless the code asks otherwise: indices, lengths and counts decide shapes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

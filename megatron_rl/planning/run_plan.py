@@ -41,8 +41,8 @@ _FUSED = {"bias_activation_fusion": True}
 def plan_run(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_nodes: int | None) -> RunPlan:
     """What `settings` need of `gpu`s for a model of `spec`; neither weights nor a GPU have to be there.
 
-    `num_nodes` None is as many as the run's GPUs take. One rank of each kind of pipeline stage is built on the meta device, in a process
-    of its own, which takes seconds. Experts take equally many tokens, micro-batches are full. Raises UserError for a layout that the
+    `num_nodes` None is as many as the run's GPUs take. One rank of each kind of pipeline stage is built on the meta device, in a separate
+    process, which takes seconds. Experts take equally many tokens, micro-batches are full. Raises UserError for a layout that the
     model or megatron-core refuse.
     """
     [plan] = plan_layouts([settings], spec, gpu=gpu, num_nodes=num_nodes)

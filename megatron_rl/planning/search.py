@@ -52,7 +52,7 @@ def best_layouts(
     """Up to `keep` layouts of `num_gpus` Megatron ranks that fit on `gpu`s, best first, as settings and their plans.
 
     Everything but the topology is taken from `settings`; where these say nothing of recompute, layouts with full recompute are among them.
-    `say` is told what is being built, which takes seconds each time; `advise` has what would make the smallest fit tried when none does.
+    `say` gets what is being built, which takes seconds each time; `advise` tries what would make the smallest fit when none does.
     Raises UserError when none fits, with the one that comes closest.
     """
     found = sorted(candidates(settings, spec, gpu=gpu, num_gpus=num_gpus), key=lambda candidate: candidate.cost_s)

@@ -8,8 +8,8 @@ from megatron.core import parallel_state
 from torch import Tensor, distributed
 
 from megatron_rl.algorithms.log_prob import TokenStatistics
-from megatron_rl.algorithms.loss import StepStatistics, step_statistics
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.selection import StepStatistics, step_statistics
 from megatron_rl.training import passes
 from megatron_rl.training.loss_inputs import loss_inputs
 from megatron_rl.training.micro_batch import MicroBatch

@@ -1,4 +1,4 @@
-"""The pickles in a distributed checkpoint, read without running what somebody may have planted there.
+"""The pickles in a distributed checkpoint, read without running code that they may contain.
 
 torch reads `.metadata` with `pickle.load` and the objects in the `.distcp` files with `torch.load(weights_only=False)`: both call whatever
 a file names. Here `.metadata` is read by an unpickler that knows the records that torch and megatron-core write there and nothing else,

@@ -2,8 +2,8 @@
 
 import torch
 
+from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.log_prob import TokenStatistics
-from megatron_rl.algorithms.loss import LossInputs
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.token_data import TokenData
 

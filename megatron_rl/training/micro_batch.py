@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.data.packing import MicroBatchLayout, micro_batch_layout, trainable_targets
+from megatron_rl.data.packing import MicroBatchTokens, micro_batch_tokens, trainable_targets
 from megatron_rl.models.experts.routed_tokens import RoutedTokens
 from megatron_rl.models.packed_sequences import PackedSequences, packed_sequences
 from megatron_rl.training.topology import Place, Topology
@@ -48,12 +48,12 @@ def make_micro_batch(
     batch: TrainBatch, rows: Ints, *, topology: Topology, place: Place, device: torch.device, all_tokens: bool = False
 ) -> MicroBatch:
     """Lay out the sequences `rows` [S] of `batch` for this rank, with predictions of trainable tokens or of `all_tokens`."""
-    layout = micro_batch_layout(batch, rows, cp_size=topology.cp, cp_rank=place.cp_rank, pad_to=topology.pad_to)
-    positions = np.flatnonzero(layout.target_index >= 0) if all_tokens else trainable_targets(layout, batch.loss_mask)
-    target_index = layout.target_index[positions]
-    real = layout.token_index >= 0
-    tokens = np.zeros(len(layout.token_index), np.int64)
-    tokens[real] = batch.tokens[layout.token_index[real]]
+    held = micro_batch_tokens(batch, rows, cp_size=topology.cp, cp_rank=place.cp_rank, pad_to=topology.pad_to)
+    positions = np.flatnonzero(held.target_index >= 0) if all_tokens else trainable_targets(held, batch.loss_mask)
+    target_index = held.target_index[positions]
+    real = held.token_index >= 0
+    tokens = np.zeros(len(held.token_index), np.int64)
+    tokens[real] = batch.tokens[held.token_index[real]]
 
     def move(array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -61,30 +61,30 @@ def make_micro_batch(
     return MicroBatch(
         rows=rows,
         input_ids=move(tokens)[None],
-        position_ids=move(layout.position_ids)[None],
-        token_index=layout.token_index,
-        packed=packed_sequences(layout.cu_seqlens_padded, device=device, cp_size=topology.cp, cp_rank=place.cp_rank),
+        position_ids=move(held.position_ids)[None],
+        token_index=held.token_index,
+        packed=packed_sequences(held.cu_seqlens_padded, device=device, cp_size=topology.cp, cp_rank=place.cp_rank),
         positions=move(positions),
         targets=move(batch.tokens[target_index]),
         target_index=target_index,
-        sequence_index=move(layout.sequence_index[positions]),
+        sequence_index=move(held.sequence_index[positions]),
         sequence_tokens=move(batch.trainable_tokens[rows]),
-        routed=_routed_tokens(batch, rows, layout, device=device),
+        routed=_routed_tokens(batch, rows, held, device=device),
     )
 
 
-def _routed_tokens(batch: TrainBatch, rows: Ints, layout: MicroBatchLayout, *, device: torch.device) -> RoutedTokens:
-    """What routers are told of the layout's tokens. A micro-batch without rows holds one sequence of padding."""
-    real = layout.token_index >= 0
+def _routed_tokens(batch: TrainBatch, rows: Ints, held: MicroBatchTokens, *, device: torch.device) -> RoutedTokens:
+    """What routers are told of the held tokens. A micro-batch without rows holds one sequence of padding."""
+    real = held.token_index >= 0
     lengths = batch.lengths[rows] if len(rows) else np.ones(1, np.int64)
     counted = batch.trainable_tokens[rows] > 0 if len(rows) else np.zeros(1, np.bool_)
     experts = recorded = None
     if batch.routed_experts is not None:
-        index = np.maximum(layout.token_index, 0)
+        index = np.maximum(held.token_index, 0)
         experts = torch.from_numpy(batch.routed_experts[index])
         recorded = torch.from_numpy(batch.routed[index] & real).to(device)
     return RoutedTokens(
-        sequence_index=torch.from_numpy(np.where(real, layout.sequence_index, -1)).to(device),
+        sequence_index=torch.from_numpy(np.where(real, held.sequence_index, -1)).to(device),
         sequence_lengths=torch.from_numpy(lengths).to(device),
         counted=torch.from_numpy(counted).to(device),
         experts=experts,

@@ -4,13 +4,10 @@ Any field of megatron-core's OptimizerConfig and DistributedDataParallelConfig c
 the defaults there, `OPTIMIZER_DEFAULTS` and `DDP_DEFAULTS` say so.
 """
 
-import dataclasses
 import math
-import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pydantic
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -19,9 +16,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.config.messages import unknown_field
 from megatron_rl.config.settings import ScheduleSettings
 from megatron_rl.errors import UserError
+from megatron_rl.models.upstream_fields import checked_fields
 from megatron_rl.training.adam import GroupStepAdam
 
 OPTIMIZER_DEFAULTS: Mapping[str, Any] = {"optimizer": "adam", "lr": 1e-6, "min_lr": 0.0, "weight_decay": 0.0, "clip_grad": 1.0}
@@ -30,7 +27,6 @@ OPTIMIZER_DEFAULTS: Mapping[str, Any] = {"optimizer": "adam", "lr": 1e-6, "min_l
 DDP_DEFAULTS: Mapping[str, Any] = {"grad_reduce_in_fp32": True}
 """Gradients are summed in fp32 whatever the parameters' dtype, so that the sum does not depend on the layout."""
 
-_DTYPES: Mapping[Any, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NO_END = 2**40
 """Optimizer steps of a training that says no number of them."""
 _DECAY_STYLES = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}
@@ -54,65 +50,14 @@ _DDP_REFUSED = {
     "use_custom_fsdp": "only megatron-core's DistributedDataParallel is supported",
 }
 
-_HOMES: Mapping[str, type] = {
-    "training.optimizer": OptimizerConfig,
-    "training.ddp": DistributedDataParallelConfig,
-    "model.megatron": TransformerConfig,
-}
-_RATES = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay")
-_MOMENTUMS = ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum")
-_SIZES = ("bucket_size", "suggested_communication_unit_size", "muon_num_ns_steps", "hysteresis")
-
-
-def _check_bounds(path: str, value: Any) -> None:
-    """Raise UserError for a number that the field at `path` cannot mean: rates above 10, momenta that never forget, negative numbers."""
-    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
-        return
-    name = path.rpartition(".")[2]
-    if name in _RATES:
-        inside, needed = 0 <= value <= 10, "a number from 0 to 10"
-    elif name in _MOMENTUMS:
-        inside, needed = 0 <= value < 1, "a number >= 0 and < 1"
-    elif name == "adam_eps":
-        inside, needed = 0 < value <= 1, "a number > 0 and <= 1"
-    elif name in _SIZES:
-        inside, needed = value >= 1, "an integer >= 1"
-    else:
-        inside, needed = value >= 0, "a number >= 0"
-    if not inside:
-        raise UserError(f"{path} is {value}, needs {needed}")
-
-
-def _checked(section: str, given: Mapping[str, Any], owner: type) -> dict[str, Any]:
-    """`given` with values of the types that the fields of the dataclass `owner` declare; a dtype may be named. Raises UserError."""
-    hints = typing.get_type_hints(owner)
-    known = [field.name for field in dataclasses.fields(owner)]
-    values = {}
-    for name, value in given.items():
-        if name not in known:
-            others = {home: [field.name for field in dataclasses.fields(other)] for home, other in _HOMES.items() if other is not owner}
-            raise UserError(
-                unknown_field(f"training.{section}.{name}", owner=f"megatron-core's {owner.__name__}", known=known, elsewhere=others)
-            )
-        if hints[name] is torch.dtype and value in _DTYPES:
-            value = _DTYPES[value]
-        # megatron-core leaves some optional fields without a None in their type.
-        kind: Any = hints[name] | None
-        adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(kind, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
-        try:
-            values[name] = adapter.validate_python(value)
-        except pydantic.ValidationError as error:
-            raise UserError(f"training.{section}.{name} is {value!r}: {error.errors()[0]['msg']}; give a value of that type") from error
-        _check_bounds(f"training.{section}.{name}", values[name])
-    return values
-
 
 def validate_optimizer_fields(fields: Mapping[str, Any], *, section: str = "optimizer") -> dict[str, Any]:
     """`fields` of `training.SECTION` as values of the types that the installed OptimizerConfig declares.
 
     Raises UserError for a name that it lacks, a value of another type, or a field that follows from another setting.
     """
-    checked = _checked(section, fields, OptimizerConfig)
+    # megatron-core leaves some optional fields without a None in their type.
+    checked = checked_fields(f"training.{section}", fields, OptimizerConfig, nullable=True)
     for name, reason in _OPTIMIZER_REFUSED.items():
         if name in checked:
             raise UserError(f"training.{section}.{name} cannot be set, because {reason}; remove it")
@@ -129,7 +74,7 @@ def validate_ddp_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UserError for a name that it lacks, a value of another type, or one that is not supported.
     """
-    checked = _checked("ddp", fields, DistributedDataParallelConfig)
+    checked = checked_fields("training.ddp", fields, DistributedDataParallelConfig, nullable=True)
     for name, reason in _DDP_REFUSED.items():
         if checked.get(name):
             raise UserError(f"training.ddp.{name} is on, which cannot be, because {reason}; remove it")

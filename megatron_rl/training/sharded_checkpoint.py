@@ -35,7 +35,7 @@ POLICY = "policy"
 """Name of the model whose weights have no prefix in a checkpoint."""
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _MODEL_METADATA = {"non_homogeneous_layers": True}
-"""Each layer has names of its own: stacked, all of them would need an optimizer state, which frozen ones do not have."""
+"""Each layer has its own names: stacked, all of them would need an optimizer state, which frozen ones do not have."""
 _FIXED_IN_GROUPS = ("params", "step")
 
 
@@ -59,7 +59,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):
 
 @contextmanager
 def _ordinary_errors() -> Iterator[None]:
-    """Raise torch's CheckpointException, which is no Exception and would pass by whoever handles errors, as a RuntimeError."""
+    """Raise torch's CheckpointException, which is no subclass of Exception and so would not be handled, as a RuntimeError."""
     try:
         yield
     except CheckpointException as error:
@@ -181,7 +181,7 @@ def save(directory: Path, models: Mapping[str, TrainedModel], *, counters: Mappi
 def load(directory: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
     """Continue from a checkpoint of `save`, under this or another layout; its counters are returned.
 
-    Hyperparameters (learning rate, weight decay, betas) stay those of the present settings. Models of the checkpoint that are not
+    Hyperparameters (learning rate, weight decay, betas) stay those of the current settings. Models of the checkpoint that are not
     among `models` are left alone. Collective. Raises UserError when there is no checkpoint, or not one of these models.
     """
     missing = [name for name in ("metadata.json", ".metadata") if not (directory / name).is_file()]
@@ -221,11 +221,11 @@ def _check_progress(directory: Path, name: str, model: TrainedModel, saved: Mapp
             f"checkpoint {directory} has no {name}, which the objective needs; resume a run that trained one, or start a new run from "
             "the policy's weights"
         )
-    present = model.optimizer.config.use_distributed_optimizer
-    if saved["distributed_optimizer"] != present:
+    distributed_optimizer = model.optimizer.config.use_distributed_optimizer
+    if saved["distributed_optimizer"] != distributed_optimizer:
         raise UserError(
             f"checkpoint {directory} has use_distributed_optimizer {saved['distributed_optimizer']}, the settings have "
-            f"{present}; set training.optimizer.use_distributed_optimizer as the checkpoint has it"
+            f"{distributed_optimizer}; set training.optimizer.use_distributed_optimizer as the checkpoint has it"
         )
     ep = model.chunks[0].config.expert_model_parallel_size
     if saved["expert_parallel"] != (ep > 1):
@@ -240,11 +240,11 @@ def _check_progress(directory: Path, name: str, model: TrainedModel, saved: Mapp
 
 def _restore(model: TrainedModel, state: dict[str, Any], *, scheduler_steps: int) -> None:
     """Put a loaded state into the model, its optimizer and its schedule."""
-    present = [{name: value for name, value in group.items() if name not in _FIXED_IN_GROUPS} for group in model.optimizer.param_groups]
+    current = [{name: value for name, value in group.items() if name not in _FIXED_IN_GROUPS} for group in model.optimizer.param_groups]
     for index, chunk in enumerate(model.chunks):
         chunk.module.load_state_dict(state[_chunk_key(index, len(model.chunks))])
-    # megatron-core 0.18 and later recognise a group by its hyperparameters, so these have to be the present ones already.
-    for saved, hyperparameters in zip(_param_groups(state["optimizer"]), present, strict=True):
+    # megatron-core 0.18 and later recognise a group by its hyperparameters, so these have to be the current ones already.
+    for saved, hyperparameters in zip(_param_groups(state["optimizer"]), current, strict=True):
         saved.update(hyperparameters)
     model.optimizer.load_state_dict(state["optimizer"])
     model.scheduler.num_steps = 0

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import LossInputs, compute_loss
+from megatron_rl.algorithms.inputs import LossInputs
+from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
 from megatron_rl.training import passes

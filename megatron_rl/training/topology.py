@@ -47,7 +47,8 @@ class Topology:
         if settings.num_ranks % expert_ranks:
             raise UserError(
                 f"training.topology: {settings.num_ranks} ranks = etp {settings.expert_tp} × ep {settings.ep} × pp {settings.pp} × "
-                f"expert dp {settings.num_ranks / expert_ranks:g}, but expert dp must be a whole number: make num_ranks a multiple of {expert_ranks}"
+                f"expert dp {settings.num_ranks / expert_ranks:g}, but expert dp must be a whole number: make num_ranks a multiple of "
+                f"{expert_ranks}"
             )
         if settings.vpp > 1 and settings.pp == 1:
             raise UserError(f"training.topology.vpp is {settings.vpp} with pp 1; virtual stages need pp of at least 2")

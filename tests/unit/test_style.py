@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,17 @@ def test_the_rules_see_their_faults(text: str, fault: str | None) -> None:
 def test_no_vague_module_names() -> None:
     vague = [name_of(path) for path in PACKAGE if path.stem in {"utils", "helpers", "common", "misc"}]
     assert not vague, f"{', '.join(vague)}: name a module after what it holds"
+
+
+# Module names that exist twice although a name should say what is in a module, each to be removed.
+DOUBLE_NAMES = {"loop"}
+
+
+def test_no_two_modules_have_one_name() -> None:
+    stems = Counter(path.stem for path in PACKAGE if path.stem != "__init__")
+    double = {stem for stem, count in stems.items() if count > 1}
+    assert double <= DOUBLE_NAMES, f"several modules are called {', '.join(sorted(double - DOUBLE_NAMES))}; name each after what it holds"
+    assert double >= DOUBLE_NAMES, f"DOUBLE_NAMES has {', '.join(sorted(DOUBLE_NAMES - double))}, which is one module by now; remove it"
 
 
 def test_exceptions_are_still_needed() -> None:

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.advantage import group_advantages
+from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.log_prob import token_statistics
-from megatron_rl.algorithms.loss import LossInputs, compute_loss
+from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import gae
 

@@ -30,7 +30,7 @@ import transformers
 from torch import Tensor, distributed, nn
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.packing import make_shards, micro_batch_layout, pack, sequence_cost, sequence_multiple
+from megatron_rl.data.packing import make_shards, micro_batch_tokens, pack, sequence_cost, sequence_multiple
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.types import Ints, Shard, TrainBatch
 
@@ -105,7 +105,7 @@ def packing_figures(lengths: Ints, *, dp: int, cp: int, pad_to: int, max_tokens:
     packed = pack(padded, num_ranks=dp, max_tokens=max_tokens)
     seconds = time.perf_counter() - start
     held = sum(
-        cp * len(micro_batch_layout(batch, rows, cp_size=cp, cp_rank=0, pad_to=pad_to).token_index) for rank in packed for rows in rank
+        cp * len(micro_batch_tokens(batch, rows, cp_size=cp, cp_rank=0, pad_to=pad_to).token_index) for rank in packed for rows in rank
     )
     costs = sequence_cost(padded)
     ranks = [float(sum(costs[rows].sum() for rows in rank)) for rank in packed]

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-# Shorter blocks of a windowed layer's queries are not worth a call of their own.
+# Shorter blocks of a windowed layer's queries are not worth a separate call.
 _SHORTEST_BLOCK = 128
 
 
@@ -86,11 +86,11 @@ def plan_attention(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0, devi
     queries: list[Ints] = []
     keys: list[Ints] = []
     for rows in _similar_lengths(lengths):
-        layout = _Rows(lengths[rows], cu_seqlens[rows] // cp_size, int(cu_seqlens[-1]) // cp_size, cp_size, cp_rank)
+        sequences = _Rows(lengths[rows], cu_seqlens[rows] // cp_size, int(cu_seqlens[-1]) // cp_size, cp_size, cp_rank)
         first_query, first_key = sum(map(len, queries)), sum(map(len, keys))
-        buckets.append(Bucket(len(rows), int(layout.lengths.max()), first_query, first_key, layout.parts(device)))
-        queries.append(layout.query_tokens().reshape(-1))
-        keys.append(layout.key_tokens().reshape(-1))
+        buckets.append(Bucket(len(rows), int(sequences.lengths.max()), first_query, first_key, sequences.parts(device)))
+        queries.append(sequences.query_tokens().reshape(-1))
+        keys.append(sequences.key_tokens().reshape(-1))
     query_tokens = np.concatenate(queries) if queries else np.empty(0, np.int64)
     key_tokens = np.concatenate(keys) if keys else np.empty(0, np.int64)
     num_tokens = int(cu_seqlens[-1]) // cp_size
@@ -129,7 +129,7 @@ def _windowed(part: Part, window: int, device: torch.device) -> Iterator[Part]:
     if window >= part.key_length:
         yield part
         return
-    # A query sees all keys up to its own position, so their number tells where it is, [S or 1, query_length].
+    # A query sees all keys up to its own position, so their number gives its position, [S or 1, query_length].
     positions = torch.arange(part.query_length, device=device)[None] if part.mask is None else part.mask[:, 0].sum(-1) - 1
     for block in positions.split(max(window, _SHORTEST_BLOCK), dim=1):
         first, last = max(0, int(block.min()) - window + 1), int(block.max())

@@ -139,7 +139,7 @@ def balance_coefficient(config: TransformerConfig) -> float:
         if stateful or (coef and kind != BALANCED_BY):
             strength = "" if stateful else f" with moe_aux_loss_coeff {coef}"
             raise UserError(
-                f"model.megatron.moe_router_load_balancing_type is {kind!r}{strength}, which balances experts over whichever sequences "
+                f"model.megatron.moe_router_load_balancing_type is {kind!r}{strength}, which balances experts over the sequences that "
                 f"share a micro-batch, so that two layouts would train differently; use {BALANCED_BY}, the balance of each sequence"
             )
     return float(sum(coef for kind, coef in pairs if kind == BALANCED_BY))

@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts are told of a micro-batch, and what they leave behind for the optimizer step.
+"""What the routers of a mixture of experts get for a micro-batch, and what they return for the optimizer step.
 
 Legend: T tokens of a micro-batch that this rank holds, n of them that one router call sees (T / tp under sequence parallelism), S its
 sequences, B sequences and N tokens of the optimizer step, L mixture layers, E experts, K experts of each token.
@@ -119,7 +119,7 @@ class RouterReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """What one pass over a micro-batch tells its routers: the tokens, whether recorded experts are used, and what the step counts."""
+    """What the routers get in one pass over a micro-batch: the tokens, whether recorded experts are used, and what the step counts."""
 
     tokens: RoutedTokens
     replay: bool = False

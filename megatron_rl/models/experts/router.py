@@ -26,7 +26,7 @@ from megatron_rl.models.packed_sequences import PackedSequences
 
 
 class PackedRouter(TopKRouter):
-    """Chooses experts for packed sequences. The layer sets `routing_call` for the time of a call; None is a call that nobody looks at."""
+    """Chooses experts for packed sequences. The layer sets `routing_call` for the time of a call; None asks for no losses and no replay."""
 
     routing_call: Routing | None = None
 
@@ -37,7 +37,7 @@ class PackedRouter(TopKRouter):
         if call is None:
             return self._choose(logits, None)
         tokens = call.tokens.part(self.tp_group.rank(), len(logits))
-        assert len(tokens.sequence_index) == len(logits), f"{len(logits)} tokens came to a router that was told of {len(tokens.real)}"
+        assert len(tokens.sequence_index) == len(logits), f"{len(logits)} tokens came to a router that was given {len(tokens.real)}"
         record = _Record(tokens, self._layer) if call.replay and tokens.experts is not None else None
         probabilities, taken = self._choose(logits, record)
         if call.step is None or not torch.is_grad_enabled():
@@ -125,7 +125,7 @@ class _Record:
 
 
 class RoutedLayer(TransformerLayer):
-    """A transformer layer that tells its router which tokens it routes.
+    """A transformer layer that passes on to its router which tokens it routes.
 
     The layer is what activation recompute runs again, with the packed sequences of then: a router that remembered the last micro-batch
     would take those of another.

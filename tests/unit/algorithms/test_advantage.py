@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.advantage import group_advantages, zero_variance, zero_variance_fractions
+from megatron_rl.algorithms.advantage import group_advantages, zero_variance
 from megatron_rl.algorithms.objective import AdvantageSettings, Estimator
 
 REWARDS = torch.tensor([1, 0, 0, 1, 0.3, 0.9, 0.1, 0.5], dtype=torch.float64)
@@ -156,14 +156,6 @@ def test_single_samples_are_no_zero_variance_group() -> None:
     """Evaluation with one response per prompt must not lose everything to masking."""
     ids = torch.arange(4)
     assert not bool(zero_variance(rewards=torch.ones(4), group_ids=ids).any())
-    assert zero_variance_fractions(rewards=torch.ones(4), group_ids=ids) == {}
-
-
-def test_zero_variance_fractions_by_reward() -> None:
-    rewards = torch.tensor([1.0, 1, 0, 0, 0, 1, 0, 0])
-    groups = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
-    assert zero_variance_fractions(rewards=rewards, group_ids=groups) == {0.0: 0.5, 1.0: 0.25}
-    assert zero_variance_fractions(rewards=rewards[:0], group_ids=groups[:0]) == {}
 
 
 def test_what_cannot_be_is_refused() -> None:

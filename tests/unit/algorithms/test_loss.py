@@ -6,7 +6,8 @@ import pytest
 import torch
 from step_emulation import Step, run_step, trivial_layout
 
-from megatron_rl.algorithms.loss import LossInputs, compute_loss
+from megatron_rl.algorithms.inputs import LossInputs
+from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import AdvantageSettings, Aggregation, EntropyControl, KLControl, Objective, OffPolicyCorrection
 from megatron_rl.algorithms.policy_loss import find_policy_loss
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.algorithms import advantage, kl, log_prob, loss, policy_loss, returns, selection
 from megatron_rl.algorithms.aggregation import token_weights
-from megatron_rl.algorithms.loss import LossInputs
+from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.objective import AdvantageSettings, Objective, OffPolicyCorrection
 from megatron_rl.algorithms.off_policy import importance_ratio, off_policy_terms
 from megatron_rl.algorithms.policy_loss import PolicyTerms
@@ -65,7 +65,6 @@ def calls(make_step) -> dict[str, tuple]:
             (),
             {"rewards": x["returns"], "loss_mask": mask | True, "cu_seqlens": cu_seqlens, "gamma": 0.0},
         ),
-        "reverse_discounted_sum": (returns.reverse_discounted_sum, (x["values"].view(1, -1), 0.0), {}),
         "whiten": (returns.whiten, (x["values"],), {"mask": mask}),
         "kl_estimate": (kl.kl_estimate, (x["log_probs"],), {"reference": x["ref_log_probs"], "estimator": "k3"}),
         "token_weights": (
@@ -82,11 +81,10 @@ def calls(make_step) -> dict[str, tuple]:
         "covariance": (selection.covariance, (x["log_probs"], x["advantages"], StepStatistics()), {}),
         "hashed": (selection.hashed, (x["token_keys"], 3), {}),
         "quantile": (selection.quantile, (x["values"], 0.3), {}),
-        "step_statistics": (loss.step_statistics, (Objective(policy_loss="kl_cov"), [inputs]), {"num_tokens": 5}),
+        "step_statistics": (selection.step_statistics, (Objective(policy_loss="kl_cov"), [inputs]), {"num_tokens": 5}),
         "bounded_exp": (bounded_exp, (x["values"],), {}),
         "token_statistics": (log_prob.token_statistics, (torch.randn(4, 9), torch.arange(4)), {"temperature": 1.0, "vocab_size": 8}),
         "zero_variance": (advantage.zero_variance, (), {"rewards": rewards, "group_ids": groups}),
-        "zero_variance_fractions": (advantage.zero_variance_fractions, (), {"rewards": rewards, "group_ids": groups}),
     }
     everything |= loss_calls(inputs, terms, correction)
     return everything | advantage_calls(rewards, groups)

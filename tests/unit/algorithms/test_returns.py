@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithms.kl import kl_estimate, updated_kl_coef
 from megatron_rl.algorithms.objective import KLControl
-from megatron_rl.algorithms.returns import discounted_returns, gae, last_trainable, reverse_discounted_sum, token_rewards, whiten
+from megatron_rl.algorithms.returns import discounted_returns, gae, last_trainable, token_rewards, whiten
 
 
 def loop_gae(rewards, values, mask, cu_seqlens, gamma: float, lam: float, bootstrap) -> torch.Tensor:
@@ -45,10 +45,12 @@ def test_gae_against_the_recurrence(lengths: list[int], seed: int, gamma: float,
 
 
 def test_long_rows_keep_their_precision_in_float32() -> None:
-    values = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
-    for decay in (0.5, 0.95, 1.0):
-        exact = reverse_discounted_sum(values.double(), decay)
-        torch.testing.assert_close(reverse_discounted_sum(values, decay).double(), exact, rtol=1e-5, atol=1e-3 if decay == 1.0 else 1e-5)
+    rewards = torch.randn(3 * 5000, generator=torch.Generator().manual_seed(0))
+    rows = {"loss_mask": torch.ones(3 * 5000, dtype=torch.bool), "cu_seqlens": torch.tensor([0, 5000, 10000, 15000])}
+    for gamma in (0.5, 0.95, 1.0):
+        got, exact = (discounted_returns(rewards=wide, gamma=gamma, **rows) for wide in (rewards, rewards.double()))
+        assert (got.dtype, exact.dtype) == (torch.float32, torch.float64)
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-3 if gamma == 1.0 else 1e-5)
 
 
 def test_discounted_returns_step_over_observations() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.packing import make_shards, micro_batch_layout, pack, sequence_cost, trainable_targets
+from megatron_rl.data.packing import make_shards, micro_batch_tokens, pack, sequence_cost, trainable_targets
 from megatron_rl.types import TrainBatch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -80,7 +80,7 @@ def test_sequences_that_fill_the_budget_exactly_share_a_micro_batch() -> None:
 def test_no_context_parallel_rank_holds_more_than_the_budget(lengths: list[int], cp: int, budget: int) -> None:
     (shard,) = make_shards(make_batch(lengths), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=budget, seed=0, cp=cp)
     for rows in shard.steps[0].micro_batches:
-        held = len(micro_batch_layout(shard.batch, rows, cp_size=cp, cp_rank=0).token_index)
+        held = len(micro_batch_tokens(shard.batch, rows, cp_size=cp, cp_rank=0).token_index)
         assert held <= budget or len(rows) == 1
 
 
@@ -126,7 +126,7 @@ def test_shards_cover_the_batch_once_and_keep_global_totals(lengths: list[int], 
 def test_layouts_of_all_cp_ranks_hold_every_token_and_target_once(lengths: list[int], cp: int, pad_to: int) -> None:
     batch = make_batch(lengths)
     rows = np.arange(len(lengths))[::-1]
-    layouts = [micro_batch_layout(batch, rows, cp_size=cp, cp_rank=rank, pad_to=pad_to) for rank in range(cp)]
+    layouts = [micro_batch_tokens(batch, rows, cp_size=cp, cp_rank=rank, pad_to=pad_to) for rank in range(cp)]
     held = np.concatenate([layout.token_index for layout in layouts])
     assert sorted(held[held >= 0].tolist()) == list(range(sum(lengths)))
     targets = np.concatenate([layout.target_index for layout in layouts])
@@ -145,8 +145,8 @@ def test_layouts_of_all_cp_ranks_hold_every_token_and_target_once(lengths: list[
 
 def test_zigzag_gives_rank_r_the_chunks_r_and_its_mirror() -> None:
     batch = make_batch([8, 5])
-    first = micro_batch_layout(batch, np.array([0, 1]), cp_size=2, cp_rank=0)
-    second = micro_batch_layout(batch, np.array([0, 1]), cp_size=2, cp_rank=1)
+    first = micro_batch_tokens(batch, np.array([0, 1]), cp_size=2, cp_rank=0)
+    second = micro_batch_tokens(batch, np.array([0, 1]), cp_size=2, cp_rank=1)
     assert first.token_index.tolist() == [0, 1, 6, 7, 8, 9, -1, -1]
     assert second.token_index.tolist() == [2, 3, 4, 5, 10, 11, 12, -1]
     assert second.target_index.tolist() == [3, 4, 5, 6, 11, 12, -1, -1]
@@ -155,7 +155,7 @@ def test_zigzag_gives_rank_r_the_chunks_r_and_its_mirror() -> None:
 
 
 def test_no_rows_give_padding_that_predicts_nothing() -> None:
-    layout = micro_batch_layout(make_batch([3]), np.empty(0, np.int64), cp_size=2, cp_rank=1, pad_to=2)
+    layout = micro_batch_tokens(make_batch([3]), np.empty(0, np.int64), cp_size=2, cp_rank=1, pad_to=2)
     assert layout.num_sequences == 0
     assert (layout.token_index == -1).all() and (layout.target_index == -1).all()
     assert len(layout.token_index) == 2
@@ -163,13 +163,13 @@ def test_no_rows_give_padding_that_predicts_nothing() -> None:
 
 
 def test_empty_batch_has_no_trainable_targets() -> None:
-    layout = micro_batch_layout(make_batch([3]).select(np.empty(0, np.int64)), np.empty(0, np.int64))
+    layout = micro_batch_tokens(make_batch([3]).select(np.empty(0, np.int64)), np.empty(0, np.int64))
     assert not len(trainable_targets(layout, np.empty(0, np.bool_)))
 
 
 def test_trainable_targets_are_the_masked_in_tokens_that_follow() -> None:
     batch = make_batch([6, 4])
-    layout = micro_batch_layout(batch, np.arange(2))
+    layout = micro_batch_tokens(batch, np.arange(2))
     positions = trainable_targets(layout, batch.loss_mask)
     assert sorted(layout.target_index[positions].tolist()) == np.flatnonzero(batch.loss_mask).tolist()
 

@@ -57,6 +57,17 @@ def test_a_fused_tensor_of_another_shape_is_refused(tiny_model):
         checkpoint.read(name, (48, 64))
 
 
+def test_config_names_the_dtype_of_most_weights_in_whatever_order_they_come(tiny_model, tmp_path):
+    path = tiny_model()
+    weights = {"matrix": torch.zeros(8, 8, dtype=torch.bfloat16), "bias": torch.zeros(8, dtype=torch.float32)}
+    for number, names in enumerate((("matrix", "bias"), ("bias", "matrix"))):
+        saved = tmp_path / str(number)
+        save_hf(saved, ((name, weights[name]) for name in names), source=path, max_shard_bytes=128)
+        config = json.loads((saved / "config.json").read_text())
+        assert (config.get("dtype") or config["torch_dtype"]) == "bfloat16"
+        assert len(list(saved.glob("*.safetensors"))) == 2
+
+
 def test_multi_token_prediction_is_left_out_and_nothing_else(tiny_model, tmp_path, one_rank):
     path = tiny_model(family="glm4_moe")
     tensors = load_file(path / "model.safetensors")

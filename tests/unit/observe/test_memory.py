@@ -53,9 +53,8 @@ def test_shared_pages_are_counted_once() -> None:
         assert 64 * MIB < PeakMemory([process.pid]).sample() < 110 * MIB
 
 
-def test_the_thread_samples_added_roots_and_stops() -> None:
-    with child(HOLDER) as process, PeakMemory([], interval_s=0.01) as memory:
-        memory.add_root(process.pid)
+def test_the_thread_samples_and_stops() -> None:
+    with child(HOLDER) as process, PeakMemory([process.pid], interval_s=0.01) as memory:
         for _ in range(1000):
             if memory.peak_bytes:
                 break
