@@ -39,6 +39,7 @@ def test_config_follows_checkpoint_topology_and_overrides():
         ({"perform_initialization": False}, "perform_initialization is False"),
         ({"calculate_per_token_loss": False}, "calculate_per_token_loss is False, but the trainer"),
         ({"num_layers_in_first_pipeline_stage": "two"}, "'two': Input should be a valid integer"),
+        ({"qk_layernorm": None}, "qk_layernorm is None: Input should be a valid boolean"),
         ({"recompute_granularity": "full"}, "megatron-core refuses this model configuration"),
         ({"use_ring_exchange_p2p": True}, "use_ring_exchange_p2p is True, but the trainer"),
     ),

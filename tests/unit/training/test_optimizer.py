@@ -61,6 +61,11 @@ def test_fields_reach_both_configurations_and_dtypes_can_be_named() -> None:
     assert make_configs({"exp_avg_dtype": "float32"}, {}, dtype=torch.float32)[0].exp_avg_dtype is torch.float32
 
 
+def test_fields_that_megatron_leaves_without_a_value_may_be_null() -> None:
+    assert validate_optimizer_fields({"weight_decay": None}) == {"weight_decay": None}
+    assert validate_ddp_fields({"bucket_size": None}) == {"bucket_size": None}
+
+
 def test_overlap_without_what_it_overlaps_is_refused() -> None:
     with pytest.raises(UserError, match=r"training\.optimizer\.use_distributed_optimizer"):
         make_configs({}, {"overlap_param_gather": True}, dtype=torch.float32)

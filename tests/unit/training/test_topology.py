@@ -26,6 +26,14 @@ def test_data_parallel_size_follows_and_is_printed() -> None:
     assert str(Topology.of(TopologySettings(num_ranks=4, tp=2, pp=2, vpp=2, sequence_parallel=True))).endswith("(vpp 2, sequence parallel)")
 
 
+def test_experts_divide_the_same_ranks_and_stages_follow_each_other() -> None:
+    topology = Topology.of(TopologySettings(num_ranks=24, tp=4, pp=3, ep=4, etp=1, sequence_parallel=True))
+    assert (topology.dp, topology.expert_dp) == (2, 2)
+    assert Topology.of(TopologySettings(num_ranks=24, tp=4, pp=3, sequence_parallel=True)).expert_dp == 2
+    assert Topology.of(TopologySettings(num_ranks=24, tp=2, pp=3, ep=4, etp=2, sequence_parallel=True)).expert_dp == 1
+    assert [topology.first_rank(stage) for stage in range(3)] == [0, 8, 16]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
