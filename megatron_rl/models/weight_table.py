@@ -97,7 +97,7 @@ def _norm(megatron: str, hugging_face: str, width: int, *, transformer_engine: s
 
 def _attention_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
     attention, original, hidden = f"{megatron}self_attention.", f"{hugging_face}self_attn.", spec.hidden_size
-    # Transformer Engine fuses the norm into the projection behind it, which latent attention has two of.
+    # Transformer Engine fuses the norm into the projection behind it. Latent attention has two projections there, so its norm is separate.
     fused = None if spec.mla is not None else f"{attention}linear_qkv.layer_norm_weight"
     yield _norm(f"{megatron}input_layernorm.weight", f"{hugging_face}input_layernorm.weight", hidden, transformer_engine=fused)
     if spec.mla is None:

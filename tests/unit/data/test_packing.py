@@ -123,24 +123,24 @@ def test_shards_cover_the_batch_once_and_keep_global_totals(lengths: list[int], 
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), cp=st.sampled_from([1, 2, 4]), pad_to=st.sampled_from([1, 2]))
-def test_layouts_of_all_cp_ranks_hold_every_token_and_target_once(lengths: list[int], cp: int, pad_to: int) -> None:
+def test_tokens_of_all_cp_ranks_hold_every_token_and_target_once(lengths: list[int], cp: int, pad_to: int) -> None:
     batch = make_batch(lengths)
     rows = np.arange(len(lengths))[::-1]
-    layouts = [micro_batch_tokens(batch, rows, cp_size=cp, cp_rank=rank, pad_to=pad_to) for rank in range(cp)]
-    held = np.concatenate([layout.token_index for layout in layouts])
+    ranks = [micro_batch_tokens(batch, rows, cp_size=cp, cp_rank=rank, pad_to=pad_to) for rank in range(cp)]
+    held = np.concatenate([one.token_index for one in ranks])
     assert sorted(held[held >= 0].tolist()) == list(range(sum(lengths)))
-    targets = np.concatenate([layout.target_index for layout in layouts])
+    targets = np.concatenate([one.target_index for one in ranks])
     firsts = set(batch.cu_seqlens[:-1].tolist())
     assert sorted(targets[targets >= 0].tolist()) == [index for index in range(sum(lengths)) if index not in firsts]
-    assert len({len(layout.token_index) for layout in layouts}) == 1
-    for layout in layouts:
-        assert len(layout.token_index) % pad_to == 0
-        assert layout.cu_seqlens_padded[-1] == cp * len(layout.token_index)
-        has_target = layout.target_index >= 0
-        np.testing.assert_array_equal(layout.target_index[has_target], layout.token_index[has_target] + 1)
-        starts = batch.cu_seqlens[rows][layout.sequence_index]
-        real = layout.token_index >= 0
-        np.testing.assert_array_equal(layout.position_ids[real], (layout.token_index - starts)[real])
+    assert len({len(one.token_index) for one in ranks}) == 1
+    for one in ranks:
+        assert len(one.token_index) % pad_to == 0
+        assert one.cu_seqlens_padded[-1] == cp * len(one.token_index)
+        has_target = one.target_index >= 0
+        np.testing.assert_array_equal(one.target_index[has_target], one.token_index[has_target] + 1)
+        starts = batch.cu_seqlens[rows][one.sequence_index]
+        real = one.token_index >= 0
+        np.testing.assert_array_equal(one.position_ids[real], (one.token_index - starts)[real])
 
 
 def test_zigzag_gives_rank_r_the_chunks_r_and_its_mirror() -> None:
@@ -155,23 +155,23 @@ def test_zigzag_gives_rank_r_the_chunks_r_and_its_mirror() -> None:
 
 
 def test_no_rows_give_padding_that_predicts_nothing() -> None:
-    layout = micro_batch_tokens(make_batch([3]), np.empty(0, np.int64), cp_size=2, cp_rank=1, pad_to=2)
-    assert layout.num_sequences == 0
-    assert (layout.token_index == -1).all() and (layout.target_index == -1).all()
-    assert len(layout.token_index) == 2
-    assert layout.cu_seqlens.tolist() == [0, 1]
+    held = micro_batch_tokens(make_batch([3]), np.empty(0, np.int64), cp_size=2, cp_rank=1, pad_to=2)
+    assert held.num_sequences == 0
+    assert (held.token_index == -1).all() and (held.target_index == -1).all()
+    assert len(held.token_index) == 2
+    assert held.cu_seqlens.tolist() == [0, 1]
 
 
 def test_empty_batch_has_no_trainable_targets() -> None:
-    layout = micro_batch_tokens(make_batch([3]).select(np.empty(0, np.int64)), np.empty(0, np.int64))
-    assert not len(trainable_targets(layout, np.empty(0, np.bool_)))
+    held = micro_batch_tokens(make_batch([3]).select(np.empty(0, np.int64)), np.empty(0, np.int64))
+    assert not len(trainable_targets(held, np.empty(0, np.bool_)))
 
 
 def test_trainable_targets_are_the_masked_in_tokens_that_follow() -> None:
     batch = make_batch([6, 4])
-    layout = micro_batch_tokens(batch, np.arange(2))
-    positions = trainable_targets(layout, batch.loss_mask)
-    assert sorted(layout.target_index[positions].tolist()) == np.flatnonzero(batch.loss_mask).tolist()
+    held = micro_batch_tokens(batch, np.arange(2))
+    positions = trainable_targets(held, batch.loss_mask)
+    assert sorted(held.target_index[positions].tolist()) == np.flatnonzero(batch.loss_mask).tolist()
 
 
 def test_first_token_that_is_trainable_is_refused() -> None:
