@@ -146,7 +146,7 @@ def _best(shared: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, say: Callabl
 def _check(settings: Settings, spec: ModelSpec) -> None:
     """What `train --check --config-only` refuses of a model. Raises UserError."""
     attention: Attention = "transformer_engine" if settings.model.attention == "auto" else settings.model.attention
-    check_model(settings, spec, dtype=model_dtype(on_gpu(settings), local_device()), attention=attention)
+    check_model(settings, spec, dtype=model_dtype(on_gpu(settings).model, local_device()), attention=attention)
 
 
 def read_spec(path: Path) -> ModelSpec:

@@ -10,7 +10,7 @@ from megatron_rl.cli import main
 from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
-from megatron_rl.planning import Gpu
+from megatron_rl.planning.gpus import Gpu
 from megatron_rl.runtime import launch_plan as plan_module
 from megatron_rl.runtime import preflight as module
 from megatron_rl.runtime.launch_plan import launch_plan
