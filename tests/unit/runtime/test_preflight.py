@@ -1,5 +1,6 @@
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,6 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("objective.policy_loss=value", ["policy_loss is value", "beside a policy"]),
         ("objective.policy_loss=nowhere:nothing", ["objective.policy_loss nowhere:nothing cannot be imported"]),
         ("objective.policy_loss=preflight_reward:score", ["objective.policy_loss preflight_reward:score has the signature"]),
-        ("observe.wandb_project=x", ["observe.wandb_project is set but wandb is not installed"]),
         ("model.megatron.fp8=hybrid", ["model.megatron.fp8 is 'hybrid', which needs a GPU"]),
         ("data.train=nowhere.jsonl", ["nowhere.jsonl"]),
         ("data.prompt_key=question", ["train.jsonl:1", "question"]),
@@ -100,6 +100,13 @@ def test_problems_are_found(check: Callable[..., list[str]], override: str, part
     with pytest.raises(UserError) as caught:
         check(override)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_a_sink_without_its_package_is_found(check: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    # None stands in sys.modules for what cannot be imported.
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"^before the start: observe\.wandb_project is set but wandb is not installed"):
+        check("observe.wandb_project=x")
 
 
 def test_a_teacher_is_checked_too(check: Callable[..., list[str]], tiny_model: Callable[..., Path]) -> None:
@@ -149,8 +156,22 @@ def test_missing_weights_are_found(check: Callable[..., list[str]], words: list[
         check()
 
 
-def test_data_and_reward_are_left_alone_on_request(check: Callable[..., list[str]]) -> None:
-    assert check("data.prompt_key=question", "reward.function=no_such_module:score", probe=False) == []
+def test_a_start_reads_the_data_and_calls_the_reward_itself(check: Callable[..., list[str]]) -> None:
+    assert check("data.prompt_key=question", "reward.function=preflight_reward:broken", probe=False) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("data.train=nowhere.jsonl", "data file nowhere.jsonl does not exist"),
+        ("data.eval=nowhere.jsonl", "data file nowhere.jsonl does not exist"),
+        ("data.eval=.", "data file . is a directory"),
+        ("reward.function=no_such_module:score", "reward.function no_such_module:score cannot be imported"),
+    ],
+)
+def test_a_start_looks_for_the_data_and_the_reward_first(check: Callable[..., list[str]], override: str, part: str) -> None:
+    with pytest.raises(UserError, match=f"^before the start: {part}"):
+        check(override, probe=False)
 
 
 def test_notes(check: Callable[..., list[str]], words: list[str]) -> None:
