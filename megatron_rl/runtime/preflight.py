@@ -288,11 +288,10 @@ def _idle_nodes(settings: Settings, *, asked: int, filled: int) -> str:
 def _check_engine_gpus(settings: Settings) -> None:
     """Refuse an engine that would leave GPUs of its own unused, or ask for those of others."""
     sglang, num_gpus = settings.rollout.sglang, settings.runtime.num_gpus_per_engine
-    copies = 1 if sglang.get("enable_dp_attention", False) else sglang.get("dp_size", 1)
     tp, pp = sglang.get("tp_size", num_gpus), sglang.get("pp_size", 1)
-    if tp * pp * copies != num_gpus:
+    if tp * pp != num_gpus:
         raise UserError(
-            f"rollout.sglang asks for tp_size {tp} × pp_size {pp} × dp_size {copies} = {tp * pp * copies} GPUs, but an engine has "
+            f"rollout.sglang asks for tp_size {tp} × pp_size {pp} = {tp * pp} GPUs, but an engine has "
             f"runtime.num_gpus_per_engine {num_gpus}; set one to the other, or leave tp_size out"
         )
 

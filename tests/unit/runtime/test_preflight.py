@@ -334,7 +334,7 @@ def test_config_only_needs_neither_gpus_nor_weights_nor_data(elsewhere: Callable
         ("runtime.cluster.gpu=H100-8", "did you mean H100-80?"),
         ("runtime.cluster.num_nodes=1", "8 ranks + 2 engines × 4 GPUs = 16 GPUs, 1 node × 8 = 8 GPUs"),
         ("runtime.num_gpus_per_engine=16", "16 / 8 = 2 nodes of 8"),
-        ("rollout.sglang.tp_size=2", "tp_size 2 × pp_size 1 × dp_size 1 = 2 GPUs, but an engine has runtime.num_gpus_per_engine 4"),
+        ("rollout.sglang.tp_size=2", "tp_size 2 × pp_size 1 = 2 GPUs, but an engine has runtime.num_gpus_per_engine 4"),
         ("model.megatron.num_layers=3", "model.megatron.num_layers is 3"),
         ("reward.function=preflight_reward:scoer", "scoer"),
         ("training.optimizer.learning_rate=1", "training.optimizer.learning_rate"),
