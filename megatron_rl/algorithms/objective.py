@@ -4,7 +4,6 @@ The classes are plain dataclasses so that this room imports nothing but torch; t
 settings, with the `metadata` of each field as its description and its bounds.
 """
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
@@ -22,6 +21,9 @@ EntropyRule = Literal["trl", "skywork", "paper"]
 POLICY_LOSSES: tuple[str, ...] = get_args(PolicyLoss)
 WITHOUT_GROUPS = ("ppo", "reinforce_plus_plus")
 """Estimators that compare a sample with the whole batch or a critic, so that a group of equal rewards teaches as much as any other."""
+
+_LARGEST = 2**31 - 1
+"""Squares and products of such numbers are still finite in float32. Neither infinities nor NaN are below it."""
 
 _CLIPS_RATIOS = ("clip", "clip_cov", "cispo")
 _NO_POLICY_GRADIENT = ("sft", "value")
@@ -45,8 +47,8 @@ def _check_fields(owner: Any) -> None:
         if get_origin(item.type) is Literal and value not in get_args(item.type):
             raise ValueError(f"{name}.{item.name} is {value!r}, needs one of {', '.join(get_args(item.type))}")
         numbers = value if isinstance(value, tuple) else (value,)
-        if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
-            raise ValueError(f"{name}.{item.name} is {value}, needs finite numbers; null leaves a bound out")
+        if not all(abs(number) <= _LARGEST for number in numbers if isinstance(number, (int, float))):
+            raise ValueError(f"{name}.{item.name} is {value}, needs finite numbers of at most {_LARGEST}; null leaves a bound out")
         if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         limits = item.metadata

@@ -33,14 +33,8 @@ def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False
     `need_response`, for supervised training, makes a row without settings.response_key an error; otherwise a label_key that was set and
     that no row has is one. Raises UserError with the line (the row, counted from 1, in parquet), what was found and what is needed.
     """
-    if not path.is_file():
-        raise UserError(f"data file {path} {'is a directory' if path.is_dir() else 'does not exist'}; give a .jsonl or .parquet file")
-    if path.suffix == ".parquet":
-        records = _parquet_records(path)
-    elif path.suffix in (".jsonl", ".json"):
-        records = _json_records(path)
-    else:
-        raise UserError(f"data file {path} ends in {path.suffix!r}, needs .jsonl or .parquet; convert or rename it")
+    check_is_data_file(path)
+    records = _parquet_records(path) if path.suffix == ".parquet" else _json_records(path)
     rows = [_check(record, origin, settings=settings, need_response=need_response) for origin, record in records]
     if not rows:
         raise UserError(f"data file {path} has no rows, needs at least one")
@@ -48,6 +42,14 @@ def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False
     if named and not need_response and all(row.label is None for row in rows):
         raise UserError(f"{path}: no row has the field {settings.label_key!r}; name the right one in data.label_key, or leave it out")
     return rows
+
+
+def check_is_data_file(path: Path) -> None:
+    """Raise UserError when there is no file at `path`, or one with an ending that is not read. Does not open it."""
+    if not path.is_file():
+        raise UserError(f"data file {path} {'is a directory' if path.is_dir() else 'does not exist'}; give a .jsonl or .parquet file")
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
+        raise UserError(f"data file {path} ends in {path.suffix!r}, needs .jsonl or .parquet; convert or rename it")
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -44,14 +44,17 @@ def _shares_by_age(ages: Ints) -> dict[str, Metric]:
 
 def has_one_reward(group: Group) -> bool:
     """True when all scored samples of the group have the same reward: no signal. Decided by equality, never by a standard deviation."""
-    values = {sample.reward.value for sample in group.samples if sample.reward is not None and sample.reward.value is not None}
-    return len(values) <= 1
+    return len(_rewards(group)) <= 1
+
+
+def _rewards(group: Group) -> set[float]:
+    """The rewards of the group's scored samples, each once."""
+    return {sample.reward.value for sample in group.samples if sample.reward is not None and sample.reward.value is not None}
 
 
 def _zero_variance_by_reward(groups: Sequence[Group]) -> dict[str, Metric]:
     """Share of the groups without signal at each reward, rounded to a tenth: all failed and all solved call for opposite cures."""
-    values = [group.samples[0].reward.value for group in groups if has_one_reward(group) and group.samples[0].reward is not None]
-    counts = Counter(f"{value:.1f}" for value in values if value is not None)
+    counts = Counter(f"{value:.1f}" for group in groups if has_one_reward(group) for value in _rewards(group))
     return {f"rollout/zero_variance_fraction/{name}": Mean(count, len(groups)) for name, count in sorted(counts.items())}
 
 

@@ -193,7 +193,7 @@ class Engine:
         if self._arguments["device"] == "cpu":
             # Two OpenMP threads that spin for shared cores cost up to ten times the throughput.
             environment["OMP_NUM_THREADS"] = "1"
-            ranks = self._arguments.get("tp_size", 1) * self._arguments.get("dp_size", 1)
+            ranks = self._arguments.get("tp_size", 1)
             if ranks > 1:
                 environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
         return environment

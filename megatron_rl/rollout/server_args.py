@@ -126,6 +126,13 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
         members = value if isinstance(value, list) else [value]
         if choices is not None and value is not None and any(member not in choices for member in members):
             raise UserError(f"rollout.sglang.{name} is {value!r}, needs one of {', '.join(map(str, choices))}")
+    copies = arguments.get("dp_size", 1)
+    if copies > 1 and not arguments.get("enable_dp_attention", False):
+        raise UserError(
+            f"rollout.sglang.dp_size is {copies}, which would put {copies} copies of the model behind one server, which takes no weight "
+            f"broadcast and meets at a port that is open to every interface; remove it and raise rollout.num_engines, or set "
+            f"enable_dp_attention"
+        )
     share = arguments.get("mem_fraction_static")
     if share is not None and not 0 < share <= 1:
         raise UserError(f"rollout.sglang.mem_fraction_static is {share}, needs a share of the device's memory, above 0 and at most 1")

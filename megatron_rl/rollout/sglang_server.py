@@ -56,7 +56,8 @@ def follow_parent(scratch: str) -> None:
 def serve_rendezvous(arguments: dict[str, Any]) -> "TCPStore | None":
     """Serve the store at which the ranks of this server meet on its own address: rank 0 would open it to every interface.
 
-    It lives as long as what is returned. None, and nothing changes, where SGLang chooses several places to meet: with dp_size above 1.
+    It lives as long as what is returned. None, and nothing changes, with a dp_size above 1 (of attention): SGLang then checks that
+    nobody listens at the port yet.
     """
     if arguments.get("dp_size", 1) > 1:
         return None

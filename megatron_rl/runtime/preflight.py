@@ -16,6 +16,7 @@ from megatron_rl.algorithms.objective import POLICY_LOSSES
 from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.row_files import check_is_data_file
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device, local_device, quiet_megatron_imports
@@ -56,8 +57,8 @@ ENGINE_BYTES = int(1.6 * GIB)
 def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -> list[str]:
     """Check model, layout, upstream fields, reward function, data, run directory and resources; return what is worth noting.
 
-    `probe` False leaves out reading the data files and calling the reward function on a row of them, for a caller that does
-    both anyway before it starts anything.
+    `probe` False leaves it at finding the data files and the reward function, and neither reads the files nor calls the function on a
+    row of them, for a caller that does both anyway before it starts anything expensive.
     Raises UserError with one line for every problem found.
     """
     if settings.runtime.cluster.gpu is not None and settings.runtime.ray_address is None and local_device().kind == "cpu":
@@ -69,7 +70,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         partial(_check_weights, settings.model.path),
         partial(_check_teacher, settings),
         partial(_check_sinks, settings),
-        partial(_check_data, settings, probe=probe),
+        *_data_checks(settings, probe=probe),
         partial(_check_resources, settings),
     ]
     return _run_checks(checks, settings)
@@ -197,23 +198,43 @@ def _check_optimizer(settings: Settings, device: Device) -> list[str]:
     return notes
 
 
-def _check_data(settings: Settings, *, probe: bool) -> list[str]:
-    """The tokenizer, every row of the data files, and the reward function on the first row."""
-    tokenizer = load_tokenizer(settings.model.path)
-    data = settings.data
-    notes: list[str] = []
+def _data_checks(settings: Settings, *, probe: bool) -> list[Callable[[], list[str]]]:
+    checks: list[Callable[[], list[str]]] = [partial(_check_tokenizer, settings), partial(_check_held_out, settings)]
     if probe:
-        seed = settings.run.seed
-        train = PromptSource(data.train, tokenizer, settings=data, seed=seed, need_response=settings.supervised)
-        sources = [train] + ([] if data.eval is None else [PromptSource(data.eval, tokenizer, settings=data, seed=seed)])
-        if not settings.supervised:
-            notes += [note for source in sources if (note := source.label_note()) is not None]
-            with RewardRunner(settings.reward.model_copy(update={"num_workers": 1})) as runner:
-                for prompt in (prompt for source in sources for prompt in source.probes()):
-                    runner.probe(prompt)
+        return [*checks, partial(_check_rows, settings)]
+    files = [settings.data.train] if settings.data.eval is None else [settings.data.train, settings.data.eval]
+    checks += [partial(_check_file, path) for path in files]
+    return checks if settings.supervised else [*checks, partial(_check_reward, settings)]
+
+
+def _check_tokenizer(settings: Settings) -> list[str]:
+    load_tokenizer(settings.model.path)
+    return []
+
+
+def _check_file(path: Path) -> list[str]:
+    check_is_data_file(path)
+    return []
+
+
+def _check_held_out(settings: Settings) -> list[str]:
+    data = settings.data
     if data.eval is not None and data.eval.resolve() == data.train.resolve():
-        notes.append(f"data.eval is data.train ({data.train}): the run is evaluated on rows that it trains on")
-    return notes
+        return [f"data.eval is data.train ({data.train}): the run is evaluated on rows that it trains on"]
+    return []
+
+
+def _check_rows(settings: Settings) -> list[str]:
+    """Every row of the data files, and the reward function on the first row."""
+    tokenizer, data, seed = load_tokenizer(settings.model.path), settings.data, settings.run.seed
+    train = PromptSource(data.train, tokenizer, settings=data, seed=seed, need_response=settings.supervised)
+    sources = [train] + ([] if data.eval is None else [PromptSource(data.eval, tokenizer, settings=data, seed=seed)])
+    if settings.supervised:
+        return []
+    with RewardRunner(settings.reward.model_copy(update={"num_workers": 1})) as runner:
+        for prompt in (prompt for source in sources for prompt in source.probes()):
+            runner.probe(prompt)
+    return [note for source in sources if (note := source.label_note()) is not None]
 
 
 def _check_sharing(settings: Settings, target: Target) -> list[str]:
@@ -268,11 +289,10 @@ def _idle_nodes(settings: Settings, *, asked: int, filled: int) -> str:
 def _check_engine_gpus(settings: Settings) -> None:
     """Refuse an engine that would leave GPUs of its own unused, or ask for those of others."""
     sglang, num_gpus = settings.rollout.sglang, settings.runtime.num_gpus_per_engine
-    copies = 1 if sglang.get("enable_dp_attention", False) else sglang.get("dp_size", 1)
     tp, pp = sglang.get("tp_size", num_gpus), sglang.get("pp_size", 1)
-    if tp * pp * copies != num_gpus:
+    if tp * pp != num_gpus:
         raise UserError(
-            f"rollout.sglang asks for tp_size {tp} × pp_size {pp} × dp_size {copies} = {tp * pp * copies} GPUs, but an engine has "
+            f"rollout.sglang asks for tp_size {tp} × pp_size {pp} = {tp * pp} GPUs, but an engine has "
             f"runtime.num_gpus_per_engine {num_gpus}; set one to the other, or leave tp_size out"
         )
 

@@ -54,6 +54,8 @@ class Rollouts:
         self.source = PromptSource(data.train, self._tokenizer, settings=data, seed=settings.run.seed)
         eval_source = PromptSource(data.eval, self._tokenizer, settings=data, seed=settings.run.seed) if data.eval is not None else None
         self.eval_prompts: list[Prompt] = eval_source.all() if eval_source is not None else []
+        sources = [self.source] if eval_source is None else [self.source, eval_source]
+        self.label_notes = [note for source in sources if (note := source.label_note()) is not None]
         self.vocab_size = len(self._tokenizer)
         self._rollout = load_rollout(settings.rollout.function)
         self._rollout_name = f"rollout.function {settings.rollout.function or 'single_turn'}"

@@ -177,6 +177,8 @@ def _open_samples(settings: Settings, stack: ExitStack, watchdog: Watchdog, star
     stack.callback(background.close)
     samples = GeneratedSamples(settings, background=background, watchdog=watchdog)
     stack.callback(samples.close)
+    for note in samples.rollouts.label_notes:
+        start.note(note)
     with start.part("reward workers"):
         samples.open(settings.run.directory / BUFFER_FILE if buffer else None)
     return samples

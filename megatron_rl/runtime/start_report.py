@@ -43,6 +43,10 @@ class StartReport:
         for future in futures:
             future.add_done_callback(finished)
 
+    def note(self, text: str) -> None:
+        """Say what is worth knowing before the run goes on."""
+        self._console.say(f"note: {text}")
+
     def _ended(self, name: str, seconds: float) -> None:
         self._timer.add(f"start_{name.lower().replace(' ', '_')}", seconds)
         self._seconds[name] = seconds

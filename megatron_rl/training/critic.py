@@ -97,7 +97,7 @@ class Critic:
         if waiting.gradients is None:
             return {}
         done = apply_gradients(self.model, waiting.gradients, place=self._place)
-        dump_suspects(self._dump_directory, f"critic-step-{number:06d}", waiting, done, temperature=1.0)
+        dump_suspects(self._dump_directory, f"critic-optimizer-step-{number:06d}", waiting, done, temperature=1.0)
         agreed: dict[str, Metric] = {
             "train/critic_grad_norm": Mean(done.grad_norm, 1.0),
             "train/critic_lr": Last(done.lr),

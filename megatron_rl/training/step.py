@@ -106,7 +106,7 @@ class StepRunner:
             means = waiting.gradients.means
             measured = StepMeasurements(entropy=means["entropy"], kl_per_sequence=means["kl_per_sequence"])
             self._controllers.update(measured, num_sequences=waiting.totals.num_sequences)
-        dump_suspects(self._dump_directory, f"step-{self._num_steps:06d}", waiting, done, temperature=policy.temperature)
+        dump_suspects(self._dump_directory, f"optimizer-step-{self._num_steps:06d}", waiting, done, temperature=policy.temperature)
         metrics = {
             "train/grad_norm": Mean(done.grad_norm, 1.0),
             "train/lr": Last(done.lr),

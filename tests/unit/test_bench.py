@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,19 +17,31 @@ GRPO = BENCH / "grpo.py"
 TRAINING = BENCH / "training.py"
 
 
-def test_packing_is_compared_with_what_is_possible() -> None:
-    command = [sys.executable, str(TRAINING), "--only", "packing", "--sequences", "64", "--longest", "1024"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("64 sequences of at most 1,024 tokens, 8 data-parallel ranks")
-    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["uniform", "uniform", "log-normal", "log-normal", "long", "long"]
+def run_here(script: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `script` as the main program, in this process, which has imported what it needs."""
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    monkeypatch.syspath_prepend(str(script.parent))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 0
+
+
+def test_packing_is_compared_with_what_is_possible(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_here(TRAINING, "--only", "packing", "--sequences", "64", "--longest", "1024", monkeypatch=monkeypatch)
+    printed = capsys.readouterr().out
+    assert printed.startswith("64 sequences of at most 1,024 tokens, 8 data-parallel ranks")
+    assert [line.split()[0] for line in printed.splitlines()[2:]] == ["uniform", "uniform", "log-normal", "log-normal", "long", "long"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_without_a_gpu_nothing_is_measured_and_one_sentence_says_so() -> None:
-    done = subprocess.run([sys.executable, str(BENCH / "gpu.py")], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "gpu: nothing was measured, because this machine has no GPU that torch can use; run it on one with CUDA.\n"
+def test_without_a_gpu_nothing_is_measured_and_one_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_here(BENCH / "gpu.py", monkeypatch=monkeypatch)
+    assert (
+        capsys.readouterr().out
+        == "gpu: nothing was measured, because this machine has no GPU that torch can use; run it on one with CUDA.\n"
+    )
 
 
 def test_kernels_are_measured_beside_what_is_published(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,6 +92,14 @@ def test_groups_without_signal_are_counted_by_their_reward() -> None:
     assert (values["rollout/zero_variance_fraction/0.0"], values["rollout/zero_variance_fraction/1.0"]) == (0.25, 0.5)
 
 
+def test_a_group_without_signal_is_counted_by_its_scored_samples() -> None:
+    failed = Reward(RewardOutcome.ERROR, message="boom")
+    groups = [Group("p", PROMPT, tuple(map(sample, rewards))) for rewards in ((failed, scored(1), scored(1)), (failed, failed))]
+    values = metric_values(rollout_metrics(groups, version=4))
+    by_reward = {name: value for name, value in values.items() if name.startswith("rollout/zero_variance_fraction")}
+    assert by_reward == {"rollout/zero_variance_fraction": 1.0, "rollout/zero_variance_fraction/1.0": 0.5}
+
+
 def test_accuracy_is_the_component_where_there_is_one() -> None:
     metrics = evaluation_metrics([sample(scored(0.7, accuracy=0.0)), sample(scored(1.0, accuracy=1.0))], kind="greedy")
     check_metrics(metrics)

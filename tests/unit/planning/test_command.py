@@ -42,6 +42,7 @@ def test_a_config_json_alone_is_a_model(tmp_path: Path) -> None:
         read_spec(broken)
 
 
+@pytest.mark.usefixtures("shared_process")
 def test_a_layout_is_planned_and_what_was_assumed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a settings file the engine gets the GPUs that it needs, and half of all GPUs are for engines."""
     from megatron_rl.cli import main

@@ -172,15 +172,20 @@ def test_no_process_that_a_reward_started_outlives_its_worker(end: str, tmp_path
     noted = tmp_path / "pids"
     with make_runner("leaves_processes", timeout_s=1.0) as runner:
         score_all(runner, [make_sample(end, label=str(noted))])
-        children = [psutil.Process(pid) for pid in map(int, noted.read_text().split()) if psutil.pid_exists(pid)]
+        pids = [int(pid) for pid in noted.read_text().split()]
+        # The second has left the session; nobody knows it any more when its parent has ended by itself.
+        known, unknown = (pids[:1], pids[1:]) if end == "exit" else (pids, [])
         if end != "close":
-            # The second has left the session; nobody knows it any more when its parent has ended by itself.
-            _, left = psutil.wait_procs(children, timeout=10)
-            assert len(left) == (1 if end == "exit" else 0)
-            children = []
-            for process in left:
-                process.kill()
-    assert not psutil.wait_procs(children, timeout=10)[1]
+            assert not psutil.wait_procs(running(known), timeout=10)[1]
+        left = running(unknown)
+        assert len(left) == len(unknown)
+        for process in left:
+            process.kill()
+    assert not psutil.wait_procs(running(pids), timeout=10)[1]
+
+
+def running(pids: list[int]) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
 
 def test_a_killed_driver_takes_its_workers_and_their_processes_along(tmp_path: Path) -> None:

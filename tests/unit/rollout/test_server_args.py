@@ -19,6 +19,7 @@ from megatron_rl.rollout.server_args import (
     [
         {},
         {"max_total_tokens": 1024, "disable_radix_cache": True, "schedule_policy": "lpm", "mem_fraction_static": 0.5},
+        {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True},
         {"mem_fraction_static": 1, "context_length": None, "lora_target_modules": ["q_proj"]},
     ],
 )
@@ -40,6 +41,7 @@ def test_arguments_of_the_installed_server_are_accepted(arguments: dict[str, obj
         ({"enable_custom_logit_processor": True}, "drawn from the policy's own distribution"),
         ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm is 'NGRAM' but cannot be set here: a draft model"),
         ({"watermark_default_enabled": True}, "drawn from the policy's own distribution"),
+        ({"dp_size": 2}, "dp_size is 2, which would put 2 copies .* remove it and raise rollout.num_engines"),
         ({"json_model_override_args": "{}"}, "the trainer builds its model from config.json alone"),
     ],
 )

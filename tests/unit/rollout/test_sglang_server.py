@@ -30,7 +30,8 @@ def test_rank_zero_joins_a_store_on_the_servers_address_instead_of_opening_one()
     assert listening() - before == {("127.0.0.1", store.port)}
 
 
-def test_where_sglang_chooses_several_places_nothing_changes() -> None:
-    arguments = {"host": "127.0.0.1", "dp_size": 2}
+def test_where_sglang_wants_the_port_free_nothing_changes() -> None:
+    arguments = {"host": "127.0.0.1", "tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+    before = dict(arguments)
     assert serve_rendezvous(arguments) is None
-    assert arguments == {"host": "127.0.0.1", "dp_size": 2} and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert arguments == before and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"

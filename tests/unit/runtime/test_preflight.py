@@ -1,6 +1,7 @@
 import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from megatron_rl.cli import main
 from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
+from megatron_rl.planning import run_plan as planning_module
 from megatron_rl.planning.gpus import Gpu
+from megatron_rl.planning.measurement import Answer, Job, measure
 from megatron_rl.runtime import launch_plan as plan_module
 from megatron_rl.runtime import preflight as module
 from megatron_rl.runtime.launch_plan import launch_plan
@@ -83,7 +86,6 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("objective.policy_loss=value", ["policy_loss is value", "beside a policy"]),
         ("objective.policy_loss=nowhere:nothing", ["objective.policy_loss nowhere:nothing cannot be imported"]),
         ("objective.policy_loss=preflight_reward:score", ["objective.policy_loss preflight_reward:score has the signature"]),
-        ("observe.wandb_project=x", ["observe.wandb_project is set but wandb is not installed"]),
         ("model.megatron.fp8=hybrid", ["model.megatron.fp8 is 'hybrid', which needs a GPU"]),
         ("data.train=nowhere.jsonl", ["nowhere.jsonl"]),
         ("data.prompt_key=question", ["train.jsonl:1", "question"]),
@@ -100,6 +102,13 @@ def test_problems_are_found(check: Callable[..., list[str]], override: str, part
     with pytest.raises(UserError) as caught:
         check(override)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_a_sink_without_its_package_is_found(check: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    # None stands in sys.modules for what cannot be imported.
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"^before the start: observe\.wandb_project is set but wandb is not installed"):
+        check("observe.wandb_project=x")
 
 
 def test_a_teacher_is_checked_too(check: Callable[..., list[str]], tiny_model: Callable[..., Path]) -> None:
@@ -149,8 +158,22 @@ def test_missing_weights_are_found(check: Callable[..., list[str]], words: list[
         check()
 
 
-def test_data_and_reward_are_left_alone_on_request(check: Callable[..., list[str]]) -> None:
-    assert check("data.prompt_key=question", "reward.function=no_such_module:score", probe=False) == []
+def test_a_start_reads_the_data_and_calls_the_reward_itself(check: Callable[..., list[str]]) -> None:
+    assert check("data.prompt_key=question", "reward.function=preflight_reward:broken", probe=False) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("data.train=nowhere.jsonl", "data file nowhere.jsonl does not exist"),
+        ("data.eval=nowhere.jsonl", "data file nowhere.jsonl does not exist"),
+        ("data.eval=.", "data file . is a directory"),
+        ("reward.function=no_such_module:score", "reward.function no_such_module:score cannot be imported"),
+    ],
+)
+def test_a_start_looks_for_the_data_and_the_reward_first(check: Callable[..., list[str]], override: str, part: str) -> None:
+    with pytest.raises(UserError, match=f"^before the start: {part}"):
+        check(override, probe=False)
 
 
 def test_notes(check: Callable[..., list[str]], words: list[str]) -> None:
@@ -313,7 +336,7 @@ def test_config_only_needs_neither_gpus_nor_weights_nor_data(elsewhere: Callable
         ("runtime.cluster.gpu=H100-8", "did you mean H100-80?"),
         ("runtime.cluster.num_nodes=1", "8 ranks + 2 engines × 4 GPUs = 16 GPUs, 1 node × 8 = 8 GPUs"),
         ("runtime.num_gpus_per_engine=16", "16 / 8 = 2 nodes of 8"),
-        ("rollout.sglang.tp_size=2", "tp_size 2 × pp_size 1 × dp_size 1 = 2 GPUs, but an engine has runtime.num_gpus_per_engine 4"),
+        ("rollout.sglang.tp_size=2", "tp_size 2 × pp_size 1 = 2 GPUs, but an engine has runtime.num_gpus_per_engine 4"),
         ("model.megatron.num_layers=3", "model.megatron.num_layers is 3"),
         ("reward.function=preflight_reward:scoer", "scoer"),
         ("training.optimizer.learning_rate=1", "training.optimizer.learning_rate"),
@@ -357,30 +380,26 @@ def test_config_only_belongs_to_check(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--config-only was given without --check" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("tokens", "gib", "status", "part"),
-    [
+def test_the_plan_decides_how_a_config_only_check_ends(
+    elsewhere: Callable[..., Settings], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, measured = tmp_path / "elsewhere.yaml", list[Answer]()
+
+    def measure_once(jobs: Sequence[Job]) -> list[Answer]:
+        """What does not depend on the GPU's memory is measured once for both GPUs."""
+        measured.extend([] if measured else measure(jobs))
+        return measured
+
+    monkeypatch.setattr(planning_module, "measure", measure_once)
+    for tokens, gib, status, part in (
         (4096, 80, 0, "# fits: "),
         (4096, 1, 2, "megatron-rl: does not fit: "),
         (10**9, 80, 2, "1000000000 tokens × cp 1 = 1000000000 tokens is more than the 4194304 that a plan measures"),
-    ],
-    ids=["fits", "too much", "far too much"],
-)
-def test_the_plan_decides_how_a_config_only_check_ends(
-    elsewhere: Callable[..., Settings],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tokens: int,
-    gib: int,
-    status: int,
-    part: str,
-) -> None:
-    monkeypatch.setattr(plan_module, "find_gpu", lambda name: Gpu(name, gib * GIB))
-    settings = elsewhere(f"training.max_tokens_per_micro_batch={tokens}")
-    config = tmp_path / "elsewhere.yaml"
-    config.write_text(dump_settings(settings))
-    assert main(["train", str(config), "--check", "--config-only"]) == status
-    captured = capsys.readouterr()
-    assert part in captured.out + captured.err
-    assert captured.out.endswith("nothing was written.\n") == (status == 0)
+    ):
+        monkeypatch.setattr(plan_module, "find_gpu", lambda name, gib=gib: Gpu(name, gib * GIB))
+        config.write_text(dump_settings(elsewhere(f"training.max_tokens_per_micro_batch={tokens}")))
+        assert main(["train", str(config), "--check", "--config-only"]) == status
+        captured = capsys.readouterr()
+        assert part in captured.out + captured.err
+        assert captured.out.endswith("nothing was written.\n") == (status == 0)
+    assert len(measured) == 1

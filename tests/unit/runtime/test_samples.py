@@ -1,5 +1,7 @@
+import io
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -7,13 +9,18 @@ import pytest
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.errors import ParityError
+from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.metrics import metric_values
+from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.rollout.client import Scores
 from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.runtime import rollouts as rollouts_module
 from megatron_rl.runtime.background import BackgroundLoop
 from megatron_rl.runtime.samples import PROBE_SEQUENCES, GeneratedSamples, generation_deadline_s
+from megatron_rl.runtime.session import _open_samples
+from megatron_rl.runtime.start_report import StartReport
 from megatron_rl.runtime.watchdog import Watchdog
-from megatron_rl.types import Floats, Ints, TrainBatch
+from megatron_rl.types import Floats, Ints, Prompt, TrainBatch
 from megatron_rl.weights.parity import sequences
 
 PATHS = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
@@ -26,6 +33,39 @@ def test_a_batch_of_many_waves_gets_the_time_of_all_its_waves() -> None:
     assert generation_deadline_s(one, 2048) == 9 * 600 + 512 * 2
     two = load_settings(None, [*PATHS, *LIMITS, "rollout.num_engines=2"])
     assert generation_deadline_s(two, 2048) == 5 * 600 + 512 * 2
+
+
+class Rewards:
+    """Stands for reward workers that come and go."""
+
+    def __init__(self, _: object, *, log_path: Path) -> None:
+        pass
+
+    def __enter__(self) -> "Rewards":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def probe(self, prompt: Prompt) -> None:
+        return None
+
+
+def test_a_start_says_which_rows_lack_a_label_before_it_starts_anything(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts_module, "RewardRunner", Rewards)
+    rows = [{"prompt": "1", "label": "1"}, {"prompt": "2"}, {"prompt": "3", "label": "3"}, {"prompt": "4"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "held_out.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    data = [f"data.train={tmp_path}/train.jsonl", f"data.eval={tmp_path}/held_out.jsonl"]
+    settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", *data])
+    stream = io.StringIO()
+    with ExitStack() as stack:
+        _open_samples(settings, stack, Watchdog(), StartReport(RunConsole(1, stream=stream), PhaseTimer()), buffer=False)
+    before = stream.getvalue().partition("start: ")[0]
+    assert f"note: 2 of 4 rows have not the field 'label', the first is {tmp_path}/train.jsonl:2" in before
+    assert f"note: no row of {tmp_path}/held_out.jsonl has the field 'label'" in before
 
 
 class Client:

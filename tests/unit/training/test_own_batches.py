@@ -284,7 +284,7 @@ def test_a_broken_step_is_dumped_where_asked_and_nowhere_else(make: Make, tmp_pa
     trainer = make(dump_directory=str(tmp_path / "dumps"))
     trainer.forward_backward(batch_of(advantages=broken))
     assert trainer.optimizer_step()["train/skipped_steps"] == 1
-    assert list((tmp_path / "dumps").glob("step-000001-rank-0-micro-batch-*.safetensors"))
+    assert list((tmp_path / "dumps").glob("optimizer-step-000001-rank-0-micro-batch-*.safetensors"))
 
 
 def test_trainers_say_what_they_lack(make: Make) -> None:
