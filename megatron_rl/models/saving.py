@@ -13,6 +13,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.files import atomic_directory
 from megatron_rl.models.families import MTP_KEYS
 
+MAX_SHARD_BYTES = 4 * 2**30
+
 # Everything a model directory holds besides weights. Code files are left behind: nothing here runs code from a checkpoint.
 _COPIED_FILES = (
     "config.json",
@@ -30,7 +32,7 @@ _COPIED_FILES = (
 
 
 def save_hf(
-    path: Path, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, source: Path, max_shard_bytes: int = 4 * 2**30
+    path: Path, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, source: Path, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Write the model directory `path` from named whole tensors, with configuration and tokenizer of the directory `source`.
 

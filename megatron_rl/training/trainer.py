@@ -16,7 +16,7 @@ from megatron_rl.config.settings import ModelSettings, Settings, TrainingSetting
 from megatron_rl.data.packing import pack, sequence_multiple
 from megatron_rl.errors import UserError
 from megatron_rl.models.reading import read_model_spec
-from megatron_rl.models.saving import save_hf
+from megatron_rl.models.saving import MAX_SHARD_BYTES, save_hf
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.models.weights import export_hf_weights
 from megatron_rl.observe.metrics import Metric
@@ -426,13 +426,16 @@ class Trainer:
         self._waiting = None
         self._steps.restore(checkpoint.load(Path(directory), self.trained_models()))
 
-    def save_hf(self, directory: Path | str) -> None:
-        """Write the policy as a Hugging Face directory. Raises UserError when it cannot be written."""
+    def save_hf(self, directory: Path | str, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        """Write the policy as a Hugging Face directory, in files of at most `max_shard_bytes`.
+
+        Raises UserError when it cannot be written.
+        """
         weights = self.weights()
 
         def write(path: Path) -> None:
             try:
-                save_hf(path, weights, source=self._model_settings.path)
+                save_hf(path, weights, source=self._model_settings.path, max_shard_bytes=max_shard_bytes)
             finally:
                 _drain(weights)
 
