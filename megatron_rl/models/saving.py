@@ -32,16 +32,22 @@ _COPIED_FILES = (
 
 
 def save_hf(
-    path: Path, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, source: Path, max_shard_bytes: int = MAX_SHARD_BYTES
+    path: Path,
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    *,
+    source: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    durable: bool = True,
 ) -> None:
     """Write the model directory `path` from named whole tensors, with configuration and tokenizer of the directory `source`.
 
-    `tensors` are taken one at a time and at most `max_shard_bytes` of them are held. The directory appears only when it is complete.
+    `tensors` are taken one at a time and at most `max_shard_bytes` of them are held. The directory appears only when it is complete,
+    and on the disk itself when it is to be `durable`.
     Raises UserError when the disk is full or the place not writable, or when `source` has no config.json.
     """
     if not (source / "config.json").is_file():
         raise UserError(f"model directory {source} has no config.json, which a saved model needs; give a Hugging Face model directory")
-    with atomic_directory(path) as directory:
+    with atomic_directory(path, durable=durable) as directory:
         for name in _COPIED_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)

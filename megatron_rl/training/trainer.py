@@ -426,16 +426,17 @@ class Trainer:
         self._waiting = None
         self._steps.restore(checkpoint.load(Path(directory), self.trained_models()))
 
-    def save_hf(self, directory: Path | str, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    def save_hf(self, directory: Path | str, *, max_shard_bytes: int = MAX_SHARD_BYTES, durable: bool = True) -> None:
         """Write the policy as a Hugging Face directory, in files of at most `max_shard_bytes`.
 
+        One that is not `durable` need not survive a power failure, which saves waiting for the disk.
         Raises UserError when it cannot be written.
         """
         weights = self.weights()
 
         def write(path: Path) -> None:
             try:
-                save_hf(path, weights, source=self._model_settings.path, max_shard_bytes=max_shard_bytes)
+                save_hf(path, weights, source=self._model_settings.path, max_shard_bytes=max_shard_bytes, durable=durable)
             finally:
                 _drain(weights)
 

@@ -32,8 +32,11 @@ class DiskSender:
         self._source, self._plan = source, plan
 
     def send(self, *, version: int) -> None:
-        """Write a directory, in files as small as the buckets of other transports, as rank 0 holds a whole one."""
-        self._source.save_hf(self._plan.path(version), max_shard_bytes=BUCKET_BYTES)
+        """Write a directory, in files as small as the buckets of other transports, as rank 0 holds a whole one.
+
+        Engines read it from the memory of the file system, and it is removed after that: nobody waits for the disk.
+        """
+        self._source.save_hf(self._plan.path(version), max_shard_bytes=BUCKET_BYTES, durable=False)
 
 
 class DiskTransport:

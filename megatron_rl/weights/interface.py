@@ -18,8 +18,11 @@ class WeightSource(Protocol):
         """Every weight under its Hugging Face name, one whole tensor at a time."""
         ...
 
-    def save_hf(self, directory: Path | str, *, max_shard_bytes: int) -> None:
-        """Write the weights as a Hugging Face directory of files of at most `max_shard_bytes`, of which rank 0 holds one at a time."""
+    def save_hf(self, directory: Path | str, *, max_shard_bytes: int, durable: bool) -> None:
+        """Write the weights as a Hugging Face directory of files of at most `max_shard_bytes`, of which rank 0 holds one at a time.
+
+        Only a `durable` one has to survive a power failure.
+        """
         ...
 
 

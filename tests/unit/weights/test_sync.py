@@ -65,8 +65,8 @@ class Ranks:
     def weights(self) -> Any:
         return iter(())
 
-    def save_hf(self, path: Path, *, max_shard_bytes: int) -> None:
-        assert max_shard_bytes == BUCKET_BYTES
+    def save_hf(self, path: Path, *, max_shard_bytes: int, durable: bool) -> None:
+        assert max_shard_bytes == BUCKET_BYTES and not durable
         path.mkdir(parents=True)
         (path / "config.json").write_text("{}")
         (path / "model.safetensors").write_bytes(b"x" * 72)
