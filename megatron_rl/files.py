@@ -57,17 +57,18 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 @contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
+def atomic_directory(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Give an empty directory to fill; at the end it becomes `path`, replacing what was there.
 
-    When the body raises, nothing is left and `path` is as before. Raises UserError when the disk is full or the place not writable,
-    also where a library reports a full disk by an exception of its own.
+    One that is not `durable` is whole for other processes, but need not survive a power failure. When the body raises, nothing is left
+    and `path` is as before. Raises UserError when the disk is full or the place not writable, also where a library reports a full disk
+    by an exception of its own.
     """
     partial = start_partial(path)
     try:
         with disk_errors(path):
             yield partial
-        commit_partial(path)
+        commit_partial(path, durable=durable)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -90,21 +91,23 @@ def start_partial(path: Path) -> Path:
     return partial
 
 
-def commit_partial(path: Path) -> None:
-    """Sync every file of `partial_path(path)` to disk and rename it to `path`, replacing what was there. Raises UserError.
+def commit_partial(path: Path, *, durable: bool = True) -> None:
+    """Sync every file of `partial_path(path)` to disk, unless it need not be `durable`, and rename it to `path`. Raises UserError.
 
-    A non-empty directory cannot be replaced in one call, so the old one steps aside first: a kill between the two renames
-    leaves the old content in `.NAME.previous` and the new one, complete, in `.NAME.partial`.
+    It replaces what was there. A non-empty directory cannot be replaced in one call, so the old one steps aside first: a kill between the
+    two renames leaves the old content in `.NAME.previous` and the new one, complete, in `.NAME.partial`.
     """
     partial, previous = partial_path(path), path.with_name(f".{path.name}.previous")
     with disk_errors(path):
-        _sync_tree(partial)
+        if durable:
+            _sync_tree(partial)
         if previous.exists():
             shutil.rmtree(previous)
         if path.exists():
             os.rename(path, previous)
         os.rename(partial, path)
-        sync_directory(path.parent)
+        if durable:
+            sync_directory(path.parent)
         if previous.exists():
             shutil.rmtree(previous)
 

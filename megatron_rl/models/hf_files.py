@@ -19,6 +19,8 @@ from megatron_rl.files import atomic_directory
 from megatron_rl.models.config_json import read_config
 from megatron_rl.models.families import MTP_KEYS
 
+MAX_SHARD_BYTES = 4 * 2**30
+
 # transformers can write all experts of a layer as one tensor [experts, ...]: its suffix, and the tensors of one expert in it, row by row.
 _FUSED_EXPERTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}
 # Everything a model directory holds besides weights. Code files are left behind: nothing here runs code from a checkpoint.
@@ -144,16 +146,22 @@ def _tensor_files(path: Path) -> dict[str, Path]:
 
 
 def save_hf(
-    path: Path, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, source: Path, max_shard_bytes: int = 4 * 2**30
+    path: Path,
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    *,
+    source: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    durable: bool = True,
 ) -> None:
     """Write the model directory `path` from named whole tensors, with configuration and tokenizer of the directory `source`.
 
-    `tensors` are taken one at a time and at most `max_shard_bytes` of them are held. The directory appears only when it is complete.
+    `tensors` are taken one at a time and at most `max_shard_bytes` of them are held. The directory appears only when it is complete,
+    and on the disk itself when it is to be `durable`.
     Raises UserError when the disk is full or `path` is not writable, or when `source` has no config.json.
     """
     if not (source / "config.json").is_file():
         raise UserError(f"model directory {source} has no config.json, which a saved model needs; give a Hugging Face model directory")
-    with atomic_directory(path) as directory:
+    with atomic_directory(path, durable=durable) as directory:
         for name in _COPIED_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)

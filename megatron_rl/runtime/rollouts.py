@@ -85,8 +85,10 @@ class Rollouts:
 
     async def connect(self, addresses: Sequence[EngineAddress]) -> None:
         """Open a client to every engine; from now on `next_batch` and `evaluate` can generate."""
+        timeout_s = self._settings.rollout.request_timeout_s
         for address in addresses:
-            client = EngineClient(address, request_timeout_s=self._settings.rollout.request_timeout_s)
+            # A weight sync is the one control call that takes long: an engine may read all of a large model in it.
+            client = EngineClient(address, request_timeout_s=timeout_s, control_timeout_s=self._settings.weights.sync_timeout_s)
             self.clients.append(await self._stack.enter_async_context(client))
         self._pool = EnginePool(self.clients, max_samples=self._settings.rollout.max_concurrent_requests)
 

@@ -17,12 +17,13 @@ from megatron_rl.observe.metrics import Last, Metric
 from megatron_rl.rollout.client import EnginePart
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.runtime.background import BackgroundLoop
-from megatron_rl.runtime.publish import Publisher
 from megatron_rl.runtime.rollouts import MAX_RESAMPLING_ROUNDS, Rollouts
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.types import Floats, TrainBatch
+from megatron_rl.weights.interface import WeightTransport
 from megatron_rl.weights.parity import ParityReport, check_parity, make_probe
+from megatron_rl.weights.sync import WeightSync
 
 Result = TypeVar("Result")
 
@@ -157,7 +158,7 @@ class GeneratedSamples:
         self._settings = settings
         self.background, self._watchdog = background, watchdog
         self.rollouts = Rollouts(settings)
-        self._publisher: Publisher
+        self._sync: WeightSync
         self._trainers: TrainerGroup
 
     def _wait(self, coroutine: Coroutine[Any, Any, Result], *, name: str, timeout_s: float) -> Result:
@@ -174,9 +175,12 @@ class GeneratedSamples:
         """Open clients to the engines."""
         self._wait(self.rollouts.connect(addresses), name="connecting to the engines", timeout_s=CONTROL_TIMEOUT_S)
 
-    def attach(self, publisher: Publisher, trainers: TrainerGroup, *, dtype: str) -> None:
-        """Name the trainer whose weights the engines serve, in `dtype`, and for which samples are to be made."""
-        self._publisher, self._trainers, self._dtype = publisher, trainers, dtype
+    def attach(self, transport: WeightTransport, trainers: TrainerGroup, *, dtype: str) -> None:
+        """Connect to the trainer whose weights the engines serve, in `dtype`, and for which samples are to be made."""
+        self._trainers, self._dtype = trainers, dtype
+        timeout_s = self._settings.weights.sync_timeout_s
+        opening = WeightSync.open(transport, ranks=trainers, clients=self.rollouts.clients, timeout_s=timeout_s)
+        self._sync = self._wait(opening, name="joining trainer and engines", timeout_s=timeout_s + CONTROL_TIMEOUT_S)
         self._wait(self.rollouts.begin_production(), name="preparing the rollout", timeout_s=CONTROL_TIMEOUT_S)
 
     def close(self) -> None:
@@ -207,7 +211,9 @@ class GeneratedSamples:
 
     def publish(self, *, version: int) -> dict[str, Metric]:
         """Sync the engines' weights."""
-        return self._publisher.publish(version=version)
+        # The sync keeps its own deadline, and names who misses it.
+        timeout_s = self._settings.weights.sync_timeout_s + CONTROL_TIMEOUT_S
+        return self._wait(self._sync.run(version=version), name=f"weight sync to version {version}", timeout_s=timeout_s)
 
     def score_probe(self) -> ScoredProbe:
         """Score fixed tokens on every engine."""

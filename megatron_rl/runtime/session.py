@@ -8,7 +8,7 @@ from megatron_rl.config.checks import gpu_contradictions
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
-from megatron_rl.device import chosen_row_maths
+from megatron_rl.device import chosen_row_maths, quiet_megatron_imports
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.files import write_atomic
 from megatron_rl.leftovers import remove_leftovers
@@ -24,7 +24,6 @@ from megatron_rl.runtime.cluster import DeviceKind, Places, cluster_device_kind,
 from megatron_rl.runtime.engines import EngineGroup, engine_dtype, ranks_per_engine
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
-from megatron_rl.runtime.publish import BroadcastPublisher, DiskPublisher, Parties, Publisher
 from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.samples import GeneratedSamples, SampleSource, SupervisedSamples
 from megatron_rl.runtime.start_report import StartReport
@@ -32,6 +31,12 @@ from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.training_run import SETTINGS_FILE, TrainingRun
 from megatron_rl.runtime.turns import NoTurns, SharedDevices, Turn, Turns
 from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.weights.interface import Surroundings, WeightTransport
+from megatron_rl.weights.sync import TRANSPORTS
+
+with quiet_megatron_imports():
+    from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.weights.manifest import make_manifest
 
 PLACE_TIMEOUT_S = 120.0
 BUFFER_FILE = "buffer.sqlite"
@@ -164,11 +169,11 @@ def _start(settings: Settings, stack: ExitStack, start: StartReport) -> tuple[Sa
             trainers.finish_start(trainers.begin_start())
         generated.connect(engines.finish_start(engines_starting))
     turns = SharedDevices(trainers, generated) if settings.runtime.colocate else NoTurns()
-    # A publisher looks at the weights that it is going to send.
+    # The group of a transport takes memory on the devices, which is there in no other turn.
     turns.take(Turn.SYNC)
     with start.part("weight transport"):
-        publisher = _publisher(settings, generated, trainers, watchdog, device_kind=places.device_kind)
-    generated.attach(publisher, trainers, dtype=engine_dtype(settings, device_kind=places.device_kind))
+        transport = _transport(settings, trainers, device_kind=places.device_kind)
+        generated.attach(transport, trainers, dtype=engine_dtype(settings, device_kind=places.device_kind))
     return generated, trainers, turns
 
 
@@ -197,17 +202,14 @@ def _reserve(settings: Settings, stack: ExitStack, start: StartReport, *, trains
     return places
 
 
-def _publisher(
-    settings: Settings, samples: GeneratedSamples, trainers: TrainerGroup, watchdog: Watchdog, *, device_kind: DeviceKind
-) -> Publisher:
-    parties = Parties(
-        trainers=trainers,
-        clients=samples.rollouts.clients,
-        background=samples.background,
-        watchdog=watchdog,
+def _transport(settings: Settings, trainers: TrainerGroup, *, device_kind: DeviceKind) -> WeightTransport:
+    surroundings = Surroundings(
+        manifest=make_manifest(read_model_spec(settings.model.path), dtype=engine_dtype(settings, device_kind=device_kind)),
+        directory=settings.run.directory / "weights",
+        free_address=trainers.free_address,
+        backend="nccl" if device_kind == "cuda" else "gloo",
+        num_engines=settings.rollout.num_engines,
+        ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
         timeout_s=settings.weights.sync_timeout_s,
     )
-    if settings.weights.transport == "disk":
-        return DiskPublisher(parties, directory=settings.run.directory / "weights")
-    backend = "nccl" if device_kind == "cuda" else "gloo"
-    return BroadcastPublisher(parties, backend=backend, ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind))
+    return TRANSPORTS[settings.weights.transport](surroundings)

@@ -1,6 +1,6 @@
 """All Megatron ranks as one object, seen from the driver."""
 
-from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ from megatron_rl.runtime.workers import TrainerWorker
 from megatron_rl.training.offload import Part
 from megatron_rl.training.whole_batch import divide
 from megatron_rl.types import Floats, TrainBatch
-from megatron_rl.weights.broadcast import BroadcastGroup
-from megatron_rl.weights.bucket import WeightSpec
+from megatron_rl.weights.interface import SenderPlan
 
 START_TIMEOUT_S = 600.0
 
@@ -106,20 +105,15 @@ class TrainerGroup:
         """Write the policy as a Hugging Face directory."""
         self._call("save_hf", directory)
 
-    def manifest(self) -> tuple[WeightSpec, ...]:
-        """The tensors that `begin_send` sends, in order."""
-        manifest: tuple[WeightSpec, ...] = self._call("manifest")[0]
-        return manifest
-
     def free_address(self) -> tuple[str, int]:
         """An address of rank 0's node and a free port on it."""
         return self._watchdog.wait_refs([self.workers[0].address.remote()], name="finding a free port", timeout_s=START_TIMEOUT_S)[0]
 
-    def begin_join(self, group: BroadcastGroup, *, timeout_s: float) -> list[ray.ObjectRef]:
-        """Let rank 0 open the process group to the engines."""
-        return [self.workers[0].join_engines.remote(group, timeout_s=timeout_s)]
+    def begin_open_sender(self, plan: SenderPlan) -> list[Future[None]]:
+        """Let every rank open its end of the transport to the engines."""
+        stored = ray.put(plan)
+        return [worker.open_sender.remote(stored).future() for worker in self.workers]
 
-    def begin_send(self, buckets: Sequence[Sequence[WeightSpec]]) -> list[ray.ObjectRef]:
-        """Let every rank gather and rank 0 send the current weights."""
-        stored = ray.put(buckets)
-        return [worker.send_weights.remote(stored) for worker in self.workers]
+    def begin_send(self, *, version: int) -> list[Future[None]]:
+        """Let every rank send its current weights to the engines."""
+        return [worker.send.remote(version=version).future() for worker in self.workers]

@@ -2,11 +2,9 @@
 
 import socket
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import ray
-import torch.distributed as dist
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe.metrics import Metric
@@ -14,8 +12,7 @@ from megatron_rl.runtime.engine_worker import enter_directory
 from megatron_rl.training.offload import Part
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Shard, TrainBatch
-from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender, send_buckets
-from megatron_rl.weights.bucket import WeightSpec, make_manifest
+from megatron_rl.weights.interface import SenderPlan, WeightSender
 
 
 def free_port(address: str) -> int:
@@ -32,7 +29,7 @@ class TrainerWorker:
     def __init__(self) -> None:
         self._rank: int
         self._trainer: Trainer
-        self._group: dist.ProcessGroup | None = None
+        self._sender: WeightSender
 
     @ray.method(concurrency_group="watch")
     def hold(self) -> None:
@@ -83,15 +80,10 @@ class TrainerWorker:
         """Write the policy as a Hugging Face directory (rank 0 writes, all gather)."""
         self._trainer.save_hf(directory)
 
-    def manifest(self) -> tuple[WeightSpec, ...]:
-        """What `send_weights` sends, in order."""
-        return make_manifest(self._trainer.weights())
+    def open_sender(self, plan: SenderPlan) -> None:
+        """Open this rank's end of the transport to the engines."""
+        self._sender = plan.open(self._trainer, rank=self._rank)
 
-    def join_engines(self, group: BroadcastGroup, *, timeout_s: float) -> None:
-        """Open the process group to the engines; only rank 0 is in it."""
-        if self._rank == 0:
-            self._group = join_as_sender(group, timeout_s=timeout_s)
-
-    def send_weights(self, buckets: Sequence[Sequence[WeightSpec]]) -> None:
+    def send(self, *, version: int) -> None:
         """Send the current weights to the engines."""
-        send_buckets(self._trainer.weights(), buckets, group=self._group)
+        self._sender.send(version=version)

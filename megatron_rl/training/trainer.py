@@ -15,7 +15,7 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings
 from megatron_rl.data.packing import pack, sequence_multiple
 from megatron_rl.errors import UserError
-from megatron_rl.models.hf_files import save_hf
+from megatron_rl.models.hf_files import MAX_SHARD_BYTES, save_hf
 from megatron_rl.models.hf_weights import export_hf_weights
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import read_model_spec
@@ -426,13 +426,17 @@ class Trainer:
         self._waiting = None
         self._steps.restore(sharded_checkpoint.load(Path(directory), self.trained_models()))
 
-    def save_hf(self, directory: Path | str) -> None:
-        """Write the policy as a Hugging Face directory. Raises UserError when it cannot be written."""
+    def save_hf(self, directory: Path | str, *, max_shard_bytes: int = MAX_SHARD_BYTES, durable: bool = True) -> None:
+        """Write the policy as a Hugging Face directory, in files of at most `max_shard_bytes`.
+
+        One that is not `durable` need not survive a power failure, which saves waiting for the disk.
+        Raises UserError when it cannot be written.
+        """
         weights = self.weights()
 
         def write(path: Path) -> None:
             try:
-                save_hf(path, weights, source=self._model_settings.path)
+                save_hf(path, weights, source=self._model_settings.path, max_shard_bytes=max_shard_bytes, durable=durable)
             finally:
                 _drain(weights)
 

@@ -1,15 +1,20 @@
 """Weights through a process group: trainer rank 0 sends, every rank of every engine receives. gloo on CPU, NCCL on GPU."""
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_rl.rendezvous import serve_store
-from megatron_rl.weights.bucket import WeightSpec, fill_buckets
+from megatron_rl.rollout.client import EngineClient
+from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets, num_bucket_bytes
+from megatron_rl.weights.interface import Surroundings, WeightSource
+
+GROUP_NAME = "weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,40 @@ class BroadcastGroup:
     backend: str
 
 
+# The rank's end
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastPlan:
+    """What a rank needs to send through `group`, which it has `timeout_s` seconds to join."""
+
+    group: BroadcastGroup
+    buckets: tuple[tuple[WeightSpec, ...], ...]
+    timeout_s: float
+
+    def open(self, source: WeightSource, *, rank: int) -> "BroadcastSender":
+        """Join the group as rank 0; other ranks are not in it."""
+        group = join_as_sender(self.group, timeout_s=self.timeout_s) if rank == 0 else None
+        return BroadcastSender(source, self.buckets, group=group)
+
+
+class BroadcastSender:
+    """Gathers the weights of all ranks; the rank that has the `group` sends them."""
+
+    def __init__(self, source: WeightSource, buckets: Sequence[Sequence[WeightSpec]], *, group: dist.ProcessGroup | None) -> None:
+        self._source, self._buckets, self._group = source, buckets, group
+
+    def send(self, *, version: int) -> None:
+        """Send bucket by bucket. Without the group only take part in gathering; the engines know the version from elsewhere."""
+        if self._group is None:
+            for _ in self._source.weights():
+                pass
+            return
+        for flat in fill_buckets(self._source.weights(), self._buckets):
+            # On a GPU the next bucket is written after this one is sent, both being work of one stream.
+            dist.broadcast(flat, src=0, group=self._group)
+
+
 def join_as_sender(group: BroadcastGroup, *, timeout_s: float) -> dist.ProcessGroup:
     """Open the group as rank 0 and wait until all engines have joined.
 
@@ -31,27 +70,90 @@ def join_as_sender(group: BroadcastGroup, *, timeout_s: float) -> dist.ProcessGr
     """
     timeout = timedelta(seconds=timeout_s)
     store = serve_store(group.address, port=group.port, num_clients=group.world_size, timeout_s=timeout_s)
-    process_group, _ = c10d._new_process_group_helper(
-        group.world_size,
-        0,
-        [],
-        dist.Backend(group.backend),
-        dist.PrefixStore(group.name, store),
-        group_name=c10d.GroupName(group.name),
-        timeout=timeout,
-        backend_options=None,
-    )
+    with _unbound_default_group():
+        process_group, _ = c10d._new_process_group_helper(
+            group.world_size,
+            0,
+            [],
+            dist.Backend(group.backend),
+            dist.PrefixStore(group.name, store),
+            group_name=c10d.GroupName(group.name),
+            timeout=timeout,
+            backend_options=None,
+        )
     c10d._world.pg_group_ranks[process_group] = {member: member for member in range(group.world_size)}
     return process_group
 
 
-def send_buckets(
-    weights: Iterable[tuple[str, Tensor]], buckets: Sequence[Sequence[WeightSpec]], *, group: dist.ProcessGroup | None
-) -> None:
-    """Send the weights bucket by bucket; with `group` None only take part in the collectives that gather them.
+@contextmanager
+def _unbound_default_group() -> Iterator[None]:
+    """Let the default group of the trainer, if there is one, look as if it had no device of its own.
 
-    Every trainer rank calls this, because gathering a sharded weight is collective; only rank 0 has the group.
+    torch makes a group from a bound default group by splitting that one's communicator, for which it would wait for all ranks of the
+    trainer, and the engines' ranks are not among them.
     """
-    for flat in fill_buckets(weights, buckets):
-        if group is not None:
-            dist.broadcast(flat, src=0, group=group)
+    if not dist.is_initialized():
+        yield
+        return
+    default = dist.distributed_c10d._get_default_group()
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
+# The engines' end
+
+
+class BroadcastTransport:
+    """Directs engines to receive bucket by bucket while the ranks send. Ranks of the engines follow rank 0, engine by engine."""
+
+    sends_first = False
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        address, port = surroundings.free_address()
+        self._ranks_per_engine = surroundings.ranks_per_engine
+        self._group = BroadcastGroup(
+            address=address,
+            port=port,
+            world_size=1 + surroundings.num_engines * surroundings.ranks_per_engine,
+            name=GROUP_NAME,
+            backend=surroundings.backend,
+        )
+        self.plan = BroadcastPlan(self._group, make_buckets(surroundings.manifest), surroundings.timeout_s)
+
+    async def connect(self, clients: Sequence[EngineClient]) -> None:
+        """Let every engine join the group."""
+        group = self._group
+        await asyncio.gather(
+            *(
+                client.join_group(
+                    address=group.address,
+                    port=group.port,
+                    rank_offset=1 + number * self._ranks_per_engine,
+                    world_size=group.world_size,
+                    name=group.name,
+                    backend=group.backend,
+                )
+                for number, client in enumerate(clients)
+            )
+        )
+
+    async def deliver(self, client: EngineClient, *, version: int) -> None:
+        """Let an engine receive every bucket; the version comes with the last, so that half of the weights never count as new ones."""
+        buckets = self.plan.buckets
+        await client.begin_weight_update()
+        for number, bucket in enumerate(buckets):
+            await client.receive_bucket(
+                [spec.name for spec in bucket],
+                dtypes=[spec.dtype for spec in bucket],
+                shapes=[spec.shape for spec in bucket],
+                group=self._group.name,
+                version=version if number == len(buckets) - 1 else None,
+            )
+        await client.end_weight_update()
+
+    def finish(self, *, version: int) -> int:
+        """Nothing is left behind."""
+        return sum(map(num_bucket_bytes, self.plan.buckets))

@@ -3,6 +3,7 @@
 Trainer and engine agree on the buckets before the first byte moves: names, dtypes and shapes follow from the manifest.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,11 @@ import torch
 from torch import Tensor
 
 BUCKET_BYTES = 512 * 1024 * 1024
+_FUSED_MODULE = ".self_attn."
+"""An engine may fuse tensors of one attention into one of its own, and then drops the one whose counterpart is not in the same bucket.
+
+SGLang does so for q_a_proj and kv_a_proj_with_mqa of latent attention (`cached_a_proj` in its deepseek_weight_loader.py).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,49 +27,92 @@ class WeightSpec:
     dtype: str
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "WeightSpec":
+        """The description of `tensor`, of any shape [...]."""
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
     @property
     def num_bytes(self) -> int:
         """Size of the tensor in bytes."""
-        dtype = getattr(torch, self.dtype)
-        return math.prod(self.shape) * dtype.itemsize
+        return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
-def make_manifest(weights: Iterable[tuple[str, Tensor]]) -> tuple[WeightSpec, ...]:
-    """Describe every tensor of `weights`, in order."""
-    return tuple(WeightSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in weights)
+def fused_together(name: str) -> str:
+    """What all tensors have in common that an engine has to receive at once: the attention of a layer, else the tensor's own name."""
+    module, found, _ = name.partition(_FUSED_MODULE)
+    return module + found
 
 
 def make_buckets(manifest: Sequence[WeightSpec], *, max_bytes: int = BUCKET_BYTES) -> tuple[tuple[WeightSpec, ...], ...]:
-    """Cut the manifest, in order, into runs of at most `max_bytes` bytes; a larger tensor gets a bucket of its own."""
+    """Cut the manifest, in order, into runs of at most `max_bytes` bytes.
+
+    What an engine may fuse stays together: the attention of one layer, or a single tensor, gets a larger bucket when it needs one.
+    """
     buckets: list[tuple[WeightSpec, ...]] = []
     current: list[WeightSpec] = []
     num_bytes = 0
-    for spec in manifest:
-        if current and num_bytes + spec.num_bytes > max_bytes:
+    for _, run in itertools.groupby(manifest, key=lambda spec: fused_together(spec.name)):
+        unit = list(run)
+        unit_bytes = sum(spec.num_bytes for spec in unit)
+        if current and num_bytes + unit_bytes > max_bytes:
             buckets.append(tuple(current))
             current, num_bytes = [], 0
-        current.append(spec)
-        num_bytes += spec.num_bytes
+        current += unit
+        num_bytes += unit_bytes
     if current:
         buckets.append(tuple(current))
+    _check_fused(buckets)
     return tuple(buckets)
+
+
+def _check_fused(buckets: Sequence[Sequence[WeightSpec]]) -> None:
+    bucket_of: dict[str, int] = {}
+    for number, bucket in enumerate(buckets):
+        for spec in bucket:
+            first = bucket_of.setdefault(fused_together(spec.name), number)
+            assert first == number, f"{spec.name} is in bucket {number}, but an engine may fuse it with tensors of bucket {first}"
+
+
+def num_bucket_bytes(bucket: Sequence[WeightSpec]) -> int:
+    """Size of one bucket in bytes."""
+    return sum(spec.num_bytes for spec in bucket)
 
 
 def fill_buckets(weights: Iterable[tuple[str, Tensor]], buckets: Sequence[Sequence[WeightSpec]]) -> Iterator[Tensor]:
     """Yield each bucket as one flat uint8 tensor [bytes], in the order of the buckets.
 
+    All are in the same memory, of the size of the largest: who keeps one beyond the next copies it.
+
     Raises:
         ValueError: a tensor differs from its entry in the manifest, which would write into the wrong place of the engine.
     """
     source = iter(weights)
+    memory: Tensor | None = None
     for bucket in buckets:
-        parts = []
+        start = 0
         for spec in bucket:
-            name, tensor = next(source)
-            got = WeightSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            if got != spec:
-                raise ValueError(f"the trainer exports {got}, the manifest promised {spec} to the engines")
-            parts.append(tensor.detach().contiguous().view(-1).view(torch.uint8))
-        yield torch.cat(parts)
+            tensor = _next_weight(source, spec)
+            if memory is None:
+                memory = torch.empty(max(map(num_bucket_bytes, buckets)), dtype=torch.uint8, device=tensor.device)
+            end = start + spec.num_bytes
+            memory[start:end].view(spec.torch_dtype).view(spec.shape).copy_(tensor)
+            start = end
+        assert memory is not None, "a bucket has tensors"
+        yield memory[:start]
     if next(source, None) is not None:
         raise ValueError("the trainer exports more tensors than the manifest promised to the engines")
+
+
+def _next_weight(source: Iterator[tuple[str, Tensor]], spec: WeightSpec) -> Tensor:
+    name, tensor = next(source, (None, None))
+    got = WeightSpec.of(name, tensor) if name is not None and tensor is not None else None
+    if got != spec or tensor is None:
+        raise ValueError(f"the trainer exports {got or 'nothing more'}, the manifest promised {spec} to the engines")
+    return tensor.detach()

@@ -70,6 +70,8 @@ def one_case(path: Path, topology: dict, world_size: int) -> dict:
     from megatron_rl.models.megatron_config import transformer_config
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
+    from megatron_rl.weights.bucket import WeightSpec
+    from megatron_rl.weights.manifest import make_manifest
 
     spec = read_model_spec(path)
     settings = TopologySettings(num_ranks=world_size, **topology)
@@ -77,6 +79,7 @@ def one_case(path: Path, topology: dict, world_size: int) -> dict:
     chunks = build_model(spec, config, attention="torch")
     load_hf_weights(chunks, spec, path)
     weights = {key: tensor.clone() for key, tensor in export_hf_weights(chunks, spec)}
+    assert make_manifest(spec, dtype="float32") == tuple(WeightSpec.of(key, tensor) for key, tensor in weights.items())
     cp_rank, tp_rank = parallel_state.get_context_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     tokens = zigzag(settings.cp, cp_rank)
     input_ids, loss_weights = inputs(spec.vocab_size)

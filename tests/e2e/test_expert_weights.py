@@ -1,22 +1,29 @@
 """Weights of mixtures of experts, from the trainer through a process group into the real SGLang server: both give the same log-probs."""
 
 import asyncio
-import socket
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_rl.config.settings import RolloutSettings, Settings
+from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.runtime.workers import free_port
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Prompt, TrainBatch
-from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender, send_buckets
-from megatron_rl.weights.bucket import make_buckets, make_manifest
+from megatron_rl.weights import broadcast
+from megatron_rl.weights.broadcast import GROUP_NAME
+from megatron_rl.weights.bucket import make_buckets
+from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
+from megatron_rl.weights.manifest import make_manifest
 from megatron_rl.weights.parity import check_parity, make_probe, sequences
+from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
 PARITY = 1e-5
 
@@ -34,28 +41,39 @@ def make_trainer(model: Path, directory: Path) -> Trainer:
     return Trainer.of(settings, rank=0, init_method=f"file://{directory}/rendezvous")
 
 
-async def sync_and_score(trainer: Trainer, address: EngineAddress, probe: TrainBatch) -> Floats:
+class OneRank:
+    """A trainer of one rank in this process, whose calls run beside the event loop."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._thread = trainer, ThreadPoolExecutor(1)
+        self._sender: WeightSender
+
+    def begin_open_sender(self, plan: SenderPlan) -> list[Future[None]]:
+        def work() -> None:
+            self._sender = plan.open(self._trainer, rank=0)
+
+        return [self._thread.submit(work)]
+
+    def begin_send(self, *, version: int) -> list[Future[None]]:
+        return [self._thread.submit(self._sender.send, version=version)]
+
+
+async def sync_and_score(trainer: Trainer, address: EngineAddress, probe: TrainBatch, *, model: Path, directory: Path) -> Floats:
     """Log-probs [T] of the probe's tokens by the engine after it got the trainer's weights."""
-    # Many buckets, so that some begin and end among the experts of a layer.
-    buckets = make_buckets(make_manifest(trainer.weights()), max_bytes=20_000)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        group = BroadcastGroup(address="127.0.0.1", port=int(free.getsockname()[1]), world_size=2, name="experts", backend="gloo")
-    async with EngineClient(address, request_timeout_s=60) as client:
-        joining = client.join_group(
-            address=group.address, port=group.port, rank_offset=1, world_size=2, name=group.name, backend=group.backend
-        )
-        process_group, _ = await asyncio.gather(asyncio.to_thread(join_as_sender, group, timeout_s=30), joining)
-        await client.pause("abort")
-        await client.begin_weight_update()
-        sending = asyncio.create_task(asyncio.to_thread(send_buckets, trainer.weights(), buckets, group=process_group))
-        for bucket in buckets:
-            names, dtypes, shapes = zip(*((spec.name, spec.dtype, spec.shape) for spec in bucket), strict=True)
-            await client.receive_bucket(names, dtypes=dtypes, shapes=shapes, group=group.name, version=1, flattened=True)
-        await sending
-        await client.end_weight_update()
-        await client.resume()
-        await client.leave_group(group.name)
+    surroundings = Surroundings(
+        manifest=make_manifest(read_model_spec(model), dtype="float32"),
+        directory=directory / "weights",
+        free_address=lambda: ("127.0.0.1", free_port("127.0.0.1")),
+        backend="gloo",
+        num_engines=1,
+        ranks_per_engine=1,
+        timeout_s=60.0,
+    )
+    async with EngineClient(address, request_timeout_s=60, control_timeout_s=60) as client:
+        transport = TRANSPORTS["broadcast"](surroundings)
+        sync = await WeightSync.open(transport, ranks=OneRank(trainer), clients=[client], timeout_s=60)
+        await sync.run(version=1)
+        await client.leave_group(GROUP_NAME)
         return np.concatenate([(await client.score(tokens)).log_probs for tokens in sequences(probe)])
 
 
@@ -63,7 +81,9 @@ async def sync_and_score(trainer: Trainer, address: EngineAddress, probe: TrainB
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", ("qwen3_moe", "glm4_moe"))
-def test_experts_reach_the_engine(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
+def test_experts_reach_the_engine(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    # Many buckets, so that some begin and end among the experts of a layer.
+    monkeypatch.setattr(broadcast, "make_buckets", partial(make_buckets, max_bytes=20_000))
     # Not tied: SGLang's Qwen3-MoE keeps a head of its own whatever config.json says.
     served, trained = (tiny_model(family=family, name=f"model{seed}", seed=seed, tied=False) for seed in (0, 1))
     prompts = [Prompt(id=str(number), token_ids=np.array([2 + number, 3, 4]), text="") for number in range(3)]
@@ -80,7 +100,7 @@ def test_experts_reach_the_engine(tiny_model: Callable[..., Path], tmp_path: Pat
         address = engine.start()
         trainer = make_trainer(trained, tmp_path)
         expected = trainer.log_probs(probe)
-        found = asyncio.run(sync_and_score(trainer, address, probe))
+        found = asyncio.run(sync_and_score(trainer, address, probe, model=trained, directory=tmp_path))
         shutdown()
     finally:
         engine.stop()

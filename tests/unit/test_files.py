@@ -138,3 +138,15 @@ def test_torch_reports_a_full_disk_in_its_own_words(tmp_path: Path) -> None:
         raise RuntimeError(words)
     with pytest.raises(RuntimeError, match="another matter"), disk_errors(tmp_path):
         raise RuntimeError("another matter")
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_only_what_has_to_survive_a_power_failure_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with atomic_directory(tmp_path / "model", durable=durable) as partial:
+        (partial / "file").write_text("content")
+    assert (tmp_path / "model" / "file").read_text() == "content"
+    assert bool(synced) == durable

@@ -65,8 +65,9 @@ class Client:
 
     engine: Engine
 
-    def __init__(self, address: EngineAddress, *, request_timeout_s: float) -> None:
+    def __init__(self, address: EngineAddress, *, request_timeout_s: float, control_timeout_s: float) -> None:
         self.address = address
+        self.timeouts = request_timeout_s, control_timeout_s
         self.generate = Client.engine.generate
 
     async def __aenter__(self) -> "Client":
@@ -124,6 +125,20 @@ async def opened(settings: Settings, path: Path) -> Rollouts:
     await rollouts.connect([ADDRESS])
     await rollouts.begin_production()
     return rollouts
+
+
+def test_a_control_call_may_take_as_long_as_a_weight_sync(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    """An engine may read all of a large model from a slow disk in one of them."""
+    Client.engine = Engine(seed=0)
+    settings = make_settings("weights.sync_timeout_s=7200", "rollout.request_timeout_s=50")
+
+    async def work() -> tuple[float, float]:
+        rollouts = await opened(settings, tmp_path / "buffer.sqlite")
+        (client,) = rollouts.clients
+        await rollouts.close()
+        return client.timeouts  # type: ignore[attr-defined,no-any-return]
+
+    assert asyncio.run(work()) == (50, 7200)
 
 
 async def step_of(rollouts: Rollouts, engine: Engine, step: int) -> tuple[TrainBatch, dict[str, float]]:

@@ -1,0 +1,86 @@
+"""What a transport of weights is: an end that every rank holds, an end that directs the engines, and what the two are made from."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_rl.rollout.client import EngineClient
+from megatron_rl.weights.bucket import WeightSpec
+
+
+class WeightSource(Protocol):
+    """The trainer of one rank. Both methods are collective, because gathering a sharded weight is."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, one whole tensor at a time."""
+        ...
+
+    def save_hf(self, directory: Path | str, *, max_shard_bytes: int, durable: bool) -> None:
+        """Write the weights as a Hugging Face directory of files of at most `max_shard_bytes`, of which rank 0 holds one at a time.
+
+        Only a `durable` one has to survive a power failure.
+        """
+        ...
+
+
+class WeightSender(Protocol):
+    """The rank's end."""
+
+    def send(self, *, version: int) -> None:
+        """Send the current weights. Every rank calls it at the same time."""
+        ...
+
+
+class SenderPlan(Protocol):
+    """What a rank opens its end from; it travels to the ranks, so it can be pickled."""
+
+    def open(self, source: WeightSource, *, rank: int) -> WeightSender:
+        """Open the end of `rank`, while `WeightTransport.connect` runs at the other one."""
+        ...
+
+
+class WeightTransport(Protocol):
+    """The engines' end: what the driver asks of each engine while it is paused."""
+
+    @property
+    def plan(self) -> SenderPlan:
+        """What every rank opens its end from."""
+        ...
+
+    @property
+    def sends_first(self) -> bool:
+        """True when engines read what ranks have finished sending, False when both happen at once."""
+        ...
+
+    async def connect(self, clients: Sequence[EngineClient]) -> None:
+        """Connect every engine, once, before the first sync."""
+        ...
+
+    async def deliver(self, client: EngineClient, *, version: int) -> None:
+        """Let one engine take what the ranks send, and serve it as `version` from the last part of it on."""
+        ...
+
+    def finish(self, *, version: int) -> int:
+        """Leave nothing of a sync behind that all engines have taken; return the bytes that each of them got."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What transports are made from; each uses its part.
+
+    `manifest` lists the weights in the order in which a rank exports them. `directory` is on storage that ranks and engines share, and for
+    syncs alone. `free_address` gives an address of rank 0's node and a free port on it. `backend` is gloo or nccl, `timeout_s` the
+    deadline for connecting, in seconds.
+    """
+
+    manifest: Sequence[WeightSpec]
+    directory: Path
+    free_address: Callable[[], tuple[str, int]]
+    backend: str
+    num_engines: int
+    ranks_per_engine: int
+    timeout_s: float

@@ -1,0 +1,100 @@
+"""The group of trainer and engines, and what a rank sends into it."""
+
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_rl.weights import broadcast
+from megatron_rl.weights.broadcast import BroadcastGroup, BroadcastPlan, BroadcastSender, join_as_sender
+from megatron_rl.weights.bucket import WeightSpec
+
+
+class FakeNccl(c10d.ProcessGroupGloo):
+    """Torch's NCCL groups where there is no NCCL: the options of each that was made, in gloo's place."""
+
+    made: ClassVar[list[Any]] = []
+    Options = SimpleNamespace  # type: ignore[assignment]
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        super().__init__(store, rank, size, timedelta(seconds=30))
+        self.made.append(options)
+
+
+@pytest.fixture
+def default_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
+    """A trainer's default group that is bound to a device, as on GPUs."""
+    monkeypatch.setattr(FakeNccl, "made", [])
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(c10d, "_get_split_source", lambda group: "the trainer's communicator")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = c10d._get_default_group()
+    group.bound_device_id = torch.device("cuda", 0)
+    yield group
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_group_of_a_sync_is_not_split_from_the_trainers(default_group: dist.ProcessGroup) -> None:
+    """To split, NCCL waits for all ranks of the trainer, of which only rank 0 joins."""
+    join_as_sender(BroadcastGroup("127.0.0.1", free_port(), 1, "weights", "nccl"), timeout_s=30)
+    (options,) = FakeNccl.made
+    assert "split_from" not in vars(options) or options.split_from is None
+    assert default_group.bound_device_id == torch.device("cuda", 0)
+
+
+def test_a_group_that_cannot_be_made_leaves_the_trainers_bound(default_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no engines")
+
+    monkeypatch.setattr(c10d, "_new_process_group_helper", fail)
+    with pytest.raises(RuntimeError, match="no engines"):
+        join_as_sender(BroadcastGroup("127.0.0.1", free_port(), 1, "weights", "nccl"), timeout_s=30)
+    assert default_group.bound_device_id == torch.device("cuda", 0)
+
+
+class Source:
+    """A trainer with two weights; `taken` counts those that were gathered."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in (("a", torch.arange(3.0)), ("b", torch.ones(2, 2))):
+            self.taken += 1
+            yield name, tensor
+
+
+BUCKETS = ((WeightSpec("a", "float32", (3,)),), (WeightSpec("b", "float32", (2, 2)),))
+
+
+def test_rank_zero_sends_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[list[float], int, object]] = []
+    monkeypatch.setattr(dist, "broadcast", lambda flat, src, group: sent.append((flat.view(torch.float32).tolist(), src, group)))
+    monkeypatch.setattr(broadcast, "join_as_sender", lambda group, *, timeout_s: (group.name, timeout_s))
+    plan = BroadcastPlan(BroadcastGroup("10.0.0.1", 1, 2, "weights", "gloo"), BUCKETS, 30.0)
+    plan.open(Source(), rank=0).send(version=1)  # type: ignore[arg-type]
+    assert sent == [([0.0, 1.0, 2.0], 0, ("weights", 30.0)), ([1.0] * 4, 0, ("weights", 30.0))]
+
+
+def test_other_ranks_take_part_in_gathering_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "join_as_sender", lambda group, *, timeout_s: pytest.fail("only rank 0 is in the group"))
+    monkeypatch.setattr(broadcast, "fill_buckets", lambda weights, buckets: pytest.fail("only the sender needs the memory of a bucket"))
+    source = Source()
+    sender = BroadcastPlan(BroadcastGroup("10.0.0.1", 1, 2, "weights", "gloo"), BUCKETS, 30.0).open(source, rank=3)  # type: ignore[arg-type]
+    assert isinstance(sender, BroadcastSender)
+    sender.send(version=1)
+    assert source.taken == 2

@@ -1,0 +1,205 @@
+"""What an engine is told in which order, and when it may say that it serves new weights. The engines' HTTP and the ranks are stand-ins."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from megatron_rl.config.settings import WeightSettings
+from megatron_rl.errors import DeadlineError, EngineError
+from megatron_rl.observe.metrics import metric_values
+from megatron_rl.rollout.client import EngineClient
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.weights import broadcast
+from megatron_rl.weights.bucket import BUCKET_BYTES, WeightSpec
+from megatron_rl.weights.interface import SenderPlan, Surroundings
+from megatron_rl.weights.sync import TRANSPORTS, WeightSync
+
+SPECS = tuple(WeightSpec(f"w{index}", "float32", (2, 3)) for index in range(3))
+BUCKETS = (SPECS[:2], SPECS[2:])
+SYNC_TIMEOUT_S = 7200.0
+SILENT = "/pause_generation"
+
+
+class Server:
+    """What a client sends, without the network: (path, body) in order. `served` is the version that it says it serves.
+
+    A `deaf` server keeps serving what it did, a `mute` one never answers a pause.
+    """
+
+    def __init__(self, log: list[tuple[Any, ...]], *, deaf: bool = False, mute: bool = False) -> None:
+        self.log, self.calls, self.timeouts = log, list[tuple[str, Any]](), set[float]()
+        self.served, self._deaf, self._mute = 0, deaf, mute
+
+    async def call(self, method: str, path: str, body: Any = None, *, timeout_s: float, attempts: int = 1) -> Any:
+        self.calls.append((path, body))
+        self.log.append((path,))
+        self.timeouts.add(timeout_s)
+        if self._mute and path == SILENT:
+            await asyncio.sleep(3600)
+        version = (body or {}).get("weight_version")
+        self.served = self.served if version is None or self._deaf else int(version)
+        return {"weight_version": str(self.served)} if path == "/model_info" else {"success": True}
+
+
+class Ranks:
+    """Two ranks that have done everything at once; rank 0 writes where the transport wants files."""
+
+    def __init__(self, log: list[tuple[Any, ...]]) -> None:
+        self.log = log
+        self.plans: list[Any] = []
+
+    def begin_open_sender(self, plan: SenderPlan) -> list[Future[None]]:
+        self.plans.append(plan)
+        self._sender = plan.open(self, rank=1)  # type: ignore[arg-type]
+        return [done(), done()]
+
+    def begin_send(self, *, version: int) -> list[Future[None]]:
+        self.log.append(("sent", version))
+        self._sender.send(version=version)
+        return [done(), done()]
+
+    def weights(self) -> Any:
+        return iter(())
+
+    def save_hf(self, path: Path, *, max_shard_bytes: int, durable: bool) -> None:
+        assert max_shard_bytes == BUCKET_BYTES and not durable
+        path.mkdir(parents=True)
+        (path / "config.json").write_text("{}")
+        (path / "model.safetensors").write_bytes(b"x" * 72)
+
+
+def done() -> "Future[None]":
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+class Run:
+    """One run's engines and ranks, and the order in which everything happened."""
+
+    def __init__(self, directory: Path, *servers: dict[str, bool]) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.servers = [Server(self.log, **kind) for kind in servers]
+        self.ranks, self.directory = Ranks(self.log), directory
+
+    async def open(self, name: str, *, ranks_per_engine: int = 1, timeout_s: float = SYNC_TIMEOUT_S) -> WeightSync:
+        clients = []
+        for number, server in enumerate(self.servers):
+            address = EngineAddress(f"http://engine-{number}", "key", 32, 64, 64, has_tokenizer=False)
+            client = EngineClient(address, request_timeout_s=5.0, control_timeout_s=timeout_s)
+            client._transport = server  # type: ignore[assignment]
+            clients.append(client)
+        surroundings = Surroundings(
+            manifest=SPECS,
+            directory=self.directory / "weights",
+            free_address=lambda: ("10.0.0.1", 1234),
+            backend="gloo",
+            num_engines=len(clients),
+            ranks_per_engine=ranks_per_engine,
+            timeout_s=timeout_s,
+        )
+        return await WeightSync.open(TRANSPORTS[name](surroundings), ranks=self.ranks, clients=clients, timeout_s=timeout_s)
+
+    def sync(self, name: str, *, version: int, timeout_s: float = SYNC_TIMEOUT_S) -> dict[str, float]:
+        """Open and sync once; the log holds what happened during the sync."""
+
+        async def work() -> dict[str, float]:
+            weight_sync = await self.open(name, timeout_s=timeout_s)
+            self.log.clear()
+            return metric_values(await weight_sync.run(version=version))
+
+        return asyncio.run(work())
+
+
+@pytest.fixture
+def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
+    monkeypatch.setattr(broadcast, "make_buckets", lambda manifest: BUCKETS)
+    return lambda *servers: Run(tmp_path, *servers)
+
+
+def test_every_transport_of_the_settings_is_in_the_table() -> None:
+    assert tuple(TRANSPORTS) == get_args(WeightSettings.model_fields["transport"].annotation)
+
+
+def test_every_rank_of_every_engine_has_a_place_in_the_group(make_run: Callable[..., Run]) -> None:
+    run = make_run({}, {})
+    asyncio.run(run.open("broadcast", ranks_per_engine=2))
+    joined = [server.calls[0] for server in run.servers]
+    assert [path for path, _ in joined] == ["/init_weights_update_group"] * 2
+    assert [body.pop("rank_offset") for _, body in joined] == [1, 3]
+    expected = {"master_address": "10.0.0.1", "master_port": 1234, "world_size": 5, "group_name": "weights", "backend": "gloo"}
+    assert all(body == expected for _, body in joined)
+    (plan,) = run.ranks.plans
+    assert (plan.group.address, plan.group.port, plan.group.world_size, plan.group.backend) == ("10.0.0.1", 1234, 5, "gloo")
+    assert plan.buckets == BUCKETS and plan.timeout_s == SYNC_TIMEOUT_S
+
+
+def test_the_version_comes_with_the_last_bucket(make_run: Callable[..., Run]) -> None:
+    """A request between two buckets would otherwise be answered by half of the new weights, as the new version."""
+    run = make_run({})
+    metrics = run.sync("broadcast", version=3)
+    (server,) = run.servers
+    update = "/update_weights_from_distributed"
+    assert [path for (path, *_) in run.log] == [
+        "sent", "/pause_generation", "/begin_weight_update", update, update, "/end_weight_update", "/continue_generation", "/model_info",
+    ]  # fmt: skip
+    received = [body for path, body in server.calls if path == update]
+    assert [body["names"] for body in received] == [["w0", "w1"], ["w2"]]
+    assert [body["shapes"] for body in received] == [[[2, 3], [2, 3]], [[2, 3]]]
+    assert [(body.get("weight_version"), body["flush_cache"]) for body in received] == [(None, False), ("3", True)]
+    assert dict(server.calls)["/pause_generation"] == {"mode": "retract"}
+    assert metrics == {"weights/version": 3, "weights/bytes": 72}
+
+
+def test_weights_through_a_directory_are_complete_before_an_engine_pauses_and_leave_nothing_there(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_run({})
+    metrics = run.sync("disk", version=2)
+    assert [path for (path, *_) in run.log] == [
+        "sent", "/pause_generation", "/update_weights_from_disk", "/continue_generation", "/model_info",
+    ]  # fmt: skip
+    assert dict(run.servers[0].calls)["/update_weights_from_disk"] == {
+        "model_path": str(tmp_path / "weights" / "version-000002"),
+        "flush_cache": True,
+        "weight_version": "2",
+    }
+    assert metrics == {"weights/version": 2, "weights/bytes": 72}
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_one_engine_that_serves_other_weights_stops_the_run(make_run: Callable[..., Run], name: str) -> None:
+    with pytest.raises(EngineError, match="engine-1 serves weights 0 after a sync, needs 1"):
+        make_run({}, {"deaf": True}).sync(name, version=1)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_every_call_of_a_sync_gets_the_time_of_a_sync(make_run: Callable[..., Run], name: str) -> None:
+    """An engine that reads a large model over a slow network takes more than the minute that other control calls have."""
+    run = make_run({})
+    run.sync(name, version=1)
+    assert run.servers[0].timeouts == {SYNC_TIMEOUT_S}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_the_deadline_names_the_engine_that_is_missing(make_run: Callable[..., Run], name: str) -> None:
+    run = make_run({}, {"mute": True})
+    with pytest.raises(
+        DeadlineError, match="weight sync to version 1 did not finish within 0 s, still waiting for: engine at http://engine-1;"
+    ):
+        run.sync(name, version=1, timeout_s=0.05)
+
+
+def test_a_rank_that_fails_ends_the_sync_at_once(make_run: Callable[..., Run]) -> None:
+    """The engines would otherwise be waited for until the deadline: they receive what nobody sends."""
+    run = make_run({"mute": True})
+    failed: Future[None] = Future()
+    failed.set_exception(ZeroDivisionError("rank 1"))
+    run.ranks.begin_send = lambda *, version: [done(), failed]  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError, match="rank 1"):
+        run.sync("broadcast", version=1)

@@ -1,0 +1,381 @@
+"""What a weight sync costs against copying the same bytes: seconds, CPU seconds and memory, of each transport and each of its ends.
+
+    python tools/bench/weights.py [--layers 8] [--bucket-mb 160] [--turns 3] [--engine]
+
+A rank trains a model made by code (about 0.6 GB in float32 with 8 layers) and sends it with the classes of a run. Without --engine
+a process that only receives stands for the engine: it takes bucket after bucket from the gloo group, or reads the files, and copies every
+tensor into weights of its own. With --engine it is the real SGLang server on a CPU.
+
+Memory is what an end needs during a sync beyond what it had before, at its peak, in buckets; pages of files are not counted. Goals are 5
+times the CPU seconds of memcpy and 2 buckets. All take turns in one call, so that other load hits all alike; of the turns the
+fastest counts, and the largest memory.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed import distributed_c10d as c10d
+from training import MODELS, make_model, make_settings
+
+from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.rendezvous import join_store
+from megatron_rl.rollout.client import EngineClient
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.weights import broadcast, disk
+from megatron_rl.weights.bucket import WeightSpec, make_buckets
+from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
+from megatron_rl.weights.sync import TRANSPORTS, WeightSync
+
+with quiet_megatron_imports():
+    from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.weights.manifest import make_manifest
+
+TIMEOUT_S = 60.0
+GOAL_CPU, GOAL_BUCKETS = 5.0, 2.0
+SHAPE = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 3072}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one sync: seconds from its start to its end, and CPU seconds and bytes of memory of each end."""
+
+    seconds: float
+    sender_cpu_s: float
+    receiver_cpu_s: float
+    sender_bytes: int
+    receiver_bytes: int
+
+
+# Processes
+
+
+def serve(make: Callable[[], Any], connection: Any) -> None:
+    """Be an object of another process: call its methods as asked."""
+    torch.set_num_threads(1)
+    target = make()
+    connection.send(None)
+    while True:
+        name, arguments = connection.recv()
+        connection.send(getattr(target, name)(**arguments))
+
+
+class Remote:
+    """An object in a process of its own; calls run one after the other."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._thread = ThreadPoolExecutor(1)
+        process = context.Process(target=serve, args=(make, other), daemon=True)
+        process.start()
+        other.close()
+        self.processes = [psutil.Process(process.pid)]
+        self._connection.recv()
+
+    def call(self, method: str, /, **arguments: Any) -> "Future[Any]":
+        """Start a call. EOFError when the process has died."""
+
+        def work() -> Any:
+            self._connection.send((method, arguments))
+            return self._connection.recv()
+
+        return self._thread.submit(work)
+
+    def close(self) -> None:
+        """End the process; it has nothing to save, and may wait for one that has gone already."""
+        self.processes[0].kill()
+        self.processes[0].wait(timeout=30)
+
+
+class Rank:
+    """The trainer's end: one Megatron rank."""
+
+    def __init__(self, model: Path, bucket_bytes: int) -> None:
+        disk.BUCKET_BYTES = bucket_bytes
+        with quiet_megatron_imports():
+            from megatron_rl.training.trainer import Trainer
+        settings = make_settings(model, num_ranks=1, max_tokens=64)
+        self._trainer = Trainer.of(settings, rank=0, init_method=f"file://{model.parent}/rendezvous")
+        self._sender: WeightSender
+
+    def open_sender(self, plan: SenderPlan) -> None:
+        """Open the end of the transport."""
+        self._sender = plan.open(self._trainer, rank=0)
+
+    def send(self, version: int) -> None:
+        """Send the weights."""
+        self._sender.send(version=version)
+
+    def memcpy(self) -> tuple[float, float]:
+        """Seconds and CPU seconds of copying all weights once into memory that has been written before."""
+        sources = [tensor.detach().contiguous() for _, tensor in self._trainer.weights()]
+        targets = [source.clone() for source in sources]
+        start, cpu = time.perf_counter(), time.process_time()
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        return time.perf_counter() - start, time.process_time() - cpu
+
+
+class Receiver:
+    """What stands for an engine: it has weights of its own and copies what comes into them."""
+
+    def __init__(self, manifest: Sequence[WeightSpec]) -> None:
+        self._weights = {spec.name: torch.zeros(spec.shape, dtype=spec.torch_dtype) for spec in manifest}
+        self._group: dist.ProcessGroup
+
+    def join_group(self, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str) -> None:
+        """Join as SGLang does."""
+        store = join_store(address, port=port, num_clients=world_size, timeout_s=TIMEOUT_S)
+        self._group, _ = c10d._new_process_group_helper(
+            world_size,
+            rank_offset,
+            [],
+            dist.Backend(backend),
+            dist.PrefixStore(name, store),
+            group_name=c10d.GroupName(name),
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+
+    def receive(self, bucket: Sequence[WeightSpec]) -> None:
+        """Take one bucket, in fresh memory as SGLang does."""
+        flat = torch.empty(sum(spec.num_bytes for spec in bucket), dtype=torch.uint8)
+        dist.broadcast(flat, src=0, group=self._group)
+        start = 0
+        for spec in bucket:
+            self._weights[spec.name].copy_(flat[start : start + spec.num_bytes].view(spec.torch_dtype).view(spec.shape))
+            start += spec.num_bytes
+
+    def load(self, path: Path) -> None:
+        """Read all files of a Hugging Face directory."""
+        for file in sorted(path.glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    self._weights[name].copy_(tensors.get_tensor(name))
+
+
+class StandInClient:
+    """The calls of an engine's client that a sync makes, for a `Receiver`."""
+
+    address = SimpleNamespace(url="receiver")
+
+    def __init__(self, receiver: Remote) -> None:
+        self._receiver, self._version = receiver, 0
+
+    async def _ask(self, method: str, **arguments: Any) -> None:
+        await asyncio.wrap_future(self._receiver.call(method, **arguments))
+
+    async def join_group(self, **arguments: Any) -> None:
+        """Join the rank's group."""
+        await self._ask("join_group", **arguments)
+
+    async def receive_bucket(
+        self, names: Sequence[str], *, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]], group: str, version: int | None
+    ) -> None:
+        """Take a bucket."""
+        await self._ask("receive", bucket=[WeightSpec(*parts) for parts in zip(names, dtypes, shapes, strict=True)])
+        self._version = self._version if version is None else version
+
+    async def load_weights(self, path: Path, *, version: int) -> None:
+        """Read files."""
+        await self._ask("load", path=path)
+        self._version = version
+
+    async def weight_version(self) -> int:
+        """The version that came last."""
+        return self._version
+
+    async def pause(self, mode: str) -> None:
+        """Nothing generates."""
+
+    async def resume(self) -> None:
+        """Nothing generates."""
+
+    async def begin_weight_update(self) -> None:
+        """Nothing to prepare."""
+
+    async def end_weight_update(self) -> None:
+        """Nothing to finish."""
+
+
+class RankAlone:
+    """The trainer's ranks as a sync sees them, of one process."""
+
+    def __init__(self, rank: Remote) -> None:
+        self._rank = rank
+
+    def begin_open_sender(self, plan: SenderPlan) -> "list[Future[Any]]":
+        """Open the end of the transport."""
+        return [self._rank.call("open_sender", plan=plan)]
+
+    def begin_send(self, *, version: int) -> "list[Future[Any]]":
+        """Send."""
+        return [self._rank.call("send", version=version)]
+
+
+# Measuring
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """CPU seconds so far, of user and kernel."""
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+
+def anonymous_bytes(processes: Sequence[psutil.Process]) -> int:
+    """Memory that is no file's."""
+    total = 0
+    for process in processes:
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+class Peak:
+    """The largest memory of each of some groups of processes within a `with` block, beyond that at its start; looked at every 5 ms."""
+
+    def __init__(self, *groups: Sequence[psutil.Process]) -> None:
+        self._groups, self.bytes = groups, [0] * len(groups)
+        self._before = [anonymous_bytes(group) for group in groups]
+        self._stop, self._thread = threading.Event(), threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.005):
+            now = [anonymous_bytes(group) - before for group, before in zip(self._groups, self._before, strict=True)]
+            self.bytes = list(map(max, self.bytes, now))
+
+    def __enter__(self) -> "Peak":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+async def measure(sync: WeightSync, *, version: int, sender: Sequence[psutil.Process], receiver: Sequence[psutil.Process]) -> Cost:
+    """One sync."""
+    before = cpu_seconds(sender), cpu_seconds(receiver)
+    with Peak(sender, receiver) as peak:
+        start = time.perf_counter()
+        await sync.run(version=version)
+        seconds = time.perf_counter() - start
+    return Cost(seconds, cpu_seconds(sender) - before[0], cpu_seconds(receiver) - before[1], *peak.bytes)
+
+
+@contextmanager
+def running_engine(model: Path) -> Iterator[tuple[Engine, Any]]:
+    """The real server, which needs no cache of keys and values worth the name."""
+    settings = RolloutSettings(startup_timeout_s=300, sglang={"max_total_tokens": 2048})
+    engine = Engine(model, settings=settings, device_kind="cpu", dtype="float32", seed=0, log_path=model.parent / "engine.log")
+    try:
+        yield engine, engine.start()
+    finally:
+        engine.stop()
+
+
+def free_address() -> tuple[str, int]:
+    """A free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", int(probe.getsockname()[1])
+
+
+async def bench(model: Path, *, bucket_bytes: int, turns: int, with_engine: bool) -> None:
+    """Print the costs of both transports beside memcpy's."""
+    broadcast.make_buckets = partial(make_buckets, max_bytes=bucket_bytes)
+    manifest = make_manifest(read_model_spec(model), dtype="float32")
+    total = sum(spec.num_bytes for spec in manifest)
+    async with AsyncExitStack() as stack:
+        rank = Remote(partial(Rank, model, bucket_bytes))
+        stack.callback(rank.close)
+        if with_engine:
+            _, address = stack.enter_context(running_engine(model))
+            client: Any = await stack.enter_async_context(EngineClient(address, request_timeout_s=60, control_timeout_s=TIMEOUT_S))
+            receiving = [process for process in psutil.Process().children(recursive=True) if process not in rank.processes]
+        else:
+            receiver = Remote(partial(Receiver, manifest))
+            stack.callback(receiver.close)
+            client, receiving = StandInClient(receiver), receiver.processes
+        surroundings = Surroundings(
+            manifest=manifest,
+            directory=model.parent / "weights",
+            free_address=free_address,
+            backend="gloo",
+            num_engines=1,
+            ranks_per_engine=1,
+            timeout_s=TIMEOUT_S,
+        )
+        copies, costs = [], dict[str, list[Cost]]()
+        version = 0
+        for name, make in TRANSPORTS.items():
+            sync = await WeightSync.open(make(surroundings), ranks=RankAlone(rank), clients=[client], timeout_s=TIMEOUT_S)
+            costs[name] = []
+            for _ in range(turns + 1):
+                copies.append(await asyncio.wrap_future(rank.call("memcpy")))
+                version += 1
+                costs[name].append(await measure(sync, version=version, sender=rank.processes, receiver=receiving))
+    _print(total, copies, costs, bucket_bytes=bucket_bytes, receiver="engine" if with_engine else "receiver")
+
+
+def _print(total: int, copies: Sequence[tuple[float, float]], costs: dict[str, list[Cost]], *, bucket_bytes: int, receiver: str) -> None:
+    gigabytes, memcpy_cpu = total / 1e9, min(cpu for _, cpu in copies)
+    memcpy_s = min(seconds for seconds, _ in copies)
+    print(
+        f"{gigabytes:.2f} GB of weights, buckets of {bucket_bytes / 1e6:.0f} MB; goals: {GOAL_CPU:.0f} x memcpy, {GOAL_BUCKETS:.0f} buckets"
+    )
+    print(f"  {'memcpy':<22}{memcpy_s / gigabytes:>7.2f} s/GB, {memcpy_cpu / gigabytes:>6.2f} CPU s/GB")
+    for name, turns in costs.items():
+        # The first turn makes files and memory that later ones find.
+        measured = turns[1:]
+        print(f"  {name:<22}{min(cost.seconds for cost in measured) / gigabytes:>7.2f} s/GB")
+        ends = {
+            "sender": (min(cost.sender_cpu_s for cost in measured), max(cost.sender_bytes for cost in measured)),
+            receiver: (min(cost.receiver_cpu_s for cost in measured), max(cost.receiver_bytes for cost in measured)),
+        }
+        for end, (cpu_s, num_bytes) in ends.items():
+            print(
+                f"    {end:<20}{'':>12}  {cpu_s / gigabytes:>6.2f} CPU s/GB, {cpu_s / memcpy_cpu:>5.1f} x memcpy,"
+                f" {num_bytes / bucket_bytes:>5.2f} buckets of memory"
+            )
+
+
+def main() -> int:
+    """Make the model and measure."""
+    parser = argparse.ArgumentParser(description="Benchmark weight syncs against memcpy.")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model, 54 MB each")
+    parser.add_argument("--vocab", type=int, default=32_768, help="rows of the embedding and of the head, 4 KB each")
+    parser.add_argument("--bucket-mb", type=float, default=160, help="size of a bucket, and of a file, in 10^6 bytes; runs have 537")
+    parser.add_argument("--turns", type=int, default=3, help="measured syncs of each transport")
+    parser.add_argument("--engine", action="store_true", help="send to the real SGLang server")
+    arguments = parser.parse_args()
+    MODELS["synced"] = {**SHAPE, "num_hidden_layers": arguments.layers, "vocab_size": arguments.vocab, "tie_word_embeddings": False}
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_model(Path(directory), "synced", dtype=torch.float32)
+        bucket_bytes = round(arguments.bucket_mb * 1e6)
+        asyncio.run(bench(model, bucket_bytes=bucket_bytes, turns=arguments.turns, with_engine=arguments.engine))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
