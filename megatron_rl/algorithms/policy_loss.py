@@ -4,8 +4,7 @@ Legend: T tokens of this rank. r = pi / pi_old at the chosen ratio level, A the 
 mask is False. A clip distance of None means no bound on that side.
 """
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.sequences import Sequences, bounded_exp
+from megatron_rl.plugins import PolicyLoss, load
 
 _DPPO_RATIO_CAP = 20.0
 _VESPO_LOG_LIMITS = (-18.420680743952367, 20.0)  # ln 1e-8, so that the sequence weight stays in [1e-8, e^20]
@@ -44,9 +44,6 @@ class PolicyLossTerms:
 
     losses: Tensor
     events: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-PolicyLossFunction = Callable[[Objective, PolicyTerms], PolicyLossTerms]
 
 
 def _bounds(objective: Objective) -> tuple[float | None, float | None]:
@@ -196,7 +193,7 @@ def value(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
 
 
 # clip_cov and kl_cov differ from these two by a choice of tokens that needs the whole step; `selection.py` makes it.
-_LOSSES: Mapping[str, PolicyLossFunction] = {
+_LOSSES: Mapping[str, PolicyLoss] = {
     "clip": clip, "cispo": cispo, "sapo": sapo, "vespo": vespo, "gmpo": gmpo, "gpg": gpg, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl,
     "distillation": distillation, "sft": sft, "value": value, "clip_cov": clip,
 }  # fmt: skip
@@ -215,18 +212,9 @@ def clip_cov(objective: Objective, terms: PolicyTerms, selected: Tensor) -> Poli
     return PolicyLossTerms(torch.where(selected, 0.0, clipped.losses), {**clipped.events, "covariance_fraction": selected})
 
 
-def find_policy_loss(name: str) -> PolicyLossFunction:
-    """The built-in of that name or your own `package.module:function`, called as function(objective, terms) -> PolicyLossTerms.
+def find_policy_loss(name: str) -> PolicyLoss:
+    """The built-in of that name or your own `package.module:function`, called as function(objective=.., terms=..) -> PolicyLossTerms.
 
-    Raises ValueError when the path cannot be imported or is not callable.
+    Raises UserError when the path cannot be imported or called so.
     """
-    if name in _LOSSES:
-        return _LOSSES[name]
-    module, _, attribute = name.partition(":")
-    try:
-        function = vars(importlib.import_module(module))[attribute]
-    except (ImportError, KeyError) as error:
-        raise ValueError(f"Objective.policy_loss is {name!r}, needs an importable package.module:function: {error}") from error
-    if not callable(function):
-        raise ValueError(f"Objective.policy_loss is {name!r}, which is a {type(function).__name__}, needs a function")
-    return function
+    return _LOSSES[name] if name in _LOSSES else load(name, kind="policy_loss")

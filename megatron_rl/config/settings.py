@@ -124,6 +124,7 @@ class RolloutSettings(Section):
         "k generates up to k later steps while the trainer trains.",
     )
     function: str | None = Field(None, description="Your own rollout, package.module:function; the default is one turn.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of your own rollout, by the names that it gives them.")
     sglang: dict[str, Any] = Field(default_factory=dict, description="Arguments of the SGLang server, by their own names.")
 
 
@@ -131,6 +132,7 @@ class RewardSettings(Section):
     """The reward function, run in isolated worker processes."""
 
     function: str = Field("megatron_rl.rewards.math:score", description="package.module:function, sync or async.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
     timeout_s: Seconds = Field(30.0, description="Deadline of one call, in seconds; the worker is then killed.")
     num_workers: int = Field(1, ge=1, le=1024, description="Worker processes.")
     max_error_rate: float = Field(0.05, ge=0, le=1, description="Share of errors and timeouts in a batch above which the run stops.")

@@ -55,7 +55,7 @@ class Rollouts:
         eval_source = PromptSource(data.eval, self._tokenizer, settings=data, seed=settings.run.seed) if data.eval is not None else None
         self.eval_prompts: list[Prompt] = eval_source.all() if eval_source is not None else []
         self.vocab_size = len(self._tokenizer)
-        self._rollout = load_rollout(settings.rollout.function)
+        self._rollout = load_rollout(settings.rollout)
         self._rollout_name = f"rollout.function {settings.rollout.function or 'single_turn'}"
         self._admission = Admission(
             groups_per_step=data.prompts_per_step,
@@ -213,7 +213,7 @@ class Rollouts:
             pool=self._pool,
             sampling=sampling,
             num_samples=num_samples,
-            decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)),
+            tokenizer=self._tokenizer,
             score=self._rewards.score,
             rollout=self._rollout,
             rollout_name=self._rollout_name,

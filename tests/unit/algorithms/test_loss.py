@@ -9,6 +9,7 @@ from megatron_rl.algorithms.emulation import Step, run_step, trivial_layout
 from megatron_rl.algorithms.loss import LossInputs, compute_loss
 from megatron_rl.algorithms.objective import AdvantageSettings, Aggregation, EntropyControl, KLControl, Objective, OffPolicyCorrection
 from megatron_rl.algorithms.policy_loss import find_policy_loss
+from megatron_rl.errors import UserError
 
 # The shared vector V1 of the peer survey.
 V1 = {
@@ -379,5 +380,5 @@ def test_a_loss_of_ones_own_by_path(monkeypatch, tmp_path) -> None:
     loss = run_step(Objective(policy_loss="my_losses:double", aggregation="token_sum"), v1(), trivial_layout(4)).loss
     assert loss == pytest.approx(-2 * sum(V1["log_probs"]))
     for path in ("my_losses:missing", "no_such_module:double"):
-        with pytest.raises(ValueError, match="importable"):
+        with pytest.raises(UserError, match=f"objective.policy_loss {path}"):
             find_policy_loss(path)

@@ -18,17 +18,20 @@ from megatron_rl.runtime.preflight import GIB, check_cpu_memory, check_disk, che
 from megatron_rl.runtime.target import find_target
 
 REWARD = """
-def score(*, prompt, response, label, metadata):
-    return float(response == label)
+def score(*, sample):
+    return float(sample.response_text == sample.prompt.label)
 
-def broken(*, prompt, response, label, metadata):
+def broken(*, sample):
     return 1 / 0
 
-def strict(*, prompt, response, label, metadata):
-    return float(response == label.strip())
+def strict(*, sample):
+    return float(sample.response_text == sample.prompt.label.strip())
 
-def length(*, prompt, response, label, metadata):
-    return float(len(response))
+async def roll(*, prompt, generator, sampling, num_samples, tokenizer, budget: int):
+    return []
+
+def length(*, sample):
+    return float(len(sample.response_text))
 """
 
 
@@ -92,6 +95,12 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("rollout.sglang.mem_fraction_statc=0.5", ["rollout.sglang.mem_fraction_statc", "mem_fraction_static"]),
         ("rollout.function=no_such_module:roll", ["rollout.function", "no_such_module"]),
         ("rollout.function=preflight_reward:nothing", ["rollout.function", "it has: score"]),
+        ("rollout.function=preflight_reward:roll", ["rollout.args.budget is missing", "needs budget: int"]),
+        (
+            "rollout={function: preflight_reward:roll, args: {budget: 3}, sampling: {max_response_tokens: 8}}",
+            ["roll returned 0 samples"],
+        ),
+        ("reward.args={weight: 2}", ["reward.args.weight is no argument of preflight_reward:score"]),
         ("reward.function=preflight_reward:scoer", ["scoer"]),
         ("reward.function=preflight_reward:broken", ["gave no reward for a probe", "ZeroDivisionError"]),
     ],
