@@ -25,7 +25,6 @@ from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError
 from pydantic_core import ErrorDetails
 
 from megatron_rl.errors import UserError
-from megatron_rl.types import Ints, Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.policy_loss import PolicyLossTerms, PolicyTerms
     from megatron_rl.rollout.client import Generation
     from megatron_rl.rollout.sampling import Sampling
+    from megatron_rl.types import Ints, Prompt, Sample
 
 PluginKind = Literal["reward", "rollout", "policy_loss"]
 
@@ -41,7 +41,7 @@ PluginKind = Literal["reward", "rollout", "policy_loss"]
 class Reward(Protocol):
     """`reward.function`: how good a sample is. Runs in worker processes, sync or async."""
 
-    def __call__(self, *, sample: Sample) -> float | Mapping[str, float]:
+    def __call__(self, *, sample: "Sample") -> float | Mapping[str, float]:
         """A finite number, or a mapping with the key `reward`, whose other items are recorded as its components.
 
         `sample` has text and ids of prompt and response, `truncated`, label and metadata; of its experts nothing is sent.
@@ -52,7 +52,7 @@ class Reward(Protocol):
 class Generator(Protocol):
     """What a rollout may ask of an engine."""
 
-    async def generate(self, token_ids: Ints, *, sampling: "Sampling", num_samples: int = 1) -> "tuple[Generation, ...]":
+    async def generate(self, token_ids: "Ints", *, sampling: "Sampling", num_samples: int = 1) -> "tuple[Generation, ...]":
         """`num_samples` responses to `token_ids` [P]."""
         ...
 
@@ -63,12 +63,12 @@ class Rollout(Protocol):
     def __call__(
         self,
         *,
-        prompt: Prompt,
+        prompt: "Prompt",
         generator: Generator,
         sampling: "Sampling",
         num_samples: int,
         tokenizer: "PreTrainedTokenizerBase",
-    ) -> Awaitable[Sequence[Sample]]:
+    ) -> "Awaitable[Sequence[Sample]]":
         """`num_samples` samples of `prompt`, each with its `group_id`, `index` and response text.
 
         Their token ids are those that `generator` returned, never text that was tokenized again.
@@ -120,6 +120,24 @@ def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyT
     return functools.partial(function, **values) if values else function
 
 
+def kind_of(path: str) -> PluginKind:
+    """The kind whose arguments the plug-in at `path` takes by name. Raises UserError when there is none, or it cannot be imported."""
+    function = _find(path, setting="plug-in")
+    named = _signature(function, path=path, setting="plug-in").parameters.keys()
+    fitting: list[PluginKind] = [kind for kind, spec in KINDS.items() if named >= set(spec.arguments)]
+    if len(fitting) != 1:
+        forms = "; ".join(f"{kind}({', '.join(spec.arguments)})" for kind, spec in KINDS.items())
+        raise UserError(f"plug-in {path} takes {', '.join(named) or 'nothing'}, needs the arguments of one kind: {forms}; or give --kind")
+    return fitting[0]
+
+
+def _signature(function: Callable[..., Any], *, path: str, setting: str) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError as error:
+        raise UserError(f"{setting} {path} does not say what it takes ({error}); write a function around it") from error
+
+
 def _find(path: str, *, setting: str) -> Callable[..., Any]:
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
@@ -151,10 +169,7 @@ def _public_names(module: ModuleType) -> list[str]:
 
 def _own_parameters(function: Callable[..., Any], *, path: str, spec: Kind) -> dict[str, inspect.Parameter]:
     """What `function` takes besides the arguments of its kind, by name."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError as error:
-        raise UserError(f"{spec.setting} {path} does not say what it takes ({error}); write a function around it") from error
+    signature = _signature(function, path=path, setting=spec.setting)
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     own = {name: parameter for name, parameter in signature.parameters.items() if name not in spec.arguments and parameter.kind in by_name}
     try:

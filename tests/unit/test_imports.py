@@ -24,7 +24,7 @@ TIERS = (
 SIDEWAYS = {
     "types": {"errors"},
     "files": {"errors"},
-    "plugins": {"types", "errors"},
+    "plugins": {"errors"},
     "config": {"algorithms"},  # the objective is a section of the settings
     "data": {"config"},
     "rewards": {"config"},
