@@ -5,26 +5,33 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from megatron_rl.config.settings import RewardSettings, RolloutSettings
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.policy_loss import PolicyTerms, find_policy_loss
+from megatron_rl.algorithms.sequences import Sequences
+from megatron_rl.config.settings import FilterSettings, RewardSettings, RolloutSettings
 from megatron_rl.errors import UserError
 from megatron_rl.plugins import PluginKind, load
 from megatron_rl.rewards.runner import RewardRunner, probe_sample
 from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.generate import check_samples, load_rollout
+from megatron_rl.rollout.group_filter import load_filter
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.types import Experts, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
+from megatron_rl.types import Experts, Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RESPONSES = ("4", "5", "", "no idea", "\\boxed{4}", "\N{GRINNING FACE}", "x" * 10_000)
 """Responses that a reward function has to cope with."""
+PROBE_REWARDS: tuple[tuple[float | None, ...], ...] = ((0.0, 1.0), (1.0, 1.0), (0.0,), (0.5, None), (-1e6, 0.0, 1e6, 1.0))
+"""Rewards of the groups that a filter has to cope with; None where the reward call failed."""
 PROBE_TIMEOUT_S = 60.0
 """Deadline of trying a rollout function, in seconds."""
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
@@ -102,6 +109,13 @@ def check(path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS) -> Ite
             yield Check(promise, str(error))
             return
         yield Check(promise)
+
+
+def require(path: str, kind: PluginKind, args: Mapping[str, Any]) -> None:
+    """Raise UserError with the first promise of its contract that the plug-in breaks."""
+    for found in check(path, kind, args):
+        if found.problem is not None:
+            raise UserError(found.problem)
 
 
 Attempts = Iterator[tuple[str, Callable[[], None]]]
@@ -232,8 +246,69 @@ class RolloutTrial:
                 )
 
 
+def _policy_loss_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+    objective = Objective(policy_loss=path, loss_args=dict(args))
+
+    def loss_of(advantages: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses [T] of two sequences of 3 and 2 tokens, and the log-probs [T] that they are differentiated by."""
+        log_probs = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0], dtype=torch.float64, requires_grad=True)
+        old = torch.tensor([-0.6, -1.0, -1.5, -0.1, -3.5], dtype=torch.float64)
+        mask = torch.ones(5, dtype=torch.bool)
+        sequences = Sequences(index=torch.tensor([0, 0, 0, 1, 1]), mask=mask, tokens=torch.tensor([3.0, 2.0], dtype=torch.float64))
+        terms = PolicyTerms(log_probs, old, log_probs - old, torch.tensor(advantages, dtype=torch.float64), sequences, ref_log_probs=old)
+        return find_policy_loss(objective)(objective=objective, terms=terms).losses, log_probs
+
+    def losses() -> None:
+        for advantages in ((1.0, 1.0, 1.0, -2.0, -2.0), (0.0,) * 5):
+            made, _ = loss_of(advantages)
+            if not made.isfinite().all():
+                raise UserError(f"objective.policy_loss {path} returned losses {made.tolist()}, needs finite numbers")
+
+    def gradient() -> None:
+        made, log_probs = loss_of((1.0, 1.0, 1.0, -2.0, -2.0))
+        if not made.requires_grad:
+            raise UserError(f"objective.policy_loss {path} returned losses without a gradient, needs one with respect to terms.log_probs")
+        (slope,) = torch.autograd.grad(made.sum(), log_probs)
+        if not slope.isfinite().all() or not slope.any():
+            raise UserError(
+                f"objective.policy_loss {path} returned losses whose gradient with respect to terms.log_probs is {slope.tolist()}, needs "
+                "finite numbers other than 0"
+            )
+
+    yield "every token gets a finite loss", losses
+    yield "the losses have a gradient with respect to the log-probs", gradient
+
+
+def _filter_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+    keep = load_filter(FilterSettings(function=path, args=dict(args)))
+
+    def every_group() -> None:
+        for rewards in PROBE_REWARDS:
+            keep(_probe_group(rewards))
+
+    def same_again() -> None:
+        for rewards in PROBE_REWARDS:
+            answers = keep(_probe_group(rewards)), keep(_probe_group(rewards))
+            if answers[0] != answers[1]:
+                raise UserError(f"rollout.filter.function {path} returned {answers[0]!r} and then {answers[1]!r} for equal groups")
+
+    yield "any group gets None or a reason", every_group
+    yield "the same group gets the same answer again", same_again
+
+
+def _probe_group(rewards: Sequence[float | None]) -> Group:
+    """A group whose samples have these rewards; a reward call that failed where one is None."""
+    prompt = Prompt(id="contract", token_ids=np.array([1]), text="2+2=", label="4")
+    outcomes = [
+        Reward(RewardOutcome.TIMEOUT, message="timeout") if reward is None else Reward(RewardOutcome.SCORED, reward) for reward in rewards
+    ]
+    samples = [replace(probe_sample(prompt, str(index)), index=index, reward=outcome) for index, outcome in enumerate(outcomes)]
+    return Group(id=prompt.id, prompt=prompt, samples=tuple(samples))
+
+
 _ATTEMPTS: Mapping[PluginKind, Callable[[str, Mapping[str, Any]], Attempts]] = MappingProxyType({
     "reward": _reward_attempts,
     "rollout": _rollout_attempts,
-    "policy_loss": lambda path, args: iter(()),
+    "filter": _filter_attempts,
+    "policy_loss": _policy_loss_attempts,
 })  # fmt: skip

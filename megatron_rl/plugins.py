@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.policy_loss import PolicyLossTerms, PolicyTerms
     from megatron_rl.rollout.client import Generation
     from megatron_rl.rollout.sampling import Sampling
-    from megatron_rl.types import Ints, Prompt, Sample
+    from megatron_rl.types import Group, Ints, Prompt, Sample
 
-PluginKind = Literal["reward", "rollout", "policy_loss"]
+PluginKind = Literal["reward", "rollout", "filter", "policy_loss"]
 
 
 class Reward(Protocol):
@@ -76,10 +76,21 @@ class Rollout(Protocol):
         ...
 
 
+class Filter(Protocol):
+    """`rollout.filter.function`: which groups a step trains on. Called once for each group, when it and its rewards are finished."""
+
+    def __call__(self, *, group: "Group") -> str | None:
+        """None to keep the group, or why not, which the buffer notes beside it.
+
+        `group` has a sample whose reward has a value, and was not left out by objective.zero_variance.
+        """
+        ...
+
+
 class PolicyLoss(Protocol):
     """`objective.policy_loss`: what is minimised, per token."""
 
-    def __call__(self, objective: "Objective", terms: "PolicyTerms") -> "PolicyLossTerms":
+    def __call__(self, *, objective: "Objective", terms: "PolicyTerms") -> "PolicyLossTerms":
         """Losses [T] of the policy term, before any mean, and the events to be counted."""
         ...
 
@@ -99,6 +110,7 @@ KINDS: Mapping[PluginKind, Kind] = MappingProxyType({
         setting="rollout.function", args_setting="rollout.args",
         arguments=("prompt", "generator", "sampling", "num_samples", "tokenizer"),
     ),
+    "filter": Kind(setting="rollout.filter.function", args_setting="rollout.filter.args", arguments=("group",)),
     "policy_loss": Kind(setting="objective.policy_loss", args_setting="objective.loss_args", arguments=("objective", "terms")),
 })  # fmt: skip
 

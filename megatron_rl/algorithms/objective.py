@@ -5,6 +5,7 @@ settings, with the `metadata` of each field as its description and its bounds.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
@@ -35,6 +36,11 @@ def _doc(description: str, default: Any, **bounds: float) -> Any:
 
 def _section(description: str, factory: Any) -> Any:
     return field(default_factory=factory, metadata={"description": description})
+
+
+def _own_args(description: str) -> Any:
+    """The field of a plug-in's own arguments; left out of the hash, because a mapping has none."""
+    return field(default_factory=dict, hash=False, metadata={"description": description})
 
 
 def _check_fields(owner: Any) -> None:
@@ -162,6 +168,7 @@ class Objective:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     policy_loss: str = _doc(f"One of {', '.join(POLICY_LOSSES)}, or your own as package.module:function.", "clip")
+    loss_args: Mapping[str, Any] = _own_args("Arguments of your own policy loss, by the names that it gives them.")
     ratio_level: RatioLevel = _doc(
         "Importance ratio per token, or its geometric mean over the sequence (GSPO); gmpo and vespo form their own.", "token"
     )
@@ -220,6 +227,11 @@ class Objective:
         if self.policy_loss not in POLICY_LOSSES and ":" not in self.policy_loss:
             raise ValueError(
                 f"Objective.policy_loss is {self.policy_loss!r}, needs one of {', '.join(POLICY_LOSSES)} or package.module:function"
+            )
+        if self.loss_args and self.policy_loss in POLICY_LOSSES:
+            raise ValueError(
+                f"Objective.loss_args has {', '.join(self.loss_args)}, but policy_loss {self.policy_loss!r} has settings "
+                "of its own; remove it, or name your own loss"
             )
         if self.dual_clip is not None and self.policy_loss not in ("clip", "clip_cov"):
             raise ValueError(f"Objective.dual_clip is set for policy_loss {self.policy_loss!r}, which has no clipped branch; remove it")

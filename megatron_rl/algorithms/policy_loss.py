@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.sequences import Sequences, bounded_exp
+from megatron_rl.errors import UserError
 from megatron_rl.plugins import PolicyLoss, load
 
 _DPPO_RATIO_CAP = 20.0
@@ -212,9 +213,32 @@ def clip_cov(objective: Objective, terms: PolicyTerms, selected: Tensor) -> Poli
     return PolicyLossTerms(torch.where(selected, 0.0, clipped.losses), {**clipped.events, "covariance_fraction": selected})
 
 
-def find_policy_loss(name: str) -> PolicyLoss:
-    """The built-in of that name or your own `package.module:function`, called as function(objective=.., terms=..) -> PolicyLossTerms.
+def find_policy_loss(objective: Objective) -> PolicyLoss:
+    """The policy loss that `objective` names, called as loss(objective=.., terms=..) -> PolicyLossTerms; losses [T], one for each token.
 
-    Raises UserError when the path cannot be imported or called so.
+    Of your own `package.module:function` what it returns is checked.
+
+    Raises UserError when the path cannot be imported or does not take `objective.loss_args`.
     """
-    return _LOSSES[name] if name in _LOSSES else load(name, kind="policy_loss")
+    path = objective.policy_loss
+    if path in _LOSSES:
+        return _LOSSES[path]
+    loss = load(path, kind="policy_loss", args=objective.loss_args)
+
+    def checked(*, objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+        made = loss(objective=objective, terms=terms)
+        _check_made(made, terms=terms, name=f"objective.policy_loss {path}")
+        return made
+
+    return checked
+
+
+def _check_made(made: object, *, terms: PolicyTerms, name: str) -> None:
+    """Raise UserError where a user's loss did not return a number and a choice for each token."""
+    if not isinstance(made, PolicyLossTerms):
+        raise UserError(f"{name} returned {made!r:.80} of type {type(made).__name__}, needs PolicyLossTerms")
+    shape = tuple(terms.log_probs.shape)
+    for field_name, tensor in {"losses": made.losses, **{f"events[{event!r}]": hit for event, hit in made.events.items()}}.items():
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+            got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"type {type(tensor).__name__}"
+            raise UserError(f"{name} returned {field_name} of {got}, needs a tensor of shape {shape}, a number for each token")

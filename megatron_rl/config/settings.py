@@ -109,6 +109,13 @@ class SamplingSettings(Section):
     )
 
 
+class FilterSettings(Section):
+    """Your own rule which groups are trained on. What it leaves out is replaced by other prompts with objective.zero_variance resample."""
+
+    function: str = Field(description="package.module:function; it returns None to keep a group, or why not.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
+
+
 class RolloutSettings(Section):
     """Generation."""
 
@@ -125,6 +132,7 @@ class RolloutSettings(Section):
     )
     function: str | None = Field(None, description="Your own rollout, package.module:function; the default is one turn.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of your own rollout, by the names that it gives them.")
+    filter: FilterSettings | None = Field(None, description="Your own choice of the groups to train on; all of them when not set.")
     sglang: dict[str, Any] = Field(default_factory=dict, description="Arguments of the SGLang server, by their own names.")
 
 

@@ -16,7 +16,7 @@ from megatron_rl.algorithms.objective import POLICY_LOSSES
 from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
-from megatron_rl.contracts import RolloutTrial
+from megatron_rl.contracts import RolloutTrial, require
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device, local_device, quiet_megatron_imports
@@ -177,7 +177,7 @@ def _check_objective(settings: Settings) -> list[str]:
     resolve_objective(settings)
     path = settings.objective.policy_loss
     if path not in POLICY_LOSSES:
-        load(path, kind="policy_loss")
+        require(path, "policy_loss", settings.objective.loss_args)
     return []
 
 
@@ -233,6 +233,8 @@ def _check_rollout(settings: Settings) -> list[str]:
         if settings.training.routing_replay:
             check_records_routing()
     load_rollout(settings.rollout)
+    if settings.rollout.filter is not None:
+        require(settings.rollout.filter.function, "filter", settings.rollout.filter.args)
     return []
 
 

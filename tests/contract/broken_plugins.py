@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 from two_turns import rollout as two_turns
 
+from megatron_rl.algorithms.policy_loss import PolicyLossTerms
 from megatron_rl.rollout.generate import single_turn
 
 CALLS = itertools.count()
@@ -55,3 +56,23 @@ async def masked_with_a_version(**arguments):
 
 async def without_experts(**arguments):
     return [replace(sample, routed_experts=None) for sample in await single_turn(**arguments)]
+
+
+def keeps_by_true(*, group):
+    return True
+
+
+def needs_rewards(*, group):
+    return "too little" if sum(sample.reward.value for sample in group.samples) < -1e9 else None
+
+
+def mean_loss(*, objective, terms):
+    return PolicyLossTerms(-terms.log_probs.mean())
+
+
+def constant_loss(*, objective, terms):
+    return PolicyLossTerms(-terms.log_probs.detach())
+
+
+def infinite_loss(*, objective, terms):
+    return PolicyLossTerms(-terms.log_probs / terms.advantages)

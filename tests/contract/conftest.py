@@ -15,4 +15,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _our_plugins_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    for folder in (Path(__file__).parent, Path(__file__).parents[2]):
+        monkeypatch.syspath_prepend(folder)

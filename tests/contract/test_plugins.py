@@ -1,10 +1,16 @@
 """The contracts of plug-ins. Check your own: `pytest tests/contract/test_plugins.py --plugin package.module:name --kind rollout`."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.contracts import RolloutTrial, check
+from megatron_rl.plugins import KINDS
 
+ROOT = Path(__file__).parents[2]
+
+EXAMPLES = {"filter": "filter:keep", "policy_loss": "policy_loss:loss", "reward": "reward:score", "rollout": "rollout:rollout"}
 OURS = [
     ("reward", "megatron_rl.rewards.math:score"),
     ("rollout", "megatron_rl.rollout.generate:single_turn"),
@@ -16,13 +22,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Check the plug-in that is asked for; else ours, one rollout of them with tokens that no engine made."""
     if "path" in metafunc.fixturenames:
         asked, kind = metafunc.config.getoption("--plugin", default=None), metafunc.config.getoption("--kind", default="reward")
-        metafunc.parametrize(("kind", "path"), [(kind, asked)] if asked else OURS)
+        examples = [(name, f"examples.plugins.{path}") for name, path in EXAMPLES.items()]
+        metafunc.parametrize(("kind", "path"), [(kind, asked)] if asked else [*OURS, *examples])
 
 
 def test_a_plugin_keeps_its_contract(kind, path: str) -> None:
     checks = list(check(path, kind))
     assert [each.problem for each in checks if each.problem is not None] == []
     assert len(checks) > 1, "more is checked than that it can be imported"
+
+
+def test_every_kind_has_an_example_of_under_20_lines() -> None:
+    assert EXAMPLES.keys() == KINDS.keys()
+    for path in EXAMPLES.values():
+        assert len((ROOT / "examples" / "plugins" / f"{path.partition(':')[0]}.py").read_text().splitlines()) < 20
 
 
 def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
@@ -44,6 +57,11 @@ def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
         ("rollout", "masked_with_a_version", "no engine made, needs False and -1"),
         ("rollout", "without_experts", "no routed_experts"),
         ("rollout", "one_too_few", "returned 0 samples for prompt contract, needs 1"),
+        ("filter", "keeps_by_true", "returned True of type bool for the group of prompt contract, needs None to keep it"),
+        ("filter", "needs_rewards", "failed for the group of prompt contract: TypeError"),
+        ("policy_loss", "mean_loss", "returned losses of shape (), needs a tensor of shape (5,)"),
+        ("policy_loss", "constant_loss", "without a gradient"),
+        ("policy_loss", "infinite_loss", "needs finite numbers"),
         ("rollout", "fails", "failed for a probe of 1 samples: KeyError: 'tool'"),
     ],
 )

@@ -30,6 +30,9 @@ def strict(*, sample):
 async def roll(*, prompt, generator, sampling, num_samples, tokenizer, budget: int):
     return []
 
+def keep(*, group):
+    return True
+
 def length(*, sample):
     return float(len(sample.response_text))
 """
@@ -100,6 +103,8 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
             "rollout={function: preflight_reward:roll, args: {budget: 3}, sampling: {max_response_tokens: 8}}",
             ["roll returned 0 samples"],
         ),
+        ("rollout.filter.function=preflight_reward:keep", ["rollout.filter.function preflight_reward:keep returned True", "needs None"]),
+        ("rollout.filter={function: preflight_reward:keep, args: {x: 1}}", ["rollout.filter.args.x is no argument"]),
         ("reward.args={weight: 2}", ["reward.args.weight is no argument of preflight_reward:score"]),
         ("reward.function=preflight_reward:scoer", ["scoer"]),
         ("reward.function=preflight_reward:broken", ["gave no reward for a probe", "ZeroDivisionError"]),
