@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.advantage import group_advantages
+from megatron_rl.algorithms.objective import AdvantageSettings, Objective
 from megatron_rl.algorithms.policy_loss import PolicyTerms, find_policy_loss
 from megatron_rl.algorithms.sequences import Sequences
 from megatron_rl.config.settings import FilterSettings, RewardSettings, RolloutSettings
@@ -246,6 +247,33 @@ class RolloutTrial:
                 )
 
 
+def _advantage_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+    settings = AdvantageSettings(estimator=path, args=dict(args))
+    rewards = torch.tensor([1.0, 0.0, 0.25, 5.0, -3.0, 2.0, 7.0], dtype=torch.float64)
+    group_ids, lengths = torch.tensor([0, 0, 0, 1, 1, 1, 2]), torch.tensor([3, 5, 2, 4, 9, 1, 6])
+
+    def one_each() -> None:
+        for given in (rewards, torch.ones(7, dtype=torch.float64)):
+            _advantages(given, torch.arange(7))
+        for group in range(3):
+            _advantages(rewards, torch.nonzero(group_ids == group).flatten())
+
+    def _advantages(given: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return group_advantages(settings, rewards=given[order], group_ids=group_ids[order], lengths=lengths[order])
+
+    def any_order() -> None:
+        order = torch.tensor([6, 3, 0, 4, 1, 5, 2])
+        sorted_ones, mixed = _advantages(rewards, torch.arange(7))[order], _advantages(rewards, order)
+        if not torch.allclose(sorted_ones, mixed, rtol=1e-9, atol=1e-12):
+            raise UserError(
+                f"objective.advantage.estimator {path} returned {mixed.tolist()} for samples in another order, needs "
+                f"{sorted_ones.tolist()}; find the samples of a prompt by group_ids"
+            )
+
+    yield "every sample gets a finite float64 advantage, also in groups of equal rewards or of one", one_each
+    yield "the order of the samples does not matter", any_order
+
+
 def _policy_loss_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
     objective = Objective(policy_loss=path, loss_args=dict(args))
 
@@ -310,5 +338,6 @@ _ATTEMPTS: Mapping[PluginKind, Callable[[str, Mapping[str, Any]], Attempts]] = M
     "reward": _reward_attempts,
     "rollout": _rollout_attempts,
     "filter": _filter_attempts,
+    "advantage": _advantage_attempts,
     "policy_loss": _policy_loss_attempts,
 })  # fmt: skip

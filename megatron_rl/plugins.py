@@ -27,6 +27,7 @@ from pydantic_core import ErrorDetails
 from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from megatron_rl.algorithms.objective import Objective
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.types import Group, Ints, Prompt, Sample
 
-PluginKind = Literal["reward", "rollout", "filter", "policy_loss"]
+PluginKind = Literal["reward", "rollout", "filter", "advantage", "policy_loss"]
 
 
 class Reward(Protocol):
@@ -87,6 +88,18 @@ class Filter(Protocol):
         ...
 
 
+class Advantage(Protocol):
+    """`objective.advantage.estimator`: how rewards become advantages."""
+
+    def __call__(self, *, rewards: "Tensor", group_ids: "Tensor", lengths: "Tensor") -> "Tensor":
+        """One advantage per trajectory, [B] float64, for all its tokens.
+
+        `rewards` [B] float64, `group_ids` [B] equal for those of one prompt, which need not stand together, `lengths` [B] their trainable
+        tokens. It is also called for one group alone, to find those whose advantages are all 0.
+        """
+        ...
+
+
 class PolicyLoss(Protocol):
     """`objective.policy_loss`: what is minimised, per token."""
 
@@ -111,6 +124,9 @@ KINDS: Mapping[PluginKind, Kind] = MappingProxyType({
         arguments=("prompt", "generator", "sampling", "num_samples", "tokenizer"),
     ),
     "filter": Kind(setting="rollout.filter.function", args_setting="rollout.filter.args", arguments=("group",)),
+    "advantage": Kind(
+        setting="objective.advantage.estimator", args_setting="objective.advantage.args", arguments=("rewards", "group_ids", "lengths"),
+    ),
     "policy_loss": Kind(setting="objective.policy_loss", args_setting="objective.loss_args", arguments=("objective", "terms")),
 })  # fmt: skip
 

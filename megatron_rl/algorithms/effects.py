@@ -117,6 +117,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
     "kl_control.target": _ALWAYS,
     "kl_control.horizon": _ALWAYS,
     "advantage.estimator": Reader(lambda objective: objective.reads_advantages or objective.has_critic, _ADVANTAGES.what),
+    "advantage.args": Reader(lambda objective: objective.advantage.is_own, "an advantage.estimator of your own"),
     "advantage.scale": _estimators("grpo", "pass@k"),
     "advantage.std_epsilon": Reader(_divides_by_spread, "advantage.estimator gdpo, or grpo and pass@k with a scale"),
     "advantage.gamma": _returns("ppo", "reinforce_plus_plus"),

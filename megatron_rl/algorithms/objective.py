@@ -4,6 +4,7 @@ The classes are plain dataclasses so that this room imports nothing but torch; t
 settings, with the `metadata` of each field as its description and its bounds.
 """
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -21,6 +22,7 @@ Estimator = Literal[
 EntropyRule = Literal["trl", "skywork", "paper"]
 
 POLICY_LOSSES: tuple[str, ...] = get_args(PolicyLoss)
+ESTIMATORS: tuple[str, ...] = get_args(Estimator)
 WITHOUT_GROUPS = ("ppo", "reinforce_plus_plus")
 """Estimators that compare a sample with the whole batch or a critic, so that a group of equal rewards teaches as much as any other."""
 
@@ -107,7 +109,11 @@ class AdvantageSettings:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    estimator: Estimator = _doc("Baseline and scaling of the reward; ppo needs a critic.", "grpo")
+    estimator: str = _doc(
+        f"Baseline and scaling of the reward, one of {', '.join(ESTIMATORS)}, or your own as package.module:function; ppo needs a critic.",
+        "grpo",
+    )
+    args: Mapping[str, Any] = _own_args("Arguments of your own estimator, by the names that it gives them.")
     scale: Literal["group", "batch", "none"] = _doc(
         "Standard deviation that grpo and pass@k divide by: of the group, of the batch, or none.", "group"
     )
@@ -120,8 +126,24 @@ class AdvantageSettings:
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if not self.is_own and self.estimator not in ESTIMATORS:
+            close = difflib.get_close_matches(self.estimator, ESTIMATORS, n=1)
+            raise ValueError(
+                f"AdvantageSettings.estimator is {self.estimator!r}, needs one of {', '.join(ESTIMATORS)} or package.module:function"
+                f"{f'; did you mean {close[0]}?' if close else ''}"
+            )
+        if self.args and not self.is_own:
+            raise ValueError(
+                f"AdvantageSettings.args has {', '.join(self.args)}, but estimator {self.estimator!r} has its own settings; remove it or "
+                "name your own estimator"
+            )
         if self.reward_weights is not None and not any(self.reward_weights):
             raise ValueError(f"AdvantageSettings.reward_weights is {self.reward_weights}, needs one other than 0")
+
+    @property
+    def is_own(self) -> bool:
+        """True when the estimator is the user's own."""
+        return ":" in self.estimator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

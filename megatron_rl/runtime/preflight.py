@@ -178,6 +178,8 @@ def _check_objective(settings: Settings) -> list[str]:
     path = settings.objective.policy_loss
     if path not in POLICY_LOSSES:
         require(path, "policy_loss", settings.objective.loss_args)
+    if settings.objective.advantage.is_own:
+        require(settings.objective.advantage.estimator, "advantage", settings.objective.advantage.args)
     return []
 
 

@@ -76,3 +76,15 @@ def constant_loss(*, objective, terms):
 
 def infinite_loss(*, objective, terms):
     return PolicyLossTerms(-terms.log_probs / terms.advantages)
+
+
+def by_position(*, rewards, group_ids, lengths):
+    return rewards - rewards[0]
+
+
+def float32(*, rewards, group_ids, lengths):
+    return rewards.float()
+
+
+def infinite(*, rewards, group_ids, lengths):
+    return (rewards - rewards.mean()) / rewards.std()

@@ -10,7 +10,13 @@ from megatron_rl.plugins import KINDS
 
 ROOT = Path(__file__).parents[2]
 
-EXAMPLES = {"filter": "filter:keep", "policy_loss": "policy_loss:loss", "reward": "reward:score", "rollout": "rollout:rollout"}
+EXAMPLES = {
+    "advantage": "advantage:advantage",
+    "filter": "filter:keep",
+    "policy_loss": "policy_loss:loss",
+    "reward": "reward:score",
+    "rollout": "rollout:rollout",
+}
 OURS = [
     ("reward", "megatron_rl.rewards.math:score"),
     ("rollout", "megatron_rl.rollout.generate:single_turn"),
@@ -59,6 +65,9 @@ def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
         ("rollout", "one_too_few", "returned 0 samples for prompt contract, needs 1"),
         ("filter", "keeps_by_true", "returned True of type bool for the group of prompt contract, needs None to keep it"),
         ("filter", "needs_rewards", "failed for the group of prompt contract: TypeError"),
+        ("advantage", "by_position", "for samples in another order, needs"),
+        ("advantage", "float32", "returned torch.float32 (7,), needs a float64 tensor (7,)"),
+        ("advantage", "infinite", "returned nan for the reward 1.0, needs finite"),
         ("policy_loss", "mean_loss", "returned losses of shape (), needs a tensor of shape (5,)"),
         ("policy_loss", "constant_loss", "without a gradient"),
         ("policy_loss", "infinite_loss", "needs finite numbers"),

@@ -69,7 +69,13 @@ def test_what_does_not_fit_is_one_sentence(path: str, args: dict[str, Any], mess
 
 
 def test_the_arguments_of_a_kind_are_those_of_its_protocol() -> None:
-    protocols = {"reward": plugins.Reward, "rollout": plugins.Rollout, "filter": plugins.Filter, "policy_loss": plugins.PolicyLoss}
+    protocols = {
+        "reward": plugins.Reward,
+        "rollout": plugins.Rollout,
+        "filter": plugins.Filter,
+        "advantage": plugins.Advantage,
+        "policy_loss": plugins.PolicyLoss,
+    }
     assert protocols.keys() == KINDS.keys()
     for kind, protocol in protocols.items():
         assert tuple(inspect.signature(protocol.__call__).parameters)[1:] == KINDS[kind].arguments

@@ -30,6 +30,9 @@ def strict(*, sample):
 async def roll(*, prompt, generator, sampling, num_samples, tokenizer, budget: int):
     return []
 
+def advantages(*, rewards, group_ids, lengths, power: int):
+    return None
+
 def keep(*, group):
     return True
 
@@ -105,6 +108,8 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ),
         ("rollout.filter.function=preflight_reward:keep", ["rollout.filter.function preflight_reward:keep returned True", "needs None"]),
         ("rollout.filter={function: preflight_reward:keep, args: {x: 1}}", ["rollout.filter.args.x is no argument"]),
+        ("objective.advantage.estimator=preflight_reward:advantages", ["objective.advantage.args.power is missing"]),
+        ("objective.advantage={estimator: preflight_reward:advantages, args: {power: 2}}", ["advantages returned type NoneType"]),
         ("reward.args={weight: 2}", ["reward.args.weight is no argument of preflight_reward:score"]),
         ("reward.function=preflight_reward:scoer", ["scoer"]),
         ("reward.function=preflight_reward:broken", ["gave no reward for a probe", "ZeroDivisionError"]),

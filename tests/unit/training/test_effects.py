@@ -101,7 +101,7 @@ BASE: dict[str, Any] = {
     "kl_cov_fraction": 0.3,
     "max_response_length": 9,
 }
-OWN_ARGS = {"loss_args"}
+OWN_ARGS = {"loss_args", "advantage.args"}
 """Arguments of plug-ins, which a built-in refuses: there is no objective in which they have no effect."""
 CONTROL = {"initial": 0.3, "min": 0.1, "max": 0.4, "delta": 0.06, "target": 0.2}
 EXTRAS: tuple[dict[str, Any], ...] = (
