@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train`, `eval`, `report`, `plan` and `doctor`.
+"""The command line: `megatron-rl train`, `eval`, `report`, `plan`, `check-plugin` and `doctor`.
 
 Exit status: 0 done; 2 input that the user can mend, told in one sentence; 1 any other failure; 130 after Ctrl-C, 143 after
 SIGTERM. What is heavy is imported inside the command that needs it, so that help and mistakes answer at once.
@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import get_args
 
 import click
 
 from megatron_rl.config.load import dump_settings, load_settings
-from megatron_rl.config.overrides import split_words
+from megatron_rl.config.overrides import apply_overrides, split_words
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.settings_reference import SettingField, section_description, setting_fields
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.plugins import PluginKind, kind_of
 
 _COUNT = click.IntRange(1, 2**17)
 _OVERRIDES = {"ignore_unknown_options": True, "allow_interspersed_args": True}
@@ -135,6 +137,25 @@ def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | boo
         print("\n".join([overrides, *(line.rstrip() for line in found.lines()), *([advice] if advice else []), ""]), flush=True)
         status = status if found.fits else 2
     return status
+
+
+@cli.command(name="check-plugin", short_help="Try a plug-in of yours on its contract.")
+@click.argument("path", metavar="MODULE:NAME")
+@click.option("--kind", type=click.Choice(get_args(PluginKind)), help="What it is; found by the arguments that it takes when not given.")
+@click.option("--args", "words", multiple=True, metavar="NAME=VALUE", help="An argument of its own; may be given several times.")
+def check_plugin(path: str, kind: PluginKind | None, words: tuple[str, ...]) -> int:
+    """Call the plug-in at MODULE:NAME as a run would, and print one line for each promise of its contract. Starts no engine.
+
+    The exit status is 2 when it breaks one. Example: megatron-rl check-plugin my_package.rewards:score --args threshold=0.5
+    """
+    from megatron_rl.contracts import check
+
+    args = apply_overrides({}, list(words))
+    broken = 0
+    for found in check(path, kind or kind_of(path), args):
+        broken += found.problem is not None
+        print(f"ok      {found.promise}" if found.problem is None else f"BROKEN  {found.promise}: {found.problem}", flush=True)
+    return 2 if broken else 0
 
 
 @contextmanager

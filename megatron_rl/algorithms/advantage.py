@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import AdvantageSettings
+from megatron_rl.errors import UserError
+from megatron_rl.plugins import KINDS, load
 
 AllReduceSum = Callable[[Tensor], Tensor]
 """A tensor -> the sum of it over all ranks that hold different tokens; every rank calls it equally often."""
@@ -83,7 +85,8 @@ def group_advantages(
     reinforce_plus_plus: R whitened over tokens; its baseline form subtracts the group mean first (2501.03262). A lone sample of a
     group, whose others were not scored, has nothing to be compared with: where the group is the baseline it gets 0, before whitening.
 
-    Raises ValueError for ppo, for wrong shapes, for rewards that are not finite, and for remax without baselines.
+    Raises ValueError for ppo, for wrong shapes, for rewards that are not finite, and for remax without baselines; UserError
+    for an estimator of your own (`package.module:function`) that cannot be loaded or returns something else.
 
     Example: `group_advantages(AdvantageSettings(), rewards=rewards, group_ids=group_ids, lengths=lengths)`
     """
@@ -91,6 +94,8 @@ def group_advantages(
     _check(settings, values, group_ids, lengths, baselines)
     if len(values) == 0:
         return torch.zeros(0, dtype=torch.float64)
+    if settings.is_own:
+        return _own_advantages(settings, values, group_ids, lengths)
     groups = _group(group_ids)
     if settings.estimator == "gdpo":
         return _gdpo(settings, values, groups)
@@ -104,6 +109,20 @@ def group_advantages(
         return _whiten_samples(centred, lengths) if settings.whiten else centred
     nothing_to_compare = groups.constant(values) | (groups.sizes == 1)[groups.index]
     return torch.where(nothing_to_compare, 0.0, _baselined(settings, values, groups, lengths))
+
+
+def _own_advantages(settings: AdvantageSettings, values: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
+    """What the user's estimator returns, [B] float64. Raises UserError where that is something else, or it cannot be loaded."""
+    name = f"{KINDS['advantage'].setting} {settings.estimator}"
+    made = load(settings.estimator, kind="advantage", args=settings.args)(rewards=values, group_ids=group_ids, lengths=lengths)
+    if not isinstance(made, Tensor) or made.shape != values.shape or made.dtype != torch.float64:
+        got = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, Tensor) else f"type {type(made).__name__}"
+        raise UserError(f"{name} returned {got}, needs a float64 tensor {tuple(values.shape)}, an advantage for each sample")
+    if not bool(made.isfinite().all()):
+        raise UserError(
+            f"{name} returned {made[~made.isfinite()][0].item()} for the reward {values[~made.isfinite()][0].item()}, needs finite"
+        )
+    return made
 
 
 def _check(settings: AdvantageSettings, values: Tensor, group_ids: Tensor, lengths: Tensor, baselines: Tensor | None) -> None:

@@ -4,7 +4,7 @@ A test walks through the table and compares losses, advantages, gradients and co
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -73,6 +73,7 @@ _CLIPPING = _losses("clip", "clip_cov", "cispo", "gmpo", "dppo_tv", "dppo_kl")
 # Legend: dotted path below objective -> its reader. A section that may be null comes before its fields, which are read only with it.
 READERS: Mapping[str, Reader] = MappingProxyType({
     "policy_loss": _ALWAYS,
+    "loss_args": Reader(lambda objective: objective.policy_loss not in POLICY_LOSSES, "a policy_loss of your own"),
     "ratio_level": _losses("clip", "clip_cov", "kl_cov", "cispo", "sapo", "dppo_tv", "dppo_kl", "distillation"),
     "aggregation": _ALWAYS,
     "max_response_length": Reader(lambda objective: objective.aggregation == _SEQUENCE_SUM_NORM, f"aggregation {_SEQUENCE_SUM_NORM}"),
@@ -116,6 +117,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
     "kl_control.target": _ALWAYS,
     "kl_control.horizon": _ALWAYS,
     "advantage.estimator": Reader(lambda objective: objective.reads_advantages or objective.has_critic, _ADVANTAGES.what),
+    "advantage.args": Reader(lambda objective: objective.advantage.is_own, "an advantage.estimator of your own"),
     "advantage.scale": _estimators("grpo", "pass@k"),
     "advantage.std_epsilon": Reader(_divides_by_spread, "advantage.estimator gdpo, or grpo and pass@k with a scale"),
     "advantage.gamma": _returns("ppo", "reinforce_plus_plus"),
@@ -159,5 +161,5 @@ def _changed(objective: Objective, section: Any, prefix: str) -> Iterator[tuple[
         path, value = f"{prefix}{item.name}", getattr(section, item.name)
         if is_dataclass(value) and (path not in READERS or is_read(path, objective)):
             yield from _changed(objective, value, f"{path}.")
-        elif value != item.default:
+        elif value != (item.default if item.default_factory is MISSING else item.default_factory()):
             yield path, value

@@ -131,7 +131,7 @@ def _per_token_losses(
         return (losses.clip_cov if objective.policy_loss == "clip_cov" else losses.kl_cov)(objective, terms, selected)
     if objective.policy_loss == "vespo" and correction is not None:
         terms = _with_off_policy(objective.off_policy_correction, terms, correction)
-    return losses.find_policy_loss(objective.policy_loss)(objective, terms)
+    return losses.find_policy_loss(objective)(objective=objective, terms=terms)
 
 
 def _with_off_policy(setting: OffPolicyCorrection | None, terms: losses.PolicyTerms, correction: OffPolicyTerms) -> losses.PolicyTerms:

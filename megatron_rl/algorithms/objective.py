@@ -4,6 +4,8 @@ The classes are plain dataclasses so that this room imports nothing but torch; t
 settings, with the `metadata` of each field as its description and its bounds.
 """
 
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
@@ -19,6 +21,7 @@ Estimator = Literal[
 EntropyRule = Literal["trl", "skywork", "paper"]
 
 POLICY_LOSSES: tuple[str, ...] = get_args(PolicyLoss)
+ESTIMATORS: tuple[str, ...] = get_args(Estimator)
 WITHOUT_GROUPS = ("ppo", "reinforce_plus_plus")
 """Estimators that compare a sample with the whole batch or a critic, so that a group of equal rewards teaches as much as any other."""
 
@@ -37,6 +40,11 @@ def _doc(description: str, default: Any, **bounds: float) -> Any:
 
 def _section(description: str, factory: Any) -> Any:
     return field(default_factory=factory, metadata={"description": description})
+
+
+def _own_args(description: str) -> Any:
+    """The field of a plug-in's own arguments; left out of the hash, because a mapping has none."""
+    return field(default_factory=dict, hash=False, metadata={"description": description})
 
 
 def _check_fields(owner: Any) -> None:
@@ -103,7 +111,11 @@ class AdvantageSettings:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    estimator: Estimator = _doc("Baseline and scaling of the reward; ppo needs a critic.", "grpo")
+    estimator: str = _doc(
+        f"Baseline and scaling of the reward, one of {', '.join(ESTIMATORS)}, or your own as package.module:function; ppo needs a critic.",
+        "grpo",
+    )
+    args: Mapping[str, Any] = _own_args("Arguments of your own estimator, by the names that it gives them.")
     scale: Literal["group", "batch", "none"] = _doc(
         "Standard deviation that grpo and pass@k divide by: of the group, of the batch, or none.", "group"
     )
@@ -116,8 +128,24 @@ class AdvantageSettings:
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if not self.is_own and self.estimator not in ESTIMATORS:
+            close = difflib.get_close_matches(self.estimator, ESTIMATORS, n=1)
+            raise ValueError(
+                f"AdvantageSettings.estimator is {self.estimator!r}, needs one of {', '.join(ESTIMATORS)} or package.module:function"
+                f"{f'; did you mean {close[0]}?' if close else ''}"
+            )
+        if self.args and not self.is_own:
+            raise ValueError(
+                f"AdvantageSettings.args has {', '.join(self.args)}, but estimator {self.estimator!r} has its own settings; remove it or "
+                "name your own estimator"
+            )
         if self.reward_weights is not None and not any(self.reward_weights):
             raise ValueError(f"AdvantageSettings.reward_weights is {self.reward_weights}, needs one other than 0")
+
+    @property
+    def is_own(self) -> bool:
+        """True when the estimator is the user's own."""
+        return ":" in self.estimator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +192,7 @@ class Objective:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     policy_loss: str = _doc(f"One of {', '.join(POLICY_LOSSES)}, or your own as package.module:function.", "clip")
+    loss_args: Mapping[str, Any] = _own_args("Arguments of your own policy loss, by the names that it gives them.")
     ratio_level: RatioLevel = _doc(
         "Importance ratio per token, or its geometric mean over the sequence (GSPO); gmpo and vespo form their own.", "token"
     )
@@ -222,6 +251,11 @@ class Objective:
         if self.policy_loss not in POLICY_LOSSES and ":" not in self.policy_loss:
             raise ValueError(
                 f"Objective.policy_loss is {self.policy_loss!r}, needs one of {', '.join(POLICY_LOSSES)} or package.module:function"
+            )
+        if self.loss_args and self.policy_loss in POLICY_LOSSES:
+            raise ValueError(
+                f"Objective.loss_args has {', '.join(self.loss_args)}, but policy_loss {self.policy_loss!r} has settings "
+                "of its own; remove it, or name your own loss"
             )
         if self.dual_clip is not None and self.policy_loss not in ("clip", "clip_cov"):
             raise ValueError(f"Objective.dual_clip is set for policy_loss {self.policy_loss!r}, which has no clipped branch; remove it")

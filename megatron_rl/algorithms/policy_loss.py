@@ -4,8 +4,7 @@ Legend: T tokens of this rank. r = pi / pi_old at the chosen ratio level, A the 
 mask is False. A clip distance of None means no bound on that side.
 """
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.sequences import Sequences, bounded_exp
+from megatron_rl.errors import UserError
+from megatron_rl.plugins import PolicyLoss, load
 
 _DPPO_RATIO_CAP = 20.0
 _VESPO_LOG_LIMITS = (-18.420680743952367, 20.0)  # ln 1e-8, so that the sequence weight stays in [1e-8, e^20]
@@ -44,9 +45,6 @@ class PolicyLossTerms:
 
     losses: Tensor
     events: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-PolicyLossFunction = Callable[[Objective, PolicyTerms], PolicyLossTerms]
 
 
 def _bounds(objective: Objective) -> tuple[float | None, float | None]:
@@ -196,7 +194,7 @@ def value(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
 
 
 # clip_cov and kl_cov differ from these two by a choice of tokens that needs the whole step; `selection.py` makes it.
-_LOSSES: Mapping[str, PolicyLossFunction] = {
+_LOSSES: Mapping[str, PolicyLoss] = {
     "clip": clip, "cispo": cispo, "sapo": sapo, "vespo": vespo, "gmpo": gmpo, "gpg": gpg, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl,
     "distillation": distillation, "sft": sft, "value": value, "clip_cov": clip,
 }  # fmt: skip
@@ -215,18 +213,32 @@ def clip_cov(objective: Objective, terms: PolicyTerms, selected: Tensor) -> Poli
     return PolicyLossTerms(torch.where(selected, 0.0, clipped.losses), {**clipped.events, "covariance_fraction": selected})
 
 
-def find_policy_loss(name: str) -> PolicyLossFunction:
-    """The built-in of that name or your own `package.module:function`, called as function(objective, terms) -> PolicyLossTerms.
+def find_policy_loss(objective: Objective) -> PolicyLoss:
+    """The policy loss that `objective` names, called as loss(objective=.., terms=..) -> PolicyLossTerms; losses [T], one for each token.
 
-    Raises ValueError when the path cannot be imported or is not callable.
+    Of your own `package.module:function` what it returns is checked.
+
+    Raises UserError when the path cannot be imported or does not take `objective.loss_args`.
     """
-    if name in _LOSSES:
-        return _LOSSES[name]
-    module, _, attribute = name.partition(":")
-    try:
-        function = vars(importlib.import_module(module))[attribute]
-    except (ImportError, KeyError) as error:
-        raise ValueError(f"Objective.policy_loss is {name!r}, needs an importable package.module:function: {error}") from error
-    if not callable(function):
-        raise ValueError(f"Objective.policy_loss is {name!r}, which is a {type(function).__name__}, needs a function")
-    return function
+    path = objective.policy_loss
+    if path in _LOSSES:
+        return _LOSSES[path]
+    loss = load(path, kind="policy_loss", args=objective.loss_args)
+
+    def checked(*, objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
+        made = loss(objective=objective, terms=terms)
+        _check_made(made, terms=terms, name=f"objective.policy_loss {path}")
+        return made
+
+    return checked
+
+
+def _check_made(made: object, *, terms: PolicyTerms, name: str) -> None:
+    """Raise UserError where a user's loss did not return a number and a choice for each token."""
+    if not isinstance(made, PolicyLossTerms):
+        raise UserError(f"{name} returned {made!r:.80} of type {type(made).__name__}, needs PolicyLossTerms")
+    shape = tuple(terms.log_probs.shape)
+    for field_name, tensor in {"losses": made.losses, **{f"events[{event!r}]": hit for event, hit in made.events.items()}}.items():
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+            got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"type {type(tensor).__name__}"
+            raise UserError(f"{name} returned {field_name} of {got}, needs a tensor of shape {shape}, a number for each token")

@@ -109,6 +109,13 @@ class SamplingSettings(Section):
     )
 
 
+class FilterSettings(Section):
+    """Your own rule which groups are trained on. What it leaves out is replaced by other prompts with objective.zero_variance resample."""
+
+    function: str = Field(description="package.module:function; it returns None to keep a group, or why not.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
+
+
 class RolloutSettings(Section):
     """Generation."""
 
@@ -124,6 +131,8 @@ class RolloutSettings(Section):
         "k generates up to k later steps while the trainer trains.",
     )
     function: str | None = Field(None, description="Your own rollout, package.module:function; the default is one turn.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of your own rollout, by the names that it gives them.")
+    filter: FilterSettings | None = Field(None, description="Your own choice of the groups to train on; all of them when not set.")
     sglang: dict[str, Any] = Field(default_factory=dict, description="Arguments of the SGLang server, by their own names.")
 
 
@@ -131,6 +140,7 @@ class RewardSettings(Section):
     """The reward function, run in isolated worker processes."""
 
     function: str = Field("megatron_rl.rewards.math:score", description="package.module:function, sync or async.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
     timeout_s: Seconds = Field(30.0, description="Deadline of one call, in seconds; the worker is then killed.")
     num_workers: int = Field(1, ge=1, le=1024, description="Worker processes.")
     max_error_rate: float = Field(0.05, ge=0, le=1, description="Share of errors and timeouts in a batch above which the run stops.")

@@ -151,6 +151,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("rollout/staleness_share/*", Mean, "fraction", "Tokens of that age in versions", "most at the age of rollout.max_staleness"),
     ("rollout/mixed_versions_fraction", Mean, "fraction", "Responses with tokens of several weight versions", "0 in synchronous runs"),
     ("rollout/renewed_groups", Sum, "groups", "Finished groups that were too old and made anew", "0; more: max_staleness was lowered"),
+    ("rollout/filtered_groups", Sum, "groups", "Groups that rollout.filter left out", "few; else most generation is for nothing"),
     ("rollout/overlap_fraction", Mean, "fraction", "Training time in which engines generated, too", "0 when synchronous, else near 1"),
     ("eval/accuracy_greedy", Mean, "fraction", "Held-out prompts solved at temperature 0", "rises with the reward; else reward hacking"),
     ("eval/accuracy_sampled", Mean, "fraction", "Held-out prompts solved at the training temperature", "below greedy, and rises faster"),

@@ -1,23 +1,23 @@
 """Reward for mathematics: 1 when the response's answer equals the label, 0 when not, by math-verify."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from math_verify import parse, verify
 
+from megatron_rl.types import Sample
 
-def score(*, prompt: str, response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """1.0 when the last answer in `response` (LaTeX or plain) is mathematically equal to `label`, else 0.0.
+
+def score(*, sample: Sample) -> float:
+    """1.0 when the last answer in the response (LaTeX or plain) is mathematically equal to the prompt's label, else 0.0.
 
     math-verify's own timeouts are off: they use signal.alarm, and the worker that this runs in is stopped from outside.
 
     Raises:
         ValueError: there is no label, or it holds no mathematical expression.
     """
+    label = sample.prompt.label
     if label is None:
         raise ValueError("this prompt has no label, needs the right answer; set data.label_key to the field that holds it")
     gold = parse(label if "$" in label or "\\boxed" in label else f"${label}$", parsing_timeout=None)
     if not gold:
         raise ValueError(f"the label {label!r} holds no mathematical expression, needs an answer such as 12, 3/4 or \\frac{{3}}{{4}}")
-    answer = parse(response, parsing_timeout=None)
+    answer = parse(sample.response_text, parsing_timeout=None)
     return float(bool(answer) and verify(gold, answer, timeout_seconds=None))

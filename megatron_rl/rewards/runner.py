@@ -1,21 +1,27 @@
 """Rewards in isolated worker processes: a call that fails or hangs is an outcome of its own, never a score of zero."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from megatron_rl.config.settings import RewardSettings
 from megatron_rl.errors import UserError
 from megatron_rl.files import disk_errors
+from megatron_rl.plugins import KINDS
 from megatron_rl.rewards.processes import WorkerContext, lead_session
-from megatron_rl.rewards.worker import SETTING, call, check_function
-from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
+from megatron_rl.rewards.worker import call, check_function
+from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
+
+SETTING = KINDS["reward"].setting
 
 LOAD_TIMEOUT_S = 120.0
 """Deadline of importing the user's module, in seconds."""
@@ -27,9 +33,8 @@ POLL_S = 1.0
 class RewardRunner:
     """Worker processes that call `reward.function`; use as a context manager, or call `close`.
 
-    The function is `def score(*, prompt: str, response: str, label: str | None, metadata: Mapping) -> float | dict[str, float]`, sync or
-    async; of a dict, the item `reward` counts and the others are recorded. One worker makes one call at a time;
-    a call that runs longer than `timeout_s` loses its worker, with every process that it started, and the worker is replaced.
+    The function is a `plugins.Reward`; of a mapping, the item `reward` counts and the others are recorded. One worker makes one call at
+    a time; a call that runs longer than `timeout_s` loses its worker, with every process that it started, and the worker is replaced.
     What the function prints goes to the file `log_path`, where one is given.
     """
 
@@ -61,7 +66,7 @@ class RewardRunner:
         """
         path = self._settings.function
         try:
-            problem = self._begin(check_function, path, timeout_s=LOAD_TIMEOUT_S).result()
+            problem = self._begin(check_function, timeout_s=LOAD_TIMEOUT_S).result()
         except FutureTimeout as error:
             raise UserError(f"{SETTING} {path} is not imported after {LOAD_TIMEOUT_S:.0f} s; move slow work out of its module") from error
         except ProcessExpired as error:
@@ -72,34 +77,34 @@ class RewardRunner:
             ) from error
         if problem is not None:
             raise UserError(problem)
-        arguments = _arguments(prompt, response)
-        reward = self._read(self._begin(call, path, timeout_s=self._settings.timeout_s, **arguments)) or _killed(1)
+        sample = probe_sample(prompt, response)
+        reward = self._read(self._begin(call, timeout_s=self._settings.timeout_s, sample=sample)) or _killed(1)
         if reward.outcome is not RewardOutcome.SCORED:
             raise UserError(
                 f"{SETTING} {path} gave no reward for a probe (prompt {prompt.id}, response {response!r}, label {prompt.label!r}):"
-                f" it needs to return a finite number, or a dict with the key 'reward', within {self._settings.timeout_s:g} s;"
+                f" it needs to return a finite number, or a mapping with the key 'reward', within {self._settings.timeout_s:g} s;"
                 f"\n{reward.message}"
             )
         return reward
 
     async def score(self, sample: Sample) -> Reward:
         """The reward of one sample. Never raises for what the user's function does."""
-        return await self._call(_arguments(sample.prompt, sample.response_text, sample.metadata))
-
-    async def _call(self, arguments: dict[str, Any]) -> Reward:
-        """One call. When all workers are lost while none is at work (the system may kill idle ones for memory), again."""
+        # Experts are megabytes of a long sample, which no reward needs.
+        sent = replace(sample, routed_experts=None)
+        # When all workers are lost while none is at work (the system may kill idle ones for memory), again.
         for _ in range(MAX_ATTEMPTS):
-            future = self._begin(call, self._settings.function, timeout_s=self._settings.timeout_s, **arguments)
+            future = self._begin(call, timeout_s=self._settings.timeout_s, sample=sent)
             outcome = await self._outcome(future, pool=self._pool)
             if outcome is not None:
                 return outcome
         return _killed(MAX_ATTEMPTS)
 
-    def _begin(self, function: Callable[..., Any], path: str, *, timeout_s: float, **arguments: Any) -> ProcessFuture[Any]:
+    def _begin(self, function: Callable[..., Any], *, timeout_s: float, **arguments: Any) -> ProcessFuture[Any]:
         if not self._pool.active:
             self.close()
             self._pool = self._make_pool()
-        return self._pool.schedule(function, args=[path], kwargs=arguments, timeout=timeout_s)
+        own = json.dumps(self._settings.args)
+        return self._pool.schedule(function, args=[self._settings.function, own], kwargs=arguments, timeout=timeout_s)
 
     def _make_pool(self) -> ProcessPool:
         return ProcessPool(
@@ -175,6 +180,17 @@ def _by_cause(rewards: Sequence[Reward]) -> dict[str, list[Reward]]:
     return dict(sorted(causes.items(), key=lambda item: -len(item[1])))
 
 
-def _arguments(prompt: Prompt, response: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the reward function gets: the prompt's metadata, overlaid by what the rollout recorded."""
-    return {"prompt": prompt.text, "response": response, "label": prompt.label, "metadata": {**prompt.metadata, **(extra or {})}}
+def probe_sample(prompt: Prompt, response: str) -> Sample:
+    """A sample as a rollout would return it, of a response without tokens."""
+    ids = np.empty(0, np.int64)
+    return Sample(
+        group_id=prompt.id,
+        index=0,
+        prompt=prompt,
+        response_ids=ids,
+        loss_mask=np.empty(0, np.bool_),
+        rollout_log_probs=np.empty(0, np.float32),
+        weight_versions=ids,
+        stop_reason=StopReason.STOP,
+        response_text=response,
+    )

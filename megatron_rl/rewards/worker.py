@@ -7,6 +7,7 @@ a reward function may use signals.
 import asyncio
 import functools
 import inspect
+import json
 import math
 import numbers
 import traceback
@@ -14,42 +15,38 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.loading import check_arguments, load_function
-from megatron_rl.types import Reward, RewardOutcome
+from megatron_rl.plugins import load
+from megatron_rl.types import Reward, RewardOutcome, Sample
 
-SETTING = "reward.function"
-ARGUMENTS = ("prompt", "response", "label", "metadata")
 REWARD_KEY = "reward"
 """The item of a returned dict that is the reward; the others are recorded as its components."""
 
 
 @functools.cache
-def load_score(path: str) -> Callable[..., Any]:
-    """The reward function at `path`. Raises UserError when it cannot be imported or called with ARGUMENTS."""
-    function = load_function(path, setting=SETTING)
-    check_arguments(function, path=path, setting=SETTING, positional=0, names=ARGUMENTS)
-    return function
+def load_score(path: str, args: str) -> Callable[..., Any]:
+    """The reward function at `path` with its own arguments, a JSON text. Raises UserError when it cannot be imported or called."""
+    return load(path, kind="reward", args=json.loads(args))
 
 
-def check_function(path: str) -> str | None:
-    """What is wrong with the function at `path`, None when it can be called."""
+def check_function(path: str, args: str) -> str | None:
+    """What is wrong with the function at `path` or with its own arguments, None when it can be called."""
     try:
-        load_score(path)
+        load_score(path, args)
     except UserError as error:
         return str(error)
     return None
 
 
-def call(path: str, *, prompt: str, response: str, label: str | None, metadata: Mapping[str, Any]) -> Reward:
-    """Score one response; whatever the user's function does becomes an outcome."""
+def call(path: str, args: str, *, sample: Sample) -> Reward:
+    """Score one sample; whatever the user's function does becomes an outcome."""
     try:
-        result = load_score(path)(prompt=prompt, response=response, label=label, metadata=metadata)
+        result = load_score(path, args)(sample=sample)
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
     except Exception:  # the boundary where a user's error becomes an outcome
         return Reward(outcome=RewardOutcome.ERROR, message=traceback.format_exc())
     try:
-        value, components = read_result(result)
+        value, components = read_result(result, name=f"reward.function {path}")
     except (TypeError, ValueError) as error:
         return Reward(outcome=RewardOutcome.ERROR, message=str(error))
     return Reward(outcome=RewardOutcome.SCORED, value=value, components=components)
@@ -59,16 +56,16 @@ async def _wait(result: Any) -> Any:
     return await result
 
 
-def read_result(result: object) -> tuple[float, dict[str, float]]:
-    """Value and components of what a reward function returned: a finite number, or a dict of them with the key `reward`.
+def read_result(result: object, *, name: str) -> tuple[float, dict[str, float]]:
+    """Value and components of what the reward function `name` returned: a finite number, or a mapping of them with the key `reward`.
 
     Raises TypeError or ValueError that says what was returned and what is needed.
     """
     if not isinstance(result, Mapping):
-        return _number(result, "the reward function returned"), {}
+        return _number(result, f"{name} returned"), {}
     if REWARD_KEY not in result:
-        raise ValueError(f"the reward function returned a dict with the keys {sorted(map(str, result))}, needs the key {REWARD_KEY!r}")
-    numbers_by_name = {str(name): _number(value, f"the reward function returned for {name!r}") for name, value in result.items()}
+        raise ValueError(f"{name} returned a mapping with the keys {sorted(map(str, result))}, needs the key {REWARD_KEY!r}")
+    numbers_by_name = {str(key): _number(value, f"{name} returned for {key!r}") for key, value in result.items()}
     return numbers_by_name.pop(REWARD_KEY), numbers_by_name
 
 

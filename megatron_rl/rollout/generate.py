@@ -1,50 +1,29 @@
-"""Rollouts: how one prompt becomes samples. The default is a single turn; `rollout.function` names another.
+"""Rollouts: how one prompt becomes samples. The default is a single turn; `rollout.function` names another (`plugins.Rollout`)."""
 
-A rollout is `async def rollout(prompt, *, engine, sampling, num_samples, decode) -> Sequence[Sample]`. Its samples carry token ids
-that engines returned, never text that was tokenised again.
-"""
-
-import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.loading import check_arguments, load_function
-from megatron_rl.rollout.client import Generation
+from megatron_rl.plugins import Generator, Rollout, load
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.types import Ints, Prompt, Sample
+from megatron_rl.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_LOG_PROB = 1e-3
 """Nats above 0 that rounding explains: a softmax in bfloat16 need not sum to 1."""
 
-Decode = Callable[[Sequence[int]], str]
-"""Response ids to the text that people and reward functions read: without special tokens."""
 
-
-class Generator(Protocol):
-    """What a rollout may ask of an engine."""
-
-    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
-        """`num_samples` responses to `token_ids` [P]."""
-        ...
-
-
-class Rollout(Protocol):
-    """The contract of `rollout.function`; `megatron_rl.rollout.generate:single_turn` is an example."""
-
-    def __call__(
-        self, prompt: Prompt, *, engine: Generator, sampling: Sampling, num_samples: int, decode: Decode
-    ) -> Awaitable[Sequence[Sample]]:
-        """`num_samples` samples of `prompt`, each with its `group_id`, `index` and response text."""
-        ...
-
-
-async def single_turn(prompt: Prompt, *, engine: Generator, sampling: Sampling, num_samples: int, decode: Decode) -> tuple[Sample, ...]:
+async def single_turn(
+    *, prompt: Prompt, generator: Generator, sampling: Sampling, num_samples: int, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[Sample, ...]:
     """Ask once, and train on every token of the answer."""
-    generations = await engine.generate(prompt.token_ids, sampling=sampling, num_samples=num_samples)
+    generations = await generator.generate(prompt.token_ids, sampling=sampling, num_samples=num_samples)
     return tuple(
         Sample(
             group_id=prompt.id,
@@ -55,26 +34,20 @@ async def single_turn(prompt: Prompt, *, engine: Generator, sampling: Sampling, 
             rollout_log_probs=generation.log_probs,
             weight_versions=generation.weight_versions,
             stop_reason=generation.stop_reason,
-            response_text=decode(generation.token_ids.tolist()),
+            response_text=tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True),
             routed_experts=generation.routed_experts,
         )
         for index, generation in enumerate(generations)
     )
 
 
-def load_rollout(path: str | None) -> Rollout:
-    """The rollout at `package.module:function`, `single_turn` when None.
+def load_rollout(settings: RolloutSettings) -> Rollout:
+    """The rollout that the settings name, with its own arguments; `single_turn` when they name none.
 
     Raises:
-        UserError: it cannot be imported, is not an async function, or does not take the arguments of the contract.
+        UserError: it cannot be imported, is not an async function, or does not take the arguments of the contract or of the settings.
     """
-    if path is None:
-        return single_turn
-    function = load_function(path, setting="rollout.function")
-    if not inspect.iscoroutinefunction(function):
-        raise UserError(f"rollout.function {path} is not an async function; write `async def`, or other prompts would wait for it")
-    check_arguments(function, path=path, setting="rollout.function", positional=1, names=("engine", "sampling", "num_samples", "decode"))
-    return function
+    return single_turn if settings.function is None else load(settings.function, kind="rollout", args=settings.args)
 
 
 def check_samples(

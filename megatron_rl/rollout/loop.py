@@ -8,15 +8,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import DeadlineError, EngineError
+from megatron_rl.plugins import Rollout
 from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.generate import Decode, Rollout, check_samples, single_turn, without_outdated_experts
+from megatron_rl.rollout.generate import check_samples, single_turn, without_outdated_experts
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.seeds import SeededGenerator, group_seed
 from megatron_rl.rollout.transport import EngineRefusal
 from megatron_rl.types import Group, Prompt, Reward, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Score = Callable[[Sample], Awaitable[Reward]]
 Samples = tuple[Sample, ...]
@@ -109,7 +113,7 @@ class GroupMaker:
     pool: EnginePool
     sampling: Sampling
     num_samples: int
-    decode: Decode
+    tokenizer: "PreTrainedTokenizerBase"
     score: Score | None
     rollout: Rollout = single_turn
     rollout_name: str = "rollout.function"
@@ -136,7 +140,11 @@ class GroupMaker:
                 try:
                     seeded = SeededGenerator(client, seed=group_seed(prompt, run_seed=self.seed))
                     samples = await self.rollout(
-                        prompt, engine=seeded, sampling=self.sampling, num_samples=self.num_samples, decode=self.decode
+                        prompt=prompt,
+                        generator=seeded,
+                        sampling=self.sampling,
+                        num_samples=self.num_samples,
+                        tokenizer=self.tokenizer,
                     )
                     checked = check_samples(
                         samples,

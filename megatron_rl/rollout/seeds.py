@@ -3,8 +3,8 @@
 import hashlib
 from dataclasses import replace
 
+from megatron_rl.plugins import Generator
 from megatron_rl.rollout.client import Generation
-from megatron_rl.rollout.generate import Generator
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Ints, Prompt
 

@@ -16,13 +16,14 @@ from megatron_rl.algorithms.objective import POLICY_LOSSES
 from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
+from megatron_rl.contracts import RolloutTrial, require
 from megatron_rl.data.row_files import check_is_data_file
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device, local_device, quiet_megatron_imports
 from megatron_rl.errors import UserError
 from megatron_rl.observe.sinks import check_installed
-from megatron_rl.rewards.loading import check_arguments, load_function
+from megatron_rl.plugins import load
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.generate import load_rollout
 from megatron_rl.rollout.server_args import check_environment, check_records_routing, validate_server_args
@@ -73,6 +74,8 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         *_data_checks(settings, probe=probe),
         partial(_check_resources, settings),
     ]
+    if settings.rollout.function is not None and not settings.supervised:
+        checks.append(partial(_check_rollout_function, settings))
     return _run_checks(checks, settings)
 
 
@@ -176,8 +179,9 @@ def _check_objective(settings: Settings) -> list[str]:
     resolve_objective(settings)
     path = settings.objective.policy_loss
     if path not in POLICY_LOSSES:
-        function = load_function(path, setting="objective.policy_loss")
-        check_arguments(function, path=path, setting="objective.policy_loss", positional=2, names=())
+        require(path, "policy_loss", settings.objective.loss_args)
+    if settings.objective.advantage.is_own:
+        require(settings.objective.advantage.estimator, "advantage", settings.objective.advantage.args)
     return []
 
 
@@ -252,12 +256,23 @@ def _check_rollout(settings: Settings) -> list[str]:
         check_environment(os.environ)
         if settings.training.routing_replay:
             check_records_routing()
-    load_rollout(settings.rollout.function)
+    load_rollout(settings.rollout)
+    if settings.rollout.filter is not None:
+        require(settings.rollout.filter.function, "filter", settings.rollout.filter.args)
+    return []
+
+
+def _check_rollout_function(settings: Settings) -> list[str]:
+    """Try the user's own rollout with a scripted engine and the model's tokenizer."""
+    trial = RolloutTrial(settings.rollout, tokenizer=load_tokenizer(settings.model.path), need_experts=settings.training.routing_replay)
+    trial.run()
+    trial.check_trained()
+    trial.check_masked()
     return []
 
 
 def _check_reward(settings: Settings) -> list[str]:
-    load_function(settings.reward.function, setting="reward.function")
+    load(settings.reward.function, kind="reward", args=settings.reward.args)
     return []
 
 

@@ -30,6 +30,7 @@ from megatron_rl.rollout.admission import Admission
 from megatron_rl.rollout.client import EngineClient, EnginePart
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.generate import load_rollout
+from megatron_rl.rollout.group_filter import load_filter
 from megatron_rl.rollout.identical_groups import IdenticalGroups
 from megatron_rl.rollout.loop import EnginePool, GroupMaker, Urgency, make_groups
 from megatron_rl.rollout.sampling import make_sampling
@@ -57,8 +58,9 @@ class Rollouts:
         sources = [self.source] if eval_source is None else [self.source, eval_source]
         self.label_notes = [note for source in sources if (note := source.label_note()) is not None]
         self.vocab_size = len(self._tokenizer)
-        self._rollout = load_rollout(settings.rollout.function)
+        self._rollout = load_rollout(settings.rollout)
         self._rollout_name = f"rollout.function {settings.rollout.function or 'single_turn'}"
+        self._filter = load_filter(settings.rollout.filter)
         self._admission = Admission(
             groups_per_step=data.prompts_per_step,
             max_staleness=settings.rollout.max_staleness,
@@ -147,36 +149,46 @@ class Rollouts:
         wanted = self._settings.data.prompts_per_step
         kept: list[Group] = []
         seen: list[Group] = []
-        num_renewed = 0
+        num_renewed = num_filtered = 0
         for _ in range(MAX_RESAMPLING_ROUNDS):
-            groups, renewed = await self._groups(wanted - len(kept), step=step, progress=progress)
+            groups, reasons, renewed = await self._groups(wanted - len(kept), step=step, progress=progress)
             num_renewed += renewed
+            num_filtered += sum(reason not in (None, NO_REWARD, NO_SIGNAL) for reason in reasons.values())
             seen += groups
-            kept += [group for group in groups if not self._rejects(group)]
+            kept += [group for group in groups if self._keeps(reasons[group.id])]
             if len(kept) == wanted or self._settings.objective.zero_variance != "resample":
                 break
         else:
+            passed = "" if self._settings.rollout.filter is None else f" and passed rollout.filter {self._settings.rollout.filter.function}"
             raise UserError(
-                f"step {step + 1}: {len(kept)} of {len(seen)} groups have different rewards after {MAX_RESAMPLING_ROUNDS} rounds of "
-                f"resampling, needs {wanted}; use prompts of other difficulty or objective.zero_variance drop"
+                f"step {step + 1}: {len(kept)} of {len(seen)} groups have different rewards{passed} after {MAX_RESAMPLING_ROUNDS} "
+                f"rounds of resampling, needs {wanted}; use prompts of other difficulty or objective.zero_variance drop"
             )
         self._measured = production.busy_s, production.num_tokens
         speed = Mean(production.num_tokens - tokens_before, self._measured[0] - busy_before_s)
         metrics = {**rollout_metrics(seen, version=step), "rollout/tokens_per_second": speed, "rollout/renewed_groups": Sum(num_renewed)}
+        if self._settings.rollout.filter is not None:
+            metrics["rollout/filtered_groups"] = Sum(num_filtered)
         return make_train_batch(kept) if kept else _without_signal(make_train_batch(seen)), metrics
 
     def _rejection(self, group: Group) -> str | None:
         """Why a step does not train on a group, as the buffer notes it; None when it does."""
         if not any(sample.reward is not None and sample.reward.value is not None for sample in group.samples):
             return NO_REWARD
-        return NO_SIGNAL if self._rejects(group) else None
+        if self._drops and not has_signal(group, self._settings.objective.advantage):
+            return NO_SIGNAL
+        return self._filter(group)
 
-    def _rejects(self, group: Group) -> bool:
-        objective = self._settings.objective
-        return objective.zero_variance in ("drop", "resample") and not has_signal(group, objective.advantage)
+    def _keeps(self, reason: str | None) -> bool:
+        """Whether a group with this rejection is in the batch: one without rewards is, where nothing is dropped, as what was generated."""
+        return reason is None or (reason == NO_REWARD and not self._drops)
 
-    async def _groups(self, count: int, *, step: int, progress: PhaseProgress) -> tuple[list[Group], int]:
-        """The next `count` groups, in the order of their prompts, and how many had to be made anew because they were too old.
+    @property
+    def _drops(self) -> bool:
+        return self._settings.objective.zero_variance in ("drop", "resample")
+
+    async def _groups(self, count: int, *, step: int, progress: PhaseProgress) -> tuple[list[Group], dict[str, str | None], int]:
+        """The next `count` groups, in the order of their prompts, why each is rejected, by its id, and how many had to be made anew.
 
         Groups are only ever made when they will be young enough; a run that is resumed with a smaller max_staleness finds others.
         """
@@ -184,13 +196,19 @@ class Rollouts:
         renewed = self._buffer.renew(count, oldest_version=oldest)
         production.admit(self._admission.num_admitted(step=step, missing=count, version=step))
         await production.wait(count, progress=progress)
-        groups = self._buffer.take_done(count, step=step + 1, rejection=self._rejection)
+        reasons: dict[str, str | None] = {}
+
+        def rejection(group: Group) -> str | None:
+            reasons[group.id] = self._rejection(group)
+            return reasons[group.id]
+
+        groups = self._buffer.take_done(count, step=step + 1, rejection=rejection)
         check_versions(groups, step=step, oldest_version=oldest, rollout=self._rollout_name)
         self._check_independence(groups, step=step)
         rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
         self._rewards.note_failures(rewards, step=step + 1)
         check_error_rate(rewards, max_error_rate=self._settings.reward.max_error_rate)
-        return groups, renewed
+        return groups, reasons, renewed
 
     def _check_independence(self, groups: Sequence[Group], *, step: int) -> None:
         for group in groups:
@@ -217,7 +235,7 @@ class Rollouts:
             pool=self._pool,
             sampling=sampling,
             num_samples=num_samples,
-            decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)),
+            tokenizer=self._tokenizer,
             score=self._rewards.score,
             rollout=self._rollout,
             rollout_name=self._rollout_name,

@@ -2,23 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from megatron_rl.rollout.generate import Decode, Generator
+from megatron_rl.plugins import Generator
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Prompt, Sample
 
 TOOL_IDS = np.array([7, 7, 9])
 
 
-async def rollout(prompt: Prompt, *, engine: Generator, sampling: Sampling, num_samples: int, decode: Decode) -> Sequence[Sample]:
+async def rollout(*, prompt: Prompt, generator: Generator, sampling: Sampling, num_samples: int, tokenizer: Any) -> Sequence[Sample]:
     """Each sample: half of the token budget, the tool's answer, and a second turn that sees both."""
     samples = []
     for index in range(num_samples):
-        (first,) = await engine.generate(prompt.token_ids, sampling=replace(sampling, max_tokens=sampling.max_tokens // 2))
+        (first,) = await generator.generate(prompt.token_ids, sampling=replace(sampling, max_tokens=sampling.max_tokens // 2))
         seen = np.concatenate([prompt.token_ids, first.token_ids, TOOL_IDS])
-        (second,) = await engine.generate(seen, sampling=replace(sampling, max_tokens=sampling.max_tokens // 2))
+        (second,) = await generator.generate(seen, sampling=replace(sampling, max_tokens=sampling.max_tokens // 2))
         response_ids = np.concatenate([first.token_ids, TOOL_IDS, second.token_ids])
         samples.append(
             Sample(
@@ -30,7 +31,7 @@ async def rollout(prompt: Prompt, *, engine: Generator, sampling: Sampling, num_
                 rollout_log_probs=np.concatenate([first.log_probs, np.full(len(TOOL_IDS), np.nan), second.log_probs]),
                 weight_versions=np.concatenate([first.weight_versions, np.full(len(TOOL_IDS), -1), second.weight_versions]),
                 stop_reason=second.stop_reason,
-                response_text=decode(response_ids.tolist()),
+                response_text=tokenizer.decode(response_ids.tolist(), skip_special_tokens=True),
                 routed_experts=second.routed_experts,
             )
         )

@@ -1,11 +1,10 @@
 """A reward function that passes the probe and then fails."""
 
-from collections.abc import Mapping
-from typing import Any
+from megatron_rl.types import Sample
 
 
-def score(*, prompt: str, response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
+def score(*, sample: Sample) -> float:
     """Fail for every response that a model wrote."""
-    if response:
+    if sample.response_text:
         raise RuntimeError("this grader is broken")
     return 0.0

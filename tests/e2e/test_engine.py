@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.config.settings import RolloutSettings, SamplingSettings
+from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.rollout.client import ENGINE_PARTS, EngineClient, Generation
 from megatron_rl.rollout.engine import Engine, EngineAddress
@@ -290,7 +291,7 @@ def test_the_loop_yields_a_group_per_prompt(engine) -> None:
                 pool=EnginePool([client], max_samples=32),
                 sampling=Sampling(max_tokens=4),
                 num_samples=4,
-                decode=lambda ids: " ".join(map(str, ids)),
+                tokenizer=NumberTokenizer(),
                 score=None,
                 rollout=single_turn,
             )

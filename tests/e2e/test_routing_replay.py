@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_rl.config.settings import RolloutSettings, SamplingSettings, Settings
+from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.packing import make_shards
 from megatron_rl.observe.metrics import metric_values
@@ -121,7 +122,9 @@ def generated_batch(address: EngineAddress) -> TrainBatch:
         async with EngineClient(address, request_timeout_s=60) as client:
             groups = []
             for prompt in prompts:
-                samples = await single_turn(prompt, engine=client, sampling=Sampling(max_tokens=MAX_TOKENS), num_samples=2, decode=str)
+                samples = await single_turn(
+                    prompt=prompt, generator=client, sampling=Sampling(max_tokens=MAX_TOKENS), num_samples=2, tokenizer=NumberTokenizer()
+                )
                 groups.append(Group(id=prompt.id, prompt=prompt, samples=samples))
             return groups
 

@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -195,3 +196,41 @@ def test_report_draws_what_a_run_has_measured(tmp_path: Path, capsys: pytest.Cap
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/report.html\n"
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "report.html").exists()
+
+
+PLUGINS = """
+def good(*, sample, weight: float = 1.0):
+    return weight * len(sample.response_text)
+
+def infinite(*, sample):
+    return float("inf") if sample.response_text else 0.0
+
+async def rollout(**arguments):
+    return []
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "last"),
+    [
+        (["good", "--args", "weight=2"], 0, "ok      the same response gets the same reward again"),
+        (["good", "--args", "weight=x"], 2, "BROKEN  .*called with its arguments: reward.args.weight is 'x', .* needs weight: float"),
+        (["infinite"], 2, "BROKEN  any response gets a finite reward: .*plugins_of_user:infinite .* inf, needs a finite number"),
+        (["rollout", "--kind", "rollout"], 2, "BROKEN  one prompt becomes .* returned 0 samples for prompt contract, needs 1"),
+    ],
+)
+def test_a_plugin_is_checked_with_a_line_for_each_promise(
+    words: list[str], status: int, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plugins_of_user.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check-plugin", f"plugins_of_user:{words[0]}", *words[1:]]) == status
+    *kept, found = capsys.readouterr().out.splitlines()
+    assert re.match(last, found) and all(line.startswith("ok ") for line in kept)
+
+
+def test_a_plugin_of_no_kind_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plugins_of_user.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check-plugin", "plugins_of_user:rollout"]) == 2
+    assert "takes arguments, needs the arguments of one kind: reward(sample); rollout(prompt, " in capsys.readouterr().err

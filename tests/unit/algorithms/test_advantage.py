@@ -166,3 +166,20 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="rewards"):
         advantages("grpo", rewards=REWARDS[:3])
     assert advantages("grpo", REWARDS[:0], GROUPS[:0], ONES[:0]).shape == (0,)
+
+
+def test_an_estimator_of_ones_own_gets_the_batch_and_its_arguments(monkeypatch, tmp_path) -> None:
+    (tmp_path / "my_estimators.py").write_text(
+        "def by_length(*, rewards, group_ids, lengths, power: int):\n    return (rewards - group_ids) * lengths.double() ** power\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = AdvantageSettings(estimator="my_estimators:by_length", args={"power": 2})
+    batch = {"rewards": torch.tensor([1.0, 0.5, 4.0]), "group_ids": torch.tensor([0, 0, 2]), "lengths": torch.tensor([2, 3, 1])}
+    assert group_advantages(settings, **batch).tolist() == [4.0, 4.5, 2.0]
+
+
+def test_arguments_and_names_of_estimators_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"estimator is 'rlo', needs one of grpo.*did you mean rloo\?"):
+        AdvantageSettings(estimator="rlo")
+    with pytest.raises(ValueError, match="args has power, but estimator 'grpo'"):
+        AdvantageSettings(args={"power": 2})

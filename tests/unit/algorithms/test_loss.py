@@ -10,6 +10,7 @@ from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import AdvantageSettings, Aggregation, EntropyControl, KLControl, Objective, OffPolicyCorrection
 from megatron_rl.algorithms.policy_loss import find_policy_loss
+from megatron_rl.errors import UserError
 
 # The shared vector V1 of the peer survey.
 V1 = {
@@ -374,11 +375,15 @@ def test_what_is_missing_is_named() -> None:
 def test_a_loss_of_ones_own_by_path(monkeypatch, tmp_path) -> None:
     (tmp_path / "my_losses.py").write_text(
         "from megatron_rl.algorithms.policy_loss import PolicyLossTerms\n"
-        "def double(objective, terms):\n    return PolicyLossTerms(-2.0 * terms.log_probs)\n"
+        "def double(*, objective, terms, factor: float = 2.0):\n    return PolicyLossTerms(-factor * terms.log_probs)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     loss = run_step(Objective(policy_loss="my_losses:double", aggregation="token_sum"), v1(), trivial_layout(4)).loss
     assert loss == pytest.approx(-2 * sum(V1["log_probs"]))
+    thrice = Objective(policy_loss="my_losses:double", loss_args={"factor": 3.0}, aggregation="token_sum")
+    assert run_step(thrice, v1(), trivial_layout(4)).loss == pytest.approx(-3 * sum(V1["log_probs"]))
+    with pytest.raises(ValueError, match="loss_args has factor, but policy_loss 'clip'"):
+        Objective(loss_args={"factor": 3.0})
     for path in ("my_losses:missing", "no_such_module:double"):
-        with pytest.raises(ValueError, match="importable"):
-            find_policy_loss(path)
+        with pytest.raises(UserError, match=f"objective.policy_loss {path}"):
+            find_policy_loss(Objective(policy_loss=path))

@@ -125,7 +125,7 @@ def loss_calls(inputs: LossInputs, terms: PolicyTerms, correction: OffPolicyCorr
         }
         everything[f"compute_loss {name}"] = (loss.compute_loss, (objective, inputs), step_settings)
         if name not in ("clip_cov", "kl_cov"):
-            everything[f"policy loss {name}"] = (policy_loss.find_policy_loss(name), (objective, terms), {})
+            everything[f"policy loss {name}"] = (policy_loss.find_policy_loss(objective), (objective, terms), {})
     return everything
 
 

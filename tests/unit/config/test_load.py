@@ -82,7 +82,7 @@ def test_preset_fills_and_explicit_fields_win(settings_with: Callable[..., Setti
         ("run=5", ["run is 5 (integer), needs a section"]),
         ("objective=5", ["objective is 5 (integer), needs a section"]),
         ("model.dtype=floatt32", ["needs one of 'auto', 'float32' or 'bfloat16'; did you mean model.dtype=float32?"]),
-        ("objective.advantage.estimator=grp", ["did you mean objective.advantage.estimator=grpo?"]),
+        ("objective.advantage.estimator=grp", ["AdvantageSettings.estimator is 'grp', needs one of grpo, ", "did you mean grpo?"]),
         ("objective.clip_low=-1", ["objective.clip_low is -1, needs a number >= 0"]),
         ("objective.preset=drgpo", ["objective.preset", "did you mean 'dr_grpo'?"]),
         ("objective.dual_clip=0.5", ["objective.dual_clip is 0.5, needs a number > 1"]),

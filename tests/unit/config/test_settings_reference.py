@@ -31,7 +31,7 @@ def test_listed_settings_are_those_that_settings_have() -> None:
         paths: set[str] = set()
         for name, inner in value.items():
             path = f"{prefix}{name}"
-            paths |= leaves(inner, f"{path}.") if path in sections else {path}
+            paths |= leaves(inner, f"{path}.") if path in sections and inner is not None else {path}
         return paths
 
     sections = set(section_names())

@@ -7,39 +7,40 @@ import sys
 import time
 
 
-def exact(*, prompt, response, label, metadata):
-    return float(response == label)
+def exact(*, sample):
+    return float(sample.response_text == sample.prompt.label)
 
 
-async def exact_later(*, prompt, response, label, metadata):
+async def exact_later(*, sample):
     await asyncio.sleep(0.001)
-    return response == label
+    return sample.response_text == sample.prompt.label
 
 
-def parts(*, prompt, response, label, metadata):
-    return {"reward": 0.5, "format": 1, "length": len(response)}
+def parts(*, sample):
+    return {"reward": 0.5, "format": 1, "length": len(sample.response_text)}
 
 
-def parts_without_total(*, prompt, response, label, metadata):
+def parts_without_total(*, sample):
     return {"format": 1.0}
 
 
-def by_response(*, prompt, response, label, metadata):
+def by_response(*, sample):
     """What the response asks for."""
-    if response == "raise":
+    if sample.response_text == "raise":
         raise KeyError("no such answer")
-    if response == "hang":
+    if sample.response_text == "hang":
         time.sleep(60)
-    if response == "exit":
+    if sample.response_text == "exit":
         os._exit(3)
-    return {"nan": float("nan"), "none": None, "text": "1.0"}.get(response, 1.0)
+    return {"nan": float("nan"), "none": None, "text": "1.0"}.get(sample.response_text, 1.0)
 
 
-def echo_metadata(*, prompt, response, label, metadata):
+def echo_metadata(*, sample):
+    metadata = {**sample.prompt.metadata, **sample.metadata}
     return float(metadata["a"] * 10 + metadata["b"])
 
 
-def heavy_modules(*, prompt, response, label, metadata):
+def heavy_modules(*, sample):
     return float(sum(name in sys.modules for name in ("torch", "sglang", "ray", "megatron", "transformers")))
 
 
@@ -50,24 +51,24 @@ def wrong_names(prompt, answer):
 NOT_A_FUNCTION = 3
 
 
-def worker(*, prompt, response, label, metadata):
+def worker(*, sample):
     """The number of the process."""
     return os.getpid()
 
 
-def leaves_processes(*, prompt, response, label, metadata):
+def leaves_processes(*, sample):
     """Start a child of this session and one of its own, write their numbers where the label says, and do what the response asks for."""
     children = [subprocess.Popen(["sleep", "600"], start_new_session=own) for own in (False, True)]
-    with open(label, "w") as file:
+    with open(sample.prompt.label, "w") as file:
         file.write(" ".join(str(child.pid) for child in children))
-    if response == "hang":
+    if sample.response_text == "hang":
         time.sleep(60)
-    if response == "exit":
+    if sample.response_text == "exit":
         os._exit(3)
     return 1.0
 
 
-def prints(*, prompt, response, label, metadata):
-    print("printed:", response)
-    print("warned:", response, file=sys.stderr)
+def prints(*, sample):
+    print("printed:", sample.response_text)
+    print("warned:", sample.response_text, file=sys.stderr)
     return 1.0

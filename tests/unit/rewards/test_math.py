@@ -1,12 +1,17 @@
 import threading
 
+import numpy as np
 import pytest
 
 from megatron_rl.rewards.math import score
+from megatron_rl.types import Prompt, Sample, StopReason
 
 
 def grade(response: str, label: str | None) -> float:
-    return score(prompt="", response=response, label=label, metadata={})
+    nothing = np.empty(0)
+    arrays = {"response_ids": nothing, "loss_mask": nothing, "rollout_log_probs": nothing, "weight_versions": nothing}
+    prompt = Prompt(id="p", token_ids=np.array([1]), text="", label=label)
+    return score(sample=Sample(group_id="p", index=0, prompt=prompt, response_text=response, stop_reason=StopReason.STOP, **arrays))
 
 
 @pytest.mark.parametrize(

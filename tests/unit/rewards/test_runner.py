@@ -99,7 +99,7 @@ def test_errors_and_timeouts_are_outcomes_of_their_own_and_the_others_are_scored
         (f"{MODULE}:no_such_function", "has no no_such_function; it has: exact, "),
         (f"{MODULE}:NOT_A_FUNCTION", "is a int, needs a function"),
         (f"{MODULE}.exact", "needs the form package.module:function"),
-        (f"{MODULE}:wrong_names", r"signature \(prompt, answer\) but is called as \(prompt=.., response=.., label=.., metadata=..\)"),
+        (f"{MODULE}:wrong_names", r"signature \(prompt, answer\) but is called as \(sample=..\)"),
         (f"{MODULE}:parts_without_total", "needs the key 'reward'"),
         ("megatron_rl.rewards.math:score", "holds no mathematical expression"),
     ],

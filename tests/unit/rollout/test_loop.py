@@ -1,15 +1,19 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.errors import EngineError, UserError
+from megatron_rl.plugins import Rollout
 from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.generate import Rollout, load_rollout, single_turn
+from megatron_rl.rollout.generate import load_rollout, single_turn
 from megatron_rl.rollout.loop import EnginePool, GroupMaker, Score, Urgency, make_groups
 from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.sampling import Sampling
@@ -60,7 +64,7 @@ def make_maker(
         pool=pool,
         sampling=Sampling(max_tokens=4),
         num_samples=num_samples,
-        decode=lambda ids: " ".join(map(str, ids)),
+        tokenizer=NumberTokenizer(),
         score=score,
         rollout=rollout,
         urgency=urgency,
@@ -205,25 +209,25 @@ def test_a_place_that_is_given_up_goes_to_the_next() -> None:
     assert client.running == 0
 
 
-async def too_few(prompt: Prompt, *, engine, sampling, num_samples, decode) -> list[Sample]:
+async def too_few(*, prompt: Prompt, **arguments: Any) -> list[Sample]:
     return []
 
 
-async def of_another_group(prompt: Prompt, *, engine, sampling, num_samples, decode) -> tuple[Sample, ...]:
+async def of_another_group(*, prompt: Prompt, **arguments: Any) -> tuple[Sample, ...]:
     other = Prompt(id="other", token_ids=prompt.token_ids, text="")
-    return await single_turn(other, engine=engine, sampling=sampling, num_samples=num_samples, decode=decode)
+    return await single_turn(prompt=other, **arguments)
 
 
-async def beyond_the_vocabulary(prompt: Prompt, *, engine, sampling, num_samples, decode) -> tuple[Sample, ...]:
-    samples = await single_turn(prompt, engine=engine, sampling=sampling, num_samples=num_samples, decode=decode)
+async def beyond_the_vocabulary(*, prompt: Prompt, **arguments: Any) -> tuple[Sample, ...]:
+    samples = await single_turn(prompt=prompt, **arguments)
     return tuple(replace(sample, response_ids=np.full(2, 100)) for sample in samples)
 
 
 def changed(**changes: Any) -> Rollout:
     """A rollout whose last sample differs from what it should be by `changes`."""
 
-    async def rollout(prompt: Prompt, *, engine, sampling, num_samples, decode) -> list[Sample]:
-        *others, last = await single_turn(prompt, engine=engine, sampling=sampling, num_samples=num_samples, decode=decode)
+    async def rollout(*, prompt: Prompt, **arguments: Any) -> list[Sample]:
+        *others, last = await single_turn(prompt=prompt, **arguments)
         return [*others, replace(last, **changes)]
 
     return rollout
@@ -277,18 +281,18 @@ def test_experts_recorded_across_a_weight_update_are_not_replayed() -> None:
     for versions, num_kept in (([2, 2], 3), ([2, -1], 3), ([1, 2], 0)):
         mixed = changed(weight_versions=versions, loss_mask=[version >= 0 for version in versions], routed_experts=record)
 
-        async def rollout(prompt: Prompt, *, mixed=mixed, **arguments: Any) -> list[Sample]:
-            return [replace(sample, routed_experts=record) for sample in await mixed(prompt, **arguments)]
+        async def rollout(*, mixed=mixed, **arguments: Any) -> list[Sample]:
+            return [replace(sample, routed_experts=record) for sample in await mixed(**arguments)]
 
         (group,) = asyncio.run(collect(make_prompts(1), [client], rollout=rollout))
         assert [len(sample.routed_experts) for sample in group.samples if sample.routed_experts is not None] == [3, num_kept]
 
 
 def test_every_sample_of_every_request_is_drawn_with_a_seed_of_its_own_that_comes_again() -> None:
-    async def two_requests(prompt: Prompt, *, engine, sampling, num_samples, decode) -> list[Sample]:
+    async def two_requests(*, num_samples: int, **arguments: Any) -> list[Sample]:
         samples: list[Sample] = []
         for index in range(num_samples):
-            made = await single_turn(prompt, engine=engine, sampling=sampling, num_samples=2, decode=decode)
+            made = await single_turn(num_samples=2, **arguments)
             samples.append(replace(made[0], index=index))
         return samples
 
@@ -319,17 +323,19 @@ def test_a_rollout_without_experts_is_refused_where_the_engine_records_them() ->
 
 
 def test_a_rollout_is_found_by_its_path() -> None:
-    assert load_rollout(None) is single_turn
-    assert load_rollout("megatron_rl.rollout.generate:single_turn") is single_turn
+    assert load_rollout(RolloutSettings()) is single_turn
+    assert load_rollout(RolloutSettings(function="megatron_rl.rollout.generate:single_turn")) is single_turn
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("megatron_rl.rollout.generate:load_rollout", "not an async function"),
-        ("asyncio:sleep", r"is called as \(argument 1, engine=.., sampling=.., num_samples=.., decode=..\)"),
+        ("rollouts_by_path:not_async", "not an async function"),
+        ("asyncio:sleep", r"is called as \(prompt=.., generator=.., sampling=.., num_samples=.., tokenizer=..\)"),
     ],
 )
-def test_a_function_that_is_no_rollout_is_one_sentence(path: str, message: str) -> None:
+def test_a_function_that_is_no_rollout_is_one_sentence(path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rollouts_by_path.py").write_text("def not_async(*, prompt, generator, sampling, num_samples, tokenizer): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=message):
-        load_rollout(path)
+        load_rollout(RolloutSettings(function=path))

@@ -21,17 +21,26 @@ from megatron_rl.runtime.preflight import GIB, check_cpu_memory, check_disk, che
 from megatron_rl.runtime.target import find_target
 
 REWARD = """
-def score(*, prompt, response, label, metadata):
-    return float(response == label)
+def score(*, sample):
+    return float(sample.response_text == sample.prompt.label)
 
-def broken(*, prompt, response, label, metadata):
+def broken(*, sample):
     return 1 / 0
 
-def strict(*, prompt, response, label, metadata):
-    return float(response == label.strip())
+def strict(*, sample):
+    return float(sample.response_text == sample.prompt.label.strip())
 
-def length(*, prompt, response, label, metadata):
-    return float(len(response))
+async def roll(*, prompt, generator, sampling, num_samples, tokenizer, budget: int):
+    return []
+
+def advantages(*, rewards, group_ids, lengths, power: int):
+    return None
+
+def keep(*, group):
+    return True
+
+def length(*, sample):
+    return float(len(sample.response_text))
 """
 
 
@@ -94,6 +103,16 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("rollout.sglang.mem_fraction_statc=0.5", ["rollout.sglang.mem_fraction_statc", "mem_fraction_static"]),
         ("rollout.function=no_such_module:roll", ["rollout.function", "no_such_module"]),
         ("rollout.function=preflight_reward:nothing", ["rollout.function", "it has: score"]),
+        ("rollout.function=preflight_reward:roll", ["rollout.args.budget is missing", "needs budget: int"]),
+        (
+            "rollout={function: preflight_reward:roll, args: {budget: 3}, sampling: {max_response_tokens: 8}}",
+            ["roll returned 0 samples"],
+        ),
+        ("rollout.filter.function=preflight_reward:keep", ["rollout.filter.function preflight_reward:keep returned True", "needs None"]),
+        ("rollout.filter={function: preflight_reward:keep, args: {x: 1}}", ["rollout.filter.args.x is no argument"]),
+        ("objective.advantage.estimator=preflight_reward:advantages", ["objective.advantage.args.power is missing"]),
+        ("objective.advantage={estimator: preflight_reward:advantages, args: {power: 2}}", ["advantages returned type NoneType"]),
+        ("reward.args={weight: 2}", ["reward.args.weight is no argument of preflight_reward:score"]),
         ("reward.function=preflight_reward:scoer", ["scoer"]),
         ("reward.function=preflight_reward:broken", ["gave no reward for a probe", "ZeroDivisionError"]),
     ],

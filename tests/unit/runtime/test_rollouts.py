@@ -406,6 +406,41 @@ def test_the_buffer_tells_what_each_step_trained_on_from_what_resampling_threw_a
     assert rejected and set(rejected) == {module.NO_SIGNAL}
 
 
+FILTERS = """
+def keep(*, group, digit: int):
+    return "its number ends with the digit" if group.prompt.text.rstrip("=").endswith(str(digit)) else None
+"""
+
+
+@pytest.fixture
+def filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "filters_of_user.py").write_text(FILTERS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("filters")
+@pytest.mark.parametrize("zero_variance", ["keep", "resample"])
+def test_a_group_that_the_filter_leaves_out_is_noted_counted_and_replaced_where_groups_are_resampled(
+    make_settings: Callable[..., Settings], tmp_path: Path, zero_variance: str
+) -> None:
+    words = (f"objective.zero_variance={zero_variance}", "rollout.filter={function: filters_of_user:keep, args: {digit: 1}}")
+
+    async def run() -> list[tuple[TrainBatch, dict[str, float]]]:
+        Client.engine = engine = Engine(seed=0)
+        rollouts = await opened(make_settings(*words), tmp_path / "buffer.sqlite")
+        steps = [await step_of(rollouts, engine, step) for step in range(6)]
+        await rollouts.close()
+        return steps
+
+    steps = asyncio.run(run())
+    reason = "rollout.filter.function filters_of_user:keep: its number ends with the digit"
+    rows = consumed(tmp_path / "buffer.sqlite")
+    left_out = [sum(found == reason for at, _, found in rows if at == step + 1) for step in range(6)]
+    assert sum(left_out) > 0 and [metrics["rollout/filtered_groups"] for _, metrics in steps] == left_out
+    trained = [PROMPTS_PER_STEP - (num if zero_variance == "keep" else 0) for num in left_out]
+    assert [batch.num_sequences for batch, _ in steps] == [2 * num for num in trained]
+
+
 def consumed(path: Path) -> list[tuple[Any, ...]]:
     with sqlite3.connect(path) as buffer:
         return buffer.execute("SELECT consumed_step, trained, rejection FROM groups WHERE state = 'consumed' ORDER BY position").fetchall()

@@ -101,6 +101,8 @@ BASE: dict[str, Any] = {
     "kl_cov_fraction": 0.3,
     "max_response_length": 9,
 }
+OWN_ARGS = {"loss_args", "advantage.args"}
+"""Arguments of plug-ins, which a built-in refuses: there is no objective in which they have no effect."""
 CONTROL = {"initial": 0.3, "min": 0.1, "max": 0.4, "delta": 0.06, "target": 0.2}
 EXTRAS: tuple[dict[str, Any], ...] = (
     {},
@@ -245,7 +247,7 @@ def outcomes() -> Iterator[Callable[[Objective], list[np.ndarray]]]:
 
 
 def test_the_table_names_every_setting_and_no_other() -> None:
-    assert READERS.keys() == {item.path for item in setting_fields(Objective)} == CHANGED.keys()
+    assert READERS.keys() == {item.path for item in setting_fields(Objective)} == CHANGED.keys() | OWN_ARGS
 
 
 @pytest.mark.parametrize("path", CHANGED)

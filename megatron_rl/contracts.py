@@ -1,0 +1,343 @@
+"""What a plug-in promises, tried on it: the arguments that it takes, what it returns, and what may never differ from what engines made.
+
+`megatron-rl check-plugin` prints these checks, `train --check` stops at the first that fails, tests/contract asserts them.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megatron_rl.algorithms.advantage import group_advantages
+from megatron_rl.algorithms.objective import AdvantageSettings, Objective
+from megatron_rl.algorithms.policy_loss import PolicyTerms, find_policy_loss
+from megatron_rl.algorithms.sequences import Sequences
+from megatron_rl.config.settings import FilterSettings, RewardSettings, RolloutSettings
+from megatron_rl.errors import UserError
+from megatron_rl.plugins import PluginKind, load
+from megatron_rl.rewards.runner import RewardRunner, probe_sample
+from megatron_rl.rollout.client import Generation
+from megatron_rl.rollout.generate import check_samples, load_rollout
+from megatron_rl.rollout.group_filter import load_filter
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.types import Experts, Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RESPONSES = ("4", "5", "", "no idea", "\\boxed{4}", "\N{GRINNING FACE}", "x" * 10_000)
+"""Responses that a reward function has to cope with."""
+PROBE_REWARDS: tuple[tuple[float | None, ...], ...] = ((0.0, 1.0), (1.0, 1.0), (0.0,), (0.5, None), (-1e6, 0.0, 1e6, 1.0))
+"""Rewards of the groups that a filter has to cope with; None where the reward call failed."""
+PROBE_TIMEOUT_S = 60.0
+"""Deadline of trying a rollout function, in seconds."""
+NO_ARGS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One promise of a contract, and why the plug-in breaks it; None when it keeps it."""
+
+    promise: str
+    problem: str | None = None
+
+
+class NumberTokenizer:
+    """Stands for a tokenizer where no model is at hand: the text of tokens is their numbers, separated by blanks."""
+
+    vocab_size = 50
+    eos_token_id = 1
+
+    def __len__(self) -> int:
+        """Tokens of the vocabulary."""
+        return self.vocab_size
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The numbers; no token is special."""
+        return " ".join(str(int(token)) for token in token_ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The numbers in `text`, and for each other word one that follows from its characters."""
+        return [(int(word) if word.isdigit() else sum(map(ord, word))) % self.vocab_size for word in text.split()]
+
+
+class ScriptedEngine:
+    """An engine that answers with seeded random tokens below `vocab_size`, and remembers each token's log-prob and version.
+
+    It routes a token to an expert of the token's number modulo 50 and to one that is 50 plus its position modulo 200.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._random = np.random.default_rng(0)
+        self.made: dict[float, tuple[int, int]] = {}
+        """Log-prob of each token made -> the token and the version of its weights; no log-prob comes twice."""
+
+    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
+        """`num_samples` responses to `token_ids` [P] of 1 to `sampling.max_tokens` tokens."""
+        await asyncio.sleep(0)
+        return tuple(self._answer(np.asarray(token_ids), sampling) for _ in range(num_samples))
+
+    def _answer(self, prompt: Ints, sampling: Sampling) -> Generation:
+        length = int(self._random.integers(1, sampling.max_tokens + 1))
+        tokens = self._random.integers(0, self._vocab_size, length)
+        log_probs = -self._random.random(length).astype(np.float32)
+        self.made.update((float(log_prob), (int(token), 3)) for log_prob, token in zip(log_probs, tokens, strict=True))
+        return Generation(tokens, log_probs, np.full(length, 3), StopReason.STOP, scripted_experts(np.concatenate([prompt, tokens]))[:-1])
+
+
+def scripted_experts(tokens: Ints) -> Experts:
+    """The scripted engine's experts [T, 1, 2] of a sequence `tokens` [T]."""
+    return np.stack([tokens % 50, 50 + np.arange(len(tokens)) % 200], axis=-1).astype(np.uint8)[:, None]
+
+
+def check(path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS) -> Iterator[Check]:
+    """Try the plug-in at `path`, with its own arguments `args`, on what the contract of its kind promises; one check after the other."""
+    try:
+        load(path, kind=kind, args=args)
+    except UserError as error:
+        yield Check("it can be imported and called with its arguments", str(error))
+        return
+    yield Check("it can be imported and called with its arguments")
+    for promise, attempt in _ATTEMPTS[kind](path, args):
+        try:
+            attempt()
+        except UserError as error:
+            yield Check(promise, str(error))
+            return
+        yield Check(promise)
+
+
+def require(path: str, kind: PluginKind, args: Mapping[str, Any]) -> None:
+    """Raise UserError with the first promise of its contract that the plug-in breaks."""
+    for found in check(path, kind, args):
+        if found.problem is not None:
+            raise UserError(found.problem)
+
+
+Attempts = Iterator[tuple[str, Callable[[], None]]]
+"""Promises in words, each with what raises UserError where the plug-in breaks it."""
+
+
+def _reward_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+    prompt = Prompt(id="contract", token_ids=np.array([1]), text="2+2=", label="4")
+    with RewardRunner(RewardSettings(function=path, args=dict(args))) as runner:
+        first: list[Reward] = []
+
+        def every_response() -> None:
+            runner.probe(prompt)
+            first.extend(score_all(runner, prompt))
+            for response, reward in zip(RESPONSES, first, strict=True):
+                if reward.outcome is not RewardOutcome.SCORED:
+                    raise UserError(f"reward.function {path} gave no reward for the response {response[:40]!r}: {reward.message}")
+
+        def same_again() -> None:
+            for response, one, other in zip(RESPONSES, first, score_all(runner, prompt), strict=True):
+                if one.value != other.value:
+                    raise UserError(
+                        f"reward.function {path} gave {one.value} and then {other.value} for the response {response[:40]!r}, needs the same"
+                    )
+
+        yield "any response gets a finite reward", every_response
+        yield "the same response gets the same reward again", same_again
+
+
+def score_all(runner: RewardRunner, prompt: Prompt) -> list[Reward]:
+    """The rewards of RESPONSES as answers to `prompt`."""
+
+    async def work() -> list[Reward]:
+        return await asyncio.gather(*(runner.score(probe_sample(prompt, response)) for response in RESPONSES))
+
+    return asyncio.run(work())
+
+
+def _rollout_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+    trial = RolloutTrial(RolloutSettings(function=path, args=dict(args)))
+    yield "one prompt becomes as many samples as are asked for", trial.run
+    yield "what is trained on is what the engine made, with its log-prob and version", trial.check_trained
+    yield "what no engine made is masked and has version -1", trial.check_masked
+    yield "experts come along for every token before the last that was made", trial.check_experts
+
+
+class RolloutTrial:
+    """A rollout function tried with a scripted engine; every method raises UserError where it breaks its contract.
+
+    `tokenizer` is the model's where there is one. `need_experts` says that samples have to bring experts.
+    """
+
+    def __init__(
+        self, settings: RolloutSettings, *, tokenizer: "PreTrainedTokenizerBase | NumberTokenizer | None" = None, need_experts: bool = True
+    ) -> None:
+        self._rollout = load_rollout(settings)
+        self._name = f"rollout.function {settings.function or 'single_turn'}"
+        self._tokenizer: Any = tokenizer or NumberTokenizer()
+        self._need_experts = need_experts
+        self._engine = ScriptedEngine(len(self._tokenizer))
+        self.samples: tuple[Sample, ...] = ()
+
+    def run(self) -> None:
+        """Call it for 1 and for 4 samples, and check what comes back as a run does."""
+        self.samples = (*self._call(1), *self._call(4))
+
+    def _call(self, num_samples: int) -> tuple[Sample, ...]:
+        prompt = Prompt(id="contract", token_ids=np.array([1, 2, 3]), text="2+2=", label="4")
+
+        async def work() -> Sequence[Sample]:
+            made = self._rollout(
+                prompt=prompt,
+                generator=self._engine,
+                sampling=Sampling(max_tokens=8),
+                num_samples=num_samples,
+                tokenizer=self._tokenizer,
+            )
+            return await asyncio.wait_for(made, PROBE_TIMEOUT_S)
+
+        try:
+            samples = asyncio.run(work())
+        except asyncio.TimeoutError as error:
+            raise UserError(f"{self._name} has not answered a probe after {PROBE_TIMEOUT_S:.0f} s; look what it waits for") from error
+        except Exception as error:  # a user's function can fail in any way
+            raise UserError(f"{self._name} failed for a probe of {num_samples} samples: {type(error).__name__}: {error}") from error
+        vocab_size = len(self._tokenizer)
+        return check_samples(
+            samples, prompt=prompt, num_samples=num_samples, vocab_size=vocab_size, need_experts=self._need_experts, rollout=self._name
+        )
+
+    def check_trained(self) -> None:
+        """Each trained token, its log-prob and its version came from the engine together, and each sample has one."""
+        for sample in self.samples:
+            if not sample.loss_mask.any():
+                raise UserError(f"{self._name} returned sample {sample.index} with loss_mask False everywhere, needs a token to train on")
+            for position in np.flatnonzero(sample.loss_mask):
+                got = (int(sample.response_ids[position]), int(sample.weight_versions[position]))
+                made = self._engine.made.get(float(sample.rollout_log_probs[position]))
+                if got != made:
+                    raise UserError(
+                        f"{self._name} returned sample {sample.index} whose response_ids and weight_versions are {got} at trained token "
+                        f"{position}, needs {made or 'those'}, which came with the rollout log-prob {sample.rollout_log_probs[position]:g} "
+                        "in one Generation"
+                    )
+
+    def check_masked(self) -> None:
+        """Tokens that no engine made have loss_mask False and version -1."""
+        for sample in self.samples:
+            for position, log_prob in enumerate(sample.rollout_log_probs):
+                made = self._engine.made.get(float(log_prob))
+                got = (bool(sample.loss_mask[position]), int(sample.weight_versions[position]))
+                if (made is None or made[0] != sample.response_ids[position]) and got != (False, -1):
+                    raise UserError(
+                        f"{self._name} returned sample {sample.index} with loss_mask {got[0]} and weight_versions {got[1]} at token "
+                        f"{position}, which no engine made, needs False and -1"
+                    )
+
+    def check_experts(self) -> None:
+        """The experts are the engine's, of all tokens before the last that it made."""
+        for sample in self.samples:
+            tokens = np.concatenate([sample.prompt.token_ids, sample.response_ids])
+            last_made = len(sample.prompt.token_ids) + int(np.flatnonzero(sample.weight_versions >= 0)[-1])
+            if sample.routed_experts is None or not np.array_equal(sample.routed_experts, scripted_experts(tokens)[:last_made]):
+                num = "no" if sample.routed_experts is None else f"other or {len(sample.routed_experts)}"
+                raise UserError(
+                    f"{self._name} returned sample {sample.index} with {num} routed_experts, needs those of the last Generation, which are "
+                    f"of {last_made} tokens; training.routing_replay trains with them"
+                )
+
+
+def _advantage_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+    settings = AdvantageSettings(estimator=path, args=dict(args))
+    rewards = torch.tensor([1.0, 0.0, 0.25, 5.0, -3.0, 2.0, 7.0], dtype=torch.float64)
+    group_ids, lengths = torch.tensor([0, 0, 0, 1, 1, 1, 2]), torch.tensor([3, 5, 2, 4, 9, 1, 6])
+
+    def one_each() -> None:
+        for given in (rewards, torch.ones(7, dtype=torch.float64)):
+            _advantages(given, torch.arange(7))
+        for group in range(3):
+            _advantages(rewards, torch.nonzero(group_ids == group).flatten())
+
+    def _advantages(given: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return group_advantages(settings, rewards=given[order], group_ids=group_ids[order], lengths=lengths[order])
+
+    def any_order() -> None:
+        order = torch.tensor([6, 3, 0, 4, 1, 5, 2])
+        sorted_ones, mixed = _advantages(rewards, torch.arange(7))[order], _advantages(rewards, order)
+        if not torch.allclose(sorted_ones, mixed, rtol=1e-9, atol=1e-12):
+            raise UserError(
+                f"objective.advantage.estimator {path} returned {mixed.tolist()} for samples in another order, needs "
+                f"{sorted_ones.tolist()}; find the samples of a prompt by group_ids"
+            )
+
+    yield "every sample gets a finite float64 advantage, also in groups of equal rewards or of one", one_each
+    yield "the order of the samples does not matter", any_order
+
+
+def _policy_loss_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+    objective = Objective(policy_loss=path, loss_args=dict(args))
+
+    def loss_of(advantages: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses [T] of two sequences of 3 and 2 tokens, and the log-probs [T] that they are differentiated by."""
+        log_probs = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0], dtype=torch.float64, requires_grad=True)
+        old = torch.tensor([-0.6, -1.0, -1.5, -0.1, -3.5], dtype=torch.float64)
+        mask = torch.ones(5, dtype=torch.bool)
+        sequences = Sequences(index=torch.tensor([0, 0, 0, 1, 1]), mask=mask, tokens=torch.tensor([3.0, 2.0], dtype=torch.float64))
+        terms = PolicyTerms(log_probs, old, log_probs - old, torch.tensor(advantages, dtype=torch.float64), sequences, ref_log_probs=old)
+        return find_policy_loss(objective)(objective=objective, terms=terms).losses, log_probs
+
+    def losses() -> None:
+        for advantages in ((1.0, 1.0, 1.0, -2.0, -2.0), (0.0,) * 5):
+            made, _ = loss_of(advantages)
+            if not made.isfinite().all():
+                raise UserError(f"objective.policy_loss {path} returned losses {made.tolist()}, needs finite numbers")
+
+    def gradient() -> None:
+        made, log_probs = loss_of((1.0, 1.0, 1.0, -2.0, -2.0))
+        if not made.requires_grad:
+            raise UserError(f"objective.policy_loss {path} returned losses without a gradient, needs one with respect to terms.log_probs")
+        (slope,) = torch.autograd.grad(made.sum(), log_probs)
+        if not slope.isfinite().all() or not slope.any():
+            raise UserError(
+                f"objective.policy_loss {path} returned losses whose gradient with respect to terms.log_probs is {slope.tolist()}, needs "
+                "finite numbers other than 0"
+            )
+
+    yield "every token gets a finite loss", losses
+    yield "the losses have a gradient with respect to the log-probs", gradient
+
+
+def _filter_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+    keep = load_filter(FilterSettings(function=path, args=dict(args)))
+
+    def every_group() -> None:
+        for rewards in PROBE_REWARDS:
+            keep(_probe_group(rewards))
+
+    def same_again() -> None:
+        for rewards in PROBE_REWARDS:
+            answers = keep(_probe_group(rewards)), keep(_probe_group(rewards))
+            if answers[0] != answers[1]:
+                raise UserError(f"rollout.filter.function {path} returned {answers[0]!r} and then {answers[1]!r} for equal groups")
+
+    yield "any group gets None or a reason", every_group
+    yield "the same group gets the same answer again", same_again
+
+
+def _probe_group(rewards: Sequence[float | None]) -> Group:
+    """A group whose samples have these rewards; a reward call that failed where one is None."""
+    prompt = Prompt(id="contract", token_ids=np.array([1]), text="2+2=", label="4")
+    outcomes = [
+        Reward(RewardOutcome.TIMEOUT, message="timeout") if reward is None else Reward(RewardOutcome.SCORED, reward) for reward in rewards
+    ]
+    samples = [replace(probe_sample(prompt, str(index)), index=index, reward=outcome) for index, outcome in enumerate(outcomes)]
+    return Group(id=prompt.id, prompt=prompt, samples=tuple(samples))
+
+
+_ATTEMPTS: Mapping[PluginKind, Callable[[str, Mapping[str, Any]], Attempts]] = MappingProxyType({
+    "reward": _reward_attempts,
+    "rollout": _rollout_attempts,
+    "filter": _filter_attempts,
+    "advantage": _advantage_attempts,
+    "policy_loss": _policy_loss_attempts,
+})  # fmt: skip

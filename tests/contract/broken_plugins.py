@@ -1,0 +1,90 @@
+"""Plug-ins that each break one promise."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+from two_turns import rollout as two_turns
+
+from megatron_rl.algorithms.policy_loss import PolicyLossTerms
+from megatron_rl.rollout.generate import single_turn
+
+CALLS = itertools.count()
+
+
+def unsteady(*, sample):
+    return float(next(CALLS))
+
+
+def fails_for_emoji(*, sample):
+    return float(len(sample.response_text.encode("ascii")))
+
+
+def old_form(*, prompt, response, label, metadata):
+    return 0.0
+
+
+async def one_too_few(*, num_samples, **arguments):
+    return await single_turn(num_samples=num_samples, **arguments) if num_samples > 1 else []
+
+
+async def fails(*, prompt, **arguments):
+    return [prompt.metadata["tool"]]
+
+
+async def wrong_version(**arguments):
+    return [replace(sample, weight_versions=sample.weight_versions + 1) for sample in await single_turn(**arguments)]
+
+
+async def trains_on_a_tool(**arguments):
+    """The tool's tokens with log-probs and versions that look as an engine's."""
+    samples = await two_turns(**arguments)
+    return [
+        replace(
+            sample,
+            loss_mask=np.ones(len(sample.loss_mask)),
+            rollout_log_probs=np.nan_to_num(sample.rollout_log_probs, nan=-0.5),
+            weight_versions=np.abs(sample.weight_versions),
+        )
+        for sample in samples
+    ]
+
+
+async def masked_with_a_version(**arguments):
+    return [replace(sample, weight_versions=np.abs(sample.weight_versions)) for sample in await two_turns(**arguments)]
+
+
+async def without_experts(**arguments):
+    return [replace(sample, routed_experts=None) for sample in await single_turn(**arguments)]
+
+
+def keeps_by_true(*, group):
+    return True
+
+
+def needs_rewards(*, group):
+    return "too little" if sum(sample.reward.value for sample in group.samples) < -1e9 else None
+
+
+def mean_loss(*, objective, terms):
+    return PolicyLossTerms(-terms.log_probs.mean())
+
+
+def constant_loss(*, objective, terms):
+    return PolicyLossTerms(-terms.log_probs.detach())
+
+
+def infinite_loss(*, objective, terms):
+    return PolicyLossTerms(-terms.log_probs / terms.advantages)
+
+
+def by_position(*, rewards, group_ids, lengths):
+    return rewards - rewards[0]
+
+
+def float32(*, rewards, group_ids, lengths):
+    return rewards.float()
+
+
+def infinite(*, rewards, group_ids, lengths):
+    return (rewards - rewards.mean()) / rewards.std()

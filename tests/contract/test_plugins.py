@@ -1,0 +1,80 @@
+"""The contracts of plug-ins. Check your own: `pytest tests/contract/test_plugins.py --plugin package.module:name --kind rollout`."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.contracts import RolloutTrial, check
+from megatron_rl.plugins import KINDS
+
+ROOT = Path(__file__).parents[2]
+
+EXAMPLES = {
+    "advantage": "advantage:advantage",
+    "filter": "filter:keep",
+    "policy_loss": "policy_loss:loss",
+    "reward": "reward:score",
+    "rollout": "rollout:rollout",
+}
+OURS = [
+    ("reward", "megatron_rl.rewards.math:score"),
+    ("rollout", "megatron_rl.rollout.generate:single_turn"),
+    ("rollout", "two_turns:rollout"),
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Check the plug-in that is asked for; else ours, one rollout of them with tokens that no engine made."""
+    if "path" in metafunc.fixturenames:
+        asked, kind = metafunc.config.getoption("--plugin", default=None), metafunc.config.getoption("--kind", default="reward")
+        examples = [(name, f"examples.plugins.{path}") for name, path in EXAMPLES.items()]
+        metafunc.parametrize(("kind", "path"), [(kind, asked)] if asked else [*OURS, *examples])
+
+
+def test_a_plugin_keeps_its_contract(kind, path: str) -> None:
+    checks = list(check(path, kind))
+    assert [each.problem for each in checks if each.problem is not None] == []
+    assert len(checks) > 1, "more is checked than that it can be imported"
+
+
+def test_every_kind_has_an_example_of_under_20_lines() -> None:
+    assert EXAMPLES.keys() == KINDS.keys()
+    for path in EXAMPLES.values():
+        assert len((ROOT / "examples" / "plugins" / f"{path.partition(':')[0]}.py").read_text().splitlines()) < 20
+
+
+def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
+    trial = RolloutTrial(RolloutSettings(function="two_turns:rollout"))
+    trial.run()
+    for sample in trial.samples:
+        middle = sample.loss_mask[1:-1]
+        assert sample.loss_mask[0] and sample.loss_mask[-1] and not middle.all(), "masked tokens stand between trained ones"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("reward", "unsteady", "needs the same"),
+        ("reward", "fails_for_emoji", "gave no reward for the response"),
+        ("reward", "old_form", "but is called as (sample=..)"),
+        ("rollout", "wrong_version", "needs (31, 3), which came with the rollout log-prob"),
+        ("rollout", "trains_on_a_tool", "which came with"),
+        ("rollout", "masked_with_a_version", "no engine made, needs False and -1"),
+        ("rollout", "without_experts", "no routed_experts"),
+        ("rollout", "one_too_few", "returned 0 samples for prompt contract, needs 1"),
+        ("filter", "keeps_by_true", "returned True of type bool for the group of prompt contract, needs None to keep it"),
+        ("filter", "needs_rewards", "failed for the group of prompt contract: TypeError"),
+        ("advantage", "by_position", "for samples in another order, needs"),
+        ("advantage", "float32", "returned torch.float32 (7,), needs a float64 tensor (7,)"),
+        ("advantage", "infinite", "returned nan for the reward 1.0, needs finite"),
+        ("policy_loss", "mean_loss", "returned losses of shape (), needs a tensor of shape (5,)"),
+        ("policy_loss", "constant_loss", "without a gradient"),
+        ("policy_loss", "infinite_loss", "needs finite numbers"),
+        ("rollout", "fails", "failed for a probe of 1 samples: KeyError: 'tool'"),
+    ],
+)
+def test_a_broken_promise_is_one_sentence_that_names_plugin_field_got_and_needed(kind, name: str, message: str) -> None:
+    *kept, last = check(f"broken_plugins:{name}", kind)
+    assert all(each.problem is None for each in kept)
+    assert last.problem is not None and message in last.problem and f"broken_plugins:{name}" in last.problem
