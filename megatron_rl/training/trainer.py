@@ -21,26 +21,26 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.models.weights import export_hf_weights
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.training import checkpoint, passes
+from megatron_rl.training.advantages import (
+    TokenData,
+    check_objective,
+    make_token_data,
+    needs_old_log_probs,
+    values_before,
+)
 from megatron_rl.training.batch_checks import check_batch
+from megatron_rl.training.collectives import sum_over_data_parallel
 from megatron_rl.training.critic import Critic, critic_optimizer
 from megatron_rl.training.expert_load import check_record, check_routing_replay
 from megatron_rl.training.joining import join
 from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_rl.training.offload import PARTS, ModelMemory, Part
+from megatron_rl.training.policy_step import StepRunner
 from megatron_rl.training.reference import ReferenceWeights
-from megatron_rl.training.step import StepRunner
 from megatron_rl.training.teacher import Teacher
-from megatron_rl.training.token_data import (
-    TokenData,
-    check_objective,
-    make_token_data,
-    needs_old_log_probs,
-    sum_over_data_parallel,
-    values_before,
-)
 from megatron_rl.training.topology import Place, Topology, shutdown
 from megatron_rl.training.trained_model import TrainedModel, build_trained_model, complete_parameters
-from megatron_rl.training.update import StepGradients
+from megatron_rl.training.weight_update import StepGradients
 from megatron_rl.training.whole_batch import check_same_everywhere, divide, merge_over_ranks
 from megatron_rl.types import Floats, Ints, Shard, TrainBatch
 
@@ -261,7 +261,7 @@ class Trainer:
     def _shared_micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
         """This data-parallel rank's share of all tokens of a batch that every rank has."""
         check_record(batch, self._spec)
-        check_same_everywhere(batch, device=self._device.torch_device)
+        check_same_everywhere(batch)
         return self._micro_batches(batch, self._pack(batch, num_ranks=self._topology.dp)[self.dp_rank], all_tokens=True)
 
     def _gather(self, share: Floats) -> Floats:
@@ -279,7 +279,7 @@ class Trainer:
         Example: `loss = trainer.train(batch)[-1]["train/loss"]`
         """
         self._refuse_waiting("train")
-        check_same_everywhere(batch, device=self._device.torch_device)
+        check_same_everywhere(batch)
         number = self._steps.num_steps // self._training.optimizer_steps_per_batch
         shards = divide(batch, self._training, seed=self._seed + number)
         return merge_over_ranks(self.train_shard(shards[self.dp_rank]))
@@ -311,7 +311,7 @@ class Trainer:
         Example: `metrics = trainer.forward_backward(batch.select(rows)) | trainer.optimizer_step()`
         """
         self._refuse_waiting("forward_backward")
-        check_same_everywhere(batch, device=self._device.torch_device)
+        check_same_everywhere(batch)
         shard = divide(batch, self._training, seed=self._seed, optimizer_steps=1)[self.dp_rank]
         parts, data = self._prepare(shard)
         totals = shard.steps[0].totals

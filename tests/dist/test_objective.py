@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from megatron_rl.algorithms.emulation import Layout, Step, rank_inputs, rank_share, run_step, trivial_layout
 from megatron_rl.algorithms.objective import Aggregation, Objective
 from megatron_rl.algorithms.presets import PRESETS, expand_preset
-from megatron_rl.training.sequence_sum import SequenceSum
+from megatron_rl.training.collectives import SequenceSum
 
 LENGTHS = (5, 1, 8, 3, 1, 6)
 TOLERANCE = 1e-12

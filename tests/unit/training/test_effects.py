@@ -21,10 +21,10 @@ from megatron_rl.algorithms.token_advantage import without_signal
 from megatron_rl.config.reference import setting_fields
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.data.packing import make_shards
-from megatron_rl.training import token_data
+from megatron_rl.training import advantages
+from megatron_rl.training.advantages import make_token_data
 from megatron_rl.training.controllers import Controllers, StepMeasurements
 from megatron_rl.training.critic import critic_objective
-from megatron_rl.training.token_data import make_token_data
 from megatron_rl.types import Shard, TrainBatch
 
 ADAPTER = TypeAdapter(Objective)
@@ -232,7 +232,7 @@ def _dropped(objective: Objective) -> list[np.ndarray]:
     """The samples that the rollout throws away."""
     if objective.zero_variance not in ("drop", "resample") or not objective.trains_by_rewards:
         return []
-    rewards = token_data._sample_rewards(objective, shard())
+    rewards = advantages._sample_rewards(objective, shard())
     return [without_signal(objective.advantage, **rewards).numpy()]
 
 
@@ -240,7 +240,7 @@ def _dropped(objective: Objective) -> list[np.ndarray]:
 def outcomes() -> Iterator[Callable[[Objective], list[np.ndarray]]]:
     """Outcomes by objective, computed once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_data, "sum_over_data_parallel", lambda values: values)
+        patch.setattr(advantages, "sum_over_data_parallel", lambda values: values)
         yield functools.cache(outcome)
 
 

@@ -1,26 +1,26 @@
 """One optimizer step of the policy in two halves: losses of its micro-batches and gradients; then the update. Both give metrics."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import LossInputs, compute_loss
+from megatron_rl.algorithms.log_prob import TokenStatistics
+from megatron_rl.algorithms.loss import LossInputs, StepStatistics, compute_loss, step_statistics
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
 from megatron_rl.training import passes
-from megatron_rl.training.before_step import look_before_step, make_step_statistics
+from megatron_rl.training.advantages import TokenData
+from megatron_rl.training.collectives import SequenceSum, gather_on_last_stage, sum_over_ranks
 from megatron_rl.training.controllers import Controllers, StepMeasurements, StepObjective
 from megatron_rl.training.dump import dump_suspects
 from megatron_rl.training.expert_load import ExpertLoad
-from megatron_rl.training.loss_inputs import loss_inputs
 from megatron_rl.training.micro_batch import MicroBatch
-from megatron_rl.training.sequence_sum import SequenceSum
-from megatron_rl.training.token_data import TokenData
 from megatron_rl.training.trained_model import TrainedModel
-from megatron_rl.training.update import Gradients, Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
+from megatron_rl.training.weight_update import Gradients, Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
 from megatron_rl.types import StepTotals
 
 _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -126,12 +126,13 @@ class StepRunner:
             statistics = make_step_statistics(
                 present.objective, before, policy, micro_batches, data, num_tokens=totals.num_tokens, seed=seed
             )
-        seen = {} if before is None else {id(part): part_seen for part, part_seen in zip(micro_batches, before.seen, strict=False)}
+        seen = None if before is None else before.seen
         sequence_sum = SequenceSum(policy.place.cp_group)
 
-        def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
+        def loss(number: int, hidden: Tensor) -> tuple[Tensor, Report]:
+            micro_batch = micro_batches[number]
             current = policy.statistics(hidden, micro_batch, with_entropy=True)
-            inputs = loss_inputs(micro_batch, current, data, seen=seen.get(id(micro_batch)))
+            inputs = loss_inputs(micro_batch, current, data, seen=None if seen is None else seen[number])
             output = compute_loss(
                 present.objective,
                 inputs,
@@ -147,6 +148,76 @@ class StepRunner:
             return share, Report(output.loss.detach(), {**output.metrics, **_differences(inputs, micro_batch, data)})
 
         return present, loss
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeforeStep:
+    """`seen` the policy's statistics of each micro-batch before the step, on the last pipeline stage; `entropy` their mean, nats."""
+
+    seen: Sequence[TokenStatistics]
+    entropy: float | None
+
+
+def look_before_step(policy: passes.Policy, micro_batches: Sequence[MicroBatch]) -> BeforeStep:
+    """Run the pass. Collective; `entropy` is the mean over the tokens of all ranks, the same on every rank."""
+    seen = passes.statistics(policy, micro_batches)
+    pair = torch.zeros(2, dtype=torch.float64, device=micro_batches[0].input_ids.device)
+    if policy.place.reports:
+        for statistics in seen:
+            assert statistics.entropy is not None, "this pass computes entropies"
+            pair[0] += statistics.entropy.double().sum()
+            pair[1] += len(statistics.entropy)
+    total, count = sum_over_ranks(pair).tolist()
+    return BeforeStep(seen, total / count if count else None)
+
+
+def make_step_statistics(
+    objective: Objective,
+    before: BeforeStep,
+    policy: passes.Policy,
+    micro_batches: Sequence[MicroBatch],
+    data: TokenData,
+    *,
+    num_tokens: int,
+    seed: int,
+) -> StepStatistics | None:
+    """Thresholds and denominators of the step on the last pipeline stage, None on others. Collective over that stage's dp and cp ranks."""
+    if not policy.place.last_stage:
+        return None
+    inputs = [loss_inputs(micro_batch, seen, data) for micro_batch, seen in zip(micro_batches, before.seen, strict=True)]
+    device = micro_batches[0].input_ids.device
+    return step_statistics(
+        objective,
+        inputs,
+        num_tokens=num_tokens,
+        sequence_sum=SequenceSum(policy.place.cp_group),
+        gather=lambda values: gather_on_last_stage(values.to(device)),
+        seed=seed,
+    )
+
+
+def loss_inputs(
+    micro_batch: MicroBatch, statistics: TokenStatistics, data: TokenData, *, seen: TokenStatistics | None = None
+) -> LossInputs:
+    """Inputs [N] of trainable tokens only, so that every mask entry is True; `seen` are the statistics of the pass before the step."""
+    current = statistics.log_prob.detach()
+    rollout = data.rollout_log_probs
+    return LossInputs(
+        log_probs=statistics.log_prob,
+        entropy=statistics.entropy,
+        varentropy=statistics.varentropy,
+        old_log_probs=current if data.old_log_probs is None else micro_batch.pick(data.old_log_probs),
+        rollout_log_probs=None if rollout is None else micro_batch.pick(rollout),
+        ref_log_probs=None if data.ref_log_probs is None else micro_batch.pick(data.ref_log_probs),
+        advantages=micro_batch.pick(data.advantages),
+        loss_mask=torch.ones_like(current, dtype=torch.bool),
+        sequence_index=micro_batch.sequence_index,
+        sequence_tokens=micro_batch.sequence_tokens,
+        kl_mask=None if data.kl_mask is None else micro_batch.pick(data.kl_mask, dtype=torch.bool),
+        token_keys=micro_batch.pick(data.token_keys, dtype=torch.int64),
+        selection_log_probs=None if seen is None else seen.log_prob,
+        selection_entropy=None if seen is None else seen.entropy,
+    )
 
 
 def _differences(inputs: LossInputs, micro_batch: MicroBatch, data: TokenData) -> dict[str, tuple[Tensor, Tensor]]:
