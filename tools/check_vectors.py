@@ -23,6 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from emulation import Step, StepResult, random_layouts, run_step, trivial_layout
 from vector_format import (
     FORMAT,
     AdvantageCase,
@@ -38,7 +39,6 @@ from vector_format import (
 )
 
 from megatron_rl.algorithms.advantage import group_advantages
-from megatron_rl.algorithms.emulation import Step, StepResult, random_layouts, run_step, trivial_layout
 from megatron_rl.algorithms.entropy_control import ClipHighController, CoefficientController
 from megatron_rl.algorithms.kl import updated_kl_coef
 from megatron_rl.algorithms.log_prob import token_statistics

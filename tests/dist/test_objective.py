@@ -9,7 +9,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, distributed
 
-from megatron_rl.algorithms.emulation import Layout, Step, rank_inputs, rank_share, run_step, trivial_layout
+from emulation import Layout, Step, rank_inputs, rank_share, run_step, trivial_layout
 from megatron_rl.algorithms.objective import Aggregation, Objective
 from megatron_rl.algorithms.presets import PRESETS, expand_preset
 from megatron_rl.training.collectives import SequenceSum

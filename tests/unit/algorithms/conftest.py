@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-
-from megatron_rl.algorithms.emulation import Step
+from emulation import Step
 
 MakeStep = Callable[..., Step]
 

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from emulation import Layout, Step, StepResult, random_layouts, run_step, trivial_layout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from megatron_rl.algorithms.emulation import Layout, Step, StepResult, random_layouts, run_step, trivial_layout
 from megatron_rl.algorithms.objective import Aggregation, Objective, OffPolicyCorrection
 from megatron_rl.algorithms.presets import PRESETS, expand_preset
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from emulation import Step, run_step, trivial_layout
 
-from megatron_rl.algorithms.emulation import Step, run_step, trivial_layout
 from megatron_rl.algorithms.loss import LossInputs, compute_loss
 from megatron_rl.algorithms.objective import AdvantageSettings, Aggregation, EntropyControl, KLControl, Objective, OffPolicyCorrection
 from megatron_rl.algorithms.policy_loss import find_policy_loss

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulation import Step, rank_inputs, trivial_layout
 
-from megatron_rl.algorithms.emulation import Step, rank_inputs, trivial_layout
 from megatron_rl.algorithms.inputs import LossInputs, policy_terms
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.selection import covariance_selection, quantile, step_statistics, top_entropy_mask

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulation import Step, run_step, trivial_layout
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.algorithms.effects import READERS, is_read, unread_settings
-from megatron_rl.algorithms.emulation import Step, run_step, trivial_layout
 from megatron_rl.algorithms.objective import POLICY_LOSSES, EntropyControl, Estimator, KLControl, Objective
 from megatron_rl.algorithms.presets import PRESETS, expand_preset
 from megatron_rl.algorithms.token_advantage import without_signal
