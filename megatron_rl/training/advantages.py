@@ -44,20 +44,6 @@ class TokenData:
     teacher_log_probs: Floats | None = None
 
 
-def check_objective(objective: Objective) -> None:
-    """Raise UserError when the trainer lacks what `objective` needs."""
-    if objective.policy_loss == "value":
-        raise UserError(
-            "objective.policy_loss is value, the loss of a critic, which is trained beside a policy; choose a policy loss, and "
-            "objective.advantage.estimator ppo for a critic"
-        )
-    if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
-        raise UserError(
-            "objective.aggregation sequence_mean_token_sum_norm divides by a constant, but objective.max_response_length is not set; "
-            "set it to the response budget, in tokens"
-        )
-
-
 def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:
     """Whether a pass over the batch before its first optimizer step is needed for the old policy's log-probs.
 

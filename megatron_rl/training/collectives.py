@@ -6,11 +6,13 @@ share has no tokens. No caller may therefore make a call depend on anything that
 
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor, distributed
 
 from megatron_rl.training.topology import Place
+from megatron_rl.types import Floats
 
 Report = TypeVar("Report")
 
@@ -24,6 +26,11 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def sum_over_data_parallel(values: Tensor) -> Tensor:
     """The sum of `values`, of any shape and device, over the data-parallel ranks, which hold different sequences. Collective over them."""
     return _sum_over(values.to(collective_device()), parallel_state.get_data_parallel_group()).to(values.device)
+
+
+def shares_of_data_parallel(share: Floats) -> Floats:
+    """Numbers [T] of all data-parallel ranks from the `share` [T] of each, which is 0 at the tokens of others. Collective over them."""
+    return np.asarray(sum_over_data_parallel(torch.from_numpy(share)).numpy())
 
 
 def sum_over_context_parallel(values: Tensor, place: Place) -> Tensor:

@@ -16,7 +16,7 @@ from megatron_rl.algorithms import head_statistics
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import check_metrics
-from megatron_rl.training.reference import ReferenceWeights
+from megatron_rl.training.resting import RestingWeights
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
@@ -124,13 +124,13 @@ def test_reference_stays_the_initial_policy_and_training_starts_on_policy(
 def counted_reference_passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Grows by one entry whenever the reference weights take their place in the model."""
     passes: list[bool] = []
-    in_place = ReferenceWeights.in_place
+    in_place = RestingWeights.in_place
 
-    def counting(reference: ReferenceWeights) -> AbstractContextManager[None]:
+    def counting(reference: RestingWeights) -> AbstractContextManager[None]:
         passes.append(True)
         return in_place(reference)
 
-    monkeypatch.setattr(ReferenceWeights, "in_place", counting)
+    monkeypatch.setattr(RestingWeights, "in_place", counting)
     return passes
 
 
