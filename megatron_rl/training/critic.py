@@ -77,8 +77,6 @@ class Critic:
                 value_inputs(micro_batches[number], values.squeeze(-1), data),
                 num_tokens=totals.num_tokens,
                 num_sequences=totals.num_sequences,
-                entropy_coef=0.0,
-                kl_loss_coef=0.0,
                 sequence_sum=sequence_sum,
             )
             return output.loss, Report(output.loss.detach(), output.metrics)

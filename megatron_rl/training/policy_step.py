@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.coefficients import Coefficients, Controllers, StepMeasurements
 from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.algorithms.loss import LossInputs, StepStatistics, compute_loss, step_statistics
 from megatron_rl.algorithms.objective import Objective
@@ -15,7 +16,6 @@ from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
 from megatron_rl.training import passes
 from megatron_rl.training.advantages import TokenData
 from megatron_rl.training.collectives import SequenceSum, gather_on_last_stage, sum_over_ranks
-from megatron_rl.training.controllers import Controllers, StepMeasurements, StepObjective
 from megatron_rl.training.dump import dump_suspects
 from megatron_rl.training.expert_load import ExpertLoad
 from megatron_rl.training.micro_batch import MicroBatch
@@ -76,7 +76,7 @@ class StepRunner:
         counts = {"train/num_tokens": Sum(totals.num_tokens), "train/num_sequences": Sum(totals.num_sequences)}
         if not totals.num_tokens:
             return StepGradients(None, micro_batches, totals, data, _agreed_metrics(policy, counts))
-        present, loss = self._prepare(policy, micro_batches, totals, data)
+        objective, coefficients, loss = self._prepare(policy, micro_batches, totals, data)
         load = ExpertLoad(policy.chunks[0], totals, device=micro_batches[0].input_ids.device, replays=policy.replays_routing)
         gradients = compute_gradients(
             self._model,
@@ -87,7 +87,7 @@ class StepRunner:
             replay=policy.replays_routing,
             router_step=load.step,
         )
-        agreed = _agreed_metrics(policy, {**counts, **_coefficients(present), **load.metrics()})
+        agreed = _agreed_metrics(policy, {**counts, **_coefficients(objective, coefficients), **load.metrics()})
         own = share_of_metrics(gradients.reports, policy.place, loss="loss", names=_METRIC_NAMES)
         metrics = {**agreed, **own, **_micro_batch_count(policy, gradients)}
         return StepGradients(gradients, micro_batches, totals, data, metrics)
@@ -115,17 +115,15 @@ class StepRunner:
 
     def _prepare(
         self, policy: passes.Policy, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData
-    ) -> tuple[StepObjective, passes.LossFunction]:
-        """The present objective and the loss of a micro-batch, after the pass before the step where the objective wants one."""
+    ) -> tuple[Objective, Coefficients, passes.LossFunction]:
+        """The step's objective and coefficients, and its micro-batches' loss, after the pass before it where that is needed."""
         before = statistics = None
         if self._objective.needs_step_statistics or self._controllers.needs_current_entropy:
             before = look_before_step(policy, micro_batches)
-        present = self._controllers.present(None if before is None else before.entropy)
+        objective, coefficients = self._controllers.present(None if before is None else before.entropy)
         if before is not None and self._objective.needs_step_statistics:
             seed = self._seed + self._num_steps
-            statistics = make_step_statistics(
-                present.objective, before, policy, micro_batches, data, num_tokens=totals.num_tokens, seed=seed
-            )
+            statistics = make_step_statistics(objective, before, policy, micro_batches, data, num_tokens=totals.num_tokens, seed=seed)
         seen = None if before is None else before.seen
         sequence_sum = SequenceSum(policy.place.cp_group)
 
@@ -134,12 +132,11 @@ class StepRunner:
             current = policy.statistics(hidden, micro_batch, with_entropy=True)
             inputs = loss_inputs(micro_batch, current, data, seen=None if seen is None else seen[number])
             output = compute_loss(
-                present.objective,
+                objective,
                 inputs,
                 num_tokens=totals.num_tokens,
                 num_sequences=totals.num_sequences,
-                entropy_coef=present.entropy_coef,
-                kl_loss_coef=present.kl_loss_coef,
+                coefficients=coefficients,
                 sequence_sum=sequence_sum,
                 statistics=statistics,
             )
@@ -147,7 +144,7 @@ class StepRunner:
             share = output.loss if len(micro_batch.positions) else output.loss + current.log_prob.sum()
             return share, Report(output.loss.detach(), {**output.metrics, **_differences(inputs, micro_batch, data)})
 
-        return present, loss
+        return objective, coefficients, loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,15 +236,15 @@ def _agreed_metrics(policy: passes.Policy, metrics: Mapping[str, Metric]) -> dic
     return dict(metrics) if policy.place.speaks else {}
 
 
-def _coefficients(present: StepObjective) -> dict[str, Metric]:
+def _coefficients(objective: Objective, coefficients: Coefficients) -> dict[str, Metric]:
     """Coefficients that the objective uses."""
     metrics: dict[str, Metric] = {}
-    if present.objective.has_entropy_bonus:
-        metrics["train/entropy_coef"] = Last(present.entropy_coef)
-    if present.objective.kl_loss_coef:
-        metrics["train/kl_loss_coef"] = Last(present.kl_loss_coef)
-    if present.objective.adapts_clip_high and present.objective.clip_high is not None:
-        metrics["train/clip_high"] = Last(present.objective.clip_high)
+    if objective.has_entropy_bonus:
+        metrics["train/entropy_coef"] = Last(coefficients.entropy)
+    if objective.kl_loss_coef:
+        metrics["train/kl_loss_coef"] = Last(coefficients.kl_loss)
+    if objective.adapts_clip_high and objective.clip_high is not None:
+        metrics["train/clip_high"] = Last(objective.clip_high)
     return metrics
 
 
