@@ -318,3 +318,20 @@ def test_learning_rate_of_the_settings_survives_a_checkpoint(make_trainer: MakeT
 def test_directory_without_a_checkpoint_is_refused(make_trainer: MakeTrainer, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a complete checkpoint"):
         make_trainer(tiny_model(), SUPERVISED).load(tmp_path)
+
+
+def test_what_a_pass_before_the_step_saw_comes_back_to_its_own_micro_batch(
+    make_trainer: MakeTrainer, tiny_model: Callable[..., Path]
+) -> None:
+    path, batch = tiny_model(), make_batch([[3, 9, 4, 4, 30, 2], [8, 2, 17, 21, 6, 5], [5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 31, 0]])
+    objective = {"policy_loss": "clip_cov", "clip_cov_low": -1.0, "clip_cov_fraction": 0.3, "top_entropy_fraction": 0.5}
+    results = []
+    # Sequences of one length: the numbers of another micro-batch would have the right shape.
+    for max_tokens in (6, 100):
+        trainer = make_trainer(path, objective)
+        shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=max_tokens, seed=0)[0]
+        results.append([{name: metric.value for name, metric in trainer.train_shard(shard)[0].items()} for _ in range(2)])
+    assert [step["train/num_micro_batches"] for step in results[0]] == [4, 4]
+    for many, one in zip(*results, strict=True):
+        for name in many.keys() - {"train/num_micro_batches"}:
+            assert many[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
