@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.coefficients import Coefficients
 from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.loss_metrics import Metrics
@@ -96,10 +97,9 @@ def trivial_layout(num_sequences: int) -> Layout:
     return Layout(ranks=((tuple(range(num_sequences)),),))
 
 
-def run_step(
-    objective: Objective, step: Step, layout: Layout, *, entropy_coef: float | None = None, kl_loss_coef: float | None = None, seed: int = 0
-) -> StepResult:
-    """The step under `layout`; coefficients are the objective's own when None."""
+def run_step(objective: Objective, step: Step, layout: Layout, *, coefficients: Coefficients | None = None, seed: int = 0) -> StepResult:
+    """The step under `layout`; `coefficients` are those that the objective begins with when None."""
+    coefficients = coefficients or Coefficients(entropy=objective.entropy_coef, kl_loss=objective.kl_loss_coef)
     leaves = {name: tensor.clone() for name, tensor in step.tokens.items()}
     for name in _WITH_GRADIENT:
         if name in leaves:
@@ -107,10 +107,6 @@ def run_step(
     world = _Exchange(len(layout.ranks) * layout.cp)
     shares: list[tuple[Tensor, list[Metrics]] | None] = [None] * world.size
     failures: list[BaseException] = []
-    coefficients = (
-        objective.entropy_coef if entropy_coef is None else entropy_coef,
-        objective.kl_loss_coef if kl_loss_coef is None else kl_loss_coef,
-    )
 
     def rank_program(dp_rank: int, cp_rank: int, context: _Exchange) -> None:
         rank = dp_rank * layout.cp + cp_rank
@@ -141,7 +137,7 @@ def rank_share(
     objective: Objective,
     step: Step,
     micro_batches: Sequence[LossInputs],
-    coefficients: tuple[float, float],
+    coefficients: Coefficients | None,
     sequence_sum: Callable[[Tensor], Tensor],
     gather: Callable[[Tensor], Tensor],
     seed: int,
@@ -155,8 +151,8 @@ def rank_share(
     total, metrics = torch.zeros((), dtype=torch.float64), []
     for inputs in micro_batches:
         output = compute_loss(
-            objective, inputs, num_tokens=num_tokens, num_sequences=num_sequences, entropy_coef=coefficients[0],
-            kl_loss_coef=coefficients[1], sequence_sum=sequence_sum, statistics=statistics,
+            objective, inputs, num_tokens=num_tokens, num_sequences=num_sequences, coefficients=coefficients,
+            sequence_sum=sequence_sum, statistics=statistics,
         )  # fmt: skip
         total = total + output.loss
         metrics.append(output.metrics)

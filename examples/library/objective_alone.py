@@ -33,7 +33,7 @@ def loss_of(model: PreTrainedModel, ids: torch.Tensor, lengths: torch.Tensor, re
         advantages=advantages.float().repeat_interleave(mask.shape[1]),
     )
     counts = {"num_tokens": int(mask.sum()), "num_sequences": int((tokens > 0).sum())}
-    return compute_loss(OBJECTIVE, inputs, **counts, entropy_coef=OBJECTIVE.entropy_coef, kl_loss_coef=OBJECTIVE.kl_loss_coef).loss
+    return compute_loss(OBJECTIVE, inputs, **counts).loss
 
 
 def train(model: PreTrainedModel, *, steps: int = 4) -> list[float]:

@@ -44,12 +44,13 @@ def head_statistics(
     right away, the last one's is returned. Without it they are summed in float32 (float64 for float64 weights).
     `rows` is what makes statistics and gradients of a chunk's logits; the matrix products are torch's whatever it is.
 
-    Raises ValueError when shapes disagree, the temperature is not positive or a target is outside the vocabulary.
+    Targets are not checked, which would wait for the device: one outside the vocabulary has log-prob -inf. Raises ValueError when shapes
+    disagree or the temperature is not positive.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         shapes = [tuple(tensor.shape) for tensor in (hidden, weight, targets)]
         raise ValueError(f"head_statistics got hidden, weight and targets of shapes {shapes}, needs [N, H], [V, H] and [N]")
-    shard = Shard.of(targets, num_columns=len(weight), temperature=temperature, vocab_size=vocab_size, vocab_start=vocab_start)
+    shard = Shard.of(num_columns=len(weight), temperature=temperature, vocab_size=vocab_size, vocab_start=vocab_start)
     log_prob, entropy, varentropy = _HeadStatistics.apply(hidden, weight, targets, shard, group, with_entropy, gradient_buffer, rows)
     return TokenStatistics(log_prob, entropy if with_entropy else None, varentropy if with_entropy else None)
 

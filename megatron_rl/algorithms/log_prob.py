@@ -46,18 +46,14 @@ class Shard:
     columns: int
 
     @classmethod
-    def of(cls, targets: Tensor, *, num_columns: int, temperature: float, vocab_size: int, vocab_start: int) -> "Shard":
-        """The shard of `num_columns` columns, padding included, of a vocabulary of `vocab_size` in which `targets` of any shape are.
+    def of(cls, *, num_columns: int, temperature: float, vocab_size: int, vocab_start: int) -> "Shard":
+        """The shard of `num_columns` columns, padding included, of a vocabulary of `vocab_size`.
 
-        Raises ValueError when the temperature is not positive or a target is outside the vocabulary.
+        Raises ValueError when `temperature` is not positive.
         """
         if not temperature > 0:
             raise ValueError(
                 f"token_statistics got temperature {temperature}, needs a positive one; greedy sampling has no entropy to train on"
-            )
-        if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < vocab_size):
-            raise ValueError(
-                f"token_statistics got targets in [{int(targets.min())}, {int(targets.max())}], needs them in [0, {vocab_size})"
             )
         return cls(temperature, vocab_start, max(0, min(num_columns, vocab_size - vocab_start)))
 
@@ -85,7 +81,9 @@ def token_statistics(
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"token_statistics got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}, needs [T, V] and [T]")
-    shard = Shard.of(targets, num_columns=logits.shape[1], temperature=temperature, vocab_size=vocab_size, vocab_start=vocab_start)
+    if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < vocab_size):
+        raise ValueError(f"token_statistics got targets in [{int(targets.min())}, {int(targets.max())}], needs them in [0, {vocab_size})")
+    shard = Shard.of(num_columns=logits.shape[1], temperature=temperature, vocab_size=vocab_size, vocab_start=vocab_start)
     log_prob, entropy, varentropy = _TokenStatistics.apply(logits, targets, shard, group, with_entropy)
     return TokenStatistics(log_prob, entropy if with_entropy else None, varentropy if with_entropy else None)
 

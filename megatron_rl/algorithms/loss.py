@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import policy_loss as losses
 from megatron_rl.algorithms.aggregation import token_weights
+from megatron_rl.algorithms.coefficients import Coefficients
 from megatron_rl.algorithms.inputs import LossInputs, off_policy_of, policy_terms, present
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.loss_metrics import Metrics, correction_metrics, kl_metrics, mean_pair, ratio_metrics
@@ -35,23 +36,23 @@ def compute_loss(
     *,
     num_tokens: int,
     num_sequences: int,
-    entropy_coef: float,
-    kl_loss_coef: float,
+    coefficients: Coefficients | None = None,
     sequence_sum: SequenceSum = identity,
     statistics: StepStatistics | None = None,
 ) -> LossOutput:
-    """This rank's share of policy loss + kl_loss_coef x KL - entropy_coef x entropy.
+    """This rank's share of policy loss + kl_loss x KL - entropy coefficient x entropy.
 
     `num_tokens` and `num_sequences` count trainable tokens, and sequences with at least one, in the whole optimizer step. The
-    coefficients are the step's present ones, the same for all its micro-batches. `sequence_sum` adds per-sequence partial sums
+    `coefficients` are the step's, the objective's own when None. `sequence_sum` adds per-sequence partial sums
     over context-parallel ranks, differentiably; every rank calls it equally often. `statistics` from `step_statistics` is needed
     when `objective.needs_step_statistics`. A step without trainable tokens gives loss 0, zero gradients and metric `empty_step`.
 
-    Raises ValueError when a tensor or the statistics that the objective needs are missing. No argument is modified.
+    Raises ValueError when a tensor, the statistics, or coefficients that a controller moves are missing. No argument is modified.
 
     Example: `examples/library/objective_alone.py`; in short, for one micro-batch that is the whole step,
-    `compute_loss(objective, inputs, num_tokens=n, num_sequences=b, entropy_coef=0.0, kl_loss_coef=0.0).loss.backward()`
+    `compute_loss(objective, inputs, num_tokens=n, num_sequences=b).loss.backward()`
     """
+    coefficients = coefficients or Coefficients.fixed(objective)
     sequences = Sequences(inputs.sequence_index, inputs.loss_mask, inputs.sequence_tokens, sequence_sum)
     if objective.needs_step_statistics and statistics is None:
         raise ValueError("compute_loss got no statistics, which this objective needs; make them once per step with step_statistics")
@@ -63,11 +64,11 @@ def compute_loss(
     if objective.kl_loss_coef or (inputs.ref_log_probs is not None and inputs.log_probs is not None):
         penalty, raw = _kl_term(step, inputs, terms)
         metrics |= raw
-        total = total + kl_loss_coef * penalty if objective.kl_loss_coef else total
+        total = total + coefficients.kl_loss * penalty if objective.kl_loss_coef else total
     if objective.has_entropy_bonus or inputs.entropy is not None:
         bonus, raw = _entropy_term(step, inputs, sequences)
         metrics |= raw
-        total = total - entropy_coef * bonus if objective.has_entropy_bonus else total
+        total = total - coefficients.entropy * bonus if objective.has_entropy_bonus else total
     if objective.kl_loss_coef or objective.has_entropy_bonus:
         # Weighted by its tokens, so that the pairs of all shares divide to the step's unscaled policy loss.
         metrics["policy_loss"] = (policy.detach().double() * num_tokens, sequences.count.double())

@@ -317,6 +317,11 @@ class Objective:
         return self.entropy_control is not None and self.entropy_control.actuator == "coefficient"
 
     @property
+    def adapts_kl_loss_coef(self) -> bool:
+        """True when a controller sets the coefficient of the KL in the loss."""
+        return self.kl_control is not None and self.kl_loss_coef != 0
+
+    @property
     def adapts_clip_high(self) -> bool:
         """True when a controller sets the upper clip bound."""
         return self.entropy_control is not None and self.entropy_control.actuator == "clip_high"

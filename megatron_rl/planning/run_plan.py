@@ -16,8 +16,8 @@ from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
 with quiet_megatron_imports():
     from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.unavailable_fields import without_kernels
+    from megatron_rl.training.model_check import check_layout
     from megatron_rl.training.topology import Topology
-    from megatron_rl.training.trainer import check_layout
 
 if TYPE_CHECKING:
     from megatron_rl.planning.rank import RankMemory

@@ -22,8 +22,8 @@ from megatron_rl.planning.gpus import GIB, Gpu
 from megatron_rl.planning.levers import FULL_RECOMPUTE, remedy
 from megatron_rl.planning.records import RunPlan
 from megatron_rl.planning.run_plan import CONTEXT_BYTES, plan_layouts
+from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.topology import Topology
-from megatron_rl.training.trainer import check_layout
 
 _FLOPS, _NODE_BYTES, _NETWORK_BYTES = 4e14, 3e11, 4e10
 _MARGIN = 1.2

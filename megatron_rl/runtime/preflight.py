@@ -38,12 +38,12 @@ with quiet_megatron_imports():
     from megatron_rl.runtime.placement_table import crossing_notes
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
-    from megatron_rl.training.model_check import check_model
+    from megatron_rl.training.model_check import check_layout, check_model
+    from megatron_rl.training.objective_checks import resolve_objective
     from megatron_rl.training.optimizer import make_configs
     from megatron_rl.training.teacher import check_vocabulary, teacher_config
     from megatron_rl.training.topology import Topology
     from megatron_rl.training.trained_model import model_dtype
-    from megatron_rl.training.trainer import check_layout, resolve_objective
 
 GIB = 2**30
 OPTIMIZER_BYTES = 12

@@ -17,15 +17,15 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import TrainingSettings
 from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
 from megatron_rl.training import passes
+from megatron_rl.training.advantages import TokenData
+from megatron_rl.training.collectives import SequenceSum, sum_over_data_parallel
 from megatron_rl.training.dump import dump_suspects
 from megatron_rl.training.expert_load import ExpertLoad
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.optimizer import OPTIMIZER_DEFAULTS
-from megatron_rl.training.sequence_sum import SequenceSum
-from megatron_rl.training.token_data import TokenData, sum_over_data_parallel
 from megatron_rl.training.topology import Place
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
-from megatron_rl.training.update import Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
+from megatron_rl.training.weight_update import Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
 from megatron_rl.types import Floats, StepTotals, TrainBatch
 
 LR_FACTOR = 10.0
@@ -72,14 +72,12 @@ class Critic:
             return StepGradients(None, micro_batches, totals, data, {})
         sequence_sum = SequenceSum(self._place.cp_group)
 
-        def loss(micro_batch: MicroBatch, values: Tensor) -> tuple[Tensor, Report]:
+        def loss(number: int, values: Tensor) -> tuple[Tensor, Report]:
             output = compute_loss(
                 self._objective,
-                value_inputs(micro_batch, values.squeeze(-1), data),
+                value_inputs(micro_batches[number], values.squeeze(-1), data),
                 num_tokens=totals.num_tokens,
                 num_sequences=totals.num_sequences,
-                entropy_coef=0.0,
-                kl_loss_coef=0.0,
                 sequence_sum=sequence_sum,
             )
             return output.loss, Report(output.loss.detach(), output.metrics)

@@ -9,9 +9,9 @@ from safetensors.numpy import save
 from torch import distributed
 
 from megatron_rl.files import write_atomic
+from megatron_rl.training.advantages import TokenData
 from megatron_rl.training.micro_batch import MicroBatch
-from megatron_rl.training.token_data import TokenData
-from megatron_rl.training.update import StepGradients, Update
+from megatron_rl.training.weight_update import StepGradients, Update
 
 
 def dump_suspects(directory: Path | None, title: str, waiting: StepGradients, update: Update, *, temperature: float) -> None:

@@ -10,6 +10,7 @@ from megatron_rl.models.experts.moe_fields import balance_coefficient, num_mixtu
 from megatron_rl.models.experts.routed_tokens import AuxiliaryLosses, RouterReport, RouterStep
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.observe.metrics import Max, Mean, Metric, Min
+from megatron_rl.training.collectives import sum_over_ranks
 from megatron_rl.types import StepTotals, TrainBatch
 
 
@@ -58,7 +59,7 @@ class ExpertLoad:
         """The step's metrics, the same on every rank: one of them tells. Collective over all ranks."""
         if self.step is None:
             return {}
-        return router_metrics(self.step.reduce(), self.step.losses, top_k=self._config.moe_router_topk, replays=self._replays)
+        return router_metrics(self.step.reduce(sum_over_ranks), self.step.losses, top_k=self._config.moe_router_topk, replays=self._replays)
 
 
 def router_metrics(report: RouterReport, losses: AuxiliaryLosses, *, top_k: int, replays: bool) -> dict[str, Metric]:

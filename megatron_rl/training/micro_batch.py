@@ -3,6 +3,7 @@
 Legend: T tokens that this rank holds, N of them whose prediction is looked at, S sequences.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.data.packing import MicroBatchTokens, micro_batch_tokens, trainable_targets
+from megatron_rl.data.packing import MicroBatchTokens, micro_batch_tokens, pack, sequence_multiple, trainable_targets
 from megatron_rl.models.experts.routed_tokens import RoutedTokens
 from megatron_rl.models.packed_sequences import PackedSequences, packed_sequences
 from megatron_rl.training.topology import Place, Topology
@@ -71,6 +72,33 @@ def make_micro_batch(
         sequence_tokens=move(batch.trainable_tokens[rows]),
         routed=_routed_tokens(batch, rows, held, device=device),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """How this rank makes the micro-batches of a batch, of at most `max_tokens` tokens for each context-parallel rank."""
+
+    topology: Topology
+    place: Place
+    device: torch.device
+    max_tokens: int
+
+    def of_parts(self, batch: TrainBatch, parts: Sequence[Ints], *, all_tokens: bool = False) -> list[MicroBatch]:
+        """One of each of `parts`, rows of `batch`, then empty ones where an interleaved pipeline needs a multiple of its stages."""
+        missing = -len(parts) % self.topology.pp if self.topology.vpp > 1 else 0
+        parts = [*parts, *[np.empty(0, np.int64)] * missing]
+        return [
+            make_micro_batch(batch, rows, topology=self.topology, place=self.place, device=self.device, all_tokens=all_tokens)
+            for rows in parts
+        ]
+
+    def of_all_tokens(self, batch: TrainBatch, *, divided: bool) -> list[MicroBatch]:
+        """Of all tokens of `batch`, or, `divided`, of this data-parallel rank's share of them."""
+        unit = sequence_multiple(self.topology.cp)
+        lengths = -(-batch.lengths // unit) * unit
+        num_ranks = self.topology.dp if divided else 1
+        parts = pack(lengths, num_ranks=num_ranks, max_tokens=self.max_tokens * self.topology.cp)
+        return self.of_parts(batch, parts[self.place.dp_rank if divided else 0], all_tokens=True)
 
 
 def _routed_tokens(batch: TrainBatch, rows: Ints, held: MicroBatchTokens, *, device: torch.device) -> RoutedTokens:

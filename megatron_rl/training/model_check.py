@@ -1,5 +1,8 @@
 """What a model, by its config.json alone, forbids a run: asked by `train --check` and by `plan` alike."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from megatron_rl.config.settings import Settings
@@ -10,7 +13,17 @@ from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.training.expert_load import check_routing_replay
 from megatron_rl.training.topology import Topology
-from megatron_rl.training.trainer import check_layout
+
+
+def check_layout(topology: Topology, spec: ModelSpec, megatron: Mapping[str, Any]) -> None:
+    """Raise UserError when the model cannot be divided as `topology` and the user's fields of megatron-core's configuration ask."""
+    topology.check_model(
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_groups=spec.num_kv_heads,
+        ffn_size=spec.ffn_hidden_size,
+        megatron=megatron,
+    )
 
 
 def check_model(settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, attention: Attention) -> None:

@@ -15,21 +15,22 @@ import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor, distributed
+from torch import Tensor
 
 from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.models.build import PolicyModel, forward_selected
 from megatron_rl.models.experts.routed_tokens import RouterStep, Routing
 from megatron_rl.models.language_model_head import TokenQuestion
+from megatron_rl.training.collectives import from_last_stage, sum_over_context_parallel
 from megatron_rl.training.micro_batch import MicroBatch
-from megatron_rl.training.topology import Place, sum_over
+from megatron_rl.training.topology import Place
 from megatron_rl.types import Ints
 
 Chunk: TypeAlias = DistributedDataParallel | PolicyModel
 """A model chunk; one that is not trained needs no gradient buffers around it."""
 
-LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
-"""From a micro-batch and the model's output at its positions to this rank's additive share of the step's loss, and anything to report.
+LossFunction = Callable[[int, Tensor], tuple[Tensor, Any]]
+"""From a micro-batch's number and the model's output at its positions to this rank's share of the step's loss, and anything to report.
 
 The output is hidden states [N, H] of a policy, values [N, 1] of a critic.
 """
@@ -57,9 +58,12 @@ class Policy:
         return model.token_statistics(hidden, question)
 
 
-def _iterators(chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch] | list[Iterator[MicroBatch]]:
+_Numbered: TypeAlias = Iterator[tuple[int, MicroBatch]]
+
+
+def _iterators(chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch]) -> _Numbered | list[_Numbered]:
     """One iterator for each model chunk, as the interleaved schedule wants; a lone one otherwise."""
-    iterators = [iter(micro_batches) for _ in chunks]
+    iterators: list[_Numbered] = [enumerate(micro_batches) for _ in chunks]
     return iterators if len(iterators) > 1 else iterators[0]
 
 
@@ -73,20 +77,20 @@ def _run(
     router_step: RouterStep | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Put all micro-batches through the schedule; `finish(micro_batch, output)` ends each on the last stage.
+    """Put all micro-batches through the schedule; `finish(number, output)` ends each on the last stage.
 
     The output is that at the micro-batch's positions, or `everywhere`.
     """
 
-    def forward_step(iterator: Iterator[MicroBatch], chunk: Chunk) -> tuple[Tensor, Callable[..., Any]]:
-        micro_batch = next(iterator)
+    def forward_step(iterator: _Numbered, chunk: Chunk) -> tuple[Tensor, Callable[..., Any]]:
+        number, micro_batch = next(iterator)
         input_ids, position_ids = micro_batch.input_ids, micro_batch.position_ids
         packed = micro_batch.packed.routed(Routing(micro_batch.routed, replay=replay, step=router_step))
         if everywhere:
             output = chunk(input_ids, position_ids, None, packed_seq_params=packed)
         else:
             output = forward_selected(chunk, input_ids, position_ids, packed, micro_batch.positions)
-        return output, partial(finish, micro_batch)
+        return output, partial(finish, number)
 
     longest = max(micro_batch.input_ids.shape[1] for micro_batch in micro_batches)
     reports: list[Any] = get_forward_backward_func()(
@@ -104,15 +108,15 @@ def _run(
 def _look(
     chunks: Sequence[Chunk],
     micro_batches: Sequence[MicroBatch],
-    finish: Callable[..., Any],
+    finish: Callable[[MicroBatch, Tensor], Any],
     *,
     everywhere: bool = False,
     replay: bool = False,
 ) -> list[Any]:
-    """What `finish` makes of each micro-batch's output on the last stage, without gradients; an empty list on the others."""
+    """What `finish(micro_batch, output)` gives on the last stage for each of them, without gradients; an empty list on the others."""
 
-    def collect(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> Any:
-        return finish(micro_batch, output)
+    def collect(number: int, output: Tensor, non_loss_data: bool = True) -> Any:
+        return finish(micro_batches[number], output)
 
     for chunk in chunks:
         chunk.eval()
@@ -130,10 +134,7 @@ def _by_token(parts: Sequence[tuple[Ints, Tensor]], place: Place, *, num_tokens:
     result = torch.zeros(num_tokens, device=device)
     for index, numbers in parts:
         result[torch.from_numpy(index).to(device)] = numbers.float()
-    sum_over(result, place.cp_group)
-    if place.pp_group.size() > 1:
-        distributed.broadcast(result, group_src=place.pp_group.size() - 1, group=place.pp_group)
-    return result
+    return from_last_stage(sum_over_context_parallel(result, place), place)
 
 
 @torch.no_grad()
@@ -187,9 +188,9 @@ def forward_backward(
     """
     no_tokens = torch.zeros((), dtype=torch.int, device=micro_batches[0].input_ids.device)
 
-    def finish(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
-        value, report = loss(micro_batch, output)
-        if not len(micro_batch.positions):
+    def finish(number: int, output: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
+        value, report = loss(number, output)
+        if not len(micro_batches[number].positions):
             # Without predictions the loss must still depend on the model, so that this rank joins every collective of the backward.
             value = value + output.sum()
         # megatron would divide by a token count; ours is zero, which leaves the sum alone: the share is already weighted.

@@ -21,12 +21,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, disk_errors, partial_path, start_partial
+from megatron_rl.models.hf_files import save_hf
 from megatron_rl.training.bucket_padding import states_at_padded_offsets
 from megatron_rl.training.checkpoint_pickles import reading_records_only
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
@@ -91,6 +92,28 @@ def on_rank_zero(function: Callable[[Path], object], path: Path, *, meanwhile: C
     distributed.broadcast_object_list(message, src=0)
     if message[0] is not None:
         raise UserError(message[0])
+
+
+def save_weights(directory: Path, weights: Iterator[tuple[str, Tensor]], *, source: Path, max_shard_bytes: int, durable: bool) -> None:
+    """Write `weights`, gathered one by one on all ranks, as a Hugging Face directory with the other files of `source`, on rank 0.
+
+    See `hf_files.save_hf` for `max_shard_bytes` and `durable`.
+
+    Collective. Raises UserError, on every rank, when the directory cannot be written.
+    """
+
+    def take_the_rest() -> None:
+        """Take part in gathering the tensors that are left, without keeping them."""
+        for _ in weights:
+            pass
+
+    def write(path: Path) -> None:
+        try:
+            save_hf(path, weights, source=source, max_shard_bytes=max_shard_bytes, durable=durable)
+        finally:
+            take_the_rest()
+
+    on_rank_zero(write, directory, meanwhile=take_the_rest)
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

@@ -3,8 +3,7 @@
 Legend: T tokens of a batch.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +16,16 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_fields import Attention
-from megatron_rl.models.build import PolicyModel, build_model
+from megatron_rl.models.build import build_model
 from megatron_rl.models.hf_weights import load_hf_weights
 from megatron_rl.models.megatron_config import resolve_attention, transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.training import passes
 from megatron_rl.training.micro_batch import MicroBatch
-from megatron_rl.training.topology import Place
+from megatron_rl.training.model_check import check_layout
+from megatron_rl.training.resting import RestingWeights
+from megatron_rl.training.topology import Place, Topology
 from megatron_rl.training.trained_model import model_dtype
 from megatron_rl.types import Floats
 
@@ -63,38 +64,21 @@ class Teacher:
     def __init__(self, model: ModelSettings, topology: TopologySettings, path: Path, *, device: Device, place: Place) -> None:
         """Build the model of the Hugging Face directory `path`. Raises UserError for what does not fit the policy's layout."""
         self._spec, self._place = read_model_spec(path), place
+        check_layout(Topology.of(topology), self._spec, model.megatron)
         attention = resolve_attention(model.attention)
         config = teacher_config(model, topology, self._spec, dtype=model_dtype(model, device), attention=attention)
         self._chunks = build_model(self._spec, config, attention=attention)
         load_hf_weights(self._chunks, self._spec, path)
-        self._device = self._tensors()[0].device
         for chunk in self._chunks:
             chunk.requires_grad_(False)
-        self._host = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
-        if torch.cuda.is_available():
-            self._host = [tensor.pin_memory() for tensor in self._host]
-        self._put_away()
+        self._weights = RestingWeights(self._tensors, replacing=False)
 
     def _tensors(self) -> list[Tensor]:
         return [tensor for chunk in self._chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
 
-    def _put_away(self) -> None:
-        # The weights never change, so those on the device are dropped.
-        for tensor, host in zip(self._tensors(), self._host, strict=True):
-            tensor.data = host
-
-    @contextmanager
-    def _in_place(self) -> Iterator[Sequence[PolicyModel]]:
-        for tensor, host in zip(self._tensors(), self._host, strict=True):
-            tensor.data = host.to(self._device, non_blocking=True)
-        try:
-            yield self._chunks
-        finally:
-            self._put_away()
-
     def log_probs(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int, temperature: float) -> Floats:
         """Log-probs [T] in nats of the micro-batches' targets among `num_tokens` tokens, at `temperature`; 0 at every other token."""
-        with self._in_place() as chunks:
-            policy = passes.Policy(chunks=chunks, place=self._place, vocab_size=self._spec.vocab_size, temperature=temperature)
+        with self._weights.in_place():
+            policy = passes.Policy(chunks=self._chunks, place=self._place, vocab_size=self._spec.vocab_size, temperature=temperature)
             values = passes.log_probs(policy, micro_batches, num_tokens=num_tokens)
         return np.asarray(values.cpu().numpy(), dtype=np.float32)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import distributed
 
@@ -250,10 +249,3 @@ class Place:
     def speaks(self) -> bool:
         """True on the one reporting rank that tells what all ranks agree on."""
         return self.reports and self.dp_rank == 0 and self.cp_rank == 0
-
-
-def sum_over(values: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
-    """`values`, of any shape, summed over `group` in place and returned. A group of one rank sends nothing."""
-    if group.size() > 1:
-        distributed.all_reduce(values, group=group)
-    return values

@@ -9,7 +9,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import distributed
 
 from megatron_rl.config.settings import ModelSettings, TrainingSettings
 from megatron_rl.device import Device, prepare_megatron
@@ -20,6 +19,7 @@ from megatron_rl.models.hf_weights import load_hf_weights
 from megatron_rl.models.megatron_config import resolve_attention, transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.value_head import replace_heads
+from megatron_rl.training.collectives import true_on_ranks
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, make_configs, wrap_ddp
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,9 +82,7 @@ def build_trained_model(
 def _check_ranks_train(chunks: Sequence[PolicyModel]) -> None:
     """Raise UserError, on every rank, when one of them has no weight to train: its distributed optimizer could not be saved. Collective."""
     trainable = any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
-    trains = torch.tensor([int(trainable)], device="cuda" if distributed.get_backend() == "nccl" else "cpu")
-    distributed.all_reduce(trains, op=distributed.ReduceOp.MIN)
-    if not int(trains):
+    if not true_on_ranks(trainable):
         raise UserError(
             "training.frozen leaves a pipeline stage with nothing to train, which megatron-core's distributed optimizer cannot save; "
             "set training.optimizer.use_distributed_optimizer to false, freeze less, or choose another training.topology.pp"

@@ -2,47 +2,45 @@
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings
-from megatron_rl.data.packing import pack, sequence_multiple
 from megatron_rl.errors import UserError
-from megatron_rl.models.hf_files import MAX_SHARD_BYTES, save_hf
+from megatron_rl.models.hf_files import MAX_SHARD_BYTES
 from megatron_rl.models.hf_weights import export_hf_weights
-from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.training import passes, sharded_checkpoint
-from megatron_rl.training.batch_checks import check_batch
-from megatron_rl.training.critic import Critic, critic_optimizer
-from megatron_rl.training.expert_load import check_record, check_routing_replay
-from megatron_rl.training.joining import join
-from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
-from megatron_rl.training.offload import PARTS, ModelMemory, Part
-from megatron_rl.training.reference import ReferenceWeights
-from megatron_rl.training.step import StepRunner
-from megatron_rl.training.teacher import Teacher
-from megatron_rl.training.token_data import (
+from megatron_rl.training.advantages import (
     TokenData,
-    check_objective,
     make_token_data,
     needs_old_log_probs,
-    sum_over_data_parallel,
     values_before,
 )
+from megatron_rl.training.collectives import shares_of_data_parallel
+from megatron_rl.training.critic import Critic, critic_optimizer
+from megatron_rl.training.expert_load import check_routing_replay
+from megatron_rl.training.joining import join
+from megatron_rl.training.micro_batch import MicroBatch, MicroBatches
+from megatron_rl.training.model_check import check_layout
+from megatron_rl.training.objective_checks import check_batch, check_fits, check_objective, resolve_objective, teacher_path
+from megatron_rl.training.offload import PARTS, ModelMemory, Part
+from megatron_rl.training.policy_step import StepRunner
+from megatron_rl.training.resting import RestingWeights, trained_tensors
+from megatron_rl.training.teacher import Teacher
 from megatron_rl.training.topology import Place, Topology, shutdown
 from megatron_rl.training.trained_model import TrainedModel, build_trained_model, complete_parameters
-from megatron_rl.training.update import StepGradients
+from megatron_rl.training.weight_update import StepGradients
 from megatron_rl.training.whole_batch import check_same_everywhere, divide, merge_over_ranks
-from megatron_rl.types import Floats, Ints, Shard, TrainBatch
+from megatron_rl.types import Floats, Shard, TrainBatch
 
 
 class Trainer:
@@ -108,9 +106,13 @@ class Trainer:
             # A process that could not build its rank is not left in the groups.
             undo.callback(self.close)
             self._place = Place.here()
+            self._micro_batches = MicroBatches(
+                self._topology, self._place, self._device.torch_device, self._training.max_tokens_per_micro_batch
+            )
             self._model = self._build(self._training.optimizer)
+            self._policy = passes.Policy(self._model.chunks, self._place, self._spec.vocab_size, temperature, self._training.routing_replay)
             self._critic = self._build_critic(dumps) if self._objective.has_critic else None
-            self._reference = ReferenceWeights(self._model.chunks) if self._training.keeps_reference(self._objective) else None
+            self._reference = self._build_reference() if self._training.keeps_reference(self._objective) else None
             self._teacher = self._build_teacher() if self._objective.distillation_coef else None
             self._steps = StepRunner(
                 self._objective,
@@ -153,15 +155,12 @@ class Trainer:
         model = self._build(critic_optimizer(self._training), with_value_head=True)
         return Critic(self._objective, model, place=self._place, dump_directory=dumps)
 
+    def _build_reference(self) -> RestingWeights:
+        return RestingWeights(partial(trained_tensors, self._model.chunks), replacing=True)
+
     def _build_teacher(self) -> Teacher:
-        model = self._model_settings
-        if model.teacher is None:
-            raise UserError(
-                f"objective.distillation_coef is {self._objective.distillation_coef}, but model.teacher is not set, so there is nobody to "
-                "learn from; set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
-            )
-        check_layout(self._topology, read_model_spec(model.teacher), model.megatron)
-        return Teacher(model, self._training.topology, model.teacher, device=self._device, place=self._place)
+        path = teacher_path(self._objective, self._model_settings)
+        return Teacher(self._model_settings, self._training.topology, path, device=self._device, place=self._place)
 
     def close(self) -> None:
         """Leave the other ranks: another Trainer can then be made in this process. A process group made elsewhere stays."""
@@ -186,43 +185,21 @@ class Trainer:
         """The critic, None when the objective needs none."""
         return self._critic
 
-    def _policy(self, temperature: float | None = None) -> passes.Policy:
-        return passes.Policy(
-            chunks=self._model.chunks,
-            place=self._place,
-            vocab_size=self._spec.vocab_size,
-            temperature=self._temperature if temperature is None else temperature,
-            replays_routing=self._training.routing_replay,
-        )
-
-    def _micro_batches(self, batch: TrainBatch, parts: Sequence[Ints], *, all_tokens: bool = False) -> list[MicroBatch]:
-        """Tensors of the micro-batches, and empty ones behind them where an interleaved pipeline wants a multiple of its stages."""
-        missing = -len(parts) % self._topology.pp if self._topology.vpp > 1 else 0
-        parts = [*parts, *[np.empty(0, np.int64)] * missing]
-        return [
-            make_micro_batch(
-                batch, rows, topology=self._topology, place=self._place, device=self._device.torch_device, all_tokens=all_tokens
-            )
-            for rows in parts
-        ]
-
     def _log_probs(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], *, reference: bool, temperature: float | None = None
     ) -> Floats:
-        policy = self._policy(temperature)
-        with complete_parameters(self._model.chunks):
-            if not reference:
-                values = passes.log_probs(policy, micro_batches, num_tokens=len(batch.tokens))
-            else:
-                if self._reference is None:
-                    raise UserError(
-                        "log_probs of the reference were asked for, but no term of this objective reads them, so that its weights are not "
-                        "kept; set a KL coefficient, or training.reference_interval"
-                    )
-                # Another model: it routes by itself.
-                policy = dataclasses.replace(policy, replays_routing=False)
-                with self._reference.in_place():
-                    values = passes.log_probs(policy, micro_batches, num_tokens=len(batch.tokens))
+        policy = self._policy if temperature is None else dataclasses.replace(self._policy, temperature=temperature)
+        weights: AbstractContextManager[None] = nullcontext()
+        if reference:
+            if self._reference is None:
+                raise UserError(
+                    "log_probs of the reference were asked for, but no term of this objective reads them, so that its weights are not "
+                    "kept; set a KL coefficient, or training.reference_interval"
+                )
+            # Another model: it routes by itself.
+            policy, weights = dataclasses.replace(policy, replays_routing=False), self._reference.in_place()
+        with complete_parameters(self._model.chunks), weights:
+            values = passes.log_probs(policy, micro_batches, num_tokens=len(batch.tokens))
         return np.asarray(values.cpu().numpy(), dtype=np.float32)
 
     def log_probs(self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None) -> Floats:
@@ -234,12 +211,12 @@ class Trainer:
         Example: `dataclasses.replace(batch, old_log_probs=trainer.log_probs(batch))` before several optimizer steps on parts of it.
         """
         micro_batches = self._shared_micro_batches(batch)
-        return self._gather(self._log_probs(batch, micro_batches, reference=reference, temperature=temperature))
+        return shares_of_data_parallel(self._log_probs(batch, micro_batches, reference=reference, temperature=temperature))
 
     def own_log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
         """As `log_probs` of the current weights, for the parity probe: each data-parallel rank computes all of it."""
-        check_record(batch, self._spec)
-        micro_batches = self._micro_batches(batch, self._pack(batch, num_ranks=1)[0], all_tokens=True)
+        check_fits(batch, self._spec)
+        micro_batches = self._micro_batches.of_all_tokens(batch, divided=False)
         return self._log_probs(batch, micro_batches, reference=False, temperature=temperature)
 
     def values(self, batch: TrainBatch) -> Floats:
@@ -251,22 +228,13 @@ class Trainer:
         if self._critic is None:
             raise UserError("values were asked for, but only objective.advantage.estimator ppo has a critic; choose it")
         micro_batches = self._shared_micro_batches(batch)
-        return values_before(self._gather(self._critic.state_values(micro_batches, num_tokens=len(batch.tokens))))
-
-    def _pack(self, batch: TrainBatch, *, num_ranks: int) -> tuple[tuple[Ints, ...], ...]:
-        unit = sequence_multiple(self._topology.cp)
-        lengths = -(-batch.lengths // unit) * unit
-        return pack(lengths, num_ranks=num_ranks, max_tokens=self._training.max_tokens_per_micro_batch * self._topology.cp)
+        return values_before(shares_of_data_parallel(self._critic.state_values(micro_batches, num_tokens=len(batch.tokens))))
 
     def _shared_micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
         """This data-parallel rank's share of all tokens of a batch that every rank has."""
-        check_record(batch, self._spec)
-        check_same_everywhere(batch, device=self._device.torch_device)
-        return self._micro_batches(batch, self._pack(batch, num_ranks=self._topology.dp)[self.dp_rank], all_tokens=True)
-
-    def _gather(self, share: Floats) -> Floats:
-        """The numbers [T] of all data-parallel ranks from a share of each, which is 0 at the tokens of others."""
-        return np.asarray(sum_over_data_parallel(torch.from_numpy(share)).numpy())
+        check_fits(batch, self._spec)
+        check_same_everywhere(batch)
+        return self._micro_batches.of_all_tokens(batch, divided=True)
 
     def train(self, batch: TrainBatch) -> list[dict[str, float]]:
         """Train on the whole rollout batch, which every rank passes and of which it takes its share; metrics of each optimizer step.
@@ -279,7 +247,7 @@ class Trainer:
         Example: `loss = trainer.train(batch)[-1]["train/loss"]`
         """
         self._refuse_waiting("train")
-        check_same_everywhere(batch, device=self._device.torch_device)
+        check_same_everywhere(batch)
         number = self._steps.num_steps // self._training.optimizer_steps_per_batch
         shards = divide(batch, self._training, seed=self._seed + number)
         return merge_over_ranks(self.train_shard(shards[self.dp_rank]))
@@ -290,7 +258,7 @@ class Trainer:
         Merging the metrics of all ranks gives the step's: a rank that would only repeat another's returns empty dicts.
         """
         parts, data = self._prepare(shard)
-        policy, metrics = self._policy(), []
+        policy, metrics = self._policy, []
         for part, plan in zip(parts, shard.steps, strict=True):
             waiting = self._steps.forward_backward(policy, part, plan.totals, data)
             metrics.append({**waiting.metrics, **self._steps.apply(policy, waiting)})
@@ -311,11 +279,11 @@ class Trainer:
         Example: `metrics = trainer.forward_backward(batch.select(rows)) | trainer.optimizer_step()`
         """
         self._refuse_waiting("forward_backward")
-        check_same_everywhere(batch, device=self._device.torch_device)
+        check_same_everywhere(batch)
         shard = divide(batch, self._training, seed=self._seed, optimizer_steps=1)[self.dp_rank]
         parts, data = self._prepare(shard)
         totals = shard.steps[0].totals
-        policy = self._steps.forward_backward(self._policy(), parts[0], totals, data)
+        policy = self._steps.forward_backward(self._policy, parts[0], totals, data)
         metrics, critic = dict(policy.metrics), None
         if self._critic is not None:
             critic = self._critic.forward_backward(parts[0], totals, data)
@@ -332,7 +300,7 @@ class Trainer:
         if self._waiting is None:
             raise UserError("optimizer_step has no gradient to apply; call forward_backward(batch) first")
         (policy, critic), self._waiting = self._waiting, None
-        metrics = self._steps.apply(self._policy(), policy)
+        metrics = self._steps.apply(self._policy, policy)
         if self._critic is not None and critic is not None:
             metrics |= self._critic.apply(critic, number=self._steps.num_steps)
         return merge_over_ranks([metrics])[0]
@@ -346,9 +314,9 @@ class Trainer:
 
     def _prepare(self, shard: Shard) -> tuple[list[list[MicroBatch]], TokenData]:
         """The micro-batches of each optimizer step on the shard, and its tokens' data. Raises UserError for what does not fit."""
-        check_record(shard.batch, self._spec)
+        check_fits(shard.batch, self._spec)
         check_batch(self._objective, shard.batch, rewards=shard.all_rewards)
-        parts = [self._micro_batches(shard.batch, step.micro_batches) for step in shard.steps]
+        parts = [self._micro_batches.of_parts(shard.batch, step.micro_batches) for step in shard.steps]
         return parts, self._token_data(shard, [micro_batch for part in parts for micro_batch in part], num_steps=len(parts))
 
     def _asks_reference(self, num_steps: int) -> bool:
@@ -432,38 +400,5 @@ class Trainer:
         One that is not `durable` need not survive a power failure, which saves waiting for the disk.
         Raises UserError when it cannot be written.
         """
-        weights = self.weights()
-
-        def write(path: Path) -> None:
-            try:
-                save_hf(path, weights, source=self._model_settings.path, max_shard_bytes=max_shard_bytes, durable=durable)
-            finally:
-                _drain(weights)
-
-        sharded_checkpoint.on_rank_zero(write, Path(directory), meanwhile=lambda: _drain(weights))
-
-
-def _drain(weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Take part in gathering the tensors that are left, without keeping them."""
-    for _ in weights:
-        pass
-
-
-def resolve_objective(settings: Settings) -> Objective:
-    """The objective with the response budget as its constant length, where that is not set. Raises UserError when it cannot be trained."""
-    objective = settings.objective
-    if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
-        objective = dataclasses.replace(objective, max_response_length=settings.rollout.sampling.max_response_tokens)
-    check_objective(objective)
-    return objective
-
-
-def check_layout(topology: Topology, spec: ModelSpec, megatron: Mapping[str, Any]) -> None:
-    """Raise UserError when the model cannot be divided as `topology` and the user's fields of megatron-core's configuration ask."""
-    topology.check_model(
-        num_layers=spec.num_layers,
-        num_heads=spec.num_heads,
-        num_kv_groups=spec.num_kv_heads,
-        ffn_size=spec.ffn_hidden_size,
-        megatron=megatron,
-    )
+        source = self._model_settings.path
+        sharded_checkpoint.save_weights(Path(directory), self.weights(), source=source, max_shard_bytes=max_shard_bytes, durable=durable)

@@ -4,29 +4,24 @@ import dataclasses
 import hashlib
 
 import numpy as np
-import torch
-from torch import distributed
 
 from megatron_rl.config.settings import TrainingSettings
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import Metric, merge_metrics, metric_values
+from megatron_rl.training.collectives import equal_on_ranks, reports_of_ranks
 from megatron_rl.training.topology import Topology
 from megatron_rl.types import Shard, TrainBatch
 
 
-def check_same_everywhere(batch: TrainBatch, *, device: torch.device) -> None:
+def check_same_everywhere(batch: TrainBatch) -> None:
     """Raise UserError, on every rank, when two ranks have different batches. Collective over all ranks."""
     digest = hashlib.blake2b(digest_size=7)
     for item in dataclasses.fields(batch):
         value = getattr(batch, item.name)
         digest.update(item.name.encode())
         digest.update(np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else repr(value).encode())
-    number = int.from_bytes(digest.digest(), "big")
-    extremes = torch.tensor([number, -number], device=device)
-    distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX)
-    highest, lowest = extremes.tolist()
-    if highest != -lowest:
+    if not equal_on_ranks(int.from_bytes(digest.digest(), "big")):
         raise UserError(
             "the ranks were given different batches, but each rank takes its share of the whole batch itself; pass the same batch, in "
             "the same order, on every rank"
@@ -51,6 +46,4 @@ def divide(batch: TrainBatch, training: TrainingSettings, *, seed: int, optimize
 
 def merge_over_ranks(shares: list[dict[str, Metric]]) -> list[dict[str, float]]:
     """The numbers of each optimizer step from every rank's share of its metrics, the same on every rank. Collective over all ranks."""
-    gathered: list[list[dict[str, Metric]]] = [[] for _ in range(distributed.get_world_size())]
-    distributed.all_gather_object(gathered, shares)
-    return [metric_values(merge_metrics(step)) for step in zip(*gathered, strict=True)]
+    return [metric_values(merge_metrics(step)) for step in zip(*reports_of_ranks(shares), strict=True)]

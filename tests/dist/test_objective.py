@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from step_emulation import Layout, Step, rank_inputs, rank_share, run_step, trivial_layout
 from megatron_rl.algorithms.objective import Aggregation, Objective
 from megatron_rl.algorithms.presets import PRESETS, expand_preset
-from megatron_rl.training.sequence_sum import SequenceSum
+from megatron_rl.training.collectives import SequenceSum
 
 LENGTHS = (5, 1, 8, 3, 1, 6)
 TOLERANCE = 1e-12
@@ -83,8 +83,7 @@ def check_variant(objective: Objective, step: Step, layout: Layout, rank: int) -
     dp_rank, cp_rank = (0, rank) if layout.cp == 2 else (rank, 0)
     micro_batches = [rank_inputs(step, leaves, rows, layout, cp_rank) for rows in layout.ranks[dp_rank]]
     sequence_sum: Callable[[Tensor], Tensor] = SequenceSum(distributed.group.WORLD) if layout.cp == 2 else torch.clone
-    coefficients = (objective.entropy_coef, objective.kl_loss_coef)
-    share, _ = rank_share(objective, step, micro_batches, coefficients, sequence_sum, gather, 0)
+    share, _ = rank_share(objective, step, micro_batches, None, sequence_sum, gather, 0)
     if share.requires_grad:
         share.backward()
     want = run_step(objective, step, trivial_layout(len(LENGTHS)))

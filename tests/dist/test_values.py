@@ -31,7 +31,7 @@ def values_and_gradients(rank: int, world_size: int, init_method: str, model: st
         train_batches(trainer, settings, [1, 2])
         weights, batch = weights_of(trainer), make_batch(3)
         log_probs = trainer.log_probs(batch)
-        micro_batches = trainer._micro_batches(batch, [np.array([row]) for row in range(batch.num_sequences)])
+        micro_batches = trainer._micro_batches.of_parts(batch, [np.array([row]) for row in range(batch.num_sequences)])
         values = trainer.critic.state_values(micro_batches, num_tokens=len(batch.tokens))
         trainer.train_shard(shards_of(batch, settings)[trainer.dp_rank])
         for chunk in trainer.critic.model.chunks:

@@ -161,9 +161,7 @@ def one_step(sequences: int, length: int, log_probs: Tensor, mask: Tensor) -> No
         rollout_log_probs=log_probs,
         advantages=advantages.float()[index],
     )
-    compute_loss(
-        objective, inputs, num_tokens=sequences * length, num_sequences=sequences, entropy_coef=0.0, kl_loss_coef=0.0
-    ).loss.backward()
+    compute_loss(objective, inputs, num_tokens=sequences * length, num_sequences=sequences).loss.backward()
 
 
 def main() -> int:

@@ -187,7 +187,7 @@ class Peer:
 @contextmanager
 def timed_inside(parts: dict[str, float]) -> Iterator[None]:
     """Inside, the seconds spent in forward and backward and in the optimizer are added to `parts`."""
-    from megatron_rl.training import passes, update
+    from megatron_rl.training import passes, weight_update
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -201,7 +201,7 @@ def timed_inside(parts: dict[str, float]) -> Iterator[None]:
 
     with (
         mock.patch.object(passes, "forward_backward", timed("forward_backward", passes.forward_backward)),
-        mock.patch.object(update, "optimizer_step", timed("optimizer", vars(update)["optimizer_step"])),
+        mock.patch.object(weight_update, "optimizer_step", timed("optimizer", vars(weight_update)["optimizer_step"])),
     ):
         yield
 

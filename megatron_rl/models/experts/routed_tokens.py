@@ -4,6 +4,7 @@ Legend: T tokens of a micro-batch that this rank holds, n of them that one route
 sequences, B sequences and N tokens of the optimizer step, L mixture layers, E experts, K experts of each token.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +88,9 @@ class RouterStep:
                 probabilities = _AlsoDescend.apply(probabilities, coef * share)
         return probabilities
 
-    def reduce(self) -> "RouterReport":
-        """The step's numbers over all ranks. Collective over all of them."""
-        table = self._table.clone()
-        if distributed.is_initialized():
-            distributed.all_reduce(table)
-        table = table.cpu()
+    def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> "RouterReport":
+        """The step's numbers over all ranks, whose sum of a tensor `all_reduce_sum` gives. Collective as that is; called once."""
+        table = all_reduce_sum(self._table.clone()).cpu()
         return RouterReport(
             load=table[:, :-_NUM_EXTRA],
             replayed=float(table[:, _REPLAYED].sum()),

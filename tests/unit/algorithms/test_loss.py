@@ -6,6 +6,7 @@ import pytest
 import torch
 from step_emulation import Step, run_step, trivial_layout
 
+from megatron_rl.algorithms.coefficients import Coefficients
 from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import AdvantageSettings, Aggregation, EntropyControl, KLControl, Objective, OffPolicyCorrection
@@ -288,8 +289,8 @@ def test_top_entropy_bonus_counts_the_tokens_that_are_trained() -> None:
 
 def test_an_adaptive_coefficient_at_zero_still_measures_and_a_positive_one_acts() -> None:
     objective = Objective(aggregation="token_mean", entropy_control=EntropyControl())
-    still = run_step(objective, v1(), trivial_layout(4), entropy_coef=0.0)
-    acting = run_step(objective, v1(), trivial_layout(4), entropy_coef=0.1)
+    still = run_step(objective, v1(), trivial_layout(4), coefficients=Coefficients(0.0, 0.0))
+    acting = run_step(objective, v1(), trivial_layout(4), coefficients=Coefficients(0.1, 0.0))
     assert "policy_loss" in still.metrics and float(still.gradients["entropy"].abs().sum()) == 0.0
     assert still.loss - acting.loss == pytest.approx(0.1 * sum(V1["entropy"]) / 15)
     assert acting.metrics["policy_loss"] == pytest.approx(still.loss)
@@ -353,7 +354,7 @@ def test_extremes_stay_finite(name: str, level: str, dtype: torch.dtype) -> None
     objective = Objective(
         policy_loss=name, ratio_level=level, kl_loss_coef=0.1, kl_unbiased=True, entropy_coef=0.1, off_policy_correction=correction
     )
-    output = compute_loss(objective, inputs, num_tokens=6, num_sequences=4, entropy_coef=0.1, kl_loss_coef=0.1)
+    output = compute_loss(objective, inputs, num_tokens=6, num_sequences=4)
     output.loss.backward()
     assert bool(output.loss.isfinite()) and log_probs.grad is not None and bool(log_probs.grad.isfinite().all())
     assert all(bool(total.isfinite()) for total, _ in output.metrics.values())
@@ -363,7 +364,7 @@ def test_what_is_missing_is_named() -> None:
     inputs = LossInputs(
         loss_mask=torch.ones(1, dtype=torch.bool), sequence_index=torch.zeros(1, dtype=torch.int64), sequence_tokens=torch.ones(1)
     )
-    settings = {"num_tokens": 1, "num_sequences": 1, "entropy_coef": 0.0, "kl_loss_coef": 0.0}
+    settings = {"num_tokens": 1, "num_sequences": 1}
     with pytest.raises(ValueError, match="log_probs"):
         compute_loss(Objective(), inputs, **settings)
     with pytest.raises(ValueError, match="statistics"):

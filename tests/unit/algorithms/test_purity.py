@@ -119,8 +119,6 @@ def loss_calls(inputs: LossInputs, terms: PolicyTerms, correction: OffPolicyCorr
         objective = Objective(policy_loss=name, kl_loss_coef=0.1, entropy_coef=0.1, off_policy_correction=correction)
         step_settings = {
             **count,
-            "entropy_coef": 0.1,
-            "kl_loss_coef": 0.1,
             "statistics": StepStatistics(covariance_threshold=0.0, key_threshold=0),
         }
         everything[f"compute_loss {name}"] = (loss.compute_loss, (objective, inputs), step_settings)

@@ -14,6 +14,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from step_emulation import Step, run_step, trivial_layout
 
+from megatron_rl.algorithms.coefficients import Controllers, StepMeasurements
 from megatron_rl.algorithms.effects import READERS, is_read, unread_settings
 from megatron_rl.algorithms.objective import POLICY_LOSSES, EntropyControl, Estimator, KLControl, Objective
 from megatron_rl.algorithms.presets import PRESETS, expand_preset
@@ -21,10 +22,9 @@ from megatron_rl.algorithms.token_advantage import without_signal
 from megatron_rl.config.settings_reference import setting_fields
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.data.packing import make_shards
-from megatron_rl.training import token_data
-from megatron_rl.training.controllers import Controllers, StepMeasurements
+from megatron_rl.training import advantages
+from megatron_rl.training.advantages import make_token_data
 from megatron_rl.training.critic import critic_objective
-from megatron_rl.training.token_data import make_token_data
 from megatron_rl.types import Shard, TrainBatch
 
 ADAPTER = TypeAdapter(Objective)
@@ -181,8 +181,8 @@ def outcome(objective: Objective) -> list[np.ndarray]:
     controllers, batch, found = Controllers(objective), shard().batch, []
     old, reference, teacher, values = numbers(5), numbers(6, low=-2.4), numbers(7), numbers(8, low=0.5, spread=1.0)
     for number, entropy in enumerate(ENTROPIES[: 2 if objective.entropy_control is None else None]):
-        present = controllers.present(entropy)
-        moved = present.objective.clip_high if objective.adapts_clip_high else present.entropy_coef
+        present, coefficients = controllers.present(entropy)
+        moved = present.clip_high if objective.adapts_clip_high else coefficients.entropy
         found.append(np.array(moved))
         if number > 1:
             controllers.update(StepMeasurements(entropy=entropy, kl_per_sequence=None), num_sequences=len(LENGTHS))
@@ -209,11 +209,10 @@ def outcome(objective: Objective) -> list[np.ndarray]:
             tokens["kl_mask"] = torch.from_numpy(data.kl_mask)
         step = Step(lengths=tuple(batch.lengths.tolist()), loss_mask=torch.from_numpy(batch.loss_mask.copy()), tokens=tokens)
         result = run_step(
-            present.objective,
+            present,
             step,
             trivial_layout(len(LENGTHS)),
-            entropy_coef=present.entropy_coef,
-            kl_loss_coef=present.kl_loss_coef,
+            coefficients=coefficients,
         )
         found += [np.array(result.loss), *(gradient.numpy() for gradient in result.gradients.values())]
         if objective.has_critic:
@@ -234,7 +233,7 @@ def _dropped(objective: Objective) -> list[np.ndarray]:
     """The samples that the rollout throws away."""
     if objective.zero_variance not in ("drop", "resample") or not objective.trains_by_rewards:
         return []
-    rewards = token_data._sample_rewards(objective, shard())
+    rewards = advantages._sample_rewards(objective, shard())
     return [without_signal(objective.advantage, **rewards).numpy()]
 
 
@@ -242,7 +241,7 @@ def _dropped(objective: Objective) -> list[np.ndarray]:
 def outcomes() -> Iterator[Callable[[Objective], list[np.ndarray]]]:
     """Outcomes by objective, computed once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_data, "sum_over_data_parallel", lambda values: values)
+        patch.setattr(advantages, "sum_over_data_parallel", lambda values: values)
         yield functools.cache(outcome)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,11 +250,20 @@ def test_values_come_back_as_a_batch_takes_them(make: Make) -> None:
     ],
 )
 def test_contradictions_of_batch_and_objective_are_refused(objective: Objective, fields: dict[str, Any], message: str) -> None:
-    from megatron_rl.training.batch_checks import check_batch
+    from megatron_rl.training.objective_checks import check_batch
 
     batch = batch_of(**fields)
     with pytest.raises(UserError, match=message):
         check_batch(objective, batch, rewards=batch.rewards)
+
+
+def test_tokens_outside_the_vocabulary_are_refused_before_a_pass(make: Make) -> None:
+    trainer = make()
+    for token in (32, -1):
+        batch = TrainBatch.from_sequences(prompts=[[3], [3]], responses=[[4], [token]], rewards=[1, 0])
+        for method in (trainer.train, trainer.forward_backward, trainer.log_probs, partial(trainer.own_log_probs, temperature=1.0)):
+            with pytest.raises(ValueError, match=rf"TrainBatch\.tokens are in \[{min(token, 3)}, {max(token, 4)}\].* \[0, 32\)"):
+                method(batch)
 
 
 def test_a_trainer_checks_its_batches(make: Make) -> None:

@@ -16,7 +16,7 @@ from megatron_rl.algorithms import head_statistics
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import check_metrics
-from megatron_rl.training.reference import ReferenceWeights
+from megatron_rl.training.resting import RestingWeights
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
@@ -124,13 +124,13 @@ def test_reference_stays_the_initial_policy_and_training_starts_on_policy(
 def counted_reference_passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Grows by one entry whenever the reference weights take their place in the model."""
     passes: list[bool] = []
-    in_place = ReferenceWeights.in_place
+    in_place = RestingWeights.in_place
 
-    def counting(reference: ReferenceWeights) -> AbstractContextManager[None]:
+    def counting(reference: RestingWeights) -> AbstractContextManager[None]:
         passes.append(True)
         return in_place(reference)
 
-    monkeypatch.setattr(ReferenceWeights, "in_place", counting)
+    monkeypatch.setattr(RestingWeights, "in_place", counting)
     return passes
 
 
@@ -318,3 +318,20 @@ def test_learning_rate_of_the_settings_survives_a_checkpoint(make_trainer: MakeT
 def test_directory_without_a_checkpoint_is_refused(make_trainer: MakeTrainer, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a complete checkpoint"):
         make_trainer(tiny_model(), SUPERVISED).load(tmp_path)
+
+
+def test_what_a_pass_before_the_step_saw_comes_back_to_its_own_micro_batch(
+    make_trainer: MakeTrainer, tiny_model: Callable[..., Path]
+) -> None:
+    path, batch = tiny_model(), make_batch([[3, 9, 4, 4, 30, 2], [8, 2, 17, 21, 6, 5], [5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 31, 0]])
+    objective = {"policy_loss": "clip_cov", "clip_cov_low": -1.0, "clip_cov_fraction": 0.3, "top_entropy_fraction": 0.5}
+    results = []
+    # Sequences of one length: the numbers of another micro-batch would have the right shape.
+    for max_tokens in (6, 100):
+        trainer = make_trainer(path, objective)
+        shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=max_tokens, seed=0)[0]
+        results.append([{name: metric.value for name, metric in trainer.train_shard(shard)[0].items()} for _ in range(2)])
+    assert [step["train/num_micro_batches"] for step in results[0]] == [4, 4]
+    for many, one in zip(*results, strict=True):
+        for name in many.keys() - {"train/num_micro_batches"}:
+            assert many[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name

@@ -100,7 +100,7 @@ def test_auxiliary_gradients_are_those_of_the_formulas(model, score_function):
     (0.3 * balance + 0.02 * z_loss).backward()
     torch.testing.assert_close(router.weight.grad.double(), weight.grad, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(hidden.grad[:, 0].double(), inputs.grad, rtol=1e-5, atol=1e-7)
-    report = step.reduce()
+    report = step.reduce(torch.clone)
     assert report.balance_loss == pytest.approx(balance.item(), rel=1e-6)
     assert report.z_loss == pytest.approx(z_loss.item(), rel=1e-6)
     assert weight.grad.abs().max() > 1e-3, "the gradient must be seen for this test to be able to fail"
@@ -112,9 +112,9 @@ def test_padding_is_not_counted_and_a_pass_without_gradients_counts_nothing(mode
     router.routing_call = Routing(tokens_of(), step=step)
     with torch.no_grad():
         router(hidden_states())
-    assert step.reduce().load.sum() == 0
+    assert step.reduce(torch.clone).load.sum() == 0
     _, taken = router(hidden_states())
-    load = step.reduce().load
+    load = step.reduce(torch.clone).load
     torch.testing.assert_close(load[1], taken[:-NUM_PADDING].sum(0).double())
     assert load[0].sum() == 0 and load[1].sum() == 2 * sum(LENGTHS)
 
@@ -157,7 +157,7 @@ def test_replayed_experts_get_weights_of_their_own_scores(model, scores):
     torch.testing.assert_close(hidden.grad[:, 0].double(), inputs.grad, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(probabilities[~recorded], free[~recorded], rtol=0, atol=0)
     changed = (experts.sort(-1).values != own.sort(-1).values).any(-1) & recorded
-    report = step.reduce()
+    report = step.reduce(torch.clone)
     assert (report.replayed, report.changed) == (int(recorded.sum()), int(changed.sum()))
     assert 0 < changed.sum() < recorded.sum(), "some tokens must be routed as before for this test to be able to fail"
 
@@ -213,7 +213,7 @@ def test_replaying_the_own_routing_changes_no_bit(model):
     replayed = run_two(chunk, step, own_experts(chunk))
     for name, gradient in free.items():
         assert torch.equal(replayed[name], gradient), name
-    report = step.reduce()
+    report = step.reduce(torch.clone)
     assert (report.replayed, report.changed) == (2 * 2 * sum(LENGTHS), 0)
 
 
@@ -239,7 +239,7 @@ def test_recomputed_layers_route_the_tokens_of_their_own_micro_batch_and_count_t
     assert len(taken) == calls, "2 layers route 2 micro-batches, once more where they are recomputed"
     for name, gradient in expected.items():
         torch.testing.assert_close(again[name], gradient, rtol=0, atol=0, msg=name)
-    report, again_report = step.reduce(), again_step.reduce()
+    report, again_report = step.reduce(torch.clone), again_step.reduce(torch.clone)
     assert torch.equal(report.load, again_report.load)
     assert report.load.sum() == 2 * 2 * 2 * sum(LENGTHS)
     for field in ("replayed", "changed", "balance_loss", "z_loss"):

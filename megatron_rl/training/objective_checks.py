@@ -1,13 +1,62 @@
-"""What a batch may bring for an objective."""
+"""What the trainer needs of an objective, and of a batch for it."""
+
+import dataclasses
+from pathlib import Path
 
 import numpy as np
 
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.errors import UserError
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.training.expert_load import check_record
 from megatron_rl.types import Doubles, TrainBatch
 
 _OWN = ("old_log_probs", "ref_log_probs", "values", "advantages")
 _MORE_THAN_REWARDS = {"ppo": "a critic's returns", "remax": "the rewards of greedy responses", "gdpo": "components of the rewards"}
+
+
+def check_objective(objective: Objective) -> None:
+    """Raise UserError when the trainer lacks what `objective` needs."""
+    if objective.policy_loss == "value":
+        raise UserError(
+            "objective.policy_loss is value, the loss of a critic, which is trained beside a policy; choose a policy loss, and "
+            "objective.advantage.estimator ppo for a critic"
+        )
+    if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
+        raise UserError(
+            "objective.aggregation sequence_mean_token_sum_norm divides by a constant, but objective.max_response_length is not set; "
+            "set it to the response budget, in tokens"
+        )
+
+
+def resolve_objective(settings: Settings) -> Objective:
+    """The objective with the response budget as its constant length, where that is not set. Raises UserError when it cannot be trained."""
+    objective = settings.objective
+    if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
+        objective = dataclasses.replace(objective, max_response_length=settings.rollout.sampling.max_response_tokens)
+    check_objective(objective)
+    return objective
+
+
+def teacher_path(objective: Objective, model: ModelSettings) -> Path:
+    """The directory of the teacher that `objective` distils. Raises UserError when `model` names none."""
+    if model.teacher is None:
+        raise UserError(
+            f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nobody to "
+            "learn from; set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
+        )
+    return model.teacher
+
+
+def check_fits(batch: TrainBatch, spec: ModelSpec) -> None:
+    """Raise ValueError when the model of `spec` has no such tokens or experts as are in `batch`."""
+    if len(batch.tokens) and not (batch.tokens.min() >= 0 and batch.tokens.max() < spec.vocab_size):
+        raise ValueError(
+            f"TrainBatch.tokens are in [{batch.tokens.min()}, {batch.tokens.max()}], needs them in [0, {spec.vocab_size}), the "
+            f"vocabulary of {spec.architecture}"
+        )
+    check_record(batch, spec)
 
 
 def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles) -> None:

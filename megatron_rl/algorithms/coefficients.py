@@ -10,12 +10,19 @@ from megatron_rl.algorithms.objective import Objective
 
 
 @dataclass(frozen=True, slots=True)
-class StepObjective:
-    """The objective of one optimizer step, the same for all its micro-batches, with its present coefficients."""
+class Coefficients:
+    """The coefficients in the loss of one optimizer step, the same for all its micro-batches: of the entropy bonus and of the KL."""
 
-    objective: Objective
-    entropy_coef: float
-    kl_loss_coef: float
+    entropy: float
+    kl_loss: float
+
+    @classmethod
+    def fixed(cls, objective: Objective) -> "Coefficients":
+        """Those that `objective` sets. Raises ValueError when a controller moves one, so that they differ from step to step."""
+        for name, moved in (("entropy_control", objective.adapts_entropy_coef), ("kl_control", objective.adapts_kl_loss_coef)):
+            if moved:
+                raise ValueError(f"Objective.{name} moves a coefficient of the loss from step to step; pass the step's coefficients")
+        return cls(entropy=objective.entropy_coef, kl_loss=objective.kl_loss_coef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +54,15 @@ class Controllers:
         """The present coefficient of the KL in the rewards."""
         return self._kl_coef if self._objective.kl_reward_coef else 0.0
 
-    def present(self, entropy: float | None = None) -> StepObjective:
-        """The objective of the coming step. `entropy`, nats per token, is that of the policy before it, where it is needed."""
+    def present(self, entropy: float | None = None) -> tuple[Objective, Coefficients]:
+        """The objective of the coming step and its coefficients; the objective differs from the settings' in what a controller moves.
+
+        `entropy`, nats per token, is that of the policy before the step, where it is needed.
+        """
         objective, entropy_coef = self._objective, self._objective.entropy_coef
         if self._entropy is not None:
             objective, entropy_coef = controlled(objective, self._entropy.applied(entropy))
-        return StepObjective(objective, entropy_coef, self._kl_coef if objective.kl_loss_coef else 0.0)
+        return objective, Coefficients(entropy_coef, self._kl_coef if objective.kl_loss_coef else 0.0)
 
     def update(self, measured: StepMeasurements, *, num_sequences: int) -> None:
         """Take in a finished step of `num_sequences` sequences."""

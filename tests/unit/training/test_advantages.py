@@ -9,7 +9,8 @@ from megatron_rl.algorithms.objective import AdvantageSettings, Objective
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
-from megatron_rl.training.token_data import TokenData, check_objective, make_token_data, needs_old_log_probs
+from megatron_rl.training.advantages import TokenData, make_token_data, needs_old_log_probs
+from megatron_rl.training.objective_checks import check_objective
 from megatron_rl.types import Shard, TrainBatch
 
 LENGTHS = [4, 6, 3, 5]

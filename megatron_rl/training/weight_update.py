@@ -5,15 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from megatron_rl.models.experts.routed_tokens import RouterStep
 from megatron_rl.models.hf_weights import expert_biases
 from megatron_rl.observe.metrics import Mean, Metric
 from megatron_rl.training import passes
+from megatron_rl.training.advantages import TokenData
+from megatron_rl.training.collectives import sum_over_ranks
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.optimizer import optimizer_step
-from megatron_rl.training.token_data import TokenData
 from megatron_rl.training.topology import Place
 from megatron_rl.training.trained_model import TrainedModel
 from megatron_rl.types import StepTotals
@@ -121,8 +122,7 @@ def _measure(reports: Sequence[Report], names: Sequence[str], *, device: torch.d
     for report in reports:
         pairs = [report.metrics.get(name, (zero, zero)) for name in names]
         shares += torch.stack([(~report.loss.isfinite()).double(), *(value.double() for pair in pairs for value in pair)])
-    distributed.all_reduce(shares)
-    broken, *sums = shares.tolist()
+    broken, *sums = sum_over_ranks(shares).tolist()
     pairs_of = zip(names, sums[::2], sums[1::2], strict=True)
     return not broken, {name: total / weight if weight else None for name, total, weight in pairs_of}
 

@@ -8,7 +8,6 @@ from typing import TypedDict
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rl.algorithms.kl import kl_estimate
@@ -17,7 +16,7 @@ from megatron_rl.algorithms.returns import last_trainable
 from megatron_rl.algorithms.token_advantage import sample_scores, token_advantages, without_signal
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.errors import UserError
-from megatron_rl.training.topology import sum_over
+from megatron_rl.training.collectives import sum_over_data_parallel
 from megatron_rl.types import Bools, Doubles, Floats, Ints, Shard, TrainBatch
 
 _TOKENS_PER_SEQUENCE = 2**32
@@ -43,20 +42,6 @@ class TokenData:
     old_values: Floats | None = None
     returns: Floats | None = None
     teacher_log_probs: Floats | None = None
-
-
-def check_objective(objective: Objective) -> None:
-    """Raise UserError when the trainer lacks what `objective` needs."""
-    if objective.policy_loss == "value":
-        raise UserError(
-            "objective.policy_loss is value, the loss of a critic, which is trained beside a policy; choose a policy loss, and "
-            "objective.advantage.estimator ppo for a critic"
-        )
-    if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
-        raise UserError(
-            "objective.aggregation sequence_mean_token_sum_norm divides by a constant, but objective.max_response_length is not set; "
-            "set it to the response budget, in tokens"
-        )
 
 
 def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:
@@ -222,9 +207,3 @@ def _components(objective: Objective, shard: Shard) -> Doubles:
             f"({', '.join(names)}); give one for each, in this order"
         )
     return components
-
-
-def sum_over_data_parallel(values: Tensor) -> Tensor:
-    """`values`, of any shape, summed over the data-parallel ranks, which hold different sequences. Collective."""
-    device = torch.device("cuda") if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
-    return sum_over(values.to(device), parallel_state.get_data_parallel_group()).to(values.device)

@@ -1,27 +1,28 @@
 """One optimizer step of the policy in two halves: losses of its micro-batches and gradients; then the update. Both give metrics."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.coefficients import Coefficients, Controllers, StepMeasurements
 from megatron_rl.algorithms.inputs import LossInputs
+from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.selection import StepStatistics, step_statistics
 from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
 from megatron_rl.training import passes
-from megatron_rl.training.before_step import look_before_step, make_step_statistics
-from megatron_rl.training.controllers import Controllers, StepMeasurements, StepObjective
+from megatron_rl.training.advantages import TokenData
+from megatron_rl.training.collectives import SequenceSum, gather_on_last_stage, sum_over_ranks
 from megatron_rl.training.dump import dump_suspects
 from megatron_rl.training.expert_load import ExpertLoad
-from megatron_rl.training.loss_inputs import loss_inputs
 from megatron_rl.training.micro_batch import MicroBatch
-from megatron_rl.training.sequence_sum import SequenceSum
-from megatron_rl.training.token_data import TokenData
 from megatron_rl.training.trained_model import TrainedModel
-from megatron_rl.training.update import Gradients, Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
+from megatron_rl.training.weight_update import Gradients, Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
 from megatron_rl.types import StepTotals
 
 _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -77,7 +78,7 @@ class StepRunner:
         counts = {"train/num_tokens": Sum(totals.num_tokens), "train/num_sequences": Sum(totals.num_sequences)}
         if not totals.num_tokens:
             return StepGradients(None, micro_batches, totals, data, _agreed_metrics(policy, counts))
-        present, loss = self._prepare(policy, micro_batches, totals, data)
+        objective, coefficients, loss = self._prepare(policy, micro_batches, totals, data)
         load = ExpertLoad(policy.chunks[0], totals, device=micro_batches[0].input_ids.device, replays=policy.replays_routing)
         gradients = compute_gradients(
             self._model,
@@ -88,7 +89,7 @@ class StepRunner:
             replay=policy.replays_routing,
             router_step=load.step,
         )
-        agreed = _agreed_metrics(policy, {**counts, **_coefficients(present), **load.metrics()})
+        agreed = _agreed_metrics(policy, {**counts, **_coefficients(objective, coefficients), **load.metrics()})
         own = share_of_metrics(gradients.reports, policy.place, loss="loss", names=_METRIC_NAMES)
         metrics = {**agreed, **own, **_micro_batch_count(policy, gradients)}
         return StepGradients(gradients, micro_batches, totals, data, metrics)
@@ -116,30 +117,28 @@ class StepRunner:
 
     def _prepare(
         self, policy: passes.Policy, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData
-    ) -> tuple[StepObjective, passes.LossFunction]:
-        """The present objective and the loss of a micro-batch, after the pass before the step where the objective wants one."""
+    ) -> tuple[Objective, Coefficients, passes.LossFunction]:
+        """The step's objective and coefficients, and its micro-batches' loss, after the pass before it where that is needed."""
         before = statistics = None
         if self._objective.needs_step_statistics or self._controllers.needs_current_entropy:
             before = look_before_step(policy, micro_batches)
-        present = self._controllers.present(None if before is None else before.entropy)
+        objective, coefficients = self._controllers.present(None if before is None else before.entropy)
         if before is not None and self._objective.needs_step_statistics:
             seed = self._seed + self._num_steps
-            statistics = make_step_statistics(
-                present.objective, before, policy, micro_batches, data, num_tokens=totals.num_tokens, seed=seed
-            )
-        seen = {} if before is None else {id(part): part_seen for part, part_seen in zip(micro_batches, before.seen, strict=False)}
+            statistics = make_step_statistics(objective, before, policy, micro_batches, data, num_tokens=totals.num_tokens, seed=seed)
+        seen = None if before is None else before.seen
         sequence_sum = SequenceSum(policy.place.cp_group)
 
-        def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
+        def loss(number: int, hidden: Tensor) -> tuple[Tensor, Report]:
+            micro_batch = micro_batches[number]
             current = policy.statistics(hidden, micro_batch, with_entropy=True)
-            inputs = loss_inputs(micro_batch, current, data, seen=seen.get(id(micro_batch)))
+            inputs = loss_inputs(micro_batch, current, data, seen=None if seen is None else seen[number])
             output = compute_loss(
-                present.objective,
+                objective,
                 inputs,
                 num_tokens=totals.num_tokens,
                 num_sequences=totals.num_sequences,
-                entropy_coef=present.entropy_coef,
-                kl_loss_coef=present.kl_loss_coef,
+                coefficients=coefficients,
                 sequence_sum=sequence_sum,
                 statistics=statistics,
             )
@@ -147,7 +146,77 @@ class StepRunner:
             share = output.loss if len(micro_batch.positions) else output.loss + current.log_prob.sum()
             return share, Report(output.loss.detach(), {**output.metrics, **_differences(inputs, micro_batch, data)})
 
-        return present, loss
+        return objective, coefficients, loss
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeforeStep:
+    """`seen` the policy's statistics of each micro-batch before the step, on the last pipeline stage; `entropy` their mean, nats."""
+
+    seen: Sequence[TokenStatistics]
+    entropy: float | None
+
+
+def look_before_step(policy: passes.Policy, micro_batches: Sequence[MicroBatch]) -> BeforeStep:
+    """Run the pass. Collective; `entropy` is the mean over the tokens of all ranks, the same on every rank."""
+    seen = passes.statistics(policy, micro_batches)
+    pair = torch.zeros(2, dtype=torch.float64, device=micro_batches[0].input_ids.device)
+    if policy.place.reports:
+        for statistics in seen:
+            assert statistics.entropy is not None, "this pass computes entropies"
+            pair[0] += statistics.entropy.double().sum()
+            pair[1] += len(statistics.entropy)
+    total, count = sum_over_ranks(pair).tolist()
+    return BeforeStep(seen, total / count if count else None)
+
+
+def make_step_statistics(
+    objective: Objective,
+    before: BeforeStep,
+    policy: passes.Policy,
+    micro_batches: Sequence[MicroBatch],
+    data: TokenData,
+    *,
+    num_tokens: int,
+    seed: int,
+) -> StepStatistics | None:
+    """Thresholds and denominators of the step on the last pipeline stage, None on others. Collective over that stage's dp and cp ranks."""
+    if not policy.place.last_stage:
+        return None
+    inputs = [loss_inputs(micro_batch, seen, data) for micro_batch, seen in zip(micro_batches, before.seen, strict=True)]
+    device = micro_batches[0].input_ids.device
+    return step_statistics(
+        objective,
+        inputs,
+        num_tokens=num_tokens,
+        sequence_sum=SequenceSum(policy.place.cp_group),
+        gather=lambda values: gather_on_last_stage(values.to(device)),
+        seed=seed,
+    )
+
+
+def loss_inputs(
+    micro_batch: MicroBatch, statistics: TokenStatistics, data: TokenData, *, seen: TokenStatistics | None = None
+) -> LossInputs:
+    """Inputs [N] of trainable tokens only, so that every mask entry is True; `seen` are the statistics of the pass before the step."""
+    current = statistics.log_prob.detach()
+    rollout = data.rollout_log_probs
+    return LossInputs(
+        log_probs=statistics.log_prob,
+        entropy=statistics.entropy,
+        varentropy=statistics.varentropy,
+        old_log_probs=current if data.old_log_probs is None else micro_batch.pick(data.old_log_probs),
+        rollout_log_probs=None if rollout is None else micro_batch.pick(rollout),
+        ref_log_probs=None if data.ref_log_probs is None else micro_batch.pick(data.ref_log_probs),
+        advantages=micro_batch.pick(data.advantages),
+        loss_mask=torch.ones_like(current, dtype=torch.bool),
+        sequence_index=micro_batch.sequence_index,
+        sequence_tokens=micro_batch.sequence_tokens,
+        kl_mask=None if data.kl_mask is None else micro_batch.pick(data.kl_mask, dtype=torch.bool),
+        token_keys=micro_batch.pick(data.token_keys, dtype=torch.int64),
+        selection_log_probs=None if seen is None else seen.log_prob,
+        selection_entropy=None if seen is None else seen.entropy,
+    )
 
 
 def _differences(inputs: LossInputs, micro_batch: MicroBatch, data: TokenData) -> dict[str, tuple[Tensor, Tensor]]:
@@ -169,15 +238,15 @@ def _agreed_metrics(policy: passes.Policy, metrics: Mapping[str, Metric]) -> dic
     return dict(metrics) if policy.place.speaks else {}
 
 
-def _coefficients(present: StepObjective) -> dict[str, Metric]:
+def _coefficients(objective: Objective, coefficients: Coefficients) -> dict[str, Metric]:
     """Coefficients that the objective uses."""
     metrics: dict[str, Metric] = {}
-    if present.objective.has_entropy_bonus:
-        metrics["train/entropy_coef"] = Last(present.entropy_coef)
-    if present.objective.kl_loss_coef:
-        metrics["train/kl_loss_coef"] = Last(present.kl_loss_coef)
-    if present.objective.adapts_clip_high and present.objective.clip_high is not None:
-        metrics["train/clip_high"] = Last(present.objective.clip_high)
+    if objective.has_entropy_bonus:
+        metrics["train/entropy_coef"] = Last(coefficients.entropy)
+    if objective.kl_loss_coef:
+        metrics["train/kl_loss_coef"] = Last(coefficients.kl_loss)
+    if objective.adapts_clip_high and objective.clip_high is not None:
+        metrics["train/clip_high"] = Last(objective.clip_high)
     return metrics
 
 
