@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,15 @@ def test_a_function_that_cannot_work_is_found_by_the_probe(function: str, messag
 def test_a_failing_probe_is_an_error(response: str) -> None:
     with make_runner("by_response", timeout_s=0.5) as runner, pytest.raises(UserError, match="gave no reward for a probe"):
         runner.probe(make_sample("").prompt, response=response)
+
+
+def test_own_arguments_come_from_the_settings_and_experts_stay_behind() -> None:
+    sample = replace(make_sample("4"), routed_experts=np.zeros((1, 1, 1), np.uint8))
+    with RewardRunner(RewardSettings(function=f"{MODULE}:weighted", args={"weight": 2.5})) as runner:
+        assert runner.probe(sample.prompt).value == 2.5
+        assert score_all(runner, [sample])[0].value == 2.5
+    with make_runner("weighted") as runner, pytest.raises(UserError, match=r"reward\.args\.weight is missing"):
+        runner.probe(sample.prompt)
 
 
 def test_workers_import_nothing_heavy() -> None:
