@@ -22,8 +22,8 @@ from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import rollouts as module
-from megatron_rl.runtime.rollouts import Rollouts, check_versions
-from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
+from megatron_rl.runtime.rollouts import Rollouts
+from megatron_rl.types import Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 
 PROMPTS_PER_STEP = 4
 NUM_PROMPTS = 60
@@ -444,28 +444,6 @@ def test_a_group_that_the_filter_leaves_out_is_noted_counted_and_replaced_where_
 def consumed(path: Path) -> list[tuple[Any, ...]]:
     with sqlite3.connect(path) as buffer:
         return buffer.execute("SELECT consumed_step, trained, rejection FROM groups WHERE state = 'consumed' ORDER BY position").fetchall()
-
-
-@pytest.mark.parametrize("versions", [[2, 2, 2], [1, 2, -1], [-1, -1, -1], [1, 1, 1]])
-def test_tokens_of_the_weights_that_were_served_are_taken(versions: list[int]) -> None:
-    check_versions([group_of(versions)], step=2, oldest_version=1, rollout="rollout.function a:b")
-
-
-@pytest.mark.parametrize("versions", [[0, 2, 2], [2, 2, 0], [0, 0, 0], [2, 3, 2]])
-def test_a_token_of_other_weights_is_one_sentence(versions: list[int]) -> None:
-    message = (
-        f"step 3: sample 0 of prompt p has tokens of weight versions {min(versions)} to {max(versions)}, needs 1 to 2 .*staleness 1.*"
-        "rollout.function a:b has to ask the engine anew"
-    )
-    with pytest.raises(UserError, match=message):
-        check_versions([group_of(versions)], step=2, oldest_version=1, rollout="rollout.function a:b")
-
-
-def group_of(versions: list[int]) -> Group:
-    prompt = Prompt(id="p", token_ids=np.array([1]), text="")
-    made = [version >= 0 for version in versions]
-    arrays = {"response_ids": np.ones(3), "loss_mask": made, "rollout_log_probs": np.full(3, -1.0), "weight_versions": versions}
-    return Group("p", prompt, (Sample(group_id="p", index=0, prompt=prompt, stop_reason=StopReason.STOP, **arrays),))
 
 
 def test_samples_that_share_a_seed_stop_the_run(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
