@@ -21,8 +21,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.plugins import PluginKind, load
 from megatron_rl.rewards.runner import RewardRunner, probe_sample
 from megatron_rl.rollout.client import Generation
-from megatron_rl.rollout.generate import check_samples, load_rollout
 from megatron_rl.rollout.group_filter import load_filter
+from megatron_rl.rollout.groups import check_samples, load_rollout
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Experts, Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
 

@@ -59,7 +59,7 @@ class Generator(Protocol):
 
 
 class Rollout(Protocol):
-    """`rollout.function`, an async function: how one prompt becomes samples. `megatron_rl.rollout.generate:single_turn` is an example."""
+    """`rollout.function`, an async function: how one prompt becomes samples. `megatron_rl.rollout.single_turn:single_turn` is one."""
 
     def __call__(
         self,

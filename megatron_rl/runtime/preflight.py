@@ -25,7 +25,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins import load
 from megatron_rl.rewards.runner import RewardRunner
-from megatron_rl.rollout.generate import load_rollout
+from megatron_rl.rollout.groups import load_rollout
 from megatron_rl.rollout.server_args import check_environment, check_records_routing, validate_server_args
 from megatron_rl.runtime.checkpoint import newest_checkpoint
 from megatron_rl.runtime.cluster import no_gpu

@@ -29,10 +29,10 @@ from megatron_rl.rewards.runner import RewardRunner, check_error_rate
 from megatron_rl.rollout.admission import Admission
 from megatron_rl.rollout.client import EngineClient, EnginePart
 from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.generate import load_rollout
+from megatron_rl.rollout.engine_pool import EnginePool, Urgency
 from megatron_rl.rollout.group_filter import load_filter
+from megatron_rl.rollout.groups import GroupMaker, load_rollout, make_groups
 from megatron_rl.rollout.identical_groups import IdenticalGroups
-from megatron_rl.rollout.loop import EnginePool, GroupMaker, Urgency, make_groups
 from megatron_rl.rollout.sampling import make_sampling
 from megatron_rl.runtime.production import Production
 from megatron_rl.types import Floats, Group, Prompt, Sample, TrainBatch

@@ -7,7 +7,7 @@ import numpy as np
 from two_turns import rollout as two_turns
 
 from megatron_rl.algorithms.policy_loss import PolicyLossTerms
-from megatron_rl.rollout.generate import single_turn
+from megatron_rl.rollout.single_turn import single_turn
 
 CALLS = itertools.count()
 

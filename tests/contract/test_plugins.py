@@ -19,7 +19,7 @@ EXAMPLES = {
 }
 OURS = [
     ("reward", "megatron_rl.rewards.math:score"),
-    ("rollout", "megatron_rl.rollout.generate:single_turn"),
+    ("rollout", "megatron_rl.rollout.single_turn:single_turn"),
     ("rollout", "two_turns:rollout"),
 ]
 

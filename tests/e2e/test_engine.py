@@ -27,9 +27,10 @@ from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.rollout.client import ENGINE_PARTS, EngineClient, Generation
 from megatron_rl.rollout.engine import Engine, EngineAddress
-from megatron_rl.rollout.generate import single_turn
-from megatron_rl.rollout.loop import EnginePool, GroupMaker, make_groups
+from megatron_rl.rollout.engine_pool import EnginePool
+from megatron_rl.rollout.groups import GroupMaker, make_groups
 from megatron_rl.rollout.sampling import Sampling, make_sampling
+from megatron_rl.rollout.single_turn import single_turn
 from megatron_rl.types import Group, Prompt, StopReason
 from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender
 

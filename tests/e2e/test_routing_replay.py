@@ -21,9 +21,9 @@ from megatron_rl.data.packing import make_shards
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.rollout.client import EngineClient, Generation
 from megatron_rl.rollout.engine import Engine, EngineAddress
-from megatron_rl.rollout.generate import single_turn
 from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.single_turn import single_turn
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, StopReason, TrainBatch

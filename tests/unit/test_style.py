@@ -93,15 +93,10 @@ def test_no_vague_module_names() -> None:
     assert not vague, f"{', '.join(vague)}: name a module after what it holds"
 
 
-# Module names that exist twice although a name should say what is in a module, each to be removed.
-DOUBLE_NAMES = {"loop"}
-
-
 def test_no_two_modules_have_one_name() -> None:
     stems = Counter(path.stem for path in PACKAGE if path.stem != "__init__")
-    double = {stem for stem, count in stems.items() if count > 1}
-    assert double <= DOUBLE_NAMES, f"several modules are called {', '.join(sorted(double - DOUBLE_NAMES))}; name each after what it holds"
-    assert double >= DOUBLE_NAMES, f"DOUBLE_NAMES has {', '.join(sorted(DOUBLE_NAMES - double))}, which is one module by now; remove it"
+    double = sorted(stem for stem, count in stems.items() if count > 1)
+    assert not double, f"several modules are called {', '.join(double)}; name each after what it holds"
 
 
 def test_exceptions_are_still_needed() -> None:

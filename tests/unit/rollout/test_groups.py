@@ -13,10 +13,11 @@ from megatron_rl.errors import EngineError, UserError
 from megatron_rl.plugins import Rollout
 from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.generate import load_rollout, single_turn
-from megatron_rl.rollout.loop import EnginePool, GroupMaker, Score, Urgency, make_groups
+from megatron_rl.rollout.engine_pool import EnginePool, Urgency
+from megatron_rl.rollout.groups import GroupMaker, Score, load_rollout, make_groups
 from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.single_turn import single_turn
 from megatron_rl.rollout.transport import EngineRefusal
 from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
 
@@ -324,7 +325,7 @@ def test_a_rollout_without_experts_is_refused_where_the_engine_records_them() ->
 
 def test_a_rollout_is_found_by_its_path() -> None:
     assert load_rollout(RolloutSettings()) is single_turn
-    assert load_rollout(RolloutSettings(function="megatron_rl.rollout.generate:single_turn")) is single_turn
+    assert load_rollout(RolloutSettings(function="megatron_rl.rollout.single_turn:single_turn")) is single_turn
 
 
 @pytest.mark.parametrize(
