@@ -21,7 +21,8 @@ class RestingWeights:
         """
         self._tensors = tensors
         self._replacing = replacing
-        self._device = next(iter(tensors())).device
+        # One for each: a rank whose stage is frozen trains no tensor at all.
+        self._devices = [tensor.device for tensor in tensors()]
         host = [tensor.detach().to("cpu", copy=True) for tensor in tensors()]
         self._host = [tensor.pin_memory() for tensor in host] if torch.cuda.is_available() else host
         if not replacing:
@@ -44,8 +45,8 @@ class RestingWeights:
             host.copy_(current)
 
     def _bring(self) -> None:
-        for tensor, host in zip(self._tensors(), self._host, strict=True):
-            tensor.data = host.to(self._device, non_blocking=True)
+        for tensor, host, device in zip(self._tensors(), self._host, self._devices, strict=True):
+            tensor.data = host.to(device, non_blocking=True)
 
     def _put_away(self) -> None:
         # They never change, so those on the device are dropped.
