@@ -110,7 +110,7 @@ def test_every_end_has_its_status(
     [
         (["train", "--chek"], "did you mean --check?"),
         (["train", "run.sed=1"], "did you mean run.seed?"),
-        (["train"], "run is missing"),
+        (["train"], "run.directory is missing"),
         (["trian"], "No such command 'trian'"),
         (["train", "nothing.yaml"], "nothing.yaml cannot be read"),
         (["plan", "config.json", "--gpus", "99999999999"], "not in the range"),
@@ -191,7 +191,7 @@ def test_signals_run_the_clean_up(sleeper: "subprocess.Popen[str]", number: sign
 
 def test_report_draws_what_a_run_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "holds no metrics" in capsys.readouterr().err
+    assert "metrics.jsonl does not exist" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/report.html\n"

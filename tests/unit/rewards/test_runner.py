@@ -245,6 +245,14 @@ def test_failures_print_nothing_and_are_noted_once_per_cause(tmp_path: Path, cap
     assert log.read_text().count("Traceback") == 1
 
 
+def test_a_log_whose_directory_is_gone_is_told_in_a_sentence(tmp_path: Path) -> None:
+    error = Reward(outcome=RewardOutcome.ERROR, message="Traceback: first")
+    with RewardRunner(RewardSettings(function=f"{MODULE}:prints"), log_path=tmp_path / "logs" / "rewards.log") as runner:
+        (tmp_path / "logs").rename(tmp_path / "elsewhere")
+        with pytest.raises(UserError, match=r"logs/rewards\.log cannot be written: its directory was deleted or moved"):
+            runner.note_failures([error], step=1)
+
+
 def test_the_error_rate_counts_errors_and_timeouts_and_shows_the_first() -> None:
     scored = Reward(outcome=RewardOutcome.SCORED, value=0.0)
     error = Reward(outcome=RewardOutcome.ERROR, message="Traceback: first")
