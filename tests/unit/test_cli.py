@@ -66,6 +66,27 @@ def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config
     assert "note: mind the gap" in capsys.readouterr().err
 
 
+def test_what_a_function_prints_while_it_is_tried_is_no_part_of_the_settings(
+    calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def preflight(settings: Any, *, resume: bool) -> list[str]:
+        print("printed: 3")
+        return []
+
+    vars(sys.modules["megatron_rl.runtime.preflight"]).update(preflight=preflight, preflight_config=None)
+    plan, target = ModuleType("megatron_rl.runtime.launch_plan"), ModuleType("megatron_rl.runtime.target")
+    vars(plan).update(launch_plan=lambda settings, target: {"layout": {"tp": 2}}, memory_plan=None)
+    vars(target).update(find_target=lambda settings, config_only: None)
+    for module in (plan, target):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert main(["train", config, "--check"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "printed: 3\n" and "printed" not in printed.out
+    resolved = Path(config).with_name("resolved.yaml")
+    resolved.write_text(printed.out)
+    assert load_settings(resolved) == load_settings(Path(config))
+
+
 def test_eval_hands_over_resolved_settings(calls: list[tuple[str, Any]], config: str) -> None:
     assert main(["eval", config, "model.path=other"]) == 0
     (name, (settings, _)), *rest = calls

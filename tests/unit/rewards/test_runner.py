@@ -228,6 +228,13 @@ def test_what_a_reward_prints_goes_to_the_log(tmp_path: Path, capfd: pytest.Capt
     assert capfd.readouterr() == ("", "")
 
 
+def test_without_a_log_what_a_reward_prints_stays_out_of_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    with make_runner("prints") as runner:
+        score_all(runner, [make_sample("one")])
+    printed = capfd.readouterr()
+    assert printed.out == "" and sorted(printed.err.splitlines()) == ["printed: one", "warned: one"]
+
+
 def test_failures_print_nothing_and_are_noted_once_per_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "rewards.log"
     responses = ["raise", "exit", "raise", "hang", "raise", "fine"]
