@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType
 from typing import get_args
@@ -251,7 +251,10 @@ def _check(settings: Settings, *, resume: bool, config_only: bool) -> int:
             print(f"#   {name:<34} {value}")
         print("#")
     sys.stdout.flush()
-    _print_notes(preflight_config(settings) if config_only else preflight(settings, resume=resume))
+    # What the user's own functions print when they are tried is no part of the settings file.
+    with redirect_stdout(sys.stderr):
+        notes = preflight_config(settings) if config_only else preflight(settings, resume=resume)
+    _print_notes(notes)
     plan = memory_plan(settings) if config_only else None
     if plan is not None:
         print("\n".join(f"# {line}".rstrip() for line in plan.lines()))

@@ -93,12 +93,14 @@ def _check_lengths(owner: object, names: tuple[str, ...], length: int) -> None:
 
 
 def _token_ids(name: str, ids: ArrayLike) -> Ints:
-    """One sequence's token ids [n]. Raises ValueError for what is not a flat list of whole numbers."""
+    """One sequence's token ids [n]. Raises ValueError for what is not a flat list of whole numbers from 0 on."""
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ValueError(
             f"from_sequences got {name} with a row of type {array.dtype}, shape {array.shape}; needs token ids [n], without padding"
         )
+    if array.size and array.min() < 0:
+        raise ValueError(f"from_sequences got {name} with the token id {array.min()}; needs ids of 0 or more, without padding")
     return array.astype(np.int64)
 
 

@@ -35,7 +35,7 @@ def leave_one_out(rewards: list[float]) -> list[float]:
 def iterate(model: PreTrainedModel, trainer: Trainer, seed: int) -> list[dict[str, float]]:
     """One iteration of their loop; the metrics of its optimizer steps. Afterwards `model` has the trainer's weights."""
     torch.manual_seed(seed)
-    prompts = torch.randint(2, 32, (PROMPTS, 5))
+    prompts = torch.randint(2, model.config.vocab_size, (PROMPTS, 5))
     responses = generate(model, prompts)
     rewards = [float(np.mean([token % 2 for token in response])) for response in responses]
     batch = TrainBatch.from_sequences(

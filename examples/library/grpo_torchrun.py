@@ -6,22 +6,24 @@ torchrun --nproc-per-node 2 examples/library/grpo_torchrun.py MODEL_DIRECTORY
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 
 from megatron_rl import ModelSettings, Objective, TopologySettings, TrainBatch, Trainer, TrainingSettings
 
 
-def make_batch(seed: int) -> TrainBatch:
+def make_batch(seed: int, vocab_size: int) -> TrainBatch:
     """4 prompts with 4 responses each: stands for your generator and your reward, the same on every rank."""
     random = np.random.default_rng(seed)
-    prompts = [prompt for prompt in random.integers(2, 32, (4, 5)) for _ in range(4)]
-    responses = [random.integers(2, 32, random.integers(3, 12)) for _ in prompts]
+    prompts = [prompt for prompt in random.integers(2, vocab_size, (4, 5)) for _ in range(4)]
+    responses = [random.integers(2, vocab_size, random.integers(3, 12)) for _ in prompts]
     return TrainBatch.from_sequences(prompts=prompts, responses=responses, rewards=[float((ids % 2).mean()) for ids in responses])
 
 
 def main() -> None:
     """Train on two batches; rank 0 prints each step's metrics as a line of JSON."""
+    vocab_size = json.loads(Path(sys.argv[1], "config.json").read_text())["vocab_size"]
     training = TrainingSettings(
         topology=TopologySettings(num_ranks=int(os.environ.get("WORLD_SIZE", "1"))),
         optimizer={"lr": 1e-3},
@@ -29,7 +31,7 @@ def main() -> None:
     )
     with Trainer(model=ModelSettings(path=sys.argv[1]), training=training, objective=Objective(kl_loss_coef=0.01)) as trainer:
         for seed in range(2):
-            for metrics in trainer.train(make_batch(seed)):
+            for metrics in trainer.train(make_batch(seed, vocab_size)):
                 if os.environ.get("RANK", "0") == "0":
                     print(json.dumps(metrics), flush=True)
 

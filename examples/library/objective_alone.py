@@ -39,7 +39,7 @@ def loss_of(model: PreTrainedModel, ids: torch.Tensor, lengths: torch.Tensor, re
 def train(model: PreTrainedModel, *, steps: int = 4) -> list[float]:
     """Optimizer steps on one random batch; the loss of each."""
     torch.manual_seed(0)
-    ids = torch.randint(2, 32, (GROUPS * SAMPLES, LENGTH))
+    ids = torch.randint(2, model.config.vocab_size, (GROUPS * SAMPLES, LENGTH))
     lengths = torch.randint(PROMPT + 1, LENGTH + 1, (len(ids),))
     rewards = (ids % 2).float().mean(1)
     with torch.no_grad():

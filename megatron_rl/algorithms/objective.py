@@ -249,8 +249,10 @@ class Objective:
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.policy_loss not in POLICY_LOSSES and ":" not in self.policy_loss:
+            close = difflib.get_close_matches(self.policy_loss, POLICY_LOSSES, n=1)
             raise ValueError(
                 f"Objective.policy_loss is {self.policy_loss!r}, needs one of {', '.join(POLICY_LOSSES)} or package.module:function"
+                f"{f'; did you mean {close[0]}?' if close else ''}"
             )
         if self.loss_args and self.policy_loss in POLICY_LOSSES:
             raise ValueError(

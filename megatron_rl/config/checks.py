@@ -78,7 +78,9 @@ def _numbers(settings: Settings) -> Iterator[str]:
     }
     for section, fields in mappings.items():
         for path, value in _leaves(section, fields):
-            if isinstance(value, float) and not math.isfinite(value):
+            # Upstream's fields of numbers take a text as well, and YAML's own spelling of infinity is `.inf`.
+            spelled = isinstance(value, str) and value.lstrip("+-").lower() in ("inf", "infinity", "nan")
+            if spelled or (isinstance(value, float) and not math.isfinite(value)):
                 yield f"{path} is {value}, needs a finite number"
             elif isinstance(value, int) and abs(value) >= 2**63:
                 yield f"{path} is {value}, needs an integer of at most {2**63 - 1}"

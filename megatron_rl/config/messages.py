@@ -167,11 +167,14 @@ def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
     if first["type"] in _UNKNOWN:
         return unknown_setting(path)
     if first["type"] == "missing":
-        described = [field.description.rstrip(".") for field in setting_fields() if field.path == path]
-        meaning = f" ({described[0]})" if described else ""
-        return f"{path} is missing{meaning}; set it in the file, or with {path}=VALUE"
+        # Of a whole section what it cannot do without.
+        needed = [field for field in setting_fields() if field.required and f"{field.path}.".startswith(f"{path}.")]
+        described = {field.path: f" ({field.description.rstrip('.')})" for field in needed} or {path: ""}
+        return "; ".join(f"{name} is missing{meaning}; set it in the file, or with {name}=VALUE" for name, meaning in described.items())
     if first["type"] == "value_error":
-        return f"{path}: {first['ctx']['error']}"
+        owner, dot, rest = str(first["ctx"]["error"]).partition(".")
+        # A record names its field by its class, for those who make it without settings.
+        return f"{path}.{rest}" if dot and owner.isidentifier() else f"{path}: {first['ctx']['error']}"
     got = first["input"]
     shown = format_value(got) if first["type"] in _BOUNDS or got is None else f"{format_value(got)} ({_kind(got)})"
     needs = ", or ".join(dict.fromkeys(_need(detail) for detail in details))

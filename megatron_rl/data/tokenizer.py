@@ -22,7 +22,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     Raises UserError when the directory or its tokenizer is missing or broken.
     """
     if not path.is_dir():
-        raise UserError(f"model directory {path} does not exist; give the path of a Hugging Face directory as model.path")
+        raise UserError(f"model.path is {path}, which is not a directory; give a Hugging Face model directory")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         # transformers would make an empty tokenizer of it.
         raise UserError(f"model directory {path} has no tokenizer, needs one of {', '.join(TOKENIZER_FILES)}; copy the model's there")

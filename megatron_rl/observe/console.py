@@ -45,6 +45,8 @@ RL_COLUMNS = (
     Column("sync s", "time/sync", ".2f", 7),
 )
 
+RL_COLUMNS_WITHOUT_REFERENCE = tuple(column for column in RL_COLUMNS if column.metric != "train/kl_reference")
+
 SUPERVISED_COLUMNS = (
     Column("loss", "train/loss", ".4f", 9),
     Column("entropy", "train/entropy", ".3f", 8),

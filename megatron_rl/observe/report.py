@@ -43,6 +43,8 @@ def write_report(directory: Path, *, facts: Mapping[str, str], commands: Sequenc
     has no metrics or the disk is full.
     """
     path, title = directory / METRICS_FILE, f"Run {directory.name}"
+    if not path.exists():
+        raise UserError(f"{path} does not exist, so there is nothing to report; give the run.directory of a run")
     if not has_curves(directory):
         raise UserError(f"{path} holds no metrics to draw, so there is nothing to report; run at least one step")
     steps = read_metrics(path)

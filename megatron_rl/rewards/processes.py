@@ -43,19 +43,20 @@ class WorkerContext(SpawnContext):
 
 
 def lead_session(log_path: Path | None) -> None:
-    """In a worker: begin a session, which ends with the parent, and send what is printed to the file `log_path`, where it is given."""
+    """In a worker: begin a session, which ends with the parent, and send what is printed to the file `log_path`, or to standard error."""
     os.setsid()
     # Both, for a worker that is idle ends by itself when the parent is gone, and one at work does not.
     Finalize(None, _end_session, exitpriority=10)
     threading.Thread(target=_follow_parent, daemon=True, name="follow-parent").start()
-    if log_path is not None:
-        log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(log, stream.fileno())
-            # A worker that is killed has no chance to flush.
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        os.close(log)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    # The driver's standard output is for what the command was asked for.
+    log = os.dup(sys.stderr.fileno()) if log_path is None else os.open(log_path, flags, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(log, stream.fileno())
+        # A worker that is killed has no chance to flush.
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.close(log)
 
 
 def _follow_parent() -> None:

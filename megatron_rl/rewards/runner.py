@@ -137,9 +137,17 @@ class RewardRunner:
         return reward
 
     def note_failures(self, rewards: Sequence[Reward], *, step: int) -> None:
-        """Write into the log how often each cause let a call of `step` fail, with the traceback of one that is new in this run."""
+        """Write into the log how often each cause let a call of `step` fail, with the traceback of one that is new in this run.
+
+        Raises UserError when the disk is full or the log's directory is gone.
+        """
         if self._log_path is None:
             return
+        if not self._log_path.parent.is_dir():
+            raise UserError(
+                f"{self._log_path} cannot be written: its directory was deleted or moved while the run was going; start the run again in a "
+                "directory that stays"
+            )
         with disk_errors(self._log_path), self._log_path.open("a") as log:
             for cause, failed in _by_cause(rewards).items():
                 log.write(f"step {step}: {len(failed)} of {len(rewards)} reward calls: {cause}\n")

@@ -325,7 +325,10 @@ def _check_resources(settings: Settings) -> list[str]:
 def check_disk(directory: Path, *, checkpoint_bytes: int, keep: int) -> list[str]:
     """Refuse a disk on which not even one checkpoint has room; a note when the `keep` newest and one being written have none."""
     present = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(present).free
+    usage = shutil.disk_usage(present)
+    free = usage.free
+    if not usage.total:
+        raise UserError(f"run.directory is {directory}, but {present} is not writable: it is no place for files; choose another directory")
     if free < checkpoint_bytes:
         raise UserError(
             f"{present} has {free / GIB:.1f} GiB free, a checkpoint of this model takes about {checkpoint_bytes / GIB:.1f} GiB; "

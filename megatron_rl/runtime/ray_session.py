@@ -110,7 +110,9 @@ def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
             except RuntimeError as error:
                 ended = _ended_names(set(psutil.Process().children()) - before)
                 if ended:
-                    raise WorkerDiedError(f"Ray did not start: {ended[0]} ended; see the logs below /tmp/ray/session_latest") from error
+                    raise WorkerDiedError(
+                        f"Ray did not start: {ended[0]} ended; see the logs below {_ray_directory()}/session_latest"
+                    ) from error
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"Ray's node did not come up within {START_TIMEOUT_S:.0f} s; the machine has a load of {os.getloadavg()[0]:.0f} "
@@ -123,6 +125,11 @@ def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
         yield
     finally:
         services.get_node = ask
+
+
+def _ray_directory() -> Path:
+    """Where Ray keeps its sessions. Not `tempfile.gettempdir()`, which reads other variables."""
+    return Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray")
 
 
 def _ended_names(children: "set[psutil.Process]") -> Sequence[str]:

@@ -12,7 +12,7 @@ from megatron_rl.device import chosen_row_maths, quiet_megatron_imports
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.files import write_atomic
 from megatron_rl.leftovers import remove_leftovers
-from megatron_rl.observe.console import RL_COLUMNS, SUPERVISED_COLUMNS, RunConsole
+from megatron_rl.observe.console import RL_COLUMNS, RL_COLUMNS_WITHOUT_REFERENCE, SUPERVISED_COLUMNS, Column, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.observe.sinks import Sinks
@@ -42,13 +42,19 @@ PLACE_TIMEOUT_S = 120.0
 BUFFER_FILE = "buffer.sqlite"
 
 
+def _columns(settings: Settings) -> tuple[Column, ...]:
+    """The console's columns of what a run with `settings` measures."""
+    if settings.supervised:
+        return SUPERVISED_COLUMNS
+    return RL_COLUMNS if settings.training.keeps_reference(settings.objective) else RL_COLUMNS_WITHOUT_REFERENCE
+
+
 def train(settings: Settings, *, resume: bool) -> None:
     """Train; see `run.run_training`."""
     directory = settings.run.directory
     timer = PhaseTimer()
     with ExitStack() as stack:
-        columns = SUPERVISED_COLUMNS if settings.supervised else RL_COLUMNS
-        console = stack.enter_context(RunConsole(settings.run.num_steps, columns=columns))
+        console = stack.enter_context(RunConsole(settings.run.num_steps, columns=_columns(settings)))
         memory = stack.enter_context(PeakMemory([os.getpid()]))
         with _announcing_failure(console, settings):
             _clean_up(console)

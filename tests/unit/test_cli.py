@@ -66,6 +66,27 @@ def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config
     assert "note: mind the gap" in capsys.readouterr().err
 
 
+def test_what_a_function_prints_while_it_is_tried_is_no_part_of_the_settings(
+    calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def preflight(settings: Any, *, resume: bool) -> list[str]:
+        print("printed: 3")
+        return []
+
+    vars(sys.modules["megatron_rl.runtime.preflight"]).update(preflight=preflight, preflight_config=None)
+    plan, target = ModuleType("megatron_rl.runtime.launch_plan"), ModuleType("megatron_rl.runtime.target")
+    vars(plan).update(launch_plan=lambda settings, target: {"layout": {"tp": 2}}, memory_plan=None)
+    vars(target).update(find_target=lambda settings, config_only: None)
+    for module in (plan, target):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert main(["train", config, "--check"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "printed: 3\n" and "printed" not in printed.out
+    resolved = Path(config).with_name("resolved.yaml")
+    resolved.write_text(printed.out)
+    assert load_settings(resolved) == load_settings(Path(config))
+
+
 def test_eval_hands_over_resolved_settings(calls: list[tuple[str, Any]], config: str) -> None:
     assert main(["eval", config, "model.path=other"]) == 0
     (name, (settings, _)), *rest = calls
@@ -110,7 +131,7 @@ def test_every_end_has_its_status(
     [
         (["train", "--chek"], "did you mean --check?"),
         (["train", "run.sed=1"], "did you mean run.seed?"),
-        (["train"], "run is missing"),
+        (["train"], "run.directory is missing"),
         (["trian"], "No such command 'trian'"),
         (["train", "nothing.yaml"], "nothing.yaml cannot be read"),
         (["plan", "config.json", "--gpus", "99999999999"], "not in the range"),
@@ -191,7 +212,7 @@ def test_signals_run_the_clean_up(sleeper: "subprocess.Popen[str]", number: sign
 
 def test_report_draws_what_a_run_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "holds no metrics" in capsys.readouterr().err
+    assert "metrics.jsonl does not exist" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/report.html\n"

@@ -17,6 +17,8 @@ import megatron_rl
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "library"
 HEAVY = ("torch", "numpy", "pydantic", "megatron", "ray", "sglang", "transformers")
+VOCAB_SIZE = 16
+"""That of the model which examples/arithmetic/make_task.py makes, and which the examples' README recommends."""
 
 
 def load(name: str) -> ModuleType:
@@ -56,7 +58,7 @@ def test_a_type_checker_sees_the_names_of_run_time() -> None:
 
 
 def test_somebody_else_s_loop_trains_with_us_as_its_backend(tiny_model: Callable[..., Path]) -> None:
-    backend, path = load("backend"), tiny_model()
+    backend, path = load("backend"), tiny_model(vocab=VOCAB_SIZE)
     model = hf_model(path)
     settings = {"model": megatron_rl.ModelSettings(path=path), "training": megatron_rl.TrainingSettings(optimizer={"lr": 1e-3})}
     objective = megatron_rl.Objective(kl_loss_coef=0.01)
@@ -65,7 +67,7 @@ def test_somebody_else_s_loop_trains_with_us_as_its_backend(tiny_model: Callable
         assert len(metrics) == backend.EPOCHS * backend.MINI_BATCHES
         assert metrics[0]["train/ratio"] == pytest.approx(1, abs=1e-6) and metrics[0]["train/kl_reference"] == pytest.approx(0, abs=1e-6)
         assert all(abs(step["train/ratio"] - 1) > 1e-4 and step["train/kl_reference"] > 1e-4 for step in metrics[1:])
-        row = torch.tensor([[3, 9, 4, 4, 30, 7]])
+        row = torch.tensor([[3, 9, 4, 4, 14, 7]])
         with torch.no_grad():
             logits = model(row).logits[0, :-1].double() / backend.TEMPERATURE
         theirs = logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
@@ -73,14 +75,19 @@ def test_somebody_else_s_loop_trains_with_us_as_its_backend(tiny_model: Callable
         np.testing.assert_allclose(trainer.log_probs(batch)[1:], theirs.numpy(), rtol=0, atol=1e-5)
 
 
+def test_the_torchrun_example_draws_tokens_that_the_model_has() -> None:
+    tokens = load("grpo_torchrun").make_batch(0, VOCAB_SIZE).tokens
+    assert tokens.max() == VOCAB_SIZE - 1 and tokens.min() >= 0
+
+
 def test_the_objective_alone_lowers_its_loss_and_is_that_of_a_float64_loop(tiny_model: Callable[..., Path]) -> None:
     example = load("objective_alone")
-    model = hf_model(tiny_model())
+    model = hf_model(tiny_model(vocab=VOCAB_SIZE))
     losses = example.train(model)
     assert losses[-1] < losses[0] - 0.05
     torch.manual_seed(3)
-    ids, lengths, rewards = torch.randint(2, 32, (16, 9)), torch.randint(6, 10, (16,)), torch.rand(16)
-    old = torch.log_softmax(torch.randn(16, 8, 32), -1)[..., 0]
+    ids, lengths, rewards = torch.randint(2, VOCAB_SIZE, (16, 9)), torch.randint(6, 10, (16,)), torch.rand(16)
+    old = torch.log_softmax(torch.randn(16, 8, VOCAB_SIZE), -1)[..., 0]
     with torch.no_grad():
         got = float(example.loss_of(model, ids, lengths, rewards, old))
         logits = model(ids).logits[:, :-1].double()

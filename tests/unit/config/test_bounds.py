@@ -44,7 +44,7 @@ def test_odd_values_are_refused_in_words_or_kept(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", MAPPINGS)
-@pytest.mark.parametrize("value", [".inf", ".nan", "1e400", str(10**20), "[.inf]", "{b: .nan}"])
+@pytest.mark.parametrize("value", [".inf", "inf", "-Infinity", ".nan", "NaN", "1e400", str(10**20), "[.inf]", "{b: .nan}"])
 def test_numbers_of_upstream_fields_are_finite(path: str, value: str) -> None:
     with pytest.raises(UserError, match=rf"{path}\.a.* is .*, needs an? "):
         validate_settings(apply_overrides(SMALLEST, [f"{path}.a={value}"]), origin="test")

@@ -82,7 +82,8 @@ def test_preset_fills_and_explicit_fields_win(settings_with: Callable[..., Setti
         ("run=5", ["run is 5 (integer), needs a section"]),
         ("objective=5", ["objective is 5 (integer), needs a section"]),
         ("model.dtype=floatt32", ["needs one of 'auto', 'float32' or 'bfloat16'; did you mean model.dtype=float32?"]),
-        ("objective.advantage.estimator=grp", ["AdvantageSettings.estimator is 'grp', needs one of grpo, ", "did you mean grpo?"]),
+        ("objective.advantage.estimator=grp", ["overrides: objective.advantage.estimator is 'grp', needs", "did you mean grpo?"]),
+        ("objective.policy_loss=clp", ["overrides: objective.policy_loss is 'clp', needs one of clip, ", "did you mean clip?"]),
         ("objective.clip_low=-1", ["objective.clip_low is -1, needs a number >= 0"]),
         ("objective.preset=drgpo", ["objective.preset", "did you mean 'dr_grpo'?"]),
         ("objective.dual_clip=0.5", ["objective.dual_clip is 0.5, needs a number > 1"]),
@@ -107,7 +108,7 @@ def test_missing_settings_and_other_mistakes_are_told_together(tmp_path: Path) -
     assert "run.directory is missing" in lines[1]
     assert "with run.directory=VALUE" in lines[1]
     assert "unknown setting run.sed" in lines[2]
-    assert "data is missing" in lines[3]
+    assert "data.train is missing" in lines[3]
 
 
 def test_contradictions_are_told_together(tmp_path: Path) -> None:
@@ -132,4 +133,4 @@ def test_missing_file_is_told(tmp_path: Path) -> None:
 
 
 def test_empty_file_asks_for_what_is_missing(tmp_path: Path) -> None:
-    assert "run is missing" in message(write(tmp_path, "# nothing yet\n"))
+    assert "run.directory is missing" in message(write(tmp_path, "# nothing yet\n"))

@@ -88,7 +88,7 @@ def test_smoothing_stays_in_the_range_of_the_data(values: list[float]) -> None:
 
 
 def test_a_run_without_metrics_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no metrics"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl does not exist"):
         write_report(tmp_path, facts={}, commands=[])
     (tmp_path / METRICS_FILE).write_text('{"step": 0, "time": 1}\n')
     with pytest.raises(UserError, match="holds no metrics"):

@@ -228,6 +228,13 @@ def test_what_a_reward_prints_goes_to_the_log(tmp_path: Path, capfd: pytest.Capt
     assert capfd.readouterr() == ("", "")
 
 
+def test_without_a_log_what_a_reward_prints_stays_out_of_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    with make_runner("prints") as runner:
+        score_all(runner, [make_sample("one")])
+    printed = capfd.readouterr()
+    assert printed.out == "" and sorted(printed.err.splitlines()) == ["printed: one", "warned: one"]
+
+
 def test_failures_print_nothing_and_are_noted_once_per_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "rewards.log"
     responses = ["raise", "exit", "raise", "hang", "raise", "fine"]
@@ -243,6 +250,14 @@ def test_failures_print_nothing_and_are_noted_once_per_cause(tmp_path: Path, cap
     assert lines[-1] == "step 2: 1 of 1 reward calls: KeyError: 'no such answer'", "its traceback is known"
     assert sum(line.startswith("step 1: 1 of 6 reward calls: ") for line in lines) == 2
     assert log.read_text().count("Traceback") == 1
+
+
+def test_a_log_whose_directory_is_gone_is_told_in_a_sentence(tmp_path: Path) -> None:
+    error = Reward(outcome=RewardOutcome.ERROR, message="Traceback: first")
+    with RewardRunner(RewardSettings(function=f"{MODULE}:prints"), log_path=tmp_path / "logs" / "rewards.log") as runner:
+        (tmp_path / "logs").rename(tmp_path / "elsewhere")
+        with pytest.raises(UserError, match=r"logs/rewards\.log cannot be written: its directory was deleted or moved"):
+            runner.note_failures([error], step=1)
 
 
 def test_the_error_rate_counts_errors_and_timeouts_and_shows_the_first() -> None:

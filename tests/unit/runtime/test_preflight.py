@@ -170,6 +170,12 @@ def test_problems_are_told_together(check: Callable[..., list[str]]) -> None:
         check("training.ddp.x=1", "data.train=nowhere.jsonl")
 
 
+def test_a_model_that_is_nowhere_is_told_once(check: Callable[..., list[str]]) -> None:
+    with pytest.raises(UserError) as caught:
+        check("model.path=nowhere")
+    assert str(caught.value).count("nowhere") == 1
+
+
 def test_missing_weights_are_found(check: Callable[..., list[str]], words: list[str]) -> None:
     path = Path(words[1].partition("=")[2]) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 3}))
@@ -243,6 +249,11 @@ def test_read_only_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UserError, match="not writable"):
         check_run_directory(tmp_path / "run", resume=False)
+
+
+def test_a_file_system_without_room_for_files_is_not_called_full() -> None:
+    with pytest.raises(UserError, match=r"run\.directory is /proc/run, but /proc is not writable"):
+        check_disk(Path("/proc/run"), checkpoint_bytes=1, keep=2)
 
 
 def test_disk(tmp_path: Path) -> None:

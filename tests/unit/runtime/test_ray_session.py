@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import services
 from ray._private.node import Node
 
@@ -86,9 +87,11 @@ def test_a_node_that_never_comes_is_one_sentence(machine: Callable[..., Rays], m
     assert services.get_node == rays.get_node
 
 
-def test_a_node_whose_process_ended_is_not_waited_for(machine: Callable[..., Rays]) -> None:
+def test_a_node_whose_process_ended_is_not_waited_for(machine: Callable[..., Rays], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/elsewhere")
     machine(late=10**9, node=("true",))
-    with pytest.raises(WorkerDiedError, match="Ray did not start: true ended"), ray_cluster(address=None, num_processes=1):
+    told = f"Ray did not start: true ended; see the logs below {get_default_ray_temp_dir()}/session_latest"
+    with pytest.raises(WorkerDiedError, match=told), ray_cluster(address=None, num_processes=1):
         raise AssertionError("the block runs without Ray")
 
 

@@ -17,7 +17,7 @@ from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.runtime import rollouts as rollouts_module
 from megatron_rl.runtime.background import BackgroundLoop
 from megatron_rl.runtime.samples import PROBE_SEQUENCES, GeneratedSamples, generation_deadline_s
-from megatron_rl.runtime.session import _open_samples
+from megatron_rl.runtime.session import _columns, _open_samples
 from megatron_rl.runtime.start_report import StartReport
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.types import Floats, Ints, Prompt, TrainBatch
@@ -33,6 +33,15 @@ def test_a_batch_of_many_waves_gets_the_time_of_all_its_waves() -> None:
     assert generation_deadline_s(one, 2048) == 9 * 600 + 512 * 2
     two = load_settings(None, [*PATHS, *LIMITS, "rollout.num_engines=2"])
     assert generation_deadline_s(two, 2048) == 5 * 600 + 512 * 2
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [("run.seed=0", False), ("objective.kl_loss_coef=0.1", True), ("training.reference_interval=2", True)],
+)
+def test_the_console_has_a_column_of_the_kl_where_there_is_a_reference(override: str, shown: bool) -> None:
+    columns = [column.title for column in _columns(load_settings(None, [*PATHS, override]))]
+    assert ("KL ref" in columns) == shown and "reward" in columns
 
 
 class Rewards:

@@ -244,6 +244,8 @@ def test_a_deleted_run_directory_is_noticed_at_once(make_run: MakeRun, calls: Ca
 def test_a_report_can_be_made_at_any_time(make_run: MakeRun, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no directory"):
         report_run(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"metrics\.jsonl does not exist"):
+        report_run(tmp_path)
     run = make_run("run.num_steps=2")
     with pytest.raises(UserError, match="holds no metrics"):
         report_run(tmp_path / "run")

@@ -260,7 +260,8 @@ def test_contradictions_of_batch_and_objective_are_refused(objective: Objective,
 def test_tokens_outside_the_vocabulary_are_refused_before_a_pass(make: Make) -> None:
     trainer = make()
     for token in (32, -1):
-        batch = TrainBatch.from_sequences(prompts=[[3], [3]], responses=[[4], [token]], rewards=[1, 0])
+        batch = TrainBatch.from_sequences(prompts=[[3], [3]], responses=[[4], [4]], rewards=[1, 0])
+        batch = dataclasses.replace(batch, tokens=np.array([3, 4, 3, token]))
         for method in (trainer.train, trainer.forward_backward, trainer.log_probs, partial(trainer.own_log_probs, temperature=1.0)):
             with pytest.raises(ValueError, match=rf"TrainBatch\.tokens are in \[{min(token, 3)}, {max(token, 4)}\].* \[0, 32\)"):
                 method(batch)
