@@ -218,7 +218,7 @@ def test_supervised_rows_need_a_target_and_an_end_token(tmp_path: Path, tokenize
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="which is not a directory"):
         load_tokenizer(tmp_path / "missing")
     with pytest.raises(UserError, match=r"has no tokenizer, needs one of tokenizer\.json"):
         load_tokenizer(tmp_path)
