@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 
 import torch
-from reward import score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -18,7 +17,7 @@ MAX_RESPONSE_TOKENS = 4
 
 
 def greedy_accuracy(checkpoint: Path, problems: Path) -> float:
-    """Mean reward of the greedy answers to all problems of the file, in [0, 1]."""
+    """Share of the problems of the file whose greedy answer is the label, in [0, 1]."""
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -27,10 +26,7 @@ def greedy_accuracy(checkpoint: Path, problems: Path) -> float:
     with torch.inference_mode():
         sequences = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_RESPONSE_TOKENS, pad_token_id=tokenizer.pad_token_id)
     answers = tokenizer.batch_decode(sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    rewards = [
-        score(prompt=row["prompt"], response=answer, label=row["label"], metadata={}) for row, answer in zip(rows, answers, strict=True)
-    ]
-    return sum(rewards) / len(rewards)
+    return sum(answer == row["label"] for row, answer in zip(rows, answers, strict=True)) / len(rows)
 
 
 def main() -> None:
