@@ -19,7 +19,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_checkpoint_is_scored_by_the_share_of_right_greedy_answers(task: Path, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(task / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(task / "model")
     prompts = ["12+34=", "5+6=", "99+1="]

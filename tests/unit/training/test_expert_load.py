@@ -96,7 +96,8 @@ def test_balance_loss_of_a_step_is_its_coefficient_times_the_mean_over_sequences
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path]
 ) -> None:
     """Gradient norm and metrics of a supervised step against transformers in float64; the last sequence has nothing to train on."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     path = tiny_model(**MOE, tied=False, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     log_probs, balance, z_loss, num_tokens = [], torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
