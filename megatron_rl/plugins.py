@@ -19,7 +19,7 @@ import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, ValidationError, create_model
 from pydantic_core import ErrorDetails
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from megatron_rl.rollout.client import Generation
     from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.types import Group, Ints, Prompt, Sample
+
+_Record = TypeVar("_Record")
 
 PluginKind = Literal["reward", "rollout", "filter", "advantage", "policy_loss"]
 
@@ -144,8 +146,21 @@ def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyT
     own = _own_parameters(function, path=path, spec=spec)
     if kind == "rollout" and not inspect.iscoroutinefunction(function):
         raise UserError(f"{spec.setting} {path} is not an async function; write `async def`, or other prompts would wait for it")
-    values = _own_values(own, args, function=function, path=path, spec=spec)
+    values = _own_values(own, args, function=function, owner=path, setting=spec.args_setting, named=spec.setting)
     return functools.partial(function, **values) if values else function
+
+
+def read_arguments(kind: type[_Record], args: Mapping[str, Any], *, owner: str, setting: str) -> _Record:
+    """`args` as a record of the dataclass `kind`, by its annotations, as those of a plug-in are read by the plug-in's.
+
+    Raises UserError that names `setting` and whose arguments these are, `owner`, for an unknown name, a wrong type, and whatever the
+    record refuses by a ValueError that begins with `CLASS.`
+    """
+    values = _own_values(inspect.signature(kind).parameters, args, function=kind, owner=owner, setting=setting, named=setting)
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise UserError(f"{setting}.{str(error).partition('.')[2]}") from None
 
 
 def kind_of(path: str) -> PluginKind:
@@ -218,21 +233,26 @@ def _own_parameters(function: Callable[..., Any], *, path: str, spec: Kind) -> d
 
 
 def _own_values(
-    own: Mapping[str, inspect.Parameter], args: Mapping[str, Any], *, function: Callable[..., Any], path: str, spec: Kind
+    own: Mapping[str, inspect.Parameter], args: Mapping[str, Any], *, function: Callable[..., Any], owner: str, setting: str, named: str
 ) -> dict[str, Any]:
-    """`args` as the annotations of the `own` parameters read them; defaults stay with the function."""
+    """`args`, given by `setting`, as the annotations of the `own` parameters read them; defaults stay with the function.
+
+    `owner` is whose they are in errors, `named` the setting that names it.
+    """
     try:
         model = _own_model(own, function)
     except (NameError, PydanticSchemaGenerationError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
-            f"{spec.setting} {path} has an annotation that no setting can be checked by ({reason}), needs plain types such as float"
+            f"{named} {owner} has an annotation that no setting can be checked by ({reason}), needs plain types such as float"
         ) from error
     try:
         # Through JSON, as settings are: strict mode then takes strings as paths and lists as tuples.
         read = model.model_validate_json(json.dumps(dict(args)), strict=True)
     except ValidationError as error:
-        raise UserError("; ".join(_sentence(details, own, path=path, spec=spec) for details in error.errors(include_url=False))) from None
+        raise UserError(
+            "; ".join(_sentence(details, own, owner=owner, setting=setting) for details in error.errors(include_url=False))
+        ) from None
     return {name: vars(read)[f"own_{name}"] for name in own if f"own_{name}" in read.model_fields_set}
 
 
@@ -248,17 +268,17 @@ def _own_model(own: Mapping[str, inspect.Parameter], function: Callable[..., Any
     return create_model("Own", __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
 
 
-def _sentence(details: ErrorDetails, own: Mapping[str, inspect.Parameter], *, path: str, spec: Kind) -> str:
+def _sentence(details: ErrorDetails, own: Mapping[str, inspect.Parameter], *, owner: str, setting: str) -> str:
     name = str(details["loc"][0])
-    setting = ".".join([spec.args_setting, *map(str, details["loc"])])
+    path = ".".join([setting, *map(str, details["loc"])])
     if details["type"] == "extra_forbidden" and name not in own:
         close = difflib.get_close_matches(name, list(own), n=1)
-        meant = f"did you mean {spec.args_setting}.{close[0]}?" if close else f"its own arguments are: {', '.join(own) or 'none'}"
-        return f"{setting} is no argument of {path}; {meant}"
+        meant = f"did you mean {setting}.{close[0]}?" if close else f"its own arguments are: {', '.join(own) or 'none'}"
+        return f"{path} is no argument of {owner}; {meant}"
     annotation = own[name].annotation
     # A string where the module postpones annotations.
     wanted = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     if details["type"] == "missing" and len(details["loc"]) == 1:
-        return f"{setting} is missing, {path} needs {name}: {wanted}; set {setting}=VALUE"
+        return f"{path} is missing, {owner} needs {name}: {wanted}; set {path}=VALUE"
     message = details["msg"]
-    return f"{setting} is {details['input']!r}, {path} needs {name}: {wanted} ({message[0].lower()}{message[1:]})"
+    return f"{path} is {details['input']!r}, {owner} needs {name}: {wanted} ({message[0].lower()}{message[1:]})"

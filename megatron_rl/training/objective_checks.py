@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.algorithms.arguments import PPOArguments
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.errors import UserError
@@ -86,10 +87,10 @@ def _check_values(objective: Objective) -> None:
     estimator = objective.advantage.estimator
     if estimator != "ppo":
         raise UserError(f"TrainBatch.values has no effect with objective.advantage.estimator {estimator}; leave it out, or choose ppo")
-    if objective.advantage.bootstrap_truncated:
+    if objective.advantage.arguments(PPOArguments).bootstrap_truncated:
         raise UserError(
-            "objective.advantage.bootstrap_truncated needs the value behind a truncated response, which TrainBatch.values does not have; "
-            "leave values out, so that the critic is asked, or set bootstrap_truncated to false"
+            "objective.advantage.args.bootstrap_truncated needs the value behind a truncated response, which TrainBatch.values does not "
+            "have; leave values out, so that the critic is asked, or set bootstrap_truncated to false"
         )
 
 
