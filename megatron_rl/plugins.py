@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _Record = TypeVar("_Record")
 
-PluginKind = Literal["reward", "rollout", "filter", "advantage", "policy_loss"]
+PluginKind = Literal["reward", "rollout", "filter", "advantage", "policy_loss", "data_source"]
 
 
 class Reward(Protocol):
@@ -110,6 +110,25 @@ class PolicyLoss(Protocol):
         ...
 
 
+class DataSource(Protocol):
+    """`data.source`, a class: where training rows come from, without end. It lives in the driver, so that no layout of ranks changes it.
+
+    What comes follows from the seed and the arguments alone, and does not depend on how many rows are asked for at once.
+    """
+
+    state: Any
+    """Where it stands, as a value that JSON can hold. Set to an earlier value, also of another process, it goes on from there."""
+
+    def __init__(self, *, seed: int) -> None:
+        """At the first row. `seed` is run.seed."""
+
+    def next_rows(self, count: int) -> Sequence[Mapping[str, Any]]:
+        """The next `count` rows, each with the fields that a line of data.train would have: prompt, label, for supervised training
+        response, and others, which reward functions get as metadata.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """One kind of plug-in: the settings that name it and its own arguments, and what it is called with."""
@@ -130,6 +149,7 @@ KINDS: Mapping[PluginKind, Kind] = MappingProxyType({
         setting="objective.advantage.estimator", args_setting="objective.advantage.args", arguments=("rewards", "group_ids", "lengths"),
     ),
     "policy_loss": Kind(setting="objective.policy_loss", args_setting="objective.loss_args", arguments=("objective", "terms")),
+    "data_source": Kind(setting="data.source", args_setting="data.args", arguments=("seed",)),
 })  # fmt: skip
 
 
@@ -146,8 +166,17 @@ def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyT
     own = _own_parameters(function, path=path, spec=spec)
     if kind == "rollout" and not inspect.iscoroutinefunction(function):
         raise UserError(f"{spec.setting} {path} is not an async function; write `async def`, or other prompts would wait for it")
+    if kind == "data_source":
+        _check_class(function, path=path, setting=spec.setting)
     values = _own_values(own, args, function=function, owner=path, setting=spec.args_setting, named=spec.setting)
     return functools.partial(function, **values) if values else function
+
+
+def _check_class(found: Callable[..., Any], *, path: str, setting: str) -> None:
+    """Raise UserError where a data source is no class that gives rows."""
+    if not inspect.isclass(found) or "next_rows" not in dir(found):
+        got = "has no method next_rows" if inspect.isclass(found) else f"is a {type(found).__name__}"
+        raise UserError(f"{setting} {path} {got}, needs a class with next_rows(count) and the attribute state")
 
 
 def read_arguments(kind: type[_Record], args: Mapping[str, Any], *, owner: str, setting: str) -> _Record:
@@ -167,7 +196,9 @@ def kind_of(path: str) -> PluginKind:
     """The kind whose arguments the plug-in at `path` takes by name. Raises UserError when there is none, or it cannot be imported."""
     function = _find(path, setting="plug-in")
     named = _signature(function, path=path, setting="plug-in").parameters.keys()
-    fitting: list[PluginKind] = [kind for kind, spec in KINDS.items() if named >= set(spec.arguments)]
+    # A data source is the only class among them; `seed` may be an own argument of a function.
+    kinds = {kind: spec for kind, spec in KINDS.items() if inspect.isclass(function) == (kind == "data_source")}
+    fitting: list[PluginKind] = [kind for kind, spec in kinds.items() if named >= set(spec.arguments)]
     if len(fitting) != 1:
         forms = "; ".join(f"{kind}({', '.join(spec.arguments)})" for kind, spec in KINDS.items())
         raise UserError(f"plug-in {path} takes {', '.join(named) or 'nothing'}, needs the arguments of one kind: {forms}; or give --kind")
