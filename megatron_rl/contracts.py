@@ -15,7 +15,8 @@ import torch
 
 from megatron_rl.algorithms.advantage import group_advantages
 from megatron_rl.algorithms.objective import AdvantageSettings, Objective
-from megatron_rl.algorithms.policy_loss import PolicyTerms, find_policy_loss
+from megatron_rl.algorithms.policy_loss import find_policy_loss
+from megatron_rl.algorithms.policy_terms import PolicyTerms
 from megatron_rl.algorithms.sequences import Sequences
 from megatron_rl.config.settings import DataSettings, FilterSettings, RewardSettings, RolloutSettings
 from megatron_rl.data.row_files import Row

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from megatron_rl.plugins import read_arguments
+from megatron_rl.typed_arguments import read_arguments
 
 _LARGEST = 2**31 - 1
 """Squares and products of such numbers are still finite in float32. Neither infinities nor NaN are below it."""

@@ -293,7 +293,7 @@ class Objective:
 
     @property
     def has_entropy_bonus(self) -> bool:
-        """True when the loss has an entropy term; never depends on a controller's present value, or it could not leave 0."""
+        """True when the loss has an entropy term; never depends on a controller's current value, or it could not leave 0."""
         return self.entropy_coef != 0 or self.adapts_entropy_coef
 
     @property

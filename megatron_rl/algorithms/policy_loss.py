@@ -5,47 +5,19 @@ mask is False. A clip distance of None means no bound on that side.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.arguments import CappedArguments, ClipArguments, KlCovArguments, SapoArguments, ValueArguments, VespoArguments
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.sequences import Sequences, bounded_exp
+from megatron_rl.algorithms.policy_terms import PolicyLossTerms, PolicyTerms
+from megatron_rl.algorithms.sequences import bounded_exp
 from megatron_rl.errors import UserError
 from megatron_rl.plugins import PolicyLoss, load
 
 _DPPO_RATIO_CAP = 20.0
 _VESPO_LOG_LIMITS = (-18.420680743952367, 20.0)  # ln 1e-8, so that the sequence weight stays in [1e-8, e^20]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PolicyTerms:
-    """What a policy loss may read, per token [T] with zeros outside the mask.
-
-    `log_probs` carries the gradient. `log_ratio` is log_probs - old_log_probs per token, or its mean over the sequence at ratio
-    level "sequence". `log_off_policy` [S] is the log of the off-policy weight of whole sequences, None without correction.
-    """
-
-    log_probs: Tensor
-    old_log_probs: Tensor
-    log_ratio: Tensor
-    advantages: Tensor
-    sequences: Sequences
-    log_off_policy: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-    values: Tensor | None = None
-    old_values: Tensor | None = None
-    returns: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PolicyLossTerms:
-    """`losses` [T] and, by metric name, which tokens [T] an event hit."""
-
-    losses: Tensor
-    events: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def _bounds(objective: Objective) -> tuple[float | None, float | None]:

@@ -14,7 +14,7 @@ from megatron_rl.algorithms import policy_loss
 from megatron_rl.algorithms.arguments import ClipCovArguments, KlCovArguments
 from megatron_rl.algorithms.inputs import LossInputs, off_policy_of, policy_terms, present, seen_log_probs
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.policy_loss import PolicyTerms
+from megatron_rl.algorithms.policy_terms import PolicyTerms
 from megatron_rl.algorithms.sequences import Sequences, SequenceSum, identity
 
 Gather = Callable[[Tensor], Tensor]

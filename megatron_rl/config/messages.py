@@ -167,7 +167,7 @@ def _owner_of(path: str, argument: SettingField) -> str | None:
 
 
 def _path(location: tuple[int | str, ...], values: Any) -> str:
-    """The dotted path of an error's location, without the parts by which pydantic tells the members of a union apart."""
+    """The dotted path of an error's location, without the parts by which pydantic distinguishes the members of a union."""
     parts: list[str] = []
     for part in location:
         inside = isinstance(values, Mapping) and isinstance(part, str)
@@ -217,7 +217,7 @@ def _need(details: ErrorDetails) -> str:
 
 
 def _fix(path: str, details: Sequence[ErrorDetails], got: Any) -> str:
-    """How to mend it, where that is more than giving the value that is needed."""
+    """How to correct it, where that is more than giving the value that is needed."""
     for detail in details:
         if detail["type"] == "literal_error" and isinstance(got, str):
             names = [name.strip(" '") for name in detail["ctx"]["expected"].replace(" or ", ",").split(",")]

@@ -42,7 +42,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _sound(cls, value: Any) -> Any:
-        """The value of any field, when nobody who gets it can fail on its size."""
+        """The value of any field, where no reader of it can fail on its size."""
         for item in value if isinstance(value, tuple) else (value,):
             if item == "":
                 raise ValueError("has an empty text, needs at least one character")
@@ -184,6 +184,11 @@ class TopologySettings(Section):
         return self.tp * self.pp * self.cp
 
     @property
+    def dp(self) -> int:
+        """Data parallel size: copies of the model."""
+        return self.num_ranks // self.model_ranks
+
+    @property
     def expert_tp(self) -> int:
         """Tensor parallel size of experts: `etp`, or tp when that is not set."""
         return self.tp if self.etp is None else self.etp
@@ -192,6 +197,11 @@ class TopologySettings(Section):
     def expert_ranks(self) -> int:
         """Ranks that hold one copy of the experts between them."""
         return self.expert_tp * self.ep * self.pp
+
+    @property
+    def expert_dp(self) -> int:
+        """Copies of the experts."""
+        return self.num_ranks // self.expert_ranks
 
 
 class ScheduleSettings(Section):

@@ -1,7 +1,7 @@
 """Training rows in the order in which they are trained on: of a data file, or of a data source of your own (`data.source`).
 
-Both follow from the seed alone and can stop anywhere and go on from there. Only the driver has one, so that no layout of the ranks
-changes what is drawn.
+Both follow from the seed alone and can stop anywhere and go on from there. Only the driver has one, so that how ranks are
+arranged cannot change what is drawn.
 """
 
 import hashlib

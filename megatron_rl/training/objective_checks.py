@@ -44,7 +44,7 @@ def teacher_path(objective: Objective, model: ModelSettings) -> Path:
     """The directory of the teacher that `objective` distils. Raises UserError when `model` names none."""
     if model.teacher is None:
         raise UserError(
-            f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nobody to "
+            f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nothing to "
             "learn from; set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
         )
     return model.teacher

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 from two_turns import rollout as two_turns
 
-from megatron_rl.algorithms.policy_loss import PolicyLossTerms
+from megatron_rl.algorithms.policy_terms import PolicyLossTerms
 from megatron_rl.rollout.single_turn import single_turn
 
 CALLS = itertools.count()

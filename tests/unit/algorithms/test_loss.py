@@ -386,7 +386,7 @@ def test_what_is_missing_is_named() -> None:
 
 def test_a_loss_of_ones_own_by_path(monkeypatch, tmp_path) -> None:
     (tmp_path / "my_losses.py").write_text(
-        "from megatron_rl.algorithms.policy_loss import PolicyLossTerms\n"
+        "from megatron_rl.algorithms.policy_terms import PolicyLossTerms\n"
         "def double(*, objective, terms, factor: float = 2.0):\n    return PolicyLossTerms(-factor * terms.log_probs)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

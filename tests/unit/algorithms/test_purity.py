@@ -10,7 +10,7 @@ from megatron_rl.algorithms.aggregation import token_weights
 from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.objective import AdvantageSettings, Objective, OffPolicyCorrection
 from megatron_rl.algorithms.off_policy import importance_ratio, off_policy_terms
-from megatron_rl.algorithms.policy_loss import PolicyTerms
+from megatron_rl.algorithms.policy_terms import PolicyTerms
 from megatron_rl.algorithms.selection import StepStatistics
 from megatron_rl.algorithms.sequences import Sequences, bounded_exp
 
