@@ -38,7 +38,20 @@ SIDEWAYS = {
     "__main__": {"cli"},
 }
 # Rooms that can be used and tested without a GPU stack.
-LIGHT = ("types", "errors", "files", "versions", "leftovers", "plugins", "typed_arguments", "algorithms", "data", "rewards", "config", "observe")
+LIGHT = (
+    "types",
+    "errors",
+    "files",
+    "versions",
+    "leftovers",
+    "plugins",
+    "typed_arguments",
+    "algorithms",
+    "data",
+    "rewards",
+    "config",
+    "observe",
+)
 HEAVY_PACKAGES = {"megatron", "sglang", "ray"}
 # Heavy packages of the other rooms: Ray places processes, and only the runtime knows.
 ALLOWED_HEAVY = {

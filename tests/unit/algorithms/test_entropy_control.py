@@ -47,6 +47,11 @@ def test_the_first_gate() -> None:
     assert applied_value(first["skywork"], first_entropy_state(first["skywork"])) == 0.5
 
 
+@pytest.mark.parametrize(("rule", "applied"), [("trl", 0.5), ("skywork", 0.0), ("paper", 0.5)])
+def test_the_gate_at_its_target(rule: str, applied: float) -> None:
+    assert applied_value(settings(rule), EntropyState(rule, 0.5, last_entropy=0.2), 0.2) == applied
+
+
 def test_the_coefficient_stays_in_its_range() -> None:
     control = EntropyControl(target=0.2, args={"delta": 0.4, "max": 1.0, "min": 0.1, "initial": 0.1})
     state = first_entropy_state(control)

@@ -91,14 +91,15 @@ def cispo(x, o: Objective, t: int, keep: list[int]):
 
 def vespo(x, o: Objective, t: int, keep: list[int]):
     w = sum(x["log_probs"][k] - x["old_log_probs"][k] for k in keep).detach().exp()
-    k, lam = (2, 3) if x["advantages"][t] >= 0 else (3, 2)
+    sign = "positive" if x["advantages"][t] >= 0 else "negative"
+    k, lam = ARGS["vespo"][f"k_{sign}"], ARGS["vespo"][f"lambda_{sign}"]
     return -(w**k * torch.exp(lam - lam * w)) * x["advantages"][t] * x["log_probs"][t]
 
 
 def dppo_tv(x, o: Objective, t: int, keep: list[int]):
     move = (x["log_probs"][t].exp() - x["old_log_probs"][t].exp()).detach()
     allowed = move <= o.clip_high if x["advantages"][t] > 0 else move >= -o.clip_low
-    weight = ratio(x, o.ratio_level, t, keep).detach().clamp(max=20) if allowed else 0.0
+    weight = ratio(x, o.ratio_level, t, keep).detach().clamp(max=ARGS["dppo_tv"]["ratio_cap"]) if allowed else 0.0
     return -x["advantages"][t] * weight * x["log_probs"][t]
 
 
@@ -106,7 +107,7 @@ def dppo_kl(x, o: Objective, t: int, keep: list[int]):
     p, q = x["old_log_probs"][t].exp(), x["log_probs"][t].exp().detach()
     kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     blocked = q > p and kl > o.clip_high if x["advantages"][t] > 0 else q < p and kl > o.clip_low
-    weight = 0.0 if blocked else ratio(x, o.ratio_level, t, keep).detach().clamp(max=20)
+    weight = 0.0 if blocked else ratio(x, o.ratio_level, t, keep).detach().clamp(max=ARGS["dppo_tv"]["ratio_cap"])
     return -x["advantages"][t] * weight * x["log_probs"][t]
 
 
@@ -124,7 +125,12 @@ def gmpo(x, o: Objective, t: int, keep: list[int]):
 
 
 # Arguments of losses that differ from their defaults, and from each other.
-ARGS = {"sapo": {"tau_positive": 1.7, "tau_negative": 0.6}, "value": {"value_clip": 0.15}}
+ARGS = {
+    "sapo": {"tau_positive": 1.7, "tau_negative": 0.6},
+    "value": {"value_clip": 0.15},
+    "vespo": {"k_positive": 1.5, "lambda_positive": 2.5, "k_negative": 0.5, "lambda_negative": 1.25},
+    **{key: {"ratio_cap": 1.04} for key in ("dppo_tv", "dppo_kl")},
+}
 
 REFERENCES = {
     "gmpo": gmpo,
