@@ -92,7 +92,7 @@ class Rollouts:
             # A weight sync is the one control call that takes long: an engine may read all of a large model in it.
             client = EngineClient(address, request_timeout_s=timeout_s, control_timeout_s=self._settings.weights.sync_timeout_s)
             self.clients.append(await self._stack.enter_async_context(client))
-        self._pool = EnginePool(self.clients, max_samples=self._settings.rollout.max_concurrent_requests)
+        self._pool = EnginePool(self.clients, max_requests=self._settings.rollout.max_concurrent_requests)
 
     async def begin_production(self) -> None:
         """Be ready to make groups for training; nothing is made before `next_batch` asks."""
