@@ -64,6 +64,7 @@ class EnginePool:
         self._admitted = set(clients)
         self._retired: set[EngineClient] = set()
         self._usable = list(clients)
+        self._departures: dict[EngineClient, asyncio.Future[None]] = {}
         self._running: Counter[EngineClient] = Counter()
         self._waiting: list[_Waiter] = []
         self._arrivals = itertools.count()
@@ -74,19 +75,29 @@ class EnginePool:
     def join(self, client: EngineClient) -> None:
         """Make an open client a member. It gets requests after the next weight sync, before which its weights may be any."""
         assert client not in self.membership.members, f"the engine at {client.address.url} is a member already"
+        self._departures.pop(client, None)
         self._set_members((*self.membership.members, client))
 
     def leave(self, client: EngineClient, error: Exception) -> None:
-        """Take an engine out for good; no error when it has left. Who waits goes to the others, or gets `error` when none can be used.
+        """Take an engine out for good; no error when it has left before. The client is not closed.
 
-        What runs there is not touched: it ends or fails by itself, and is then sent to another engine. The client is not closed.
+        Who waits gets another engine, or `error` when none can be used; so do the requests that run there, which `departure` tells.
         """
         if client not in self.membership.members:
             return
+        self.departure(client).set_result(None)
         self._admitted.discard(client)
         self._retired.discard(client)
         self._failure = error
         self._set_members(tuple(member for member in self.membership.members if member is not client))
+
+    def departure(self, client: EngineClient) -> "asyncio.Future[None]":
+        """Done once `client` is no member. Shared: wait for it with `asyncio.wait`, which leaves it alone when the wait is cancelled."""
+        if client not in self._departures:
+            self._departures[client] = asyncio.get_running_loop().create_future()
+            if client not in self.membership.members:
+                self._departures[client].set_result(None)
+        return self._departures[client]
 
     def admit(self, clients: Iterable[EngineClient]) -> None:
         """Give requests to these engines, which serve the current weights; one that has left in the meantime is passed over."""

@@ -67,16 +67,26 @@ class PoolGenerator:
             preferred = None if session is None else self._engines.get(session)
             async with self._pool.slots(num_samples, urgency=urgency, preferred=preferred) as client:
                 try:
-                    generations = await client.generate(token_ids, sampling=sampling, num_samples=num_samples)
+                    generations = await self._ask(client, token_ids, sampling, num_samples)
                 except EngineRefusal:
                     raise  # the request is at fault, another engine would refuse it too
                 except (EngineError, DeadlineError) as error:
                     self._pool.retire(client, error)
-                    urgency = Urgency.AGAIN
-                    continue
-            if session is not None:
-                self._engines[session] = client
-            return generations
+                    generations = None
+            if generations is not None:
+                if session is not None:
+                    self._engines[session] = client
+                return generations
+            urgency = Urgency.AGAIN
+
+    async def _ask(self, client: EngineClient, token_ids: Ints, sampling: Sampling, num_samples: int) -> tuple[Generation, ...] | None:
+        """The engine's answer, None when it leaves the pool before: one that hangs is not waited for until the request's deadline."""
+        answer = asyncio.create_task(client.generate(token_ids, sampling=sampling, num_samples=num_samples))
+        try:
+            await asyncio.wait((answer, self._pool.departure(client)), return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer.done() else None
+        finally:
+            await cancel([answer])
 
 
 def _seed(source: str) -> int:
