@@ -16,7 +16,7 @@ AFFINITY_WAIT_S = 1.0
 
 
 class Urgency(IntEnum):
-    """Who gets a free slot first; among equals, who asked first."""
+    """Who gets a free slot first; among equals, the group that came first, then the request."""
 
     AGAIN = 0
     """What an engine that failed gave back."""
@@ -38,9 +38,10 @@ class _Waiter:
 
     urgency: Urgency
     arrival: int
+    number: int
     num_slots: int = field(compare=False)
     preferred: EngineClient | None = field(compare=False)
-    slot: "asyncio.Future[EngineClient]" = field(compare=False)
+    slot: "asyncio.Future[EngineClient]" = field(compare=False, default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class EnginePool:
@@ -133,33 +134,41 @@ class EnginePool:
         return self._running.total()
 
     @asynccontextmanager
-    async def slots(self, count: int, *, urgency: Urgency, preferred: EngineClient | None = None) -> AsyncIterator[EngineClient]:
+    async def slots(
+        self, count: int, *, urgency: Urgency, arrival: int | None = None, preferred: EngineClient | None = None
+    ) -> AsyncIterator[EngineClient]:
         """Inside, `count` samples may be generated on the engine given.
 
-        `preferred` is taken where it can be used and has the slots within AFFINITY_WAIT_S, which are not given to later ones meanwhile.
+        `arrival` is that of the request's group: later turns of groups that have begun go before the first ones of others, which would
+        push their prefixes out of the engines' caches; a request without a group arrives now. `preferred` is taken where it can be used
+        and has the slots within AFFINITY_WAIT_S; later requests do not get them meanwhile.
 
         Raises:
             Exception: why the last engine that could be used failed or left.
         """
-        client = await self._take(count, urgency, preferred)
+        number = self.arrival()
+        client = await self._take(_Waiter(urgency, number if arrival is None else arrival, number, count, preferred))
         try:
             yield client
         finally:
             self._give_back(client, count)
 
-    async def _take(self, count: int, urgency: Urgency, preferred: EngineClient | None) -> EngineClient:
-        loop = asyncio.get_running_loop()
-        slot: asyncio.Future[EngineClient] = loop.create_future()
-        waiter = _Waiter(urgency, next(self._arrivals), count, preferred, slot)
+    def arrival(self) -> int:
+        """The number of a group that comes now, higher than those of all before."""
+        return next(self._arrivals)
+
+    async def _take(self, waiter: _Waiter) -> EngineClient:
         heapq.heappush(self._waiting, waiter)
         self._fill()
-        patience = None if preferred is None or slot.done() else loop.call_later(AFFINITY_WAIT_S, self._take_any, waiter)
+        patience = None
+        if waiter.preferred is not None and not waiter.slot.done():
+            patience = asyncio.get_running_loop().call_later(AFFINITY_WAIT_S, self._take_any, waiter)
         try:
-            return await slot
+            return await waiter.slot
         except asyncio.CancelledError:
-            if not slot.cancelled() and slot.exception() is None:
+            if not waiter.slot.cancelled() and waiter.slot.exception() is None:
                 # The slots were given in the very moment in which nobody wanted them any more.
-                self._give_back(slot.result(), count)
+                self._give_back(waiter.slot.result(), waiter.num_slots)
             else:
                 # What was kept for this one is free for later ones.
                 self._fill()

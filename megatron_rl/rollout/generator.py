@@ -25,7 +25,7 @@ class PoolGenerator:
     """
 
     def __init__(self, pool: EnginePool, *, prompt: Prompt, run_seed: int = 0, urgency: Urgency = Urgency.TRAINING) -> None:
-        self._pool, self._urgency = pool, urgency
+        self._pool, self._urgency, self._arrival = pool, urgency, pool.arrival()
         self._seed_source = f"{run_seed} {prompt.id}"
         self._next_seeds: dict[str | None, int] = {}
         self._engines: dict[str, EngineClient] = {}
@@ -65,7 +65,7 @@ class PoolGenerator:
         urgency = self._urgency
         while True:
             preferred = None if session is None else self._engines.get(session)
-            async with self._pool.slots(num_samples, urgency=urgency, preferred=preferred) as client:
+            async with self._pool.slots(num_samples, urgency=urgency, arrival=self._arrival, preferred=preferred) as client:
                 try:
                     generations = await self._ask(client, token_ids, sampling, num_samples)
                 except EngineRefusal:

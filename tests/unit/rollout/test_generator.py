@@ -153,6 +153,19 @@ def test_a_failing_engine_costs_each_of_its_requests_one_repetition_and_the_othe
     run(test)
 
 
+def test_later_turns_of_a_group_go_before_first_ones_of_groups_that_came_later() -> None:
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        async def no_tool(index: int) -> None: ...
+
+        prompts = [replace(PROMPT, id=str(number), token_ids=np.array([number])) for number in range(5)]
+        await asyncio.gather(*(make_maker(pool, two_turns(no_tool)).make(prompt) for prompt in prompts))
+        # The next one's slot is given before a group has asked for its second turn.
+        order = [(tokens[0], len(tokens)) for tokens, _ in engines[0].asked]
+        assert order == [(0, 1), (1, 1), (0, 2), (1, 2), (2, 1), (3, 1), (2, 2), (3, 2), (4, 1), (4, 2)]
+
+    run(test, num_engines=1, max_requests=1)
+
+
 @pytest.mark.parametrize("error", [EngineError("died"), DeadlineError("slow")])
 def test_a_turn_that_is_lost_is_repeated_alone_and_before_what_waits(error: Exception) -> None:
     async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
