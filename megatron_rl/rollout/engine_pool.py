@@ -76,7 +76,7 @@ class EnginePool:
 
     @property
     def address(self) -> EngineAddress:
-        """The address of the first engine that there was; what it says of the model holds for all, which serve the same."""
+        """The address of an engine, which may have left; what it says of the model holds for all of them, as they serve the same."""
         assert self._address is not None, "no engine has joined yet"
         return self._address
 
@@ -84,7 +84,7 @@ class EnginePool:
         """Make an open client a member. It gets requests after the next weight sync, before which its weights may be any."""
         assert client not in self.membership.members, f"the engine at {client.address.url} is a member already"
         self._departures.pop(client, None)
-        self._address = self._address or client.address
+        self._address = client.address
         self._set_members((*self.membership.members, client))
 
     def leave(self, client: EngineClient, error: Exception) -> None:
