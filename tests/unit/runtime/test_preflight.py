@@ -41,6 +41,20 @@ def keep(*, group):
 
 def length(*, sample):
     return float(len(sample.response_text))
+
+class Rows:
+    state = 0
+
+    def __init__(self, *, seed, first: int = 1):
+        self.first = first
+
+    def next_rows(self, count):
+        self.state += count
+        return [{"prompt": f"{self.first}+1=", "label": "2", "number": number} for number in range(self.state - count, self.state)]
+
+class Stuck(Rows):
+    def next_rows(self, count):
+        return [{"prompt": f"{number}+1="} for number in range(count)]
 """
 
 
@@ -199,6 +213,20 @@ def test_a_start_reads_the_data_and_calls_the_reward_itself(check: Callable[...,
 def test_a_start_looks_for_the_data_and_the_reward_first(check: Callable[..., list[str]], override: str, part: str) -> None:
     with pytest.raises(UserError, match=f"^before the start: {part}"):
         check(override, probe=False)
+
+
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_data_source_is_tried_in_the_place_of_a_file(check: Callable[..., list[str]], probe: bool) -> None:
+    def source(name: str, args: str = "{}") -> str:
+        return (
+            f"data={{source: 'preflight_reward:{name}', args: {args}, max_prompt_tokens: 16, prompts_per_step: 4, samples_per_prompt: 2}}"
+        )
+
+    assert check(source("Rows", "{first: 3}"), probe=probe) == []
+    with pytest.raises(UserError, match=r"data\.args\.frist is no argument of preflight_reward:Rows; did you mean data\.args\.first"):
+        check(source("Rows", "{frist: 3}"), probe=probe)
+    with pytest.raises(UserError, match=r"data\.source preflight_reward:Stuck gave row 1 as .* when fewer are asked for at once"):
+        check(source("Stuck"), probe=probe)
 
 
 def test_notes(check: Callable[..., list[str]], words: list[str]) -> None:
