@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: a tiny model directory, made by code."""
+"""Fixtures shared by all tests: a tiny model directory, made by code; public models by their config.json, and settings for them."""
 
 import gc
 import json
@@ -6,8 +6,14 @@ import signal
 import string
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from megatron_rl.config.settings import Settings
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
 
 
 def pytest_configure() -> None:
@@ -132,6 +138,35 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
         _write_weights(path, seed)
         _write_tokenizer(path, vocab)
         return path
+
+    return make
+
+
+@pytest.fixture
+def model_spec() -> "Callable[[str], Any]":
+    """`model_spec("Qwen3-8B")` reads tests/data/configs/Qwen3-8B.json."""
+    from megatron_rl.models.read_spec import parse_model_spec
+
+    return lambda name: parse_model_spec(json.loads((CONFIGS / f"{name}.json").read_text()), origin=name)
+
+
+@pytest.fixture
+def run_settings() -> "Callable[..., Settings]":
+    """`run_settings(num_ranks=8, tp=2, megatron={...}, runtime={...}, ...)`: 1024 + 7168 tokens, 512 sequences, distributed optimizer."""
+
+    def make(*, megatron: dict[str, Any] | None = None, runtime: dict[str, Any] | None = None, **topology: Any) -> "Settings":
+        from megatron_rl.config.settings import Settings
+
+        return Settings.model_validate(
+            {
+                "run": {"directory": "unused"},
+                "model": {"path": "unused", "megatron": megatron or {}},
+                "data": {"train": "unused"},
+                "rollout": {"sampling": {"max_response_tokens": 7168}},
+                "training": {"topology": topology, "optimizer": {"use_distributed_optimizer": True}},
+                "runtime": runtime or {},
+            }
+        )
 
     return make
 
