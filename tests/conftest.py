@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: a tiny model directory, made by code; public models by their config.json, and settings for them."""
 
+import atexit
 import gc
 import json
 import signal
@@ -24,17 +25,14 @@ def pytest_configure() -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()
+    # Libraries that look for leaks at the end of Python see everything as it is. Not before: pytest searches twice when it ends.
+    atexit.register(gc.unfreeze)
 
 
 def pytest_collection_finish() -> None:
     """From here on there is garbage."""
     gc.enable()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Libraries that look for leaks at the end of Python see everything as it is."""
-    gc.unfreeze()
 
 
 # What sets tiny models of other families than Qwen3 apart. Few and narrow experts, but every feature: groups of experts to choose from,
