@@ -201,7 +201,9 @@ def test_a_buffer_that_counted_steps_from_0_goes_on(tmp_path: Path, make_group: 
         old.executescript(Path(__file__).with_name("schema_2.sql").read_text())
         for step, group in enumerate(groups):
             old.execute(buffer_rows.INSERT_GROUP, buffer_rows.prompt_row(group.prompt))
-            old.executemany(buffer_rows.INSERT_SAMPLE, map(buffer_rows.sample_row, group.samples))
+            columns, _, _ = buffer_rows.SAMPLE_COLUMNS.partition(", trajectory")
+            rows = [buffer_rows.sample_row(sample, prompt=group.prompt)[:19] for sample in group.samples]
+            old.executemany(f"INSERT INTO samples ({columns}) VALUES ({', '.join('?' * 19)})", rows)
             old.execute("UPDATE groups SET state = 'consumed', consumed_step = ? WHERE id = ?", (step, group.id))
         old.execute("UPDATE samples SET response_ids = NULL WHERE group_id = 'a'")
     with Buffer(path) as buffer:
@@ -213,7 +215,8 @@ def test_a_buffer_that_counted_steps_from_0_goes_on(tmp_path: Path, make_group: 
     schemas = []
     for file in (path, tmp_path / "new.sqlite"):
         with Buffer(file) as buffer:
-            columns = buffer._connection.execute("SELECT name, type, [notnull], dflt_value FROM pragma_table_info('groups')").fetchall()
+            query = "SELECT name, type, [notnull], dflt_value FROM pragma_table_info('groups') UNION ALL {} pragma_table_info('samples')"
+            columns = buffer._connection.execute(query.format("SELECT name, type, [notnull], dflt_value FROM")).fetchall()
             indices = buffer._connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'index' ORDER BY name").fetchall()
             schemas.append((columns, indices))
     assert schemas[0] == schemas[1]
