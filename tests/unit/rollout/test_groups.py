@@ -210,6 +210,25 @@ def test_a_place_that_is_given_up_goes_to_the_next() -> None:
     assert client.running == 0
 
 
+def test_a_trajectory_is_scored_once_by_its_last_sample_for_all_of_them() -> None:
+    """Samples come in any order; trajectory 9 is those of index 3, 0 and 1, trajectory 2 the one of index 2."""
+    scored: list[int] = []
+
+    async def score(sample: Sample) -> Reward:
+        scored.append(sample.index)
+        return Reward(outcome=RewardOutcome.SCORED, value=10.0 * sample.index)
+
+    async def four(*, prompt: Prompt, num_samples: int, **arguments: Any) -> list[Sample]:
+        made = await single_turn(prompt=prompt, num_samples=4, **arguments)
+        own = replace(prompt, token_ids=np.array([4, 5]), text="4 5")
+        return [replace(made[index], trajectory=2 if index == 2 else 9, prompt=own if index == 1 else prompt) for index in (3, 0, 2, 1)]
+
+    (group,) = asyncio.run(collect(make_prompts(1), [FakeClient()], score=score, rollout=four))
+    assert sorted(scored) == [2, 3]
+    assert [(sample.index, sample.reward.value) for sample in group.samples if sample.reward] == [(3, 30), (0, 30), (2, 20), (1, 30)]
+    assert group.samples[3].prompt.token_ids.tolist() == [4, 5]
+
+
 async def too_few(*, prompt: Prompt, **arguments: Any) -> list[Sample]:
     return []
 
