@@ -51,11 +51,10 @@ class KeptTokens:
     counts: Tensor
 
     def of(self, trajectory_ids: Tensor) -> Tensor:
-        """The counts [S] of `trajectory_ids` [S], 0 for those without a token left."""
+        """The counts [S] of `trajectory_ids` [S]; of those without a token left, which nothing weighs, any number."""
         if not len(self.ids):
             return torch.zeros_like(trajectory_ids)
-        place = torch.searchsorted(self.ids, trajectory_ids).clamp(max=len(self.ids) - 1)
-        return torch.where(self.ids[place] == trajectory_ids, self.counts[place], 0)
+        return self.counts[torch.searchsorted(self.ids, trajectory_ids).clamp(max=len(self.ids) - 1)]
 
 
 def quantile(values: Tensor, fraction: float) -> float:

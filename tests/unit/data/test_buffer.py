@@ -196,15 +196,16 @@ def test_a_step_notes_what_it_trained_on_and_why_not(buffer: Buffer, make_group:
 
 
 def of_trajectories(group: Group) -> Group:
-    """The group's three samples as two trajectories, the last sample with a prompt of its own."""
-    own = dataclasses.replace(group.prompt, token_ids=[1, 2, 3], text="what came before")
-    parts: list[dict[str, Any]] = [{"trajectory": 5}, {"trajectory": 0}, {"trajectory": 5, "prompt": own}]
+    """The group's five samples as two trajectories, the last three with a prompt of their own: other tokens, another text, or both."""
+    tokens, text = dataclasses.replace(group.prompt, token_ids=[1, 2, 3]), dataclasses.replace(group.prompt, text="what came before")
+    parts: list[dict[str, Any]] = [{"trajectory": 5}, {"trajectory": 0}, {"trajectory": 5, "prompt": tokens}, {"prompt": text}]
+    parts.append({"trajectory": 0, "prompt": dataclasses.replace(tokens, text="both")})
     samples = tuple(dataclasses.replace(sample, **part) for sample, part in zip(group.samples, parts, strict=True))
     return dataclasses.replace(group, samples=samples)
 
 
 def test_trajectories_and_prompts_of_samples_come_back_and_only_differing_prompts_are_stored(buffer: Buffer, make_group: Any) -> None:
-    group = of_trajectories(make_group("a", num_samples=3))
+    group = of_trajectories(make_group("a", num_samples=5))
     buffer.add_prompts([group.prompt])
     (prompt,) = buffer.take_pending(1)
     for sample in group.samples:
@@ -212,14 +213,15 @@ def test_trajectories_and_prompts_of_samples_come_back_and_only_differing_prompt
     assert_same(buffer.finished_samples(prompt), group.samples)
     buffer.put_done(group)
     query = "SELECT own_prompt_text, own_prompt_ids IS NULL FROM samples ORDER BY sample_index"
-    assert buffer._connection.execute(query).fetchall() == [(None, 1), (None, 1), ("what came before", 0)]
+    texts = ["text of a", "what came before", "both"]
+    assert buffer._connection.execute(query).fetchall() == [(None, 1), (None, 1), *((text, 0) for text in texts)]
     assert_same(tuple(buffer.take_done(1, step=1)), (group,))
     buffer.prune(1)
-    assert buffer._connection.execute(query).fetchall() == [(None, 1), (None, 1), ("what came before", 1)]
+    assert buffer._connection.execute(query).fetchall() == [(None, 1), (None, 1), *((text, 1) for text in texts)]
 
 
 def test_a_buffer_from_before_there_were_trajectories_goes_on(tmp_path: Path, make_group: Any) -> None:
-    path, old, new = tmp_path / "buffer.sqlite", make_group("a"), of_trajectories(make_group("b", num_samples=3))
+    path, old, new = tmp_path / "buffer.sqlite", make_group("a"), of_trajectories(make_group("b", num_samples=5))
     with Buffer(path) as buffer:
         fill(buffer, [old])
     with sqlite3.connect(path) as connection:

@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from megatron_rl import ModelSettings, Objective, TrainBatch, Trainer, TrainingSettings, UserError
+from megatron_rl.algorithms.kl import KLControl
 from megatron_rl.algorithms.objective import AdvantageSettings, OffPolicyCorrection
 from megatron_rl.training.whole_batch import divide
 
@@ -325,6 +326,9 @@ def test_means_are_those_of_trajectories(make: Make) -> None:
     joined = [np.concatenate([row for row, owner in zip(advantages, OWNERS, strict=True) if owner == each]) for each in "xyz"]
     assert got["train/loss"] == pytest.approx(-np.mean([row.mean() for row in joined]), rel=1e-5)
     assert (got["train/num_sequences"], got["train/num_trajectories"]) == (5, 3)
+    trainer = make(Objective(kl_loss_coef=0.1, kl_control=KLControl(target=1.0, horizon=50)))
+    first, second = (trainer.train(batch)[0]["train/kl_loss_coef"] for _ in range(2))
+    assert (first, second) == (0.1, pytest.approx(0.1 * (1 - 0.2 * 3 / 50))), "the policy is the reference in the first step"
 
 
 def test_a_batch_whose_trajectories_have_one_sequence_each_trains_as_one_without(make: Make) -> None:
