@@ -36,7 +36,7 @@ from megatron_rl.rollout.groups import GroupMaker, load_rollout, make_groups
 from megatron_rl.rollout.identical_groups import IdenticalGroups
 from megatron_rl.rollout.sampling import make_sampling
 from megatron_rl.runtime.production import Production
-from megatron_rl.types import Floats, Group, Prompt, Sample, TrainBatch
+from megatron_rl.types import Floats, Group, Prompt, Sample, TrainBatch, last_samples, trajectories
 from megatron_rl.weights.parity import sequences
 
 MAX_RESAMPLING_ROUNDS = 10
@@ -206,7 +206,7 @@ class Rollouts:
         groups = self._buffer.take_done(count, step=step + 1, rejection=rejection)
         check_versions(groups, step=step, oldest_version=oldest, rollout=self._rollout_name)
         self._check_independence(groups, step=step)
-        rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
+        rewards = [sample.reward for group in groups for sample in last_samples(group.samples) if sample.reward is not None]
         self._rewards.note_failures(rewards, step=step + 1)
         check_error_rate(rewards, max_error_rate=self._settings.reward.max_error_rate)
         return groups, reasons, renewed
@@ -293,22 +293,23 @@ def check_versions(groups: Sequence[Group], *, step: int, oldest_version: int, r
 
 
 def has_signal(group: Group, advantage: AdvantageSettings) -> bool:
-    """Whether the scored samples teach anything under this estimator, see `without_signal`; True where training will refuse them."""
-    samples = [(sample, sample.reward) for sample in group.samples if sample.reward is not None and sample.reward.value is not None]
-    if not samples:
+    """Whether the scored trajectories teach anything under this estimator, see `without_signal`; True where training will refuse them."""
+    rewarded = [(attempt, attempt[-1].reward) for attempt in trajectories(group.samples)]
+    scored = [(attempt, reward) for attempt, reward in rewarded if reward is not None and reward.value is not None]
+    if not scored:
         return False
-    rewards = np.array([reward.value for _, reward in samples], np.float64)
+    rewards = np.array([reward.value for _, reward in scored], np.float64)
     baselines = None
     if advantage.estimator == "gdpo":
-        names = sorted({name for _, reward in samples for name in reward.components})
-        rewards = np.array([[reward.components.get(name, np.nan) for name in names] for _, reward in samples])
+        names = sorted({name for _, reward in scored for name in reward.components})
+        rewards = np.array([[reward.components.get(name, np.nan) for name in names] for _, reward in scored])
         weights = advantage.arguments(GDPOArguments).reward_weights
         if not names or not np.isfinite(rewards).all() or (weights is not None and len(weights) != len(names)):
             return True
     if advantage.estimator == "remax":
-        baselines = torch.tensor([reward.components[GREEDY_BASELINE] for _, reward in samples], dtype=torch.float64)
-    lengths = torch.tensor([int(sample.loss_mask.sum()) for sample, _ in samples])
-    one_group = torch.zeros(len(samples), dtype=torch.int64)
+        baselines = torch.tensor([reward.components[GREEDY_BASELINE] for _, reward in scored], dtype=torch.float64)
+    lengths = torch.tensor([sum(int(sample.loss_mask.sum()) for sample in attempt) for attempt, _ in scored])
+    one_group = torch.zeros(len(scored), dtype=torch.int64)
     found = without_signal(advantage, rewards=torch.from_numpy(rewards), group_ids=one_group, lengths=lengths, baselines=baselines)
     return not bool(found.all())
 

@@ -199,16 +199,19 @@ def test_every_staleness_trains_on_the_groups_of_the_synchronous_run(
     assert mixed > 0, "some responses go on across a weight sync"
 
 
-@pytest.mark.parametrize("max_staleness", (0, 1))
+@pytest.mark.parametrize("override", ("rollout.max_staleness=0", "rollout.max_staleness=1", "rollout.function=cut_history:rollout"))
 def test_rewards_that_keep_failing_end_the_step_with_the_first_traceback(
-    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, max_staleness: int
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, override: str
 ) -> None:
+    """A trajectory of two samples is one call."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "contract")
+
     async def fail(self: Rewards, sample: Sample) -> Reward:
         return Reward(RewardOutcome.ERROR, message="Traceback: the grader is broken")
 
     async def run() -> None:
         Client.engine = engine = Engine(seed=0)
-        rollouts = await opened(make_settings(f"rollout.max_staleness={max_staleness}"), tmp_path / "failing.sqlite")
+        rollouts = await opened(make_settings(override), tmp_path / "failing.sqlite")
         try:
             await step_of(rollouts, engine, 0)
         finally:
