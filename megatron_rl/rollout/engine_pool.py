@@ -44,6 +44,11 @@ class EnginePool:
         finally:
             self._give_back(client, num_samples)
 
+    def join(self, client: EngineClient) -> None:
+        """Give `client` work from now on."""
+        self._clients, self._healthy = (*self._clients, client), [*self._healthy, client]
+        self._fill()
+
     def retire(self, client: EngineClient, error: Exception) -> None:
         """Give `client` no more work because of `error`, which whoever waits is told when it was the last engine."""
         self._healthy = [other for other in self._healthy if other is not client]
@@ -79,6 +84,8 @@ class EnginePool:
             if not future.cancelled():
                 if self._failure is not None:
                     future.set_exception(self._failure)
+                elif not self._healthy:
+                    return
                 else:
                     client = min(self._healthy, key=self._running.__getitem__)
                     if self._running[client] and self._running[client] + num_samples > self._max_samples:

@@ -1,4 +1,4 @@
-"""Which groups teach something, by the estimator that reads their rewards."""
+"""Which groups teach something, by the estimator that reads their rewards, and which weights may have made what a step trains on."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithms.objective import AdvantageSettings
-from megatron_rl.runtime.rollouts import has_signal
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.group_choice import check_versions, has_signal
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 
@@ -57,3 +58,25 @@ FAILED = Reward(RewardOutcome.ERROR, message="boom")
 )
 def test_what_a_group_teaches_depends_on_the_estimator(advantage: dict[str, Any], rewards: list[Reward], expected: bool) -> None:
     assert has_signal(group_of(*rewards), AdvantageSettings(**advantage)) is expected
+
+
+@pytest.mark.parametrize("versions", [[2, 2, 2], [1, 2, -1], [-1, -1, -1], [1, 1, 1]])
+def test_tokens_of_the_weights_that_were_served_are_taken(versions: list[int]) -> None:
+    check_versions([made_by(versions)], step=2, oldest_version=1, rollout="rollout.function a:b")
+
+
+@pytest.mark.parametrize("versions", [[0, 2, 2], [2, 2, 0], [0, 0, 0], [2, 3, 2]])
+def test_a_token_of_other_weights_is_one_sentence(versions: list[int]) -> None:
+    message = (
+        f"step 3: sample 0 of prompt p has tokens of weight versions {min(versions)} to {max(versions)}, needs 1 to 2 .*staleness 1.*"
+        "rollout.function a:b has to ask the engine anew"
+    )
+    with pytest.raises(UserError, match=message):
+        check_versions([made_by(versions)], step=2, oldest_version=1, rollout="rollout.function a:b")
+
+
+def made_by(versions: list[int]) -> Group:
+    prompt = Prompt(id="p", token_ids=np.array([1]), text="")
+    made = [version >= 0 for version in versions]
+    arrays = {"response_ids": np.ones(3), "loss_mask": made, "rollout_log_probs": np.full(3, -1.0), "weight_versions": versions}
+    return Group("p", prompt, (Sample(group_id="p", index=0, prompt=prompt, stop_reason=StopReason.STOP, **arrays),))
