@@ -50,7 +50,7 @@ class RolloutManager:
 
     Example:
         async with RolloutManager.open(settings, prompts=RunPrompts.read(settings), buffer=Path("buffer.sqlite")) as manager:
-            await manager.join(addresses)
+            await manager.join(addresses, serve_current=True)
             batch, metrics = await manager.next_batch(0, progress=progress)
     """
 
@@ -59,8 +59,7 @@ class RolloutManager:
     ) -> None:
         self._settings, self._rewards, self._buffer, self._connections = settings, rewards, buffer, connections
         self.prompts = prompts
-        self.pool = EnginePool([], max_samples=settings.rollout.max_concurrent_requests)
-        self.clients: list[EngineClient] = []
+        self.pool = EnginePool(max_requests=settings.rollout.max_concurrent_requests)
         self._rollout = load_rollout(settings.rollout)
         self._rollout_name = f"rollout.function {settings.rollout.function or 'single_turn'}"
         self._choice = GroupChoice(settings)
@@ -94,8 +93,16 @@ class RolloutManager:
 
     # Engines
 
-    async def join(self, addresses: Iterable[EngineAddress]) -> None:
-        """Open a client to each of these engines, which get work from now on."""
+    @property
+    def clients(self) -> tuple[EngineClient, ...]:
+        """The engines that are members now, in the order in which they joined."""
+        return self.pool.membership.members
+
+    async def join(self, addresses: Iterable[EngineAddress], *, serve_current: bool = False) -> None:
+        """Open a client to each of these engines, which get requests once their weights are the current ones.
+
+        That is after the next weight sync, or at once where they `serve_current` weights.
+        """
         for address in addresses:
             # A weight sync is the one control call that takes long: an engine may read all of a large model in it.
             client = EngineClient(
@@ -103,8 +110,9 @@ class RolloutManager:
                 request_timeout_s=self._settings.rollout.request_timeout_s,
                 control_timeout_s=self._settings.weights.sync_timeout_s,
             )
-            self.clients.append(await self._connections.enter_async_context(client))
-            self.pool.join(client)
+            self.pool.join(await self._connections.enter_async_context(client))
+            if serve_current:
+                self.pool.admit([client])
 
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
         """Let every engine free these parts of its memory, whose content is lost; nothing may be generating."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.source import PromptSource
 from megatron_rl.observe.console import PhaseProgress
-from megatron_rl.rollout.groups import cancel
+from megatron_rl.rollout.generator import cancel
 from megatron_rl.types import Group, Prompt
 
 

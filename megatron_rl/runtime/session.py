@@ -43,7 +43,7 @@ from megatron_rl.runtime.run_checkpoint import newest_checkpoint
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.training_run import SETTINGS_FILE, RunRecords, SupervisedRun, TrainingRun
 from megatron_rl.runtime.watchdog import Watchdog
-from megatron_rl.weights.interface import Surroundings
+from megatron_rl.weights.interface import Surroundings, WeightTransport
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
 with quiet_megatron_imports():
@@ -150,7 +150,8 @@ def evaluate(settings: Settings) -> None:
             engines = EngineGroup(settings, places=_reserve(settings, stack, start, trains=False), watchdog=watchdog)
             stack.callback(engines.stop)
             with start.part("engines"):
-                _join(manager, engines.finish_start(engines.begin_start()), watchdog)
+                # What they have started with is what is evaluated.
+                _join(manager, engines.finish_start(engines.begin_start()), watchdog, serve_current=True)
         console.say(str(start))
         num_prompts = len(manager.prompts.held_out)
         with console.phase("eval", total=2 * num_prompts, unit="prompts") as progress:
@@ -219,27 +220,33 @@ def _open_manager(settings: Settings, stack: ExitStack, watchdog: Watchdog, star
         return stack.enter_context(watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=OPEN_TIMEOUT_S))
 
 
-def _join(manager: RolloutManager, addresses: Sequence[EngineAddress], watchdog: Watchdog) -> None:
-    watchdog.wait(manager.join(addresses), name="connecting to the engines", owner="the engines", timeout_s=CONTROL_TIMEOUT_S)
+def _join(manager: RolloutManager, addresses: Sequence[EngineAddress], watchdog: Watchdog, *, serve_current: bool = False) -> None:
+    joining = manager.join(addresses, serve_current=serve_current)
+    watchdog.wait(joining, name="connecting to the engines", owner="the engines", timeout_s=CONTROL_TIMEOUT_S)
 
 
 def _open_sync(
     settings: Settings, manager: RolloutManager, trainers: TrainerGroup, watchdog: Watchdog, *, device_kind: DeviceKind
 ) -> WeightSync:
     timeout_s = settings.weights.sync_timeout_s
-    surroundings = Surroundings(
-        manifest=make_manifest(read_model_spec(settings.model.path), dtype=engine_dtype(settings, device_kind=device_kind)),
-        directory=settings.run.directory / "weights",
-        free_address=trainers.free_address,
-        backend="nccl" if device_kind == "cuda" else "gloo",
-        num_engines=settings.rollout.num_engines,
-        ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
-        timeout_s=timeout_s,
-    )
-    transport = TRANSPORTS[settings.weights.transport](surroundings)
-    opening = WeightSync.open(transport, ranks=trainers, clients=manager.clients, timeout_s=timeout_s)
+    manifest = make_manifest(read_model_spec(settings.model.path), dtype=engine_dtype(settings, device_kind=device_kind))
+
+    def make_transport(num_engines: int) -> WeightTransport:
+        surroundings = Surroundings(
+            manifest=manifest,
+            directory=settings.run.directory / "weights",
+            free_address=trainers.free_address,
+            backend="nccl" if device_kind == "cuda" else "gloo",
+            num_engines=num_engines,
+            ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
+            timeout_s=timeout_s,
+        )
+        return TRANSPORTS[settings.weights.transport](surroundings)
+
+    sync = WeightSync(make_transport, ranks=trainers, pool=manager.pool, timeout_s=timeout_s)
     name = "joining trainer and engines"
-    return watchdog.wait(opening, name=name, owner="the weight transport", timeout_s=timeout_s + CONTROL_TIMEOUT_S)
+    watchdog.wait(sync.connect(), name=name, owner="the weight transport", timeout_s=timeout_s + CONTROL_TIMEOUT_S)
+    return sync
 
 
 def _reserve(settings: Settings, stack: ExitStack, start: "StartReport", *, trains: bool = True) -> Places:

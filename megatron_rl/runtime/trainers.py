@@ -87,6 +87,10 @@ class TrainerWorker:
         """Open this rank's end of the transport to the engines."""
         self._sender = plan.open(self._trainer, rank=self._rank)
 
+    def close_sender(self) -> None:
+        """Close this rank's end of the transport."""
+        self._sender.close()
+
     def send(self, *, version: int) -> None:
         """Send the current weights to the engines."""
         self._sender.send(version=version)
@@ -188,6 +192,10 @@ class TrainerGroup:
         """Let every rank open its end of the transport to the engines."""
         stored = ray.put(plan)
         return [worker.open_sender.remote(stored).future() for worker in self.workers]
+
+    def begin_close_sender(self) -> list[Future[None]]:
+        """Let every rank close its end of the transport to the engines."""
+        return [worker.close_sender.remote().future() for worker in self.workers]
 
     def begin_send(self, *, version: int) -> list[Future[None]]:
         """Let every rank send its current weights to the engines."""

@@ -16,10 +16,11 @@ TOOL_IDS = np.array([7, 7, 9])
 async def rollout(*, prompt: Prompt, generator: Generator, sampling: Sampling, num_samples: int, tokenizer: Any) -> Sequence[Sample]:
     """Each sample: half of the token budget, the tool's answer, and a second turn that sees both."""
     samples = []
+    half = replace(sampling, max_tokens=sampling.max_tokens // 2)
     for index in range(num_samples):
-        (first,) = await generator.generate(prompt.token_ids, sampling=replace(sampling, max_tokens=sampling.max_tokens // 2))
+        (first,) = await generator.generate(prompt.token_ids, sampling=half, session=str(index))
         seen = np.concatenate([prompt.token_ids, first.token_ids, TOOL_IDS])
-        (second,) = await generator.generate(seen, sampling=replace(sampling, max_tokens=sampling.max_tokens // 2))
+        (second,) = await generator.generate(seen, sampling=half, session=str(index))
         response_ids = np.concatenate([first.token_ids, TOOL_IDS, second.token_ids])
         samples.append(
             Sample(

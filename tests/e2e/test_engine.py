@@ -289,7 +289,7 @@ def test_the_loop_yields_a_group_per_prompt(engine) -> None:
     async def work() -> list[Group]:
         async with EngineClient(engine[1], request_timeout_s=60) as client:
             maker = GroupMaker(
-                pool=EnginePool([client], max_samples=32),
+                pool=EnginePool([client], max_requests=32),
                 sampling=Sampling(max_tokens=4),
                 num_samples=4,
                 tokenizer=NumberTokenizer(),
