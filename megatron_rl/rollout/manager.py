@@ -114,6 +114,14 @@ class RolloutManager:
             if serve_current:
                 self.pool.admit([client])
 
+    async def leave(self, address: EngineAddress, error: Exception) -> bool:
+        """Go on without the engine at `address`, which has died of `error`. False when it is the last, which stays a member."""
+        client = next(client for client in self.clients if client.address == address)
+        if len(self.clients) == 1:
+            return False
+        self.pool.leave(client, error)
+        return True
+
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
         """Let every engine free these parts of its memory, whose content is lost; nothing may be generating."""
         await asyncio.gather(*(client.release_memory(parts) for client in self.clients))

@@ -88,13 +88,16 @@ class EngineGroup:
         return [worker.start.remote() for worker in self._workers]
 
     def finish_start(self, refs: list[ray.ObjectRef]) -> list[EngineAddress]:
-        """Wait until every engine serves and watch them from now on."""
+        """Wait until every engine serves."""
         addresses: list[EngineAddress] = self._watchdog.wait(
             refs, name="starting the engines", owner="engine", timeout_s=self._settings.rollout.startup_timeout_s + STOP_TIMEOUT_S
         )
-        for number, worker in enumerate(self._workers):
-            self._watchdog.watch(f"engine {number}", worker.watch.remote().future())
         return addresses
+
+    def watch(self, addresses: Sequence[EngineAddress], *, goes_on: Callable[[EngineAddress, Exception], bool]) -> None:
+        """Watch every engine from now on; `goes_on` says whether the run goes on without one that has died."""
+        for number, (worker, address) in enumerate(zip(self._workers, addresses, strict=True)):
+            self._watchdog.watch(f"engine {number}", worker.watch.remote().future(), goes_on=partial(goes_on, address))
 
     def stop(self) -> None:
         """Stop the servers and reap them. An actor that is dead, or too slow, takes its server down with it when Ray ends."""

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from megatron_rl.config.checks import gpu_contradictions
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.messages import joined_error
@@ -151,7 +153,7 @@ def evaluate(settings: Settings) -> None:
             stack.callback(engines.stop)
             with start.part("engines"):
                 # What they have started with is what is evaluated.
-                _join(manager, engines.finish_start(engines.begin_start()), watchdog, serve_current=True)
+                _join(manager, engines, engines.begin_start(), watchdog, start, serve_current=True)
         console.say(str(start))
         num_prompts = len(manager.prompts.held_out)
         with console.phase("eval", total=2 * num_prompts, unit="prompts") as progress:
@@ -193,13 +195,13 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
             trainers.finish_start(trainers.begin_start())
             trainers.put_away(Turn.TRAINING.trainer_parts)
         with start.part("engines"):
-            _join(manager, engines.finish_start(engines.begin_start()), watchdog)
+            _join(manager, engines, engines.begin_start(), watchdog, start)
     else:
         engines_starting = engines.begin_start()
         start.follow("engines", [ref.future() for ref in engines_starting])
         with start.part("ranks"):
             trainers.finish_start(trainers.begin_start())
-        _join(manager, engines.finish_start(engines_starting), watchdog)
+        _join(manager, engines, engines_starting, watchdog, start)
     devices = SharedDevices(trainers, manager, watchdog=watchdog) if settings.runtime.colocate else None
     if devices is not None:
         # The group of a transport takes memory on the devices, which is there in no other turn.
@@ -220,9 +222,28 @@ def _open_manager(settings: Settings, stack: ExitStack, watchdog: Watchdog, star
         return stack.enter_context(watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=OPEN_TIMEOUT_S))
 
 
-def _join(manager: RolloutManager, addresses: Sequence[EngineAddress], watchdog: Watchdog, *, serve_current: bool = False) -> None:
+def _join(
+    manager: RolloutManager,
+    engines: EngineGroup,
+    starting: list[ray.ObjectRef],
+    watchdog: Watchdog,
+    start: "StartReport",
+    *,
+    serve_current: bool = False,
+) -> None:
+    """Wait for the engines that are `starting`, give them to the manager, and let it lose those that die, but not the last."""
+    addresses = engines.finish_start(starting)
     joining = manager.join(addresses, serve_current=serve_current)
     watchdog.wait(joining, name="connecting to the engines", owner="the engines", timeout_s=CONTROL_TIMEOUT_S)
+
+    def goes_on(address: EngineAddress, error: Exception) -> bool:
+        leaving = manager.leave(address, error)
+        left = watchdog.wait(leaving, name="going on without an engine", owner="the engines", timeout_s=CONTROL_TIMEOUT_S)
+        if left:
+            start.note(f"the run goes on with {len(manager.clients)} of {len(addresses)} engines, because one ended: {error}")
+        return left
+
+    engines.watch(addresses, goes_on=goes_on)
 
 
 def _open_sync(

@@ -10,8 +10,9 @@ import concurrent.futures
 import re
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -21,6 +22,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, WorkerDiedError
 
 Future = concurrent.futures.Future[Any]
+GoesOn = Callable[[Exception], bool]
 Work: TypeAlias = Future | Coroutine[Any, Any, Any] | ray.ObjectRef
 Result = TypeVar("Result")
 
@@ -31,11 +33,21 @@ CLOSE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """An actor: its name, and what says whether the run goes on without it."""
+
+    name: str
+    goes_on: GoesOn | None
+
+
 class Watchdog:
     """Waits for work; the death of a watched actor ends every wait with that actor's own error. Use in a `with` block."""
 
     def __init__(self) -> None:
-        self._vital: dict[Future, str] = {}
+        self._vital: dict[Future, Watched] = {}
+        # Also the making of a transport, in a thread of its own, waits.
+        self._lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run_loop, name="rollout-loop", daemon=True)
@@ -58,9 +70,12 @@ class Watchdog:
             with suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
 
-    def watch(self, name: str, future: Future) -> None:
-        """Watch an actor through the future of a call that returns only when the actor fails."""
-        self._vital[future] = name
+    def watch(self, name: str, future: Future, *, goes_on: GoesOn | None = None) -> None:
+        """Watch an actor through the future of a call that returns only when the actor fails.
+
+        `goes_on` is asked with the actor's error when it has died before any work failed: True ends no wait, and the actor is forgotten.
+        """
+        self._vital[future] = Watched(name, goes_on)
 
     def forget(self) -> None:
         """Watch nobody any more, because they are about to be stopped on purpose."""
@@ -118,20 +133,40 @@ class Watchdog:
                     item.cancel()
                 missing = ", ".join(owner for item, owner in owners.items() if item in pending)
                 raise DeadlineError(f"{name} did not finish within {timeout_s:.0f} s, still waiting for: {missing}")
-            if any(self._has_consequence(item) for item in done):
-                done |= concurrent.futures.wait(self._vital, timeout=CAUSE_S, return_when=concurrent.futures.FIRST_COMPLETED).done
-            for item in sorted(done, key=lambda item: item not in self._vital):
-                self._check(item, owner=self._vital.get(item) or owners[item])
+            with self._lock:
+                if any(self._has_consequence(item) for item in done & pending):
+                    done |= concurrent.futures.wait(self._vital, timeout=CAUSE_S, return_when=concurrent.futures.FIRST_COMPLETED).done
+                else:
+                    done = {item for item in done if item in pending or not self._goes_on_without(item)}
+                # What another thread has gone on without in the meantime is no longer watched.
+                done &= pending | set(self._vital)
+                for item in sorted(done, key=lambda item: item in pending):
+                    self._check(item, owner=owners[item] if item in pending else self._vital[item].name)
             pending -= done
 
-    def _has_consequence(self, item: Future) -> bool:
-        """Whether `item` failed in a way that somebody else's death may have caused; a user's mistake is its own cause."""
-        return item not in self._vital and item.exception() is not None and not _is_user_error(item.exception())
+    @staticmethod
+    def _has_consequence(item: Future) -> bool:
+        """Whether `item` failed in a way that the death of an actor may have caused; a user's mistake is its own cause."""
+        return item.exception() is not None and not _is_user_error(item.exception())
+
+    def _goes_on_without(self, item: Future) -> bool:
+        """Whether no wait ends because of this watched actor, which has ended."""
+        watched = self._vital.pop(item, None)
+        if watched is None:
+            return True
+        error = item.exception()
+        if watched.goes_on is not None and error is not None:
+            own = _own_error(error, owner=watched.name)
+            if isinstance(own, Exception) and watched.goes_on(own):
+                return True
+        self._vital[item] = watched
+        return False
 
     def _check(self, item: Future, *, owner: str) -> None:
         error = item.exception()
         if error is not None:
-            _raise_own(error, owner=owner)
+            own = _own_error(error, owner=owner)
+            raise own from (error if own is not error else error.__cause__)
         if item in self._vital:
             raise WorkerDiedError(f"{owner} ended although nobody asked it to")
 
@@ -151,13 +186,13 @@ async def _cancel_all() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _raise_own(error: BaseException, *, owner: str) -> None:
-    """Raise what an actor raised as itself where it is ours, so that a user's mistake prints as one sentence; `owner` names the actor."""
+def _own_error(error: BaseException, *, owner: str) -> BaseException:
+    """What an actor raised as itself where it is ours, so that a user's mistake prints as one sentence; `owner` names the actor."""
     if isinstance(error, RayActorError):
-        raise WorkerDiedError(f"{owner} died: its process {_exit_of(error)}") from error
+        return WorkerDiedError(f"{owner} died: its process {_exit_of(error)}")
     if isinstance(error, RayTaskError) and isinstance(error.cause, MegatronRLError):
-        raise error.cause from error
-    raise error
+        return error.cause
+    return error
 
 
 def _is_user_error(error: BaseException | None) -> bool:

@@ -317,8 +317,7 @@ def test_a_resume_with_less_staleness_makes_what_is_too_old_anew(make_settings: 
                 batch, values = await step_of(manager, engine, step)
                 assert_young(batch, step=step, max_staleness=max_staleness)
                 metrics.append(values)
-            # Until what was admitted is made.
-            for _ in range(1000):
+            for _ in range(1000):  # until what was admitted is made
                 await asyncio.sleep(0)
             return manager.prompts.source.state(), metrics
 
@@ -476,9 +475,7 @@ def test_samples_that_share_a_seed_stop_the_run(make_settings: Callable[..., Set
         async with opened(settings, tmp_path / "buffer.sqlite") as manager:
             await step_of(manager, engine, 0)
 
-    with pytest.raises(
-        UserError, match=r"step 1: in 16 of the last 16 groups all samples are the same tokens.* rollout\.function single_turn"
-    ):
+    with pytest.raises(UserError, match=r"step 1: in 16 of the last 16 groups all samples are the same.* rollout\.function single_turn"):
         asyncio.run(run())
 
 

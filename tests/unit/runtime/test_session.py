@@ -3,18 +3,21 @@
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_rl.config.load import load_settings
+from megatron_rl.errors import EngineError
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.rollout import manager as manager_module
-from megatron_rl.runtime.session import StartReport, _columns, _open_manager
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.runtime.session import StartReport, _columns, _join, _open_manager
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.types import Prompt
 
@@ -62,6 +65,42 @@ def test_a_start_says_which_rows_lack_a_label_before_it_starts_anything(
     before = stream.getvalue().partition("start: ")[0]
     assert f"note: 2 of 4 rows have not the field 'label', the first is {tmp_path}/train.jsonl:2" in before
     assert f"note: no row of {tmp_path}/held_out.jsonl has the field 'label'" in before
+
+
+class Engines:
+    """A group of two servers that have started; `goes_on` is what was to be asked when one dies."""
+
+    def __init__(self) -> None:
+        self.addresses = [EngineAddress(f"url-{number}", "key", 32, 64, 64, has_tokenizer=False) for number in range(2)]
+        self.goes_on: Callable[[EngineAddress, Exception], bool]
+
+    def finish_start(self, starting: list[Any]) -> list[EngineAddress]:
+        return self.addresses
+
+    def watch(self, addresses: Sequence[EngineAddress], *, goes_on: Callable[[EngineAddress, Exception], bool]) -> None:
+        assert addresses == self.addresses
+        self.goes_on = goes_on
+
+
+def test_a_run_goes_on_without_an_engine_that_dies_but_not_without_the_last(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
+    settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"])
+    stream, engines = io.StringIO(), Engines()
+    with ExitStack() as stack:
+        watchdog, start = stack.enter_context(Watchdog()), StartReport(RunConsole(1, stream=stream), PhaseTimer())
+        manager = _open_manager(settings, stack, watchdog, start, buffer=tmp_path / "buffer.sqlite")
+        _join(manager, engines, [], watchdog, start)  # type: ignore[arg-type]
+        assert [client.address for client in manager.clients] == engines.addresses
+        assert engines.goes_on(engines.addresses[0], EngineError("killed by signal 9"))
+        assert [client.address for client in manager.clients] == engines.addresses[1:]
+        assert "note: the run goes on with 1 of 2 engines, because one ended: killed by signal 9" in stream.getvalue()
+        printed = stream.getvalue()
+        assert not engines.goes_on(engines.addresses[1], EngineError("killed, too"))
+        assert [client.address for client in manager.clients] == engines.addresses[1:]
+        assert stream.getvalue() == printed
 
 
 def test_every_part_is_named_while_it_is_waited_for_and_measured() -> None:

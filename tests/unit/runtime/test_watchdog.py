@@ -132,6 +132,44 @@ def test_a_mistake_of_the_user_is_told_without_looking_for_a_death(watchdog: Wat
         watchdog.wait(mistaken(), name="rollout", owner="the engines", timeout_s=30)
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_death_ends_the_wait_unless_the_run_goes_on_without_the_actor(watchdog: Watchdog, goes_on: bool) -> None:
+    """What is asked may itself wait, and is asked once."""
+    asked: list[str] = []
+
+    def go_on(error: Exception) -> bool:
+        asked.append(f"{type(error).__name__}: {error}")
+        return bool(watchdog.wait(answer(goes_on), name="leaving", owner="the engines", timeout_s=5))
+
+    vital: Future = Future()
+    watchdog.watch("engine 0", vital, goes_on=go_on)
+    vital.set_exception(EngineError("boom"))
+    work: Future = Future()
+    threading.Timer(0.1, work.set_result, [7]).start()
+    if goes_on:
+        assert watchdog.wait([work], name="rollout", owner="part", timeout_s=30) == [7]
+        assert watchdog.wait(answer(4), name="rollout", owner="part", timeout_s=30) == 4
+    else:
+        with pytest.raises(EngineError, match="boom"):
+            watchdog.wait([work], name="rollout", owner="part", timeout_s=30)
+    assert asked == ["EngineError: boom"]
+
+
+def test_work_that_a_death_has_failed_ends_with_that_death_whoever_could_go_on(watchdog: Watchdog) -> None:
+    vital, refused = Future(), Future()
+    watchdog.watch("engine 0", vital, goes_on=lambda error: True)
+    refused.set_exception(EngineError("the engine cannot be reached for /pause_generation"))
+    threading.Timer(0.1, vital.set_exception, [EngineError("engine died (killed by signal 9)")]).start()
+    with pytest.raises(EngineError, match="killed by signal 9"):
+        watchdog.wait([refused], name="weight sync", owner="engine", timeout_s=30)
+
+
+def test_nobody_is_asked_about_an_actor_that_ends_quietly(watchdog: Watchdog) -> None:
+    watchdog.watch("engine 0", finished(None), goes_on=lambda error: True)
+    with pytest.raises(WorkerDiedError, match="engine 0 ended although nobody asked it to"):
+        watchdog.wait([Future()], name="rollout", owner="part", timeout_s=30)
+
+
 def test_a_watched_actor_that_ends_quietly_is_an_error_too(watchdog: Watchdog) -> None:
     watchdog.watch("Megatron rank 3", finished(None))
     with pytest.raises(WorkerDiedError, match="Megatron rank 3 ended"):
