@@ -55,11 +55,11 @@ class EnginePool:
       a weight sync does for the members that it has reached, and
     - has not failed since the last `readmit`.
 
-    Until there is a first engine that can be used, requests wait. Lives on one event loop.
+    A request waits as long as none can be used because none was ever admitted; once the last one failed or left it raises why. Lives on
+    one event loop.
     """
 
     def __init__(self, clients: Sequence[EngineClient] = (), *, max_requests: int) -> None:
-        self._address = clients[0].address if clients else None
         self.membership = Membership(epoch=0, members=tuple(clients))
         self._max_requests = max_requests
         self._admitted = set(clients)
@@ -69,22 +69,22 @@ class EnginePool:
         self._running: Counter[EngineClient] = Counter()
         self._waiting: list[_Waiter] = []
         self._arrivals = itertools.count()
-        # Of the engine that failed or left last.
         self._failure: Exception | None = None
+        self._address = clients[0].address if clients else None
 
     # Membership
 
     @property
     def address(self) -> EngineAddress:
-        """That of the first engine. All serve one model, so its vocabulary and context hold for each."""
-        assert self._address is not None, "an engine joins before anything can be known of it"
+        """The address of an engine, which may have left; what it says of the model holds for all of them, as they serve the same."""
+        assert self._address is not None, "no engine has joined yet"
         return self._address
 
     def join(self, client: EngineClient) -> None:
         """Make an open client a member. It gets requests after the next weight sync, before which its weights may be any."""
         assert client not in self.membership.members, f"the engine at {client.address.url} is a member already"
         self._departures.pop(client, None)
-        self._address = self._address or client.address
+        self._address = client.address
         self._set_members((*self.membership.members, client))
 
     def leave(self, client: EngineClient, error: Exception) -> None:
@@ -198,12 +198,13 @@ class EnginePool:
     def _fill(self) -> None:
         """Give free slots to those who wait, in order."""
         candidates, patient = list(self._usable), []
-        while self._waiting and (candidates or (self._failure is not None and not self._usable)):
+        failure = self._failure if not self._usable else None
+        while self._waiting and (candidates or failure is not None):
             waiter = heapq.heappop(self._waiting)
             if waiter.slot.done():
                 continue
-            if self._failure is not None and not self._usable:
-                waiter.slot.set_exception(self._failure)
+            if failure is not None:
+                waiter.slot.set_exception(failure)
                 continue
             wanted = [waiter.preferred] if waiter.preferred in self._usable else candidates
             free = [client for client in wanted if client in candidates and self._has_room(client, waiter.num_slots)]

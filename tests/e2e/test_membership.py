@@ -13,17 +13,21 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.errors import EngineError
 from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.plugins import load
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import Engine, EngineAddress, free_port
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.rollout.generator import PoolGenerator
+from megatron_rl.rollout.groups import GroupMaker
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Prompt
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender, WeightTransport
 from megatron_rl.weights.manifest import make_manifest
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
+from tests.contract.two_turns import TOOL_IDS
 
 PROBE = np.array([9, 9, 9, 2])
 
@@ -134,6 +138,19 @@ def test_engines_join_and_leave_between_syncs_and_during_requests(engines: list[
             assert await ask(4) == [1] and await clients[1].weight_version() == 0
             await publish(2)
             assert await ask(4) == [2]
+
+            # A rollout of two turns is trained on what both engines made, whatever each did.
+            maker = GroupMaker(
+                pool=pool,
+                sampling=Sampling(max_tokens=8),
+                num_samples=3,
+                tokenizer=NumberTokenizer(),
+                score=None,
+                rollout=load("tests.contract.two_turns:rollout", kind="rollout"),
+            )
+            groups = await asyncio.gather(*(maker.make(Prompt(id=f"{number}", token_ids=PROBE, text="")) for number in range(4)))
+            for sample in (sample for group in groups for sample in group.samples):
+                assert sample.weight_versions[sample.loss_mask].tolist() == [2] * 8 and len(sample.response_ids) == 8 + len(TOOL_IDS)
 
             asking = asyncio.create_task(ask(400))
             await asyncio.sleep(1)

@@ -74,22 +74,6 @@ def run(test: Callable[[Requests, list[EngineClient]], Awaitable[None]], *, num_
     asyncio.run(work())
 
 
-def test_a_pool_that_starts_empty_keeps_requests_until_an_engine_can_be_used() -> None:
-    async def work() -> None:
-        (client,) = make_clients(1)
-        requests = Requests(EnginePool(max_requests=1))
-        await requests.start("early")
-        requests.pool.join(client)
-        await settle()
-        assert requests.got == {} and requests.pool.address is client.address
-        requests.pool.admit([client])
-        await settle()
-        assert requests.got == {"early": client}
-        await requests.end("early")
-
-    asyncio.run(work())
-
-
 def test_the_epoch_rises_with_every_engine_that_joins_or_leaves_and_with_nothing_else() -> None:
     async def work() -> None:
         first, second, third = make_clients(3)
@@ -120,6 +104,20 @@ def test_an_engine_that_joined_gets_requests_once_it_is_admitted() -> None:
         assert requests.got["c"] is late
 
     run(test, num_engines=1)
+
+
+def test_a_pool_without_engines_lets_requests_wait_for_the_first_that_is_admitted() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        (first,) = make_clients(1)
+        await requests.start("a")
+        requests.pool.join(first)
+        await settle()
+        assert requests.pool.address is first.address and "a" not in requests.got
+        requests.pool.admit([first])
+        await settle()
+        assert requests.got["a"] is first
+
+    run(test, num_engines=0)
 
 
 def test_an_engine_that_leaves_before_it_is_admitted_stays_away() -> None:
@@ -170,7 +168,8 @@ def test_a_retired_engine_is_a_member_that_rests_until_it_is_readmitted() -> Non
         requests.pool.readmit()
         await requests.start("d")
         assert requests.got["d"] is clients[0]
-        # What it failed at before it left is no news of it when it comes back.
+        # What it failed at before it left says nothing of it when it comes back.
+        requests.pool.retire(clients[0], EngineError("slow"))
         requests.pool.leave(clients[0], EngineError("gone"))
         requests.pool.retire(clients[0], EngineError("late"))
         requests.pool.join(clients[0])

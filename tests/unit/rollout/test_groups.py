@@ -105,7 +105,7 @@ def test_a_group_larger_than_the_limit_still_runs() -> None:
     assert client.most_running == 2
 
 
-def test_scoring_does_not_hold_a_place_and_its_outcome_is_in_the_group() -> None:
+def test_scoring_does_not_hold_a_slot_and_its_outcome_is_in_the_group() -> None:
     async def work() -> list[Group]:
         generated = asyncio.Event()
         client = FakeClient()
@@ -192,7 +192,7 @@ def test_an_evaluation_goes_before_what_is_made_for_training_and_keeps_to_the_sa
     assert client.most_running == 4
 
 
-def test_a_place_that_is_given_up_goes_to_the_next() -> None:
+def test_a_slot_that_is_given_up_goes_to_the_next() -> None:
     client = FakeClient(delay_s=0.01)
 
     async def work() -> None:

@@ -317,7 +317,7 @@ def test_a_resume_with_less_staleness_makes_what_is_too_old_anew(make_settings: 
                 batch, values = await step_of(manager, engine, step)
                 assert_young(batch, step=step, max_staleness=max_staleness)
                 metrics.append(values)
-            for _ in range(1000):  # until what was admitted is made
+            while manager._production._tasks:
                 await asyncio.sleep(0)
             return manager.prompts.source.state(), metrics
 
