@@ -11,7 +11,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.group_filter import load_filter
-from megatron_rl.types import Group
+from megatron_rl.types import Group, trajectories
 
 NO_SIGNAL = "no signal (objective.zero_variance)"
 NO_REWARD = "no sample has a reward"
@@ -57,21 +57,22 @@ def check_versions(groups: Sequence[Group], *, step: int, oldest_version: int, r
 
 
 def has_signal(group: Group, advantage: AdvantageSettings) -> bool:
-    """Whether the scored samples teach anything under this estimator, see `without_signal`; True where training will refuse them."""
-    samples = [(sample, sample.reward) for sample in group.samples if sample.reward is not None and sample.reward.value is not None]
-    if not samples:
+    """Whether the scored trajectories teach anything under this estimator, see `without_signal`; True where training will refuse them."""
+    rewarded = [(attempt, attempt[-1].reward) for attempt in trajectories(group.samples)]
+    scored = [(attempt, reward) for attempt, reward in rewarded if reward is not None and reward.value is not None]
+    if not scored:
         return False
-    rewards = np.array([reward.value for _, reward in samples], np.float64)
+    rewards = np.array([reward.value for _, reward in scored], np.float64)
     baselines = None
     if advantage.estimator == "gdpo":
-        names = sorted({name for _, reward in samples for name in reward.components})
-        rewards = np.array([[reward.components.get(name, np.nan) for name in names] for _, reward in samples])
+        names = sorted({name for _, reward in scored for name in reward.components})
+        rewards = np.array([[reward.components.get(name, np.nan) for name in names] for _, reward in scored])
         weights = advantage.reward_weights
         if not names or not np.isfinite(rewards).all() or (weights is not None and len(weights) != len(names)):
             return True
     if advantage.estimator == "remax":
-        baselines = torch.tensor([reward.components[GREEDY_BASELINE] for _, reward in samples], dtype=torch.float64)
-    lengths = torch.tensor([int(sample.loss_mask.sum()) for sample, _ in samples])
-    one_group = torch.zeros(len(samples), dtype=torch.int64)
+        baselines = torch.tensor([reward.components[GREEDY_BASELINE] for _, reward in scored], dtype=torch.float64)
+    lengths = torch.tensor([sum(int(sample.loss_mask.sum()) for sample in attempt) for attempt, _ in scored])
+    one_group = torch.zeros(len(scored), dtype=torch.int64)
     found = without_signal(advantage, rewards=torch.from_numpy(rewards), group_ids=one_group, lengths=lengths, baselines=baselines)
     return not bool(found.all())

@@ -35,7 +35,7 @@ from megatron_rl.rollout.groups import GroupMaker, load_rollout, make_groups
 from megatron_rl.rollout.identical_groups import IdenticalGroups
 from megatron_rl.rollout.production import Admission, Production
 from megatron_rl.rollout.sampling import make_sampling
-from megatron_rl.types import Group, Prompt, Sample, TrainBatch
+from megatron_rl.types import Group, Prompt, Sample, TrainBatch, last_samples
 
 MAX_RESAMPLING_ROUNDS = 10
 
@@ -217,7 +217,7 @@ class RolloutManager:
         groups = self._buffer.take_done(count, step=step + 1, rejection=rejection)
         check_versions(groups, step=step, oldest_version=oldest, rollout=self._rollout_name)
         self._check_independence(groups, step=step)
-        rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
+        rewards = [sample.reward for group in groups for sample in last_samples(group.samples) if sample.reward is not None]
         self._rewards.note_failures(rewards, step=step + 1)
         check_error_rate(rewards, max_error_rate=self._settings.reward.max_error_rate)
         return groups, reasons, renewed

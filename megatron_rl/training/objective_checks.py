@@ -10,7 +10,7 @@ from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.errors import UserError
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.training.expert_load import check_record
-from megatron_rl.types import Doubles, TrainBatch
+from megatron_rl.types import Doubles, Ints, TrainBatch
 
 _OWN = ("old_log_probs", "ref_log_probs", "values", "advantages")
 _MORE_THAN_REWARDS = {"ppo": "a critic's returns", "remax": "the rewards of greedy responses", "gdpo": "components of the rewards"}
@@ -59,8 +59,11 @@ def check_fits(batch: TrainBatch, spec: ModelSpec) -> None:
     check_record(batch, spec)
 
 
-def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles) -> None:
-    """Raise UserError when `objective` would not use what `batch` brings, or lacks what it needs. `rewards` [B] are the whole batch's."""
+def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles, trajectory_ids: Ints) -> None:
+    """Raise UserError when `objective` would not use what `batch` brings, or lacks what it needs.
+
+    `rewards` and `trajectory_ids` [B] are the whole batch's.
+    """
     given = [name for name in _OWN if getattr(batch, name) is not None]
     if not objective.trains_by_rewards:
         if given:
@@ -79,6 +82,23 @@ def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles) ->
         raise UserError(
             f"{int((~np.isfinite(rewards)).sum())} of {len(rewards)} sequences have no finite reward, and the batch has no advantages of "
             "its own; give TrainBatch rewards for all of them, or advantages"
+        )
+    if batch.advantages is None and len(np.unique(trajectory_ids)) < len(trajectory_ids):
+        _check_returns(objective)
+
+
+def _check_returns(objective: Objective) -> None:
+    """Returns run from token to token of one sequence: nothing carries them on to the trajectory's next one."""
+    settings = objective.advantage
+    cause = {
+        "ppo": "the returns and values of ppo",
+        "reinforce_plus_plus": "the returns of reinforce_plus_plus with gamma below 1 or a KL in the rewards",
+    }.get(settings.estimator)
+    if cause is not None and (settings.estimator == "ppo" or settings.gamma < 1 or objective.kl_reward_coef):
+        raise UserError(
+            f"objective.advantage.estimator {settings.estimator} got trajectories of several sequences, and {cause} end with each sequence "
+            "instead of the trajectory; choose an estimator that scores whole trajectories, such as grpo, or let the rollout return each "
+            "trajectory as one sample"
         )
 
 

@@ -243,7 +243,11 @@ async def rollout(**arguments):
         (["good", "--args", "weight=2"], 0, "ok      the same response gets the same reward again"),
         (["good", "--args", "weight=x"], 2, "BROKEN  .*called with its arguments: reward.args.weight is 'x', .* needs weight: float"),
         (["infinite"], 2, "BROKEN  any response gets a finite reward: .*plugins_of_user:infinite .* inf, needs a finite number"),
-        (["rollout", "--kind", "rollout"], 2, "BROKEN  one prompt becomes .* returned 0 samples for prompt contract, needs 1"),
+        (
+            ["rollout", "--kind", "rollout"],
+            2,
+            "BROKEN  one prompt becomes .* returned 0 samples of 0 trajectories for prompt contract, needs 1",
+        ),
     ],
 )
 def test_a_plugin_is_checked_with_a_line_for_each_promise(

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 
 # Lower tiers first. A room imports itself and rooms of lower tiers; `files` and `versions` are as basic as the records.
 TIERS = (
-    ("types", "errors", "files", "versions", "leftovers", "plugins"),
+    ("types", "frozen_arrays", "errors", "files", "versions", "leftovers", "plugins"),
     ("algorithms", "data", "rewards", "config", "observe"),
     ("device", "rendezvous", "models", "rollout", "training", "weights"),
     ("planning", "contracts"),
@@ -22,7 +22,7 @@ TIERS = (
 )
 # Within a tier rooms stand side by side, except for these uses.
 SIDEWAYS = {
-    "types": {"errors"},
+    "types": {"errors", "frozen_arrays"},
     "files": {"errors"},
     "plugins": {"errors"},
     "config": {"algorithms"},  # the objective is a section of the settings
@@ -37,7 +37,20 @@ SIDEWAYS = {
     "__main__": {"cli"},
 }
 # Rooms that can be used and tested without a GPU stack.
-LIGHT = ("types", "errors", "files", "versions", "leftovers", "plugins", "algorithms", "data", "rewards", "config", "observe")
+LIGHT = (
+    "types",
+    "frozen_arrays",
+    "errors",
+    "files",
+    "versions",
+    "leftovers",
+    "plugins",
+    "algorithms",
+    "data",
+    "rewards",
+    "config",
+    "observe",
+)
 HEAVY_PACKAGES = {"megatron", "sglang", "ray"}
 # Heavy packages of the other rooms: Ray places processes, and only the runtime knows.
 ALLOWED_HEAVY = {

@@ -1,5 +1,6 @@
 """Which groups teach something, by the estimator that reads their rewards, and which weights may have made what a step trains on."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,16 @@ FAILED = Reward(RewardOutcome.ERROR, message="boom")
 )
 def test_what_a_group_teaches_depends_on_the_estimator(advantage: dict[str, Any], rewards: list[Reward], expected: bool) -> None:
     assert has_signal(group_of(*rewards), AdvantageSettings(**advantage)) is expected
+
+
+def test_trajectories_are_compared_and_not_their_samples() -> None:
+    one, other = group_of(scored(1), scored(1)), group_of(scored(1), scored(1), scored(0))
+    alone = replace(one, samples=tuple(replace(sample, trajectory=0) for sample in one.samples))
+    assert not has_signal(alone, AdvantageSettings(estimator="reinforce_plus_plus_baseline"))
+    both = replace(other, samples=tuple(replace(sample, trajectory=index // 2) for index, sample in enumerate(other.samples)))
+    assert has_signal(both, AdvantageSettings()) and has_signal(both, AdvantageSettings(estimator="pass@k"))
+    # The best two are one trajectory: there is a second best.
+    assert not has_signal(other, AdvantageSettings(estimator="pass@k"))
 
 
 @pytest.mark.parametrize("versions", [[2, 2, 2], [1, 2, -1], [-1, -1, -1], [1, 1, 1]])

@@ -234,16 +234,19 @@ def test_every_staleness_trains_on_the_groups_of_the_synchronous_run(
     assert mixed > 0, "some responses go on across a weight sync"
 
 
-@pytest.mark.parametrize("max_staleness", (0, 1))
+@pytest.mark.parametrize("override", ("rollout.max_staleness=0", "rollout.max_staleness=1", "rollout.function=cut_history:rollout"))
 def test_rewards_that_keep_failing_end_the_step_with_the_first_traceback(
-    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, max_staleness: int
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, override: str
 ) -> None:
+    """A trajectory of two samples is one call."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "contract")
+
     async def fail(self: Rewards, sample: Sample) -> Reward:
         return Reward(RewardOutcome.ERROR, message="Traceback: the grader is broken")
 
     async def run() -> None:
         Client.engine = engine = Engine(seed=0)
-        async with opened(make_settings(f"rollout.max_staleness={max_staleness}"), tmp_path / "failing.sqlite") as manager:
+        async with opened(make_settings(override), tmp_path / "failing.sqlite") as manager:
             await step_of(manager, engine, 0)
 
     monkeypatch.setattr(Rewards, "score", fail)
@@ -432,17 +435,12 @@ def keep(*, group, digit: int):
 """
 
 
-@pytest.fixture
-def filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "filters_of_user.py").write_text(FILTERS)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.mark.usefixtures("filters")
 @pytest.mark.parametrize("zero_variance", ["keep", "resample"])
 def test_a_group_that_the_filter_leaves_out_is_noted_counted_and_replaced_where_groups_are_resampled(
-    make_settings: Callable[..., Settings], tmp_path: Path, zero_variance: str
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zero_variance: str
 ) -> None:
+    (tmp_path / "filters_of_user.py").write_text(FILTERS)
+    monkeypatch.syspath_prepend(tmp_path)
     words = (f"objective.zero_variance={zero_variance}", "rollout.filter={function: filters_of_user:keep, args: {digit: 1}}")
 
     async def run() -> list[tuple[TrainBatch, dict[str, float]]]:
