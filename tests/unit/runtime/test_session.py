@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.load import load_settings
+from megatron_rl.data.buffer import Buffer
 from megatron_rl.errors import EngineError
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.timing import PhaseTimer
@@ -101,6 +102,22 @@ def test_a_run_goes_on_without_an_engine_that_dies_but_not_without_the_last(
         assert not engines.goes_on(engines.addresses[1], EngineError("killed, too"))
         assert [client.address for client in manager.clients] == engines.addresses[1:]
         assert stream.getvalue() == printed
+
+
+def test_a_checkpoint_gets_a_position_that_the_buffer_on_disk_knows(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[Buffer] = []
+    monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
+    monkeypatch.setattr(Buffer, "flush", lambda buffer: flushed.append(buffer))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
+    settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"])
+    with ExitStack() as stack:
+        watchdog, start = stack.enter_context(Watchdog()), StartReport(RunConsole(1, stream=io.StringIO()), PhaseTimer())
+        manager = _open_manager(settings, stack, watchdog, start, buffer=tmp_path / "buffer.sqlite")
+        assert not flushed
+        position = watchdog.wait(manager.position(), name="position", owner="the buffer", timeout_s=10)
+        assert len(flushed) == 1 and position == manager.prompts.source.state()
 
 
 def test_every_part_is_named_while_it_is_waited_for_and_measured() -> None:

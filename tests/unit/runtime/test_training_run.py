@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.load import dump_settings, load_settings
-from megatron_rl.errors import EngineError, UserError
+from megatron_rl.errors import EngineError, ParityError, UserError
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.observe.report import report_run
@@ -305,6 +305,31 @@ class Devices:
     def take(self, turn: Turn) -> None:
         self.calls.append(("turn", turn.name))
         self.turn = turn
+
+
+def test_a_run_measures_how_long_engines_were_busy_and_how_much_of_that_the_training_hid(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(self: Ranks, batch: str, *, step: int) -> list[dict[str, Metric]]:
+        Manager.busy_s += 3600.0 if step == 0 else 0.0
+        return []
+
+    monkeypatch.setattr(Manager, "busy_s", 5.0)
+    monkeypatch.setattr(Ranks, "train", train)
+    train_loop(make_run("run.num_steps=2", "run.save_interval=0"), first_step=0)
+    rows = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert [rows[step]["time/rollout"] for step in (0, 1, 2)] == [5.0, 3600.0, 0.0]
+    assert [rows[step]["rollout/overlap_fraction"] for step in (1, 2)] == [1.0, 0.0]
+
+
+def test_the_parity_that_is_needed_is_the_one_that_was_set(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def log_probs(self: Ranks, batch: TrainBatch, *, temperature: float) -> Floats:
+        return np.full(len(batch.tokens), 1e-3, np.float32)
+
+    monkeypatch.setattr(Ranks, "log_probs", log_probs)
+    with pytest.raises(ParityError, match="needs a mean of at most 1e-04"):
+        make_run().begin(step=0)
+    make_run("weights.parity_threshold=2e-3").begin(step=0)
 
 
 def test_shared_devices_are_taken_before_who_needs_them(make_run: MakeRun, calls: Calls) -> None:
