@@ -4,12 +4,12 @@ Legend: L mixture layers, K experts of a token.
 """
 
 import itertools
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-Experts = NDArray[np.uint8] | NDArray[np.uint16]
-"""Numbers of experts [tokens, L mixture layers, K experts of a token], in the smallest type that the producer could choose."""
+Array = TypeVar("Array", bound=NDArray[Any])
 
 
 def freeze(owner: object, name: str, dtype: type[np.generic]) -> None:
@@ -32,7 +32,7 @@ def freeze_table(owner: object, name: str, *, num_rows: int, num_columns: int) -
     object.__setattr__(owner, name, array)
 
 
-def read_only(array: Experts) -> Experts:
+def read_only(array: Array) -> Array:
     """`array`, which nobody else holds, so that it need not be copied when it is put into a record."""
     array.setflags(write=False)
     return array
@@ -50,7 +50,7 @@ def freeze_experts(owner: object, name: str) -> None:
     object.__setattr__(owner, name, array)
 
 
-def check_distinct(owner: object, experts: Experts) -> None:
+def check_distinct(owner: object, experts: NDArray[Any]) -> None:
     """Raise ValueError where `experts` [tokens, L, K] name one expert twice."""
     _, num_layers, top_k = experts.shape
     # Pairs of whole columns, so that nothing has to be sorted.

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_rl.frozen_arrays import Experts as Experts
 from megatron_rl.frozen_arrays import check_distinct, check_lengths, freeze, freeze_experts, freeze_table, read_only
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Experts = NDArray[np.uint8] | NDArray[np.uint16]
+"""Numbers of experts [tokens, L mixture layers, K experts of a token], in the smallest type that the producer could choose."""
 _OPTIONAL_FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
 """Fields [T] of a TrainBatch that may be None."""
 
