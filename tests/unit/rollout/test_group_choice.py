@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithms.objective import AdvantageSettings
+from megatron_rl.config.load import load_settings
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.group_choice import check_versions, has_signal
+from megatron_rl.rollout.group_choice import NO_REWARD, NO_SIGNAL, GroupChoice, check_versions, has_signal
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 
@@ -91,3 +92,14 @@ def made_by(versions: list[int]) -> Group:
     made = [version >= 0 for version in versions]
     arrays = {"response_ids": np.ones(3), "loss_mask": made, "rollout_log_probs": np.full(3, -1.0), "weight_versions": versions}
     return Group("p", prompt, (Sample(group_id="p", index=0, prompt=prompt, stop_reason=StopReason.STOP, **arrays),))
+
+
+@pytest.mark.parametrize("zero_variance", ["keep", "mask", "drop", "resample"])
+def test_a_group_without_rewards_is_what_was_generated_where_nothing_is_dropped(zero_variance: str) -> None:
+    paths = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
+    choice = GroupChoice(load_settings(None, [*paths, f"objective.zero_variance={zero_variance}"]))
+    drops = zero_variance in ("drop", "resample")
+    failed, constant, different = group_of(FAILED, FAILED), group_of(scored(1), scored(1)), group_of(scored(1), scored(0))
+    assert choice.rejection(failed) == NO_REWARD and choice.keeps(NO_REWARD) is not drops
+    assert choice.rejection(constant) == (NO_SIGNAL if drops else None) and not choice.keeps(NO_SIGNAL)
+    assert choice.rejection(different) is None and choice.keeps(None)
