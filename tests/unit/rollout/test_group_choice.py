@@ -94,7 +94,7 @@ def made_by(versions: list[int]) -> Group:
     return Group("p", prompt, (Sample(group_id="p", index=0, prompt=prompt, stop_reason=StopReason.STOP, **arrays),))
 
 
-@pytest.mark.parametrize("zero_variance", ["keep", "mask", "drop", "resample"])
+@pytest.mark.parametrize("zero_variance", ["keep", "mask_kl", "drop", "resample"])
 def test_a_group_without_rewards_is_what_was_generated_where_nothing_is_dropped(zero_variance: str) -> None:
     paths = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
     choice = GroupChoice(load_settings(None, [*paths, f"objective.zero_variance={zero_variance}"]))
