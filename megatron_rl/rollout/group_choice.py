@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megatron_rl.algorithms.arguments import GDPOArguments
 from megatron_rl.algorithms.objective import AdvantageSettings
 from megatron_rl.algorithms.token_advantage import without_signal
 from megatron_rl.config.settings import Settings
@@ -67,7 +68,7 @@ def has_signal(group: Group, advantage: AdvantageSettings) -> bool:
     if advantage.estimator == "gdpo":
         names = sorted({name for _, reward in scored for name in reward.components})
         rewards = np.array([[reward.components.get(name, np.nan) for name in names] for _, reward in scored])
-        weights = advantage.reward_weights
+        weights = advantage.arguments(GDPOArguments).reward_weights
         if not names or not np.isfinite(rewards).all() or (weights is not None and len(weights) != len(names)):
             return True
     if advantage.estimator == "remax":

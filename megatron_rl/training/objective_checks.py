@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.algorithms.arguments import DiscountedArguments, PPOArguments
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.errors import UserError
@@ -43,7 +44,7 @@ def teacher_path(objective: Objective, model: ModelSettings) -> Path:
     """The directory of the teacher that `objective` distils. Raises UserError when `model` names none."""
     if model.teacher is None:
         raise UserError(
-            f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nobody to "
+            f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nothing to "
             "learn from; set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
         )
     return model.teacher
@@ -94,7 +95,9 @@ def _check_returns(objective: Objective) -> None:
         "ppo": "the returns and values of ppo",
         "reinforce_plus_plus": "the returns of reinforce_plus_plus with gamma below 1 or a KL in the rewards",
     }.get(settings.estimator)
-    if cause is not None and (settings.estimator == "ppo" or settings.gamma < 1 or objective.kl_reward_coef):
+    if cause is None:
+        return
+    if settings.estimator == "ppo" or settings.arguments(DiscountedArguments).gamma < 1 or objective.kl_reward_coef:
         raise UserError(
             f"objective.advantage.estimator {settings.estimator} got trajectories of several sequences, and {cause} end with each sequence "
             "instead of the trajectory; choose an estimator that scores whole trajectories, such as grpo, or let the rollout return each "
@@ -106,10 +109,10 @@ def _check_values(objective: Objective) -> None:
     estimator = objective.advantage.estimator
     if estimator != "ppo":
         raise UserError(f"TrainBatch.values has no effect with objective.advantage.estimator {estimator}; leave it out, or choose ppo")
-    if objective.advantage.bootstrap_truncated:
+    if objective.advantage.arguments(PPOArguments).bootstrap_truncated:
         raise UserError(
-            "objective.advantage.bootstrap_truncated needs the value behind a truncated response, which TrainBatch.values does not have; "
-            "leave values out, so that the critic is asked, or set bootstrap_truncated to false"
+            "objective.advantage.args.bootstrap_truncated needs the value behind a truncated response, which TrainBatch.values does not "
+            "have; leave values out, so that the critic is asked, or set bootstrap_truncated to false"
         )
 
 

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 
 # Lower tiers first. A room imports itself and rooms of lower tiers; `files` and `versions` are as basic as the records.
 TIERS = (
-    ("types", "frozen_arrays", "errors", "files", "versions", "leftovers", "plugins"),
+    ("types", "frozen_arrays", "errors", "files", "versions", "leftovers", "plugins", "typed_arguments"),
     ("algorithms", "data", "rewards", "config", "observe"),
     ("device", "rendezvous", "models", "rollout", "training", "weights"),
     ("planning", "contracts"),
@@ -24,7 +24,8 @@ TIERS = (
 SIDEWAYS = {
     "types": {"errors", "frozen_arrays"},
     "files": {"errors"},
-    "plugins": {"errors"},
+    "plugins": {"errors", "typed_arguments"},
+    "typed_arguments": {"errors"},
     "config": {"algorithms"},  # the objective is a section of the settings
     "data": {"config"},
     "rewards": {"config"},
@@ -45,6 +46,7 @@ LIGHT = (
     "versions",
     "leftovers",
     "plugins",
+    "typed_arguments",
     "algorithms",
     "data",
     "rewards",
