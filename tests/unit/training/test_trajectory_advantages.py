@@ -2,11 +2,13 @@
 
 import dataclasses
 import statistics
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_rl.algorithms.arguments import ESTIMATOR_ARGUMENTS
 from megatron_rl.algorithms.objective import AdvantageSettings, Objective
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.data.packing import make_shards
@@ -107,7 +109,10 @@ def test_baselines_count_each_trajectory_once(estimator: str) -> None:
     names, part = columns.get(estimator, ((), lambda _: ()))
     batch = make_batch(component_names=names, reward_components=np.array([part(owner) for owner in TRAJECTORIES]))
     weights = (2.0, 0.5) if estimator == "gdpo" else None
-    objective = Objective(advantage=AdvantageSettings(estimator=estimator, std_epsilon=1e-12, reward_weights=weights))
+    known = {field.name for field in fields(ESTIMATOR_ARGUMENTS[estimator])}
+    given = {"std_epsilon": 1e-12, "reward_weights": None if weights is None else list(weights)}
+    args = {name: value for name, value in given.items() if name in known and value is not None}
+    objective = Objective(advantage=AdvantageSettings(estimator=estimator, args=args))
     got = by_trajectory(batch, objective)
     assert got == {owner: pytest.approx(value, rel=1e-6, abs=1e-7) for owner, value in EXPECTED[estimator].items()}
 
@@ -190,10 +195,13 @@ def test_with_one_sequence_each_everything_is_what_it_is_without_ids() -> None:
     ("objective", "refused"),
     [
         (Objective(advantage=AdvantageSettings(estimator="ppo")), "estimator ppo got trajectories of several sequences"),
-        (Objective(advantage=AdvantageSettings(estimator="reinforce_plus_plus", gamma=0.9)), "end with each sequence instead of the"),
+        (
+            Objective(advantage=AdvantageSettings(estimator="reinforce_plus_plus", args={"gamma": 0.9})),
+            "end with each sequence instead of the",
+        ),
         (Objective(kl_reward_coef=0.1, advantage=AdvantageSettings(estimator="reinforce_plus_plus")), "reinforce_plus_plus got trajector"),
         (Objective(advantage=AdvantageSettings(estimator="reinforce_plus_plus")), None),
-        (Objective(kl_reward_coef=0.1, advantage=AdvantageSettings(estimator="reinforce_plus_plus_baseline", gamma=0.9)), None),
+        (Objective(kl_reward_coef=0.1, advantage=AdvantageSettings(estimator="reinforce_plus_plus_baseline")), None),
         (Objective(), None),
         (Objective(policy_loss="sft"), None),
     ],
