@@ -90,16 +90,15 @@ def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles, tr
 
 def _check_returns(objective: Objective) -> None:
     """Returns run from token to token of one sequence: nothing carries them on to the trajectory's next one."""
-    settings = objective.advantage
-    cause = {
-        "ppo": "the returns and values of ppo",
-        "reinforce_plus_plus": "the returns of reinforce_plus_plus with gamma below 1 or a KL in the rewards",
-    }.get(settings.estimator)
-    if cause is None:
-        return
-    if settings.estimator == "ppo" or settings.arguments(DiscountedArguments).gamma < 1 or objective.kl_reward_coef:
+    estimator = objective.advantage.estimator
+    cause = None
+    if estimator == "ppo":
+        cause = "the returns and values of ppo"
+    elif estimator == "reinforce_plus_plus" and (objective.kl_reward_coef or objective.advantage.arguments(DiscountedArguments).gamma < 1):
+        cause = "the returns of reinforce_plus_plus with gamma below 1 or a KL in the rewards"
+    if cause is not None:
         raise UserError(
-            f"objective.advantage.estimator {settings.estimator} got trajectories of several sequences, and {cause} end with each sequence "
+            f"objective.advantage.estimator {estimator} got trajectories of several sequences, and {cause} end with each sequence "
             "instead of the trajectory; choose an estimator that scores whole trajectories, such as grpo, or let the rollout return each "
             "trajectory as one sample"
         )

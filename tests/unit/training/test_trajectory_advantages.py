@@ -2,13 +2,11 @@
 
 import dataclasses
 import statistics
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.arguments import ESTIMATOR_ARGUMENTS
 from megatron_rl.algorithms.objective import AdvantageSettings, Objective
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.data.packing import make_shards
@@ -108,11 +106,8 @@ def test_baselines_count_each_trajectory_once(estimator: str) -> None:
     columns = {"remax": ((GREEDY_BASELINE,), lambda o: (GREEDY[GROUPS[o]],)), "gdpo": (("first", "second"), PARTS.__getitem__)}
     names, part = columns.get(estimator, ((), lambda _: ()))
     batch = make_batch(component_names=names, reward_components=np.array([part(owner) for owner in TRAJECTORIES]))
-    weights = (2.0, 0.5) if estimator == "gdpo" else None
-    known = {field.name for field in fields(ESTIMATOR_ARGUMENTS[estimator])}
-    given = {"std_epsilon": 1e-12, "reward_weights": None if weights is None else list(weights)}
-    args = {name: value for name, value in given.items() if name in known and value is not None}
-    objective = Objective(advantage=AdvantageSettings(estimator=estimator, args=args))
+    args = {name: {"std_epsilon": 1e-12} for name in ("grpo", "pass@k")} | {"gdpo": {"std_epsilon": 1e-12, "reward_weights": [2.0, 0.5]}}
+    objective = Objective(advantage=AdvantageSettings(estimator=estimator, args=args.get(estimator, {})))
     got = by_trajectory(batch, objective)
     assert got == {owner: pytest.approx(value, rel=1e-6, abs=1e-7) for owner, value in EXPECTED[estimator].items()}
 
