@@ -93,6 +93,49 @@ def test_errors_and_timeouts_are_outcomes_of_their_own_and_the_others_are_scored
     assert "None of type NoneType, needs a number" in messages[5]
 
 
+@pytest.fixture
+def task_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the number of calls of every task that a worker is given."""
+    real, sizes = ProcessPool.schedule, list[int]()
+
+    def schedule(pool: ProcessPool, function: Any, **options: Any) -> Any:
+        sizes.append(len(options["kwargs"]["samples"]))
+        return real(pool, function, **options)
+
+    monkeypatch.setattr(ProcessPool, "schedule", schedule)
+    return sizes
+
+
+def test_quick_calls_go_to_a_worker_together_and_keep_their_order(task_sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.rewards.runner.TASK_S", 60.0)
+    with make_runner("exact") as runner:
+        score_all(runner, [make_sample("4")] * 2)
+        assert task_sizes == [1, 1], "nothing is known of the first calls"
+        rewards = score_all(runner, [make_sample(response) for response in ("4", "5", "4") * 50])
+    assert [reward.value for reward in rewards] == [1.0, 0.0, 1.0] * 50
+    assert task_sizes[2:] == [64, 64, 22]
+
+
+def test_slow_calls_go_to_the_workers_one_by_one(task_sizes: list[int]) -> None:
+    with make_runner("waits") as runner:
+        score_all(runner, [make_sample("0.03")])
+        score_all(runner, [make_sample("0.03")] * 3)
+    assert task_sizes == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("bad", ["hang", "exit", "raise"])
+def test_of_calls_that_went_together_each_has_an_outcome_of_its_own(
+    bad: str, task_sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_rl.rewards.runner.TASK_S", 60.0)
+    with make_runner("by_response", timeout_s=0.5) as runner:
+        score_all(runner, [make_sample("fine")] * 2)
+        rewards = score_all(runner, [make_sample(response) for response in ["fine", bad, "nan", "fine"]])
+    outcome = RewardOutcome.TIMEOUT if bad == "hang" else RewardOutcome.ERROR
+    assert [reward.outcome for reward in rewards] == [RewardOutcome.SCORED, outcome, RewardOutcome.ERROR, RewardOutcome.SCORED]
+    assert task_sizes == [1, 1, 4] if bad == "raise" else [1, 1, 4, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
