@@ -112,8 +112,10 @@ def test_quick_calls_go_to_a_worker_together_and_keep_their_order(task_sizes: li
         score_all(runner, [make_sample("4")] * 2)
         assert task_sizes == [1, 1], "nothing is known of the first calls"
         rewards = score_all(runner, [make_sample(response) for response in ("4", "5", "4") * 50])
+        later = score_all(runner, [make_sample("5")] * 3)
     assert [reward.value for reward in rewards] == [1.0, 0.0, 1.0] * 50
-    assert task_sizes[2:] == [64, 64, 22]
+    assert [reward.value for reward in later] == [0.0] * 3
+    assert task_sizes[2:] == [64, 64, 22, 3]
 
 
 def test_slow_calls_go_to_the_workers_one_by_one(task_sizes: list[int]) -> None:
@@ -192,16 +194,22 @@ def test_the_death_of_idle_workers_costs_no_reward() -> None:
 
 
 def test_workers_that_are_always_killed_give_errors_not_an_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = []
+
     def broken(pool: ProcessPool, *args: object, **options: object) -> ProcessFuture[Reward]:
+        tasks.append(pool)
         future: ProcessFuture[Reward] = ProcessFuture()
         future.set_exception(BrokenProcessPool("All workers expired"))
         return future
 
-    monkeypatch.setattr(ProcessPool, "schedule", broken)
+    monkeypatch.setattr("megatron_rl.rewards.runner.TASK_S", 60.0)
     with make_runner("exact") as runner:
-        (reward,) = score_all(runner, [make_sample("")])
-    assert reward.outcome is RewardOutcome.ERROR
-    assert reward.message == "the reward workers were killed before this call was at work, in 3 attempts"
+        score_all(runner, [make_sample("")])
+        monkeypatch.setattr(ProcessPool, "schedule", broken)
+        rewards = score_all(runner, [make_sample("")] * 4)
+    assert {reward.outcome for reward in rewards} == {RewardOutcome.ERROR}
+    assert {reward.message for reward in rewards} == {"the reward workers were killed before this call was at work, in 3 attempts"}
+    assert len(tasks) == 3, "that of all four, three times"
 
 
 def test_a_call_that_a_broken_pool_forgot_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,12 +217,17 @@ def test_an_engine_that_keeps_failing_is_an_error() -> None:
 
 
 def test_a_refused_request_is_not_tried_again() -> None:
+    calls = 0
+
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
         return web.json_response({"error": {"message": "too long"}}, status=400)
 
     with pytest.raises(EngineRefusal, match=r"refused /generate: too long \(HTTP 400\)") as caught:
         talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
     assert caught.value.status == 400
+    assert calls == 1
 
 
 def ask_for_several(client: EngineClient, prompts: list[list[int]], *, sampling: Sampling = ONE, num_samples: int = 2) -> Awaitable[Any]:
