@@ -104,7 +104,7 @@ class RewardRunner:
         samples, task = self._together
         index = len(samples)
         # Experts are megabytes of a long sample, which no reward needs.
-        samples.append(replace(sample, routed_experts=None))
+        samples.append(sample if sample.routed_experts is None else replace(sample, routed_experts=None))
         if len(samples) >= MAX_CALLS or len(samples) * self._call_s >= TASK_S:
             self._together = None
         return (await asyncio.shield(task))[index]

@@ -9,6 +9,7 @@ import ray
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.runtime.engine_worker import enter_directory
+from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.training.offload import Part
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Shard, TrainBatch
@@ -50,6 +51,7 @@ class TrainerWorker:
         """Build the model and the optimizer as this rank; return its data-parallel rank."""
         self._rank = rank
         self._trainer = Trainer.of(settings, rank=self._rank, init_method=init_method)
+        spare_what_is_loaded()
         return self._trainer.dp_rank
 
     def train(self, shard: Shard) -> list[dict[str, Metric]]:
