@@ -39,9 +39,9 @@ class GroupMaker:
     seed: int = 0
 
     async def make(self, prompt: Prompt) -> Group:
-        """Generate, and score each trajectory by its last sample.
+        """Generate, and score each trajectory by its last sample. Cancelling aborts what runs.
 
-        Only requests hold slots of engines, and each is repeated by itself. Cancelling aborts what runs.
+        Only requests hold slots of engines, and each is repeated by itself.
 
         Raises:
             EngineError, DeadlineError: the last engine failed, with its reason. EngineRefusal: an engine refused a request.
