@@ -36,7 +36,7 @@ def load_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, path: Path) 
     with Checkpoint(path) as checkpoint, torch.no_grad():
         _check_names(checkpoint, spec)
         for rule in rules(spec):
-            parameter = parameters.pop(_held_name(rule, parameters), None)
+            parameter = parameters.pop(held_name(rule, parameters), None)
             if parameter is None:
                 continue
             ranks = _TensorRanks.of(rule)
@@ -58,12 +58,12 @@ def export_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterato
     for rule in rules(spec):
         if not rule.exported:
             continue
-        parameter = parameters.get(_held_name(rule, parameters))
+        parameter = parameters.get(held_name(rule, parameters))
         tensors = None if parameter is None else _gathered(rule, parameter.detach(), spec)
         group, holders = owners.of(rule)
         if group is not None:
             dtype = torch.float32 if rule.float32 else chunks[0].config.params_dtype
-            tensors = _from_owner(rule, tensors, owner=holders[_held_name(rule, holders)], group=group, dtype=dtype)
+            tensors = _from_owner(rule, tensors, owner=holders[held_name(rule, holders)], group=group, dtype=dtype)
         assert tensors is not None, f"no rank has {rule.megatron}"
         yield from zip(rule.hugging_face, tensors, strict=True)
 
@@ -173,7 +173,8 @@ def _is_left_out(name: str, spec: ModelSpec) -> bool:
     return beyond or name.endswith(_RECOMPUTED_SUFFIXES)
 
 
-def _held_name(rule: Rule, names: Container[str]) -> str:
+def held_name(rule: Rule, names: Container[str]) -> str:
+    """The name of the parameter of `rule` in a model that has `names`, of torch's layers or of Transformer Engine's."""
     if rule.transformer_engine is not None and rule.transformer_engine in names:
         return rule.transformer_engine
     return rule.megatron
