@@ -23,7 +23,7 @@ from megatron_rl.planning.records import Collective
 from megatron_rl.planning.tracking import MemoryTracker
 from megatron_rl.training.critic import critic_optimizer
 from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
-from megatron_rl.training.offload import ModelMemory
+from megatron_rl.training.offload import ModelMemory, page_locked_bytes
 from megatron_rl.training.passes import Policy
 from megatron_rl.training.topology import Place, Topology
 from megatron_rl.training.trained_model import TrainedModel, build_trained_model
@@ -49,7 +49,8 @@ class RankMemory:
     """One rank's bytes, for the policy or a critic.
 
     `num_parameters` are on this rank, `stage_parameters` on all tensor- and expert-parallel ranks of its stage together. `reference` is a
-    copy of the parameters. `update` is what the optimizer step needs for a moment.
+    copy of the parameters and `away` all that the rank can put away, both in page-locked host memory. `update` is what the optimizer step
+    needs for a moment.
     """
 
     num_parameters: int
@@ -58,6 +59,7 @@ class RankMemory:
     gradients: int
     optimizer: int
     reference: int
+    away: int
     chunks: tuple[ChunkMemory, ...]
     update: int
     largest_collective: Collective
@@ -135,7 +137,8 @@ def measure_rank(
         parameters=memory.num_bytes("parameters"),
         gradients=memory.num_bytes("gradients"),
         optimizer=memory.num_bytes("optimizer"),
-        reference=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        reference=page_locked_bytes(parameter.numel() * parameter.element_size() for parameter in parameters),
+        away=memory.host_bytes(),
         chunks=tuple(dataclasses.replace(chunk, backward=chunk.backward + expert_gradients) for chunk in chunks),
         update=update,
         largest_collective=tracker.largest_collective,

@@ -135,7 +135,7 @@ def test_large_models(model_spec: Callable[[str], Any], run_settings: Callable[.
 
 
 def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Callable[..., Settings]) -> None:
-    policy = SimpleNamespace(reference=7 * GIB, parameters=GIB, optimizer=GIB)
+    policy = SimpleNamespace(reference=7 * GIB, away=2 * GIB)
     settings = run_settings()
     with_kl = settings.model_copy(update={"objective": Objective(kl_loss_coef=0.1)})
     without, kept = (_rank_host(variant, policy, [policy]) for variant in (settings, with_kl))  # type: ignore[arg-type, list-item]
