@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from megatron_rl.config.checks import gpu_contradictions
 from megatron_rl.config.load import dump_settings
@@ -178,8 +179,8 @@ def _start(settings: Settings, stack: ExitStack, start: StartReport) -> tuple[Sa
     # The group of a transport takes memory on the devices, which is there in no other turn.
     turns.take(Turn.SYNC)
     with start.part("weight transport"):
-        transport = _transport(settings, trainers, device_kind=places.device_kind)
-        generated.attach(transport, trainers, dtype=engine_dtype(settings, device_kind=places.device_kind))
+        make_transport = partial(_make_transport, settings, trainers, places.device_kind)
+        generated.attach(make_transport, trainers, dtype=engine_dtype(settings, device_kind=places.device_kind))
     return generated, trainers, turns
 
 
@@ -208,13 +209,13 @@ def _reserve(settings: Settings, stack: ExitStack, start: StartReport, *, trains
     return places
 
 
-def _transport(settings: Settings, trainers: TrainerGroup, *, device_kind: DeviceKind) -> WeightTransport:
+def _make_transport(settings: Settings, trainers: TrainerGroup, device_kind: DeviceKind, num_engines: int) -> WeightTransport:
     surroundings = Surroundings(
         manifest=make_manifest(read_model_spec(settings.model.path), dtype=engine_dtype(settings, device_kind=device_kind)),
         directory=settings.run.directory / "weights",
         free_address=trainers.free_address,
         backend="nccl" if device_kind == "cuda" else "gloo",
-        num_engines=settings.rollout.num_engines,
+        num_engines=num_engines,
         ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
         timeout_s=settings.weights.sync_timeout_s,
     )

@@ -13,14 +13,14 @@ from megatron_rl.config.settings import RolloutSettings, Settings
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.runtime.workers import free_port
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Prompt, TrainBatch
 from megatron_rl.weights import broadcast
-from megatron_rl.weights.broadcast import GROUP_NAME
 from megatron_rl.weights.bucket import make_buckets
-from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
+from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender, WeightTransport
 from megatron_rl.weights.manifest import make_manifest
 from megatron_rl.weights.parity import check_parity, make_probe, sequences
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
@@ -54,26 +54,33 @@ class OneRank:
 
         return [self._thread.submit(work)]
 
+    def begin_close_sender(self) -> list[Future[None]]:
+        return [self._thread.submit(self._sender.close)]
+
     def begin_send(self, *, version: int) -> list[Future[None]]:
         return [self._thread.submit(self._sender.send, version=version)]
 
 
 async def sync_and_score(trainer: Trainer, address: EngineAddress, probe: TrainBatch, *, model: Path, directory: Path) -> Floats:
     """Log-probs [T] of the probe's tokens by the engine after it got the trainer's weights."""
-    surroundings = Surroundings(
-        manifest=make_manifest(read_model_spec(model), dtype="float32"),
-        directory=directory / "weights",
-        free_address=lambda: ("127.0.0.1", free_port("127.0.0.1")),
-        backend="gloo",
-        num_engines=1,
-        ranks_per_engine=1,
-        timeout_s=60.0,
-    )
+
+    def make_transport(num_engines: int) -> WeightTransport:
+        surroundings = Surroundings(
+            manifest=make_manifest(read_model_spec(model), dtype="float32"),
+            directory=directory / "weights",
+            free_address=lambda: ("127.0.0.1", free_port("127.0.0.1")),
+            backend="gloo",
+            num_engines=num_engines,
+            ranks_per_engine=1,
+            timeout_s=60.0,
+        )
+        return TRANSPORTS["broadcast"](surroundings)
+
     async with EngineClient(address, request_timeout_s=60, control_timeout_s=60) as client:
-        transport = TRANSPORTS["broadcast"](surroundings)
-        sync = await WeightSync.open(transport, ranks=OneRank(trainer), clients=[client], timeout_s=60)
+        pool = EnginePool([client], max_requests=8)
+        sync = WeightSync(make_transport, ranks=OneRank(trainer), pool=pool, timeout_s=60)
         await sync.run(version=1)
-        await client.leave_group(GROUP_NAME)
+        await sync.disconnect()
         return np.concatenate([(await client.score(tokens)).log_probs for tokens in sequences(probe)])
 
 
