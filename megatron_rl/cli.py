@@ -35,7 +35,9 @@ class SettingsCommand(click.Command):
         """Write the settings, one list per section."""
         sections: dict[str, list[SettingField]] = {}
         for field in setting_fields():
-            sections.setdefault(field.path.rpartition(".")[0], []).append(field)
+            section = field.path.rpartition(".")[0]
+            # Arguments stand below the mapping that holds them.
+            sections.setdefault(section.rpartition(".")[0] if field.owners else section, []).append(field)
         for section, fields in sections.items():
             with formatter.section(f"{section}: {section_description(section).rstrip('.')}"):
                 formatter.write_dl([(field.path, _help(field)) for field in fields], col_max=48)
@@ -271,4 +273,4 @@ def _print_notes(notes: Iterable[str]) -> None:
 
 def _help(field: SettingField) -> str:
     default = "required" if field.required else f"default {field.default}"
-    return f"{field.description} [{field.type}; {default}]"
+    return f"{field.meaning} [{field.type}; {default}]"

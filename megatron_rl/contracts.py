@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -14,9 +15,12 @@ import torch
 
 from megatron_rl.algorithms.advantage import group_advantages
 from megatron_rl.algorithms.objective import AdvantageSettings, Objective
-from megatron_rl.algorithms.policy_loss import PolicyTerms, find_policy_loss
+from megatron_rl.algorithms.policy_loss import find_policy_loss
+from megatron_rl.algorithms.policy_terms import PolicyTerms
 from megatron_rl.algorithms.sequences import Sequences
-from megatron_rl.config.settings import FilterSettings, RewardSettings, RolloutSettings
+from megatron_rl.config.settings import DataSettings, FilterSettings, RewardSettings, RolloutSettings
+from megatron_rl.data.row_files import Row
+from megatron_rl.data.row_source import OwnRows
 from megatron_rl.errors import UserError
 from megatron_rl.plugins import PluginKind, load
 from megatron_rl.rewards.runner import RewardRunner, probe_sample
@@ -35,6 +39,8 @@ PROBE_REWARDS: tuple[tuple[float | None, ...], ...] = ((0.0, 1.0), (1.0, 1.0), (
 """Rewards of the groups that a filter has to cope with; None where the reward call failed."""
 PROBE_TIMEOUT_S = 60.0
 """Deadline of trying a rollout function, in seconds."""
+NUM_PROBE_ROWS = 10
+"""Rows that a data source has to give again."""
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -309,6 +315,45 @@ def _policy_loss_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
     yield "the losses have a gradient with respect to the log-probs", gradient
 
 
+def _data_source_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+    settings = DataSettings(source=path, args=dict(args))
+
+    def opened() -> OwnRows:
+        return OwnRows(settings=settings, seed=7, need_response=False)
+
+    def contents(rows: Sequence[tuple[str, Row]]) -> list[Row]:
+        return [row for _, row in rows]
+
+    expected: list[Row] = []
+
+    def rows() -> None:
+        expected.extend(contents(opened().take(NUM_PROBE_ROWS)))
+
+    def same(got: Sequence[Row], what: str, fix: str) -> None:
+        for number, (row, other) in enumerate(zip(got, expected, strict=True)):
+            if row != other:
+                raise UserError(f"data.source {path} gave row {number} as {row.prompt!r:.60} {what}, was {other.prompt!r:.60}; {fix}")
+
+    def same_seed() -> None:
+        same(contents(opened().take(NUM_PROBE_ROWS)), "with the same seed", "draw from numpy.random.default_rng(seed)")
+
+    def any_count() -> None:
+        source = opened()
+        parts = [source.take(count) for count in (1, 3, NUM_PROBE_ROWS - 4)]
+        same(contents([row for part in parts for row in part]), "when fewer are asked for at once", "let a row follow from its number")
+
+    def resumed() -> None:
+        source, other = opened(), opened()
+        before = source.take(3)
+        other.restore(json.loads(json.dumps(source.state())))
+        same(contents([*before, *other.take(NUM_PROBE_ROWS - 3)]), "after state and restore", "keep in state all that rows follow from")
+
+    yield "rows can be used as the lines of a data file are", rows
+    yield "the same seed gives the same rows", same_seed
+    yield "the rows do not depend on how many are asked for at once", any_count
+    yield "it goes on from its state, which JSON can hold", resumed
+
+
 def _filter_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
     keep = load_filter(FilterSettings(function=path, args=dict(args)))
 
@@ -342,4 +387,5 @@ _ATTEMPTS: Mapping[PluginKind, Callable[[str, Mapping[str, Any]], Attempts]] = M
     "filter": _filter_attempts,
     "advantage": _advantage_attempts,
     "policy_loss": _policy_loss_attempts,
+    "data_source": _data_source_attempts,
 })  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.off_policy import OffPolicyTerms, off_policy_terms
-from megatron_rl.algorithms.policy_loss import PolicyTerms
+from megatron_rl.algorithms.policy_terms import PolicyTerms
 from megatron_rl.algorithms.sequences import Sequences
 
 

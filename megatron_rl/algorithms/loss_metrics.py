@@ -7,7 +7,7 @@ from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.off_policy import OffPolicyTerms, importance_ratio
-from megatron_rl.algorithms.policy_loss import PolicyTerms
+from megatron_rl.algorithms.policy_terms import PolicyTerms
 from megatron_rl.algorithms.sequences import Sequences, bounded_exp
 
 Metrics = dict[str, tuple[Tensor, Tensor]]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import policy_loss
+from megatron_rl.algorithms.arguments import ClipCovArguments, KlCovArguments
 from megatron_rl.algorithms.inputs import LossInputs, off_policy_of, policy_terms, present, seen_log_probs
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.policy_loss import PolicyTerms
+from megatron_rl.algorithms.policy_terms import PolicyTerms
 from megatron_rl.algorithms.sequences import Sequences, SequenceSum, identity
 
 Gather = Callable[[Tensor], Tensor]
@@ -100,7 +101,8 @@ def _clip_cov_candidates(objective: Objective, inputs: LossInputs, terms: Policy
     seen = PolicyTerms(seen_log_probs(inputs, terms), terms.old_log_probs, terms.log_ratio.detach(), terms.advantages, terms.sequences)
     events = policy_loss.clip(objective, seen).events
     clipped = events["clip_fraction_low"] | events["clip_fraction_high"]
-    return inputs.loss_mask & ~clipped & (covariances > objective.clip_cov_low) & (covariances < objective.clip_cov_high)
+    bounds = objective.arguments(ClipCovArguments)
+    return inputs.loss_mask & ~clipped & (covariances > bounds.low) & (covariances < bounds.high)
 
 
 def top_entropy_mask(objective: Objective, statistics: StepStatistics, inputs: LossInputs, sequences: Sequences) -> Tensor | None:
@@ -180,7 +182,7 @@ def _covariance_thresholds(
     means = StepStatistics(advantage_mean=float(advantages.mean()), log_prob_mean=float(log_probs.mean()), seed=seed)
     found: dict[str, float | int | None] = {"advantage_mean": means.advantage_mean, "log_prob_mean": means.log_prob_mean}
     if objective.policy_loss == "kl_cov":
-        count = max(1, int(objective.kl_cov_fraction * num_tokens))
+        count = max(1, int(objective.arguments(KlCovArguments).fraction * num_tokens))
         found["covariance_threshold"] = largest(covariance(log_probs, advantages, means), count)
         return found
     keys = []
@@ -188,6 +190,6 @@ def _covariance_thresholds(
         covariances = covariance(seen_log_probs(inputs, terms), terms.advantages, means)
         candidates = _clip_cov_candidates(objective, inputs, terms, covariances)
         keys.append(hashed(_keys(inputs), seed)[candidates])
-    count = max(1, int(objective.clip_cov_fraction * num_tokens))
+    count = max(1, int(objective.arguments(ClipCovArguments).fraction * num_tokens))
     found["key_threshold"] = smallest(_gathered(keys, gather, torch.int64), count)
     return found

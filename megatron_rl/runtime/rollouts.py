@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl.algorithms.arguments import GDPOArguments
 from megatron_rl.algorithms.objective import AdvantageSettings
 from megatron_rl.algorithms.token_advantage import without_signal
 from megatron_rl.config.settings import Settings
@@ -301,7 +302,7 @@ def has_signal(group: Group, advantage: AdvantageSettings) -> bool:
     if advantage.estimator == "gdpo":
         names = sorted({name for _, reward in samples for name in reward.components})
         rewards = np.array([[reward.components.get(name, np.nan) for name in names] for _, reward in samples])
-        weights = advantage.reward_weights
+        weights = advantage.arguments(GDPOArguments).reward_weights
         if not names or not np.isfinite(rewards).all() or (weights is not None and len(weights) != len(names)):
             return True
     if advantage.estimator == "remax":

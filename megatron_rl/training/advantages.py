@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.arguments import GDPOArguments
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import last_trainable
@@ -189,7 +190,8 @@ def _greedy_baselines(shard: Shard) -> Doubles:
 
 def _components(objective: Objective, shard: Shard) -> Doubles:
     """Reward components [B, K] of the whole batch, for gdpo. Raises UserError when samples lack them or the weights are not theirs."""
-    names, components, weights = shard.batch.component_names, shard.all_reward_components, objective.advantage.reward_weights
+    names, components = shard.batch.component_names, shard.all_reward_components
+    weights = objective.advantage.arguments(GDPOArguments).reward_weights
     if not names:
         raise UserError(
             "objective.advantage.estimator gdpo needs the components of every reward, and the reward function gives none; return a dict "
@@ -203,7 +205,7 @@ def _components(objective: Objective, shard: Shard) -> Doubles:
         )
     if weights is not None and len(weights) != len(names):
         raise UserError(
-            f"objective.advantage.reward_weights has {len(weights)} numbers, the rewards have {len(names)} components "
+            f"objective.advantage.args.reward_weights has {len(weights)} numbers, the rewards have {len(names)} components "
             f"({', '.join(names)}); give one for each, in this order"
         )
     return components

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.algorithms.arguments import PPOArguments
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.errors import UserError
@@ -43,7 +44,7 @@ def teacher_path(objective: Objective, model: ModelSettings) -> Path:
     """The directory of the teacher that `objective` distils. Raises UserError when `model` names none."""
     if model.teacher is None:
         raise UserError(
-            f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nobody to "
+            f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nothing to "
             "learn from; set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
         )
     return model.teacher
@@ -86,10 +87,10 @@ def _check_values(objective: Objective) -> None:
     estimator = objective.advantage.estimator
     if estimator != "ppo":
         raise UserError(f"TrainBatch.values has no effect with objective.advantage.estimator {estimator}; leave it out, or choose ppo")
-    if objective.advantage.bootstrap_truncated:
+    if objective.advantage.arguments(PPOArguments).bootstrap_truncated:
         raise UserError(
-            "objective.advantage.bootstrap_truncated needs the value behind a truncated response, which TrainBatch.values does not have; "
-            "leave values out, so that the critic is asked, or set bootstrap_truncated to false"
+            "objective.advantage.args.bootstrap_truncated needs the value behind a truncated response, which TrainBatch.values does not "
+            "have; leave values out, so that the critic is asked, or set bootstrap_truncated to false"
         )
 
 

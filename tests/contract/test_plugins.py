@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 EXAMPLES = {
     "advantage": "advantage:advantage",
+    "data_source": "data_source:Sums",
     "filter": "filter:keep",
     "policy_loss": "policy_loss:loss",
     "reward": "reward:score",
@@ -71,6 +72,18 @@ def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
         ("policy_loss", "mean_loss", "returned losses of shape (), needs a tensor of shape (5,)"),
         ("policy_loss", "constant_loss", "without a gradient"),
         ("policy_loss", "infinite_loss", "needs finite numbers"),
+        ("data_source", "Shuffled", "with the same seed, was"),
+        ("data_source", "ByCall", "when fewer are asked for at once, was"),
+        ("data_source", "Forgetful", "after state and restore, was"),
+        ("data_source", "OddState", "has the state {1}, which JSON cannot hold"),
+        ("data_source", "Stateless", "failed while giving its state: AttributeError"),
+        ("data_source", "Ends", "returned 3 rows, needs a list of 10; a source has no end"),
+        ("data_source", "Generates", "of type generator, needs a list of 2"),
+        ("data_source", "Labels", "row 0: 'label' is ['5'], needs a string or a number"),
+        ("data_source", "Texts", "row 0: is 'text', needs a mapping"),
+        ("data_source", "Fails", "failed while giving 2 rows: KeyError: 'rows'"),
+        ("data_source", "rows", "is a function, needs a class with next_rows(count)"),
+        ("data_source", "NoRows", "has no method next_rows"),
         ("rollout", "fails", "failed for a probe of 1 samples: KeyError: 'tool'"),
     ],
 )

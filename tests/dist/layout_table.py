@@ -128,9 +128,8 @@ OBJECTIVES: dict[str, Training] = {
             "aggregation": "token_mean",
             "kl_reward_coef": 0.05,
             "kl_control": {"target": 0.01, "horizon": 100},
-            "value_clip": 0.1,
             "entropy_coef": 0.01,
-            "advantage": {"estimator": "ppo", "gamma": 0.95, "lam": 0.9, "bootstrap_truncated": True},
+            "advantage": {"estimator": "ppo", "args": {"gamma": 0.95, "lam": 0.9, "bootstrap_truncated": True, "value_clip": 0.1}},
         },
         {"optimizer_steps_per_batch": 2, "critic": {"optimizer": {"lr": 2e-3}}},
     ),
@@ -162,16 +161,16 @@ OBJECTIVES: dict[str, Training] = {
         {
             "aggregation": "token_mean",
             "top_entropy_fraction": 0.5,
-            "entropy_control": {"rule": "paper", "target": 4.0, "delta": 0.1, "initial": 0.2},
+            "entropy_control": {"rule": "paper", "target": 4.0, "args": {"delta": 0.1, "initial": 0.2}},
             "advantage": {"estimator": "rloo"},
         }
     ),
     "KL in the rewards": Training(
         {
             "kl_reward_coef": 0.1,
-            "advantage": {"estimator": "reinforce_plus_plus_baseline", "gamma": 0.9},
+            "advantage": {"estimator": "reinforce_plus_plus_baseline"},
             "policy_loss": "kl_cov",
-            "kl_cov_fraction": 0.1,
+            "loss_args": {"fraction": 0.1},
         }
     ),
     "geometric mean": Training(

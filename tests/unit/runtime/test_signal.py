@@ -49,10 +49,10 @@ FAILED = Reward(RewardOutcome.ERROR, message="boom")
         ({"estimator": "remax"}, [scored(1, greedy_baseline=1.0), scored(1, greedy_baseline=1.0)], False),
         ({"estimator": "gdpo"}, [scored(1, a=1, b=0), scored(1, a=1, b=1)], True),
         ({"estimator": "gdpo"}, [scored(1, a=1), scored(0, a=1)], False),
-        ({"estimator": "gdpo", "reward_weights": (1.0, 0.0)}, [scored(1, a=1, b=0), scored(1, a=1, b=1)], False),
+        ({"estimator": "gdpo", "args": {"reward_weights": [1.0, 0.0]}}, [scored(1, a=1, b=0), scored(1, a=1, b=1)], False),
         ({"estimator": "gdpo"}, [scored(1), scored(1)], True),
         ({"estimator": "gdpo"}, [scored(1, a=1), scored(1, b=1)], True),
-        ({"estimator": "gdpo", "reward_weights": (1.0, 0.0)}, [scored(1, a=1), scored(1, a=1)], True),
+        ({"estimator": "gdpo", "args": {"reward_weights": [1.0, 0.0]}}, [scored(1, a=1), scored(1, a=1)], True),
     ],
 )
 def test_what_a_group_teaches_depends_on_the_estimator(advantage: dict[str, Any], rewards: list[Reward], expected: bool) -> None:

@@ -19,7 +19,7 @@ PROMPTS = [[3, 9], [3, 9], [5, 6, 7], [5, 6, 7], [8]]
 RESPONSES = [[4, 4, 30], [17], [8, 9, 10, 11, 12, 13, 14], [2, 3], [12, 30, 9, 4]]
 REWARDS = [1.0, 0.0, 0.25, 1.0, 0.5]
 TEMPERATURE = 0.7
-PPO = Objective(aggregation="token_mean", advantage=AdvantageSettings(estimator="ppo", lam=0.5, gamma=0.9, whiten=False))
+PPO = Objective(aggregation="token_mean", advantage=AdvantageSettings(estimator="ppo", args={"lam": 0.5, "gamma": 0.9, "whiten": False}))
 Make = Callable[..., Trainer]
 
 
@@ -237,7 +237,7 @@ def test_values_come_back_as_a_batch_takes_them(make: Make) -> None:
         (Objective(policy_loss="sft"), {"old_log_probs": [np.zeros(len(ids)) for ids in RESPONSES]}, "old_log_probs has no effect"),
         (Objective(), {"rewards": REWARDS, "values": [np.zeros(len(ids)) for ids in RESPONSES]}, "values has no effect with .* grpo"),
         (
-            Objective(advantage=AdvantageSettings(estimator="ppo", bootstrap_truncated=True)),
+            Objective(advantage=AdvantageSettings(estimator="ppo", args={"bootstrap_truncated": True})),
             {"rewards": REWARDS, "values": [np.zeros(len(ids)) for ids in RESPONSES]},
             "bootstrap_truncated needs the value behind",
         ),
