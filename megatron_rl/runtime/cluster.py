@@ -1,6 +1,6 @@
 """The nodes of a Ray cluster: what they have, and a place on them for every process before any of them starts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,12 +32,16 @@ def no_gpu(gpu: str, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """A placement on machines: node i of `placement` is bundle `bundles[i]` of the reserved `group`."""
+    """A placement on machines: node i of `placement` is bundle `bundles[i]` of the reserved `group`.
+
+    `variables` of the environment are set in every process that is started there.
+    """
 
     placement: Placement
     group: "PlacementGroup"
     bundles: tuple[int, ...]
     device_kind: DeviceKind
+    variables: Mapping[str, str]
 
     def rank_options(self, node: int) -> dict[str, Any]:
         """Ray's options for the actor of a rank on this node."""
@@ -54,12 +58,17 @@ class Places:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[node])
-        return {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": strategy}
+        options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": strategy}
+        return options | ({"runtime_env": {"env_vars": dict(self.variables)}} if self.variables else {})
 
 
 @contextmanager
-def reserved_places(needs: Needs, *, cluster: ClusterSettings, device_kind: DeviceKind, timeout_s: float) -> "Iterator[Places]":
+def reserved_places(
+    needs: Needs, *, cluster: ClusterSettings, device_kind: DeviceKind, timeout_s: float, variables: Mapping[str, str] | None = None
+) -> "Iterator[Places]":
     """Place everything on the nodes of the Ray cluster and reserve the slots there; released with the block.
+
+    `variables` of the environment are set in every process there.
 
     Raises:
         UserError: the cluster has not enough nodes, CPUs or GPUs, with the arithmetic.
@@ -78,7 +87,7 @@ def reserved_places(needs: Needs, *, cluster: ClusterSettings, device_kind: Devi
                 f"of its own, within {timeout_s:.0f} s, although the cluster has {count_slots(nodes, needs.unit)}; another job holds some "
                 f"of them: stop it, or wait for it"
             )
-        yield Places(placement, group, match_bundles(placement, _bundle_addresses(group)), device_kind)
+        yield Places(placement, group, match_bundles(placement, _bundle_addresses(group)), device_kind, variables or {})
     finally:
         remove_placement_group(group)
 
