@@ -51,6 +51,7 @@ class ModelMemory:
     def __init__(self, model: TrainedModel) -> None:
         self._model = model
         self._device = next(model.chunks[0].parameters()).device
+        self._on_gpu = self._device.type == "cuda"
         self._away: dict[Part, list[_Stored]] = {}
         # Page-locked memory is slow to get and never given back while the model lives.
         self._spare: dict[int, list[Tensor]] = {}
@@ -113,7 +114,7 @@ class ModelMemory:
 
     def _piece(self, size: int) -> Tensor:
         spare = self._spare.get(size)
-        return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
 
     def _storages(self, part: Part) -> list[UntypedStorage]:
         """The distinct storages of `part` on the device; one that two parts share belongs to the first of them."""
@@ -126,12 +127,12 @@ class ModelMemory:
         return [storage for owner, storage in owners.values() if owner == part]
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize(self._device)
 
     def _release_caches(self) -> None:
         """Hand what is free to whoever shares the device."""
-        if self._device.type == "cuda":
+        if self._on_gpu:
             # Sequence parallelism gathers activations into a buffer that megatron-core would keep for good.
             parallel_state.get_global_memory_buffer().buffer.clear()
             torch.cuda.empty_cache()

@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layout_runs import Differences, Outcome, check_ranks_agree, compare, run_cases
-from layout_table import BASE, Case
+from layout_runs import (
+    Differences,
+    Outcome,
+    check_ranks_agree,
+    compare,
+    make_settings,
+    make_trainer,
+    run_cases,
+    train_batches,
+)
+from layout_table import BASE, LAYOUTS, Case
 from layout_table import MODELS as TINY_MODELS
 
 MODELS = {
@@ -50,6 +59,26 @@ def run_on_te(
     return run_cases(rank, world_size, init_method, models, directory, cases)
 
 
+def run_on_torch_layers(
+    rank: int, world_size: int, init_method: str, models: dict[str, str], directory: str, case: Case
+) -> tuple[Outcome, dict[str, bool]]:
+    """A case with torch's layers on a GPU that has no TransformerEngine, and which weights came back out of a checkpoint."""
+    import pretended_gpu
+    import torch
+
+    pretended_gpu.pretend()
+    pretended_gpu.without_any_gpu()
+    outcome = run_cases(rank, world_size, init_method, models, directory, [case])[case]
+    settings = make_settings(models[case.model], Path(directory) / "checkpoint", LAYOUTS[case.layout], objective={"policy_loss": "sft"})
+    trainer = make_trainer(settings, rank, f"{init_method}-saved")
+    train_batches(trainer, settings, [1])
+    trainer.save(Path(directory) / "saved")
+    saved = {name: tensor.clone() for name, tensor in trainer.weights()}
+    train_batches(trainer, settings, [2])
+    trainer.load(Path(directory) / "saved")
+    return outcome, {name: torch.equal(tensor, saved[name]) for name, tensor in trainer.weights()}
+
+
 def differences_of(
     cases: Sequence[Case], run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], directory: Path, sources: Path
 ) -> dict[Case, Differences]:
@@ -78,6 +107,18 @@ def test_te_trains_as_torch_does(
     run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path, te_sources: Path
 ) -> None:
     check(differences_of(GATE, run_ranks, tiny_model, tmp_path, te_sources))
+
+
+def test_torch_layers_train_and_resume_on_a_gpu_as_on_a_cpu(
+    run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    case = Case("tp2 sp", "deepseek_v3", "grpo")
+    models = {case.model: str(tiny_model(name=case.model, **MODELS[case.model]))}
+    (base,) = run_ranks(run_cases, 1, models, str(tmp_path / "cpu"), [case.base])
+    ranks = run_ranks(run_on_torch_layers, 2, models, str(tmp_path / "gpu"), case, timeout_s=240)
+    check({case: compare([outcome for outcome, _ in ranks], [base[case.base]])})
+    for _, same in ranks:
+        assert same and all(same.values())
 
 
 @pytest.mark.slow

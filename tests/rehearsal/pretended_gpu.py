@@ -100,7 +100,8 @@ def pretend() -> TensorsOnCpu:
     def meet_over_gloo(*, backend: str, device_id: Any = None, **named: Any) -> None:
         meet(backend="gloo", **named)
 
-    vars(torch.distributed)["init_process_group"] = meet_over_gloo
+    vars(torch.distributed).update(init_process_group=meet_over_gloo, get_backend=lambda _group=None: "nccl")
+    torch.cuda.nccl.__dict__["version"] = lambda: (2, 28, 0)
     mode = TensorsOnCpu()
     run = vars(torch.autograd)["_engine_run_backward"]
 
@@ -147,13 +148,17 @@ def load_te(sources: Path) -> None:
     # Its attention is for half precision. The kernels here have any, and in float32 they can be compared to the last digits.
     vars(attention)["torch"] = _Delegate(torch, {"float16": torch.float32})
     vars(choose)["get_attention_backend"] = lambda parameters: chosen(dataclasses.replace(parameters, qkv_dtype=torch.bfloat16))
-    import_megatron()
     config = importlib.import_module("megatron_rl.models.megatron_config")
     check_backend = vars(config)["check_attention_backend"]
     vars(config)["check_attention_backend"] = lambda backend, **named: check_backend(backend, **{**named, "dtype": torch.bfloat16})
+    without_any_gpu()
+
+
+def without_any_gpu() -> None:
+    """What megatron-core needs where no GPU is: the CPU's generator, and even tensors for gloo, where NCCL gathers uneven ones."""
+    import_megatron()
     importlib.import_module("megatron.core.tensor_parallel.mappings")
     for shim in CPU_SHIMS:
-        # There is no generator of a GPU, and gloo does not gather tensors of different lengths, as NCCL does.
         if shim.name in ("rng state", "uneven collectives"):
             shim.apply()
 

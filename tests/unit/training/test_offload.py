@@ -181,3 +181,38 @@ def test_page_locked_memory_is_counted_as_torch_takes_it() -> None:
 def test_torch_still_rounds_page_locked_memory() -> None:
     header = Path(torch.__file__).parent / "include/ATen/core/CachingHostAllocator.h"
     assert "PowerOf2Ceil(size)" in header.read_text(), "torch takes page-locked memory as it is asked: page_locked_bytes counts too much"
+
+
+def test_on_a_gpu_nothing_is_freed_or_used_before_its_copy_is_done(
+    make_trainer: MakeTrainer, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's way with a GPU pretended: copies that do not wait, page-locked memory that is kept, caches handed back."""
+    trainer = make_trainer(tiny_model(), **KINDS["fp32, distributed optimizer"])
+    memory = ModelMemory(trainer.trained_models()["policy"])
+    weights, parts = outcome(trainer), sum(memory.num_bytes(part) for part in PARTS)
+    events: list[tuple[str, int]] = []
+    empty, pinned = torch.empty, []
+
+    def page_locked(*arguments: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        made = empty(*arguments, **named)
+        if pin_memory:
+            pinned.append(made)
+        return made
+
+    def note(event: str) -> Callable[..., None]:
+        return lambda *_unused: events.append((event, sum(memory.num_bytes(part) for part in PARTS)))
+
+    monkeypatch.setattr(memory, "_on_gpu", True)
+    monkeypatch.setattr(torch, "empty", page_locked)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: any(tensor is one for one in pinned))
+    monkeypatch.setattr(torch.cuda, "synchronize", note("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", note("empty_cache"))
+    memory.put_away()
+    assert events == [("synchronize", parts), ("empty_cache", 0)]
+    memory.take_back()
+    assert events[2:] == [("synchronize", parts)]
+    count = len(pinned)
+    memory.put_away()
+    memory.take_back()
+    assert len(pinned) == count > 0, "page-locked memory is slow to get: it is used again"
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in outcome(trainer).items())
