@@ -148,6 +148,7 @@ def measure_rank(
 def _micro_batch(batch: TrainBatch, topology: Topology, place: Place, *, on: torch.device) -> MicroBatch:
     """The whole batch as one micro-batch; its targets are real numbers, as the statistics look at them."""
     micro_batch = make_micro_batch(batch, np.arange(batch.num_sequences), topology=topology, place=place, device=on)
+    assert micro_batch.packed.plan, "made now, so that its index arrays are not counted as activations of the first layer"
     return dataclasses.replace(micro_batch, targets=torch.zeros(len(micro_batch.positions), dtype=torch.int64))
 
 

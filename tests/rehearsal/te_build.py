@@ -72,7 +72,8 @@ def ask_kernels(chunk: torch.nn.Module, lengths: list[int], cp: int, rank: int) 
     packed = packed_sequences(bounds, device="cuda", cp_size=cp, cp_rank=rank)
     num_tokens = int(bounds[-1]) // cp
     te_kernels.CALLS.clear()
-    forward_selected(chunk, torch.zeros(1, num_tokens, dtype=torch.int64), packed.plan.positions[None], packed, torch.arange(num_tokens))
+    forward_selected(chunk, torch.zeros(1, num_tokens, dtype=torch.int64), packed.positions[None], packed, torch.arange(num_tokens))
+    assert not packed._plans, "index arrays were made, which TransformerEngine's attention does not read"
     return {kernel: {name: plain(value) for name, value in arguments.items()} for kernel, arguments in te_kernels.CALLS}
 
 
