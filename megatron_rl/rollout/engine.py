@@ -71,7 +71,7 @@ class Engine:
         dtype: str,
         seed: int,
         log_path: Path,
-        gpu_ids: Sequence[int] = (),
+        gpu_ids: Sequence[str] = (),
         host: str = "127.0.0.1",
         port: int | None = None,
         mixture: MixtureShape | None = None,
@@ -195,7 +195,7 @@ class Engine:
         # Of several addresses of this machine SGLang would take the one that a route to the internet has.
         environment["SGLANG_HOST_IP"] = self._host
         if self._gpu_ids:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._gpu_ids))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpu_ids)
         if self._arguments["device"] == "cpu":
             # Two OpenMP threads that spin for shared cores cost up to ten times the throughput.
             environment["OMP_NUM_THREADS"] = "1"

@@ -1,7 +1,7 @@
 """The nodes of a Ray cluster: what they have, and a place on them for every process before any of them starts."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,18 @@ def enter_directory(directory: Path) -> None:
             f"paths belong; start it from a directory that all nodes share"
         )
     os.chdir(directory)
+
+
+def own_gpus() -> tuple[str, ...]:
+    """The GPUs that Ray gave this process, by what CUDA_VISIBLE_DEVICES calls them: numbers, UUIDs of GPUs or of MIG's parts of one."""
+    import ray
+
+    return tuple(map(str, ray.get_gpu_ids()))
+
+
+def gpu_order(gpus: Sequence[str]) -> list[tuple[int, str]]:
+    """A sort key of GPUs: 9 before 10, and UUIDs, which say nothing about places, in an order that is the same each time."""
+    return [(int(gpu), "") if gpu.isdecimal() else (-1, gpu) for gpu in gpus]
 
 
 def no_gpu(gpu: str, where: str) -> str:
