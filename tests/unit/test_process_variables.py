@@ -1,14 +1,20 @@
 """Variables that every process of a run has alike."""
 
+import contextlib
 import os
+import unittest.mock
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_rl import device
+from megatron_rl.config.load import load_settings
+from megatron_rl.config.settings import ModelSettings, TrainingSettings
 from megatron_rl.errors import UserError
 from megatron_rl.process_variables import RANK_VARIABLES, interface_names, shared_variables
+from megatron_rl.runtime import session
+from megatron_rl.training import trainer
 
 
 def test_ranks_and_engines_of_a_gpu_run_set_up_nccl_alike():
@@ -78,3 +84,31 @@ def test_options_of_the_allocator_reach_torch_where_there_is_a_gpu(monkeypatch):
 
 def test_every_machine_has_its_loopback_interface():
     assert "lo" in interface_names()
+
+
+def test_a_trainer_gives_torch_the_options_of_its_settings(monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def given(options):
+        raise Stop(options)
+
+    monkeypatch.setattr(trainer, "set_allocator", given)
+    monkeypatch.setattr(trainer, "read_model_spec", lambda _path: None)
+    monkeypatch.setattr(trainer, "check_layout", lambda *_unused: None)
+    with pytest.raises(Stop, match="expandable_segments:True"):
+        trainer.Trainer(model=ModelSettings(path="model"), training=TrainingSettings(cuda_allocator="expandable_segments:True"))
+
+
+def test_a_run_hands_them_to_the_places_of_its_processes_and_says_so(monkeypatch):
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
+    monkeypatch.setattr(session, "cluster_device_kind", lambda: "cuda")
+    monkeypatch.setattr(session, "ray_cluster", lambda **_unused: contextlib.nullcontext())
+    monkeypatch.setattr(session, "reserved_places", lambda _needs, **named: contextlib.nullcontext(named["variables"]))
+    start, notes = unittest.mock.MagicMock(), []
+    start.note = notes.append
+    settings = load_settings(None, ["run.directory=run", "model.path=model", "data.train=train.jsonl"])
+    with contextlib.ExitStack() as stack:
+        variables = session._reserve(settings, stack, start)
+    assert variables["NCCL_IB_HCA"] == "mlx5_0" and variables["NCCL_NVLS_ENABLE"] == "0"
+    assert "NCCL_CUMEM_ENABLE=0" in notes[0] and "CUDA_DEVICE_MAX_CONNECTIONS=1" in notes[0]

@@ -26,3 +26,7 @@ def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Call
     with_kl = settings.model_copy(update={"objective": Objective(kl_loss_coef=0.1)})
     without, kept = (_rank_host(variant, policy, [policy]) for variant in (settings, with_kl))  # type: ignore[arg-type, list-item]
     assert kept - without == 7 * GIB
+    colocated = settings.model_copy(update={"runtime": settings.runtime.model_copy(update={"colocate": True})})
+    # The policy and a critic, both away while engines generate.
+    shared = _rank_host(colocated, policy, [policy, policy])  # type: ignore[arg-type, list-item]
+    assert shared - without == 2 * 2 * GIB

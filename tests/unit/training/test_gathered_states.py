@@ -39,9 +39,11 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.weights()}
 
 
+@pytest.mark.parametrize("bound", [2**30, 8000], ids=["at once", "in pieces"])
 def test_states_come_back_to_their_parameters(
-    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: int
 ) -> None:
+    monkeypatch.setattr(gathered_states, "GATHERED_BYTES", bound)
     model = tiny_model(vocab=33)
     trainer = make_trainer(model, {"policy_loss": "sft"}, **TRAINING)
     buckets = trainer._model.chunks[0].buffers[0].buckets
