@@ -1,7 +1,7 @@
 """From settings to a finished run: everything is checked, then placed, then started, and stopped whatever happens."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from megatron_rl.config.checks import gpu_contradictions
@@ -18,10 +18,12 @@ from megatron_rl.observe.metrics import metric_values
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.summary import SUMMARY_FILE
 from megatron_rl.observe.timing import PhaseTimer
+from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.runtime.background import BackgroundLoop
 from megatron_rl.runtime.checkpoint import newest_checkpoint
-from megatron_rl.runtime.cluster import DeviceKind, Places, cluster_device_kind, no_gpu, reserved_places
+from megatron_rl.runtime.cluster import Places, cluster_device_kind, no_gpu, reserved_places
 from megatron_rl.runtime.engines import EngineGroup, engine_dtype, ranks_per_engine
+from megatron_rl.runtime.launch_plan import weight_sync
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
@@ -63,6 +65,8 @@ def train(settings: Settings, *, resume: bool) -> None:
                 samples, trainers, turns = _start(settings, stack, start)
             console.say(str(start))
             console.say(f"statistics of logits: {_row_maths(settings)}")
+            if not settings.supervised:
+                console.say(f"weight sync: {weight_sync(settings, device_kind=cluster_device_kind())}")
             if isinstance(samples, GeneratedSamples):
                 console.say(f"what the reward function prints is in {samples.rollouts.reward_log}")
             write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
@@ -167,18 +171,20 @@ def _start(settings: Settings, stack: ExitStack, start: StartReport) -> tuple[Sa
             trainers.finish_start(trainers.begin_start())
             trainers.put_away(Turn.TRAINING.trainer_parts)
         with start.part("engines"):
-            generated.connect(engines.finish_start(engines.begin_start()))
+            addresses = engines.finish_start(engines.begin_start())
+            generated.connect(addresses)
     else:
         engines_starting = engines.begin_start()
         start.follow("engines", [ref.future() for ref in engines_starting])
         with start.part("ranks"):
             trainers.finish_start(trainers.begin_start())
-        generated.connect(engines.finish_start(engines_starting))
+        addresses = engines.finish_start(engines_starting)
+        generated.connect(addresses)
     turns = SharedDevices(trainers, generated) if settings.runtime.colocate else NoTurns()
     # The group of a transport takes memory on the devices, which is there in no other turn.
     turns.take(Turn.SYNC)
     with start.part("weight transport"):
-        transport = _transport(settings, trainers, device_kind=places.device_kind)
+        transport = _transport(settings, trainers, places=places, addresses=addresses)
         generated.attach(transport, trainers, dtype=engine_dtype(settings, device_kind=places.device_kind))
     return generated, trainers, turns
 
@@ -208,7 +214,9 @@ def _reserve(settings: Settings, stack: ExitStack, start: StartReport, *, trains
     return places
 
 
-def _transport(settings: Settings, trainers: TrainerGroup, *, device_kind: DeviceKind) -> WeightTransport:
+def _transport(settings: Settings, trainers: TrainerGroup, *, places: Places, addresses: Sequence[EngineAddress]) -> WeightTransport:
+    device_kind, placement = places.device_kind, places.placement
+    colocated = addresses if placement.needs.colocated else ()
     surroundings = Surroundings(
         manifest=make_manifest(read_model_spec(settings.model.path), dtype=engine_dtype(settings, device_kind=device_kind)),
         directory=settings.run.directory / "weights",
@@ -217,5 +225,6 @@ def _transport(settings: Settings, trainers: TrainerGroup, *, device_kind: Devic
         num_engines=settings.rollout.num_engines,
         ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
         timeout_s=settings.weights.sync_timeout_s,
+        ranks_beside={address.url: placement.ranks_beside(number) for number, address in enumerate(colocated)},
     )
-    return TRANSPORTS[settings.weights.transport](surroundings)
+    return TRANSPORTS[settings.weight_transport](surroundings)

@@ -1,7 +1,7 @@
 """What a transport of weights is: an end that every rank holds, an end that directs the engines, and what the two are made from."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -74,7 +74,8 @@ class Surroundings:
 
     `manifest` lists the weights in the order in which a rank exports them. `directory` is on storage that ranks and engines share, and for
     syncs alone. `free_address` gives an address of rank 0's node and a free port on it. `backend` is gloo or nccl, `timeout_s` the
-    deadline for connecting, in seconds.
+    deadline for connecting, in seconds. `ranks_beside` has the URL of every engine on the devices of Megatron ranks, and these ranks in
+    the order of the engine's own.
     """
 
     manifest: Sequence[WeightSpec]
@@ -84,3 +85,4 @@ class Surroundings:
     num_engines: int
     ranks_per_engine: int
     timeout_s: float
+    ranks_beside: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -15,8 +15,13 @@ from megatron_rl.rollout.client import EngineClient
 from megatron_rl.weights.broadcast import BroadcastTransport
 from megatron_rl.weights.disk import DiskTransport
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightTransport
+from megatron_rl.weights.ipc import IpcTransport
 
-TRANSPORTS: Mapping[str, Callable[[Surroundings], WeightTransport]] = {"broadcast": BroadcastTransport, "disk": DiskTransport}
+TRANSPORTS: Mapping[str, Callable[[Surroundings], WeightTransport]] = {
+    "broadcast": BroadcastTransport,
+    "disk": DiskTransport,
+    "ipc": IpcTransport,
+}
 """Every way for weights to reach the engines, by its name in weights.transport."""
 
 

@@ -1,0 +1,262 @@
+"""Buckets in memory that another process opens: what a rank offers, what an engine is handed, and what is left of both."""
+
+import asyncio
+import base64
+import io
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from megatron_rl.errors import EngineError, UserError
+from megatron_rl.leftovers import PREFIX, remove_leftovers
+from megatron_rl.weights import ipc
+from megatron_rl.weights.bucket import WeightSpec
+from megatron_rl.weights.interface import Surroundings
+from megatron_rl.weights.ipc import IpcTransport, Seat, allocate_shared, check_allocator, check_same_host, shared_files
+
+SPECS = (WeightSpec("a", "bfloat16", (2, 3)), WeightSpec("b", "float32", (2,)), WeightSpec("c", "float32", (1, 2)))
+BUCKETS = (SPECS[:2], SPECS[2:])
+
+
+def weights(scale: float = 1.0) -> dict[str, Tensor]:
+    return {
+        spec.name: (scale * torch.arange(1, 1 + torch.Size(spec.shape).numel())).to(spec.torch_dtype).view(spec.shape) for spec in SPECS
+    }
+
+
+class Source:
+    """A trainer whose weights are those above; `taken` counts those that were gathered."""
+
+    def __init__(self) -> None:
+        self.taken, self.scale = 0, 1.0
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights(self.scale).items():
+            self.taken += 1
+            yield name, tensor
+
+
+class Engine:
+    """An engine's client: it opens handles as SGLang does, and keeps what it finds at the time of the call."""
+
+    def __init__(self, url: str, *, fails_at: int | None = None) -> None:
+        self.address, self.calls = type("Address", (), {"url": url}), []
+        self.held: list[dict[str, Tensor]] = []
+        self.names_in_use: list[str] = []
+        self._fails_at = fails_at
+
+    async def begin_weight_update(self) -> None:
+        self.calls.append("begin")
+
+    async def take_bucket(self, handles: Sequence[str], *, version: int | None) -> None:
+        if len(self.held) == self._fails_at:
+            raise EngineError("died")
+        self.calls.append((len(handles), version))
+        found: dict[str, Tensor] = {}
+        for handle in handles:
+            payload = pickle.loads(base64.b64decode(handle))
+            self.names_in_use += [path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
+            for place in payload["metadata"]:
+                assert place.numel == place.end_idx - place.start_idx
+                found[place.name] = (
+                    payload["flattened_tensor"][place.start_idx : place.end_idx].view(place.dtype).reshape(place.shape).clone()
+                )
+        self.held.append(found)
+
+    async def end_weight_update(self) -> None:
+        self.calls.append("end")
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor for bucket in self.held for name, tensor in bucket.items()}
+
+
+def free_address() -> tuple[str, int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", int(probe.getsockname()[1])
+
+
+def make_transport(monkeypatch: pytest.MonkeyPatch, beside: dict[str, Sequence[int]], *, ranks_per_engine: int = 1) -> IpcTransport:
+    monkeypatch.setattr(ipc, "make_buckets", lambda manifest: BUCKETS)
+    return IpcTransport(
+        Surroundings(
+            manifest=SPECS,
+            directory=Path("unused"),
+            free_address=free_address,
+            backend="gloo",
+            num_engines=len(beside),
+            ranks_per_engine=ranks_per_engine,
+            timeout_s=10.0,
+            ranks_beside=beside,
+        )
+    )
+
+
+def run(transport: IpcTransport, engines: Sequence[Engine], *, num_ranks: int, versions: Sequence[int] = (1,)) -> list[Source]:
+    """Sync over `versions`, whose weights are those above times the version; each rank in a thread of its own. EngineError comes last."""
+    sources = [Source() for _ in range(num_ranks)]
+    failures: list[BaseException] = []
+
+    def rank(number: int) -> None:
+        sender = transport.plan.open(sources[number], rank=number)  # type: ignore[arg-type]
+        for version in versions:
+            sources[number].scale = float(version)
+            sender.send(version=version)
+
+    async def deliver() -> None:
+        await transport.connect(engines)  # type: ignore[arg-type]
+        for version in versions:
+            answers = await asyncio.gather(
+                *(transport.deliver(engine, version=version) for engine in engines),  # type: ignore[arg-type]
+                return_exceptions=True,
+            )
+            failures.extend(answer for answer in answers if answer is not None)
+
+    threads = [Thread(target=rank, args=[number]) for number in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    asyncio.run(deliver())
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+    return sources
+
+
+def files_of_this_process() -> list[Path]:
+    return [*Path("/dev/shm").glob(f"torch_{os.getpid()}_*"), *Path(tempfile.gettempdir()).glob(f"{PREFIX}*")]
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_every_engine_takes_the_buckets_of_the_ranks_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = {"http://127.0.0.1:1": (0, 1), "http://127.0.0.1:2": (3, 2)}
+    transport = make_transport(monkeypatch, beside, ranks_per_engine=2)
+    first, second = (Seat(url, tp_rank) for url in ("http://127.0.0.1:1",) for tp_rank in (0, 1))
+    assert (transport.plan.seats[0], transport.plan.seats[1]) == ((first,), (second,))
+    assert transport.plan.seats[3] == (Seat("http://127.0.0.1:2", 0),)
+    engines, before = [Engine(url) for url in beside], files_of_this_process()
+    sources = run(transport, engines, num_ranks=5, versions=(1, 2))
+    for engine in engines:
+        # The version comes with the last bucket, so that half of the weights never count as new ones.
+        assert engine.calls == ["begin", (2, None), (2, 1), "end", "begin", (2, None), (2, 2), "end"]
+        assert_same(engine.weights, weights(2.0))
+    assert [source.taken for source in sources] == [6] * 5, "a rank without an engine takes part in gathering"
+    assert transport.finish(version=1) == 6 * 2 + 2 * 4 + 2 * 4
+    assert files_of_this_process() == before
+
+
+def test_one_rank_serves_all_ranks_of_an_engine_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = make_transport(monkeypatch, {"http://127.0.0.1:1": (0,)}, ranks_per_engine=2)
+    engine = Engine("http://127.0.0.1:1")
+    run(transport, [engine], num_ranks=1)
+    assert engine.calls[1:3] == [(2, None), (2, 1)]
+    assert_same(engine.weights, weights())
+
+
+def test_a_bucket_has_memory_of_its_own_until_the_engine_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = make_transport(monkeypatch, {"http://127.0.0.1:1": (0,)})
+    engine = Engine("http://127.0.0.1:1")
+    run(transport, [engine], num_ranks=1)
+    assert len(set(engine.names_in_use)) >= 2, "each bucket is in another file"
+
+
+def test_an_engine_that_fails_does_not_hold_up_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank would wait until the deadline for an answer that nobody gives, and the engines that live with it."""
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    transport = make_transport(monkeypatch, {urls[0]: (0,), urls[1]: (0,)})
+    broken, sound = Engine(urls[0], fails_at=0), Engine(urls[1])
+    with pytest.raises(EngineError, match="died"):
+        run(transport, [broken, sound], num_ranks=1)
+    assert_same(sound.weights, weights())
+
+
+def test_an_engine_that_shares_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = make_transport(monkeypatch, {"http://127.0.0.1:1": (0,)})
+    with pytest.raises(UserError, match="shares no memory with a Megatron rank"):
+        asyncio.run(transport.connect([Engine("http://127.0.0.1:9")]))  # type: ignore[list-item]
+
+
+def test_an_engine_on_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_same_host("http://127.0.0.7:80", rank=0)
+    # An address of documentation (RFC 5737), which no machine has.
+    with pytest.raises(UserError, match="is not on the machine of Megatron rank 2"):
+        check_same_host("http://192.0.2.1:80", rank=2)
+    plan = make_transport(monkeypatch, {"http://192.0.2.1:80": (1,)}).plan
+    with pytest.raises(UserError, match="rank 1"):
+        plan.open(Source(), rank=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ipc.ALLOCATOR_VARIABLES)
+def test_memory_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    check_allocator()
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
+    with pytest.raises(UserError, match=f"{name}=.*cannot be shared"):
+        check_allocator()
+
+
+def test_a_gpu_is_named_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Visible device 0 of the rank can be any number in the engine."""
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "uuid-7"}))
+    arguments = tuple(f"argument {number}" for number in range(14))
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (reductions.rebuild_cuda_tensor, arguments))
+    function, found = ipc._HandlePickler(io.BytesIO()).reducer_override(torch.zeros(1))
+    assert function is reductions.rebuild_cuda_tensor
+    assert found == (*arguments[:6], "uuid-7", *arguments[7:])
+
+
+KILLED = """
+import os, signal, sys, tempfile, torch
+tempfile.tempdir = sys.argv[1]
+from megatron_rl.leftovers import Scratch
+from megatron_rl.weights.ipc import allocate_shared, shared_files
+flat = allocate_shared(1 << 20, torch.device("cpu"))
+places = shared_files(flat)
+Scratch.make().note(places)
+helper = [int(pid) for pid in open(f"/proc/self/task/{os.getpid()}/children").read().split()]
+print(places[0], places[1], flush=True)
+for pid in [*helper, os.getpid()]:
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+def test_what_a_kill_leaves_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    """torch's helper removes the file of a process that dies, unless it dies with it."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+    places = [Path(word) for word in output.split()]
+    assert [place.exists() for place in places] == [True, True]
+    removed = remove_leftovers()
+    assert not any(place.exists() for place in places)
+    assert {str(place) for place in places} < set(removed)
+
+
+def test_what_may_be_left_are_the_file_and_the_helpers_directory() -> None:
+    flat = allocate_shared(16, torch.device("cpu"))
+    file, directory = shared_files(flat)
+    assert file.stat().st_size >= 16
+    assert directory.is_dir() and directory.name.startswith("torch-shm-dir")
