@@ -165,7 +165,7 @@ def test_every_engine_takes_the_buckets_of_the_ranks_beside_it(monkeypatch: pyte
         assert_same(engine.weights, weights(2.0))
     assert [source.taken for source in sources] == [6] * 5, "a rank without an engine takes part in gathering"
     assert transport.finish(version=1) == 6 * 2 + 2 * 4 + 2 * 4
-    assert files_of_this_process() == before
+    assert set(files_of_this_process()) <= set(before)
 
 
 def test_one_rank_serves_all_ranks_of_an_engine_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
