@@ -109,6 +109,10 @@ class IpcSender:
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
 
+    def close(self) -> None:
+        """Leave the store, or end it."""
+        self._store = None
+
     def _offer(self, flat: Tensor, *, version: int, number: int, scratch: Scratch) -> None:
         assert self._store is not None, "a rank with seats joins the store"
         if not flat.is_cuda:
@@ -216,7 +220,7 @@ class IpcTransport:
             address=address,
             port=port,
             seats=_seats_of_ranks(surroundings),
-            buckets=make_buckets(surroundings.manifest),
+            buckets=make_buckets(surroundings.manifest, max_bytes=surroundings.bucket_bytes),
             timeout_s=surroundings.timeout_s,
         )
         self._store: Store
@@ -233,6 +237,9 @@ class IpcTransport:
         self._store = await asyncio.to_thread(
             join_store, plan.address, port=plan.port, num_clients=1 + len(plan.seats), timeout_s=plan.timeout_s
         )
+
+    async def disconnect(self, client: EngineClient) -> None:
+        """An engine keeps nothing that is shared."""
 
     async def deliver(self, client: EngineClient, *, version: int) -> None:
         """Let an engine take every bucket; the version comes with the last, so that half of the weights never count as new ones."""

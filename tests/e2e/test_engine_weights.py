@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,9 +23,7 @@ from megatron_rl.runtime.workers import free_port
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Prompt
-from megatron_rl.weights import broadcast, disk, ipc
 from megatron_rl.weights.broadcast import GROUP_NAME
-from megatron_rl.weights.bucket import make_buckets
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
 from megatron_rl.weights.manifest import make_manifest
 from megatron_rl.weights.parity import check_parity, make_probe, sequences
@@ -89,6 +86,7 @@ async def sync(trainer: Trainer, client: EngineClient, *, transport: str, versio
         ranks_per_engine=tp,
         timeout_s=60.0,
         ranks_beside={client.address.url: (0,)},
+        bucket_bytes=TINY_BUCKET,
     )
     opened = await WeightSync.open(TRANSPORTS[transport](surroundings), ranks=OneRank(trainer), clients=[client], timeout_s=60)
     await opened.run(version=version)
@@ -106,16 +104,8 @@ def serving(model: Path, log: Path, **arguments: object) -> Iterator[EngineAddre
         engine.stop()
 
 
-@pytest.fixture
-def tiny_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (broadcast, ipc):
-        monkeypatch.setattr(module, "make_buckets", partial(make_buckets, max_bytes=TINY_BUCKET))
-    monkeypatch.setattr(disk, "BUCKET_BYTES", TINY_BUCKET)
-
-
 @checksums
 @pytest.mark.timeout(400)
-@pytest.mark.usefixtures("tiny_buckets")
 @pytest.mark.parametrize(
     ("family", "tp"),
     [
@@ -165,7 +155,6 @@ def test_every_transport_leaves_what_the_checkpoint_says(tiny_model: Callable[..
 # In the gate every run compares the log-probs of qwen3.
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("tiny_buckets")
 @pytest.mark.parametrize("family", GENERATING)
 def test_log_probs_agree_after_a_sync(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
     served, trained = (tiny_model(family=family, name=f"model{seed}", seed=seed, tied=False) for seed in (0, 1))

@@ -44,8 +44,7 @@ from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.rendezvous import join_store
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.weights import broadcast, disk, ipc
-from megatron_rl.weights.bucket import WeightSpec, make_buckets
+from megatron_rl.weights.bucket import WeightSpec
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
@@ -113,8 +112,7 @@ class Remote:
 class Rank:
     """The trainer's end: one Megatron rank."""
 
-    def __init__(self, model: Path, bucket_bytes: int) -> None:
-        disk.BUCKET_BYTES = bucket_bytes
+    def __init__(self, model: Path) -> None:
         with quiet_megatron_imports():
             from megatron_rl.training.trainer import Trainer
         settings = make_settings(model, num_ranks=1, max_tokens=64)
@@ -319,11 +317,10 @@ def free_address() -> tuple[str, int]:
 
 async def bench(model: Path, *, bucket_bytes: int, turns: int, with_engine: bool) -> None:
     """Print the costs of every transport beside memcpy's."""
-    broadcast.make_buckets = ipc.make_buckets = partial(make_buckets, max_bytes=bucket_bytes)
     manifest = make_manifest(read_model_spec(model), dtype="float32")
     total = sum(spec.num_bytes for spec in manifest)
     async with AsyncExitStack() as stack:
-        rank = Remote(partial(Rank, model, bucket_bytes))
+        rank = Remote(partial(Rank, model))
         stack.callback(rank.close)
         if with_engine:
             _, address = stack.enter_context(running_engine(model))
@@ -342,6 +339,7 @@ async def bench(model: Path, *, bucket_bytes: int, turns: int, with_engine: bool
             ranks_per_engine=1,
             timeout_s=TIMEOUT_S,
             ranks_beside={client.address.url: (0,)},
+            bucket_bytes=bucket_bytes,
         )
         copies, costs = [], dict[str, list[Cost]]()
         version = 0

@@ -23,7 +23,7 @@ from megatron_rl.leftovers import PREFIX, remove_leftovers
 from megatron_rl.weights import ipc
 from megatron_rl.weights.bucket import WeightSpec
 from megatron_rl.weights.interface import Surroundings
-from megatron_rl.weights.ipc import IpcTransport, Seat, allocate_shared, check_allocator, check_same_host, shared_files
+from megatron_rl.weights.ipc import IpcSender, IpcTransport, Seat, allocate_shared, check_allocator, check_same_host, shared_files
 
 SPECS = (WeightSpec("a", "bfloat16", (2, 3)), WeightSpec("b", "float32", (2,)), WeightSpec("c", "float32", (1, 2)))
 BUCKETS = (SPECS[:2], SPECS[2:])
@@ -88,8 +88,7 @@ def free_address() -> tuple[str, int]:
         return "127.0.0.1", int(probe.getsockname()[1])
 
 
-def make_transport(monkeypatch: pytest.MonkeyPatch, beside: dict[str, Sequence[int]], *, ranks_per_engine: int = 1) -> IpcTransport:
-    monkeypatch.setattr(ipc, "make_buckets", lambda manifest: BUCKETS)
+def make_transport(beside: dict[str, Sequence[int]], *, ranks_per_engine: int = 1) -> IpcTransport:
     return IpcTransport(
         Surroundings(
             manifest=SPECS,
@@ -100,6 +99,7 @@ def make_transport(monkeypatch: pytest.MonkeyPatch, beside: dict[str, Sequence[i
             ranks_per_engine=ranks_per_engine,
             timeout_s=10.0,
             ranks_beside=beside,
+            bucket_bytes=20,
         )
     )
 
@@ -108,9 +108,11 @@ def run(transport: IpcTransport, engines: Sequence[Engine], *, num_ranks: int, v
     """Sync over `versions`, whose weights are those above times the version; each rank in a thread of its own. EngineError comes last."""
     sources = [Source() for _ in range(num_ranks)]
     failures: list[BaseException] = []
+    # Rank 0 serves the store until all are done.
+    senders: dict[int, IpcSender] = {}
 
     def rank(number: int) -> None:
-        sender = transport.plan.open(sources[number], rank=number)  # type: ignore[arg-type]
+        sender = senders[number] = transport.plan.open(sources[number], rank=number)  # type: ignore[arg-type]
         for version in versions:
             sources[number].scale = float(version)
             sender.send(version=version)
@@ -151,9 +153,9 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def test_every_engine_takes_the_buckets_of_the_ranks_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_engine_takes_the_buckets_of_the_ranks_beside_it() -> None:
     beside = {"http://127.0.0.1:1": (0, 1), "http://127.0.0.1:2": (3, 2)}
-    transport = make_transport(monkeypatch, beside, ranks_per_engine=2)
+    transport = make_transport(beside, ranks_per_engine=2)
     first, second = (Seat(url, tp_rank) for url in ("http://127.0.0.1:1",) for tp_rank in (0, 1))
     assert (transport.plan.seats[0], transport.plan.seats[1]) == ((first,), (second,))
     assert transport.plan.seats[3] == (Seat("http://127.0.0.1:2", 0),)
@@ -168,43 +170,43 @@ def test_every_engine_takes_the_buckets_of_the_ranks_beside_it(monkeypatch: pyte
     assert set(files_of_this_process()) <= set(before)
 
 
-def test_one_rank_serves_all_ranks_of_an_engine_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = make_transport(monkeypatch, {"http://127.0.0.1:1": (0,)}, ranks_per_engine=2)
+def test_one_rank_serves_all_ranks_of_an_engine_on_the_cpu() -> None:
+    transport = make_transport({"http://127.0.0.1:1": (0,)}, ranks_per_engine=2)
     engine = Engine("http://127.0.0.1:1")
     run(transport, [engine], num_ranks=1)
     assert engine.calls[1:3] == [(2, None), (2, 1)]
     assert_same(engine.weights, weights())
 
 
-def test_a_bucket_has_memory_of_its_own_until_the_engine_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = make_transport(monkeypatch, {"http://127.0.0.1:1": (0,)})
+def test_a_bucket_has_memory_of_its_own_until_the_engine_has_answered() -> None:
+    transport = make_transport({"http://127.0.0.1:1": (0,)})
     engine = Engine("http://127.0.0.1:1")
     run(transport, [engine], num_ranks=1)
     assert len(set(engine.names_in_use)) >= 2, "each bucket is in another file"
 
 
-def test_an_engine_that_fails_does_not_hold_up_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_does_not_hold_up_the_ranks() -> None:
     """A rank would wait until the deadline for an answer that nobody gives, and the engines that live with it."""
     urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    transport = make_transport(monkeypatch, {urls[0]: (0,), urls[1]: (0,)})
+    transport = make_transport({urls[0]: (0,), urls[1]: (0,)})
     broken, sound = Engine(urls[0], fails_at=0), Engine(urls[1])
     with pytest.raises(EngineError, match="died"):
         run(transport, [broken, sound], num_ranks=1)
     assert_same(sound.weights, weights())
 
 
-def test_an_engine_that_shares_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = make_transport(monkeypatch, {"http://127.0.0.1:1": (0,)})
+def test_an_engine_that_shares_nothing_is_refused() -> None:
+    transport = make_transport({"http://127.0.0.1:1": (0,)})
     with pytest.raises(UserError, match="shares no memory with a Megatron rank"):
         asyncio.run(transport.connect([Engine("http://127.0.0.1:9")]))  # type: ignore[list-item]
 
 
-def test_an_engine_on_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_on_another_host_is_refused() -> None:
     check_same_host("http://127.0.0.7:80", rank=0)
     # An address of documentation (RFC 5737), which no machine has.
     with pytest.raises(UserError, match="is not on the machine of Megatron rank 2"):
         check_same_host("http://192.0.2.1:80", rank=2)
-    plan = make_transport(monkeypatch, {"http://192.0.2.1:80": (1,)}).plan
+    plan = make_transport({"http://192.0.2.1:80": (1,)}).plan
     with pytest.raises(UserError, match="rank 1"):
         plan.open(Source(), rank=1)  # type: ignore[arg-type]
 

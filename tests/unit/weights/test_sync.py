@@ -16,8 +16,7 @@ from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.weights import broadcast, ipc
-from megatron_rl.weights.bucket import BUCKET_BYTES, WeightSpec
+from megatron_rl.weights.bucket import WeightSpec
 from megatron_rl.weights.interface import SenderPlan, Surroundings
 from megatron_rl.weights.ipc import IpcPlan
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
@@ -75,7 +74,7 @@ class Ranks:
         return ((spec.name, torch.full(spec.shape, float(number))) for number, spec in enumerate(SPECS, start=1))
 
     def save_hf(self, path: Path, *, max_shard_bytes: int, durable: bool) -> None:
-        assert max_shard_bytes == BUCKET_BYTES and not durable
+        assert max_shard_bytes == 48 and not durable
         path.mkdir(parents=True)
         (path / "config.json").write_text("{}")
         (path / "model.safetensors").write_bytes(b"x" * 72)
@@ -116,6 +115,7 @@ class Run:
             num_engines=len(clients),
             ranks_per_engine=ranks_per_engine,
             timeout_s=timeout_s,
+            bucket_bytes=48,
             ranks_beside={client.address.url: (0,) for client in clients},
         )
         return await WeightSync.open(TRANSPORTS[name](surroundings), ranks=self.ranks, clients=clients, timeout_s=timeout_s)
@@ -132,9 +132,7 @@ class Run:
 
 
 @pytest.fixture
-def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
-    for module in (broadcast, ipc):
-        monkeypatch.setattr(module, "make_buckets", lambda manifest: BUCKETS)
+def make_run(tmp_path: Path) -> Callable[..., Run]:
     return lambda *servers: Run(tmp_path, *servers)
 
 
