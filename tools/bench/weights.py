@@ -15,14 +15,12 @@ fastest counts, and the largest memory.
 import argparse
 import asyncio
 import base64
-import multiprocessing
-import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,6 +37,7 @@ from safetensors import safe_open
 from torch.distributed import distributed_c10d as c10d
 from training import MODELS, make_model, make_settings
 
+from megatron_rl.acceptance.processes import Remote, free_address
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.rendezvous import join_store
@@ -69,44 +68,6 @@ class Cost:
 
 
 # Processes
-
-
-def serve(make: Callable[[], Any], connection: Any) -> None:
-    """Be an object of another process: call its methods as asked."""
-    torch.set_num_threads(1)
-    target = make()
-    connection.send(None)
-    while True:
-        name, arguments = connection.recv()
-        connection.send(getattr(target, name)(**arguments))
-
-
-class Remote:
-    """An object in a process of its own; calls run one after the other."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._thread = ThreadPoolExecutor(1)
-        process = context.Process(target=serve, args=(make, other), daemon=True)
-        process.start()
-        other.close()
-        self.processes = [psutil.Process(process.pid)]
-        self._connection.recv()
-
-    def call(self, method: str, /, **arguments: Any) -> "Future[Any]":
-        """Start a call. EOFError when the process has died."""
-
-        def work() -> Any:
-            self._connection.send((method, arguments))
-            return self._connection.recv()
-
-        return self._thread.submit(work)
-
-    def close(self) -> None:
-        """End the process; it has nothing to save, and may wait for one that has gone already."""
-        self.processes[0].kill()
-        self.processes[0].wait(timeout=30)
 
 
 class Rank:
@@ -306,13 +267,6 @@ def running_engine(model: Path) -> Iterator[tuple[Engine, Any]]:
         yield engine, engine.start()
     finally:
         engine.stop()
-
-
-def free_address() -> tuple[str, int]:
-    """A free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", int(probe.getsockname()[1])
 
 
 async def bench(model: Path, *, bucket_bytes: int, turns: int, with_engine: bool) -> None:
