@@ -188,7 +188,7 @@ def doctor(directory: Path, gpu: bool, on_cpu: bool) -> int:
     if on_cpu and not gpu:
         raise UserError("--on-cpu was given without --gpu, whose stand-in it chooses; add --gpu")
     if gpu:
-        from megatron_rl.acceptance.command import accept
+        from megatron_rl.acceptance.verdict import accept
 
         return accept(directory, on_cpu=on_cpu)
     from megatron_rl.doctor import examine

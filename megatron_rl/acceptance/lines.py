@@ -17,7 +17,7 @@ import torch
 
 from megatron_rl.acceptance.node import VOCAB, Node, has_transformer_engine
 from megatron_rl.device import chosen_backends, quiet_megatron_imports
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.sampling import Sampling
@@ -85,7 +85,7 @@ def weight_sync_latent(node: Node) -> Iterator[Line]:
 def _sync(node: Node, family: str, *, parts: int | None) -> Iterator[Line]:
     """Sync an engine of its own twice, with a step between; each time it holds what a fresh one holds of the ranks' checkpoint."""
     if node.kind == "cuda" and node.num_gpus < 3:
-        raise MegatronRLError(f"2 ranks and 1 engine need 3 GPUs, this node has {node.num_gpus}")
+        raise UserError(f"2 ranks and 1 engine need 3 GPUs, this node has {node.num_gpus}")
     model, other = (node.model(f"{family}-{seed}", family=family, seed=seed) for seed in (0, 1))
     exported = [node.directory / f"{family}-exported-{number}" for number in (1, 2)]
     num_bytes = node.weight_bytes(model)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megatron_rl.acceptance.processes import Ranks, free_address
+from megatron_rl.acceptance.rank_processes import Ranks, free_address
 from megatron_rl.acceptance.tiny_models import write_tiny_model
 from megatron_rl.config.settings import RolloutSettings, Settings
 from megatron_rl.device import quiet_megatron_imports

@@ -37,7 +37,7 @@ from safetensors import safe_open
 from torch.distributed import distributed_c10d as c10d
 from training import MODELS, make_model, make_settings
 
-from megatron_rl.acceptance.processes import Remote, free_address
+from megatron_rl.acceptance.rank_processes import Remote, free_address
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.rendezvous import join_store

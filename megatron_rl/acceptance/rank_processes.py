@@ -82,7 +82,7 @@ class Ranks:
 
     def __init__(self, count: int, *, directory: Path) -> None:
         # Imported here: only what a rank runs on needs megatron-core.
-        from megatron_rl.acceptance.rank import Rank
+        from megatron_rl.acceptance.tried_rank import Rank
 
         self._directory = directory
         logs = [directory / f"rank-{number}.log" for number in range(count)]
