@@ -77,8 +77,10 @@ class ScriptedEngine:
         self.made: dict[float, tuple[int, int]] = {}
         """Log-prob of each token made -> the token and the version of its weights; no log-prob comes twice."""
 
-    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
-        """`num_samples` responses to `token_ids` [P] of 1 to `sampling.max_tokens` tokens."""
+    async def generate(
+        self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1, session: str | None = None
+    ) -> tuple[Generation, ...]:
+        """`num_samples` responses to `token_ids` [P] of 1 to `sampling.max_tokens` tokens; `session` changes nothing."""
         await asyncio.sleep(0)
         return tuple(self._answer(np.asarray(token_ids), sampling) for _ in range(num_samples))
 

@@ -51,10 +51,18 @@ class Reward(Protocol):
 
 
 class Generator(Protocol):
-    """What a rollout may ask of an engine."""
+    """What a rollout may ask of the engines."""
 
-    async def generate(self, token_ids: "Ints", *, sampling: "Sampling", num_samples: int = 1) -> "tuple[Generation, ...]":
-        """`num_samples` responses to `token_ids` [P]."""
+    async def generate(
+        self, token_ids: "Ints", *, sampling: "Sampling", num_samples: int = 1, session: str | None = None
+    ) -> "tuple[Generation, ...]":
+        """`num_samples` responses to `token_ids` [P], which one engine gives.
+
+        Each call is a request of its own: it occupies an engine only until it is answered, goes to another engine when its engine
+        fails, and is aborted when the task that awaits it is cancelled. Calls may run at the same time. Give the requests of one
+        conversation the same `session`, any name that is unique among those of this prompt: they prefer the engine that has computed
+        the earlier turns, and their seeds do not depend on how long the tools of others take.
+        """
         ...
 
 

@@ -95,7 +95,8 @@ def _sync(node: Node, family: str, *, parts: int | None) -> Iterator[Line]:
     async def run(address: EngineAddress) -> tuple[list[str], float]:
         found, seconds = [], 0.0
         async with node.client(address) as client:
-            sync = await node.connect(client, "broadcast", model=model, bucket_bytes=bucket_bytes)
+            sync = node.weight_sync(client, "broadcast", model=model, bucket_bytes=bucket_bytes)
+            await sync.connect()
             for version, directory in enumerate(exported, start=1):
                 start = time.perf_counter()
                 await sync.run(version=version)
@@ -103,6 +104,7 @@ def _sync(node: Node, family: str, *, parts: int | None) -> Iterator[Line]:
                 found.append(await client.checksum())
                 node.ranks.call("save_hf", directory=directory)
                 node.ranks.call("train", batch=node.batch())
+            await sync.disconnect()
         return found, seconds
 
     with node.serving(other, gpu=2, name=f"{family}-engine") as address:
@@ -207,10 +209,13 @@ def colocated(node: Node) -> Iterator[Line]:
 
 async def _sync_by_ipc(node: Node, address: EngineAddress, *, model: Any, version: int) -> float:
     async with node.client(address) as client:
-        sync = await node.connect(client, "ipc", model=model, bucket_bytes=-(-node.weight_bytes(model) // 3))
+        sync = node.weight_sync(client, "ipc", model=model, bucket_bytes=-(-node.weight_bytes(model) // 3))
+        await sync.connect()
         start = time.perf_counter()
         await sync.run(version=version)
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        await sync.disconnect()
+        return seconds
 
 
 async def _generate(node: Node, address: EngineAddress, temperature: float) -> TrainBatch:

@@ -15,6 +15,7 @@ from megatron_rl.config.settings import RolloutSettings, Settings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.types import TrainBatch
 from megatron_rl.weights.interface import Surroundings
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
@@ -143,7 +144,7 @@ class Node:
         """A client, for an `async with` block."""
         return EngineClient(address, request_timeout_s=REQUEST_TIMEOUT_S, control_timeout_s=SYNC_TIMEOUT_S)
 
-    async def connect(self, client: EngineClient, transport: str, *, model: Path, bucket_bytes: int) -> WeightSync:
+    def weight_sync(self, client: EngineClient, transport: str, *, model: Path, bucket_bytes: int) -> WeightSync:
         """The ranks' weights on their way to one engine, which is beside rank 0 or has a GPU of its own."""
         surroundings = Surroundings(
             manifest=make_manifest(read_model_spec(model), dtype=self.dtype),
@@ -156,7 +157,8 @@ class Node:
             ranks_beside={client.address.url: (0,)},
             bucket_bytes=bucket_bytes,
         )
-        return await WeightSync.open(TRANSPORTS[transport](surroundings), ranks=self.ranks, clients=[client], timeout_s=SYNC_TIMEOUT_S)
+        pool = EnginePool([client], max_requests=8)
+        return WeightSync(lambda urls: TRANSPORTS[transport](surroundings), ranks=self.ranks, pool=pool, timeout_s=SYNC_TIMEOUT_S)
 
     def weight_bytes(self, model: Path) -> int:
         """Bytes that a sync moves."""

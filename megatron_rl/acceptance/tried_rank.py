@@ -129,7 +129,8 @@ class Rank:
 
     def close_sender(self) -> None:
         """Close it."""
-        self._sender = None
+        assert self._sender is not None, "a sender is open"
+        self._sender.close()
 
     def send(self, version: int) -> None:
         """Send the weights."""

@@ -121,7 +121,7 @@ class RolloutSettings(Section):
 
     num_engines: int = Field(1, ge=1, le=2**14, description="SGLang servers.")
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
-    max_concurrent_requests: int = Field(256, ge=1, description="Samples in flight at one engine.")
+    max_concurrent_requests: int = Field(256, ge=1, description="Requests in flight at one engine; every sample is one.")
     request_timeout_s: Seconds = Field(600.0, description="Deadline of one generation request, retries included, in seconds.")
     startup_timeout_s: Seconds = Field(300.0, description="Deadline of an engine's start, in seconds.")
     max_staleness: int = Field(

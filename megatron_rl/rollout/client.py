@@ -154,10 +154,6 @@ class EngineClient:
         """Abort these requests; they answer with what they have. An unknown or finished one is no error."""
         await asyncio.gather(*(self._control("/abort_request", {"rid": each}, timeout_s=ABORT_TIMEOUT_S) for each in request_ids))
 
-    async def abort_all(self) -> None:
-        """Abort every request; each answers with what it has, as `StopReason.ABORT`."""
-        await self._control("/abort_request", {"abort_all": True})
-
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Stop generating. `abort` ends running requests, `retract` recomputes them after `resume`, `in_place` keeps their cache."""
         await self._control("/pause_generation", {"mode": mode})

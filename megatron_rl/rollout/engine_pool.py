@@ -1,18 +1,23 @@
-"""The places on the engines: bounded, balanced, given in order, and taken from an engine that fails."""
+"""The engines of a run as a membership, and their slots: bounded, balanced, given in order, and taken from an engine that fails."""
 
 import asyncio
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from megatron_rl.rollout.client import EngineClient
+from megatron_rl.rollout.engine import EngineAddress
+
+AFFINITY_WAIT_S = 1.0
+"""How long a request waits for a slot on the engine that it prefers: about what computing a prefix of 10,000 tokens anew takes."""
 
 
 class Urgency(IntEnum):
-    """Who gets a free place on an engine first; among equals, who asked first."""
+    """Who gets a free slot first; among equals, the group that came first, then the request."""
 
     AGAIN = 0
     """What an engine that failed gave back."""
@@ -20,69 +25,199 @@ class Urgency(IntEnum):
     TRAINING = 2
 
 
-class EnginePool:
-    """The places on all engines: at most `max_samples` samples run on one engine at a time, or one request if that is larger.
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The engines of a run. `epoch` rises by one whenever an engine joins or leaves."""
 
-    A place is on the least busy engine that has not failed.
+    epoch: int
+    members: tuple[EngineClient, ...]
+
+
+@dataclass(order=True, slots=True)
+class _Waiter:
+    """Who waits for `num_slots` on one engine; on `preferred` alone as long as that is set and can be used."""
+
+    urgency: Urgency
+    arrival: int
+    number: int
+    num_slots: int = field(compare=False)
+    preferred: EngineClient | None = field(compare=False)
+    slot: "asyncio.Future[EngineClient]" = field(compare=False, default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class EnginePool:
+    """The slots of all engines. Each sample that is generated takes one; an engine has `max_requests`.
+
+    A request for several samples takes their slots together, on an idle engine also where they are more than `max_requests`. It gets
+    the least busy engine that can be used, which is a member that
+
+    - serves the current weights: the engines given here, which start with them, and those that joined once `admit` is called, which
+      a weight sync does for the members that it has reached, and
+    - has not failed since the last `readmit`.
+
+    A request waits as long as none can be used because none was ever admitted; once the last one failed or left it raises why. Lives on
+    one event loop.
     """
 
-    def __init__(self, clients: Sequence[EngineClient], *, max_samples: int) -> None:
-        self._clients = tuple(clients)
-        self._healthy = list(clients)
-        self._max_samples = max_samples
+    def __init__(self, clients: Sequence[EngineClient] = (), *, max_requests: int) -> None:
+        self.membership = Membership(epoch=0, members=tuple(clients))
+        self._max_requests = max_requests
+        self._admitted = set(clients)
+        self._retired: set[EngineClient] = set()
+        self._usable = list(clients)
+        self._departures: dict[EngineClient, asyncio.Future[None]] = {}
         self._running: Counter[EngineClient] = Counter()
-        self._waiting: list[tuple[Urgency, int, int, asyncio.Future[EngineClient]]] = []
+        self._waiting: list[_Waiter] = []
         self._arrivals = itertools.count()
         self._failure: Exception | None = None
+        self._address = clients[0].address if clients else None
 
-    @asynccontextmanager
-    async def place(self, num_samples: int, *, urgency: Urgency) -> AsyncIterator[EngineClient]:
-        """Inside, `num_samples` samples may run on the engine given. Raises why the last engine failed when none is left."""
-        client = await self._take(num_samples, urgency)
-        try:
-            yield client
-        finally:
-            self._give_back(client, num_samples)
+    # Membership
+
+    @property
+    def address(self) -> EngineAddress:
+        """The address of an engine, which may have left; what it says of the model holds for all of them, as they serve the same."""
+        assert self._address is not None, "no engine has joined yet"
+        return self._address
+
+    def join(self, client: EngineClient) -> None:
+        """Make an open client a member. It gets requests after the next weight sync, before which its weights may be any."""
+        assert client not in self.membership.members, f"the engine at {client.address.url} is a member already"
+        self._departures.pop(client, None)
+        self._address = client.address
+        self._set_members((*self.membership.members, client))
+
+    def leave(self, client: EngineClient, error: Exception) -> None:
+        """Take an engine out for good; no error when it has left before. The client is not closed.
+
+        Who waits gets another engine, or `error` when none can be used; so do the requests that run there, which `departure` tells.
+        """
+        if client not in self.membership.members:
+            return
+        self.departure(client).set_result(None)
+        self._admitted.discard(client)
+        self._retired.discard(client)
+        self._failure = error
+        self._set_members(tuple(member for member in self.membership.members if member is not client))
+
+    def departure(self, client: EngineClient) -> "asyncio.Future[None]":
+        """Done once `client` is no member. Shared: wait for it with `asyncio.wait`, which leaves it alone when the wait is cancelled."""
+        if client not in self._departures:
+            self._departures[client] = asyncio.get_running_loop().create_future()
+            if client not in self.membership.members:
+                self._departures[client].set_result(None)
+        return self._departures[client]
+
+    def admit(self, clients: Iterable[EngineClient]) -> None:
+        """Give requests to these engines, which serve the current weights; one that has left in the meantime is passed over."""
+        self._admitted |= {client for client in clients if client in self.membership.members}
+        self._update()
 
     def retire(self, client: EngineClient, error: Exception) -> None:
-        """Give `client` no more work because of `error`, which whoever waits is told when it was the last engine."""
-        self._healthy = [other for other in self._healthy if other is not client]
-        if not self._healthy:
-            self._failure = error
-        self._fill()
+        """Give `client`, which stays a member, no more work because of `error`; who waits gets it when no other engine can be used."""
+        if client not in self.membership.members:
+            return
+        self._retired.add(client)
+        self._failure = error
+        self._update()
 
     def readmit(self) -> None:
         """Give every engine that failed another chance: a request that was too slow says little about the next."""
-        self._healthy, self._failure = list(self._clients), None
+        self._retired.clear()
+        self._update()
+
+    def _set_members(self, members: tuple[EngineClient, ...]) -> None:
+        self.membership = Membership(epoch=self.membership.epoch + 1, members=members)
+        self._update()
+
+    def _update(self) -> None:
+        self._usable = [client for client in self.membership.members if client in self._admitted and client not in self._retired]
         self._fill()
 
-    async def _take(self, num_samples: int, urgency: Urgency) -> EngineClient:
-        future: asyncio.Future[EngineClient] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (urgency, next(self._arrivals), num_samples, future))
-        self._fill()
+    # Slots
+
+    @property
+    def num_running(self) -> int:
+        """Slots that are taken, on all engines."""
+        return self._running.total()
+
+    @asynccontextmanager
+    async def slots(
+        self, count: int, *, urgency: Urgency, arrival: int | None = None, preferred: EngineClient | None = None
+    ) -> AsyncIterator[EngineClient]:
+        """Inside, `count` samples may be generated on the engine given.
+
+        `arrival` is that of the request's group: later turns of groups that have begun go before the first ones of others, which would
+        push their prefixes out of the engines' caches; a request without a group arrives now. `preferred` is taken where it can be used
+        and has the slots within AFFINITY_WAIT_S; later requests do not get them meanwhile.
+
+        Raises:
+            Exception: why the last engine that could be used failed or left.
+        """
+        number = self.arrival()
+        client = await self._take(_Waiter(urgency, number if arrival is None else arrival, number, count, preferred))
         try:
-            return await future
-        except asyncio.CancelledError:
-            # The place was given in the very moment in which nobody wanted it any more.
-            if not future.cancelled() and future.exception() is None:
-                self._give_back(future.result(), num_samples)
-            raise
+            yield client
+        finally:
+            self._give_back(client, count)
 
-    def _give_back(self, client: EngineClient, num_samples: int) -> None:
-        self._running[client] -= num_samples
+    def arrival(self) -> int:
+        """The number of a group that comes now, higher than those of all before."""
+        return next(self._arrivals)
+
+    async def _take(self, waiter: _Waiter) -> EngineClient:
+        heapq.heappush(self._waiting, waiter)
+        self._fill()
+        patience = None
+        if waiter.preferred is not None and not waiter.slot.done():
+            patience = asyncio.get_running_loop().call_later(AFFINITY_WAIT_S, self._take_any, waiter)
+        try:
+            return await waiter.slot
+        except asyncio.CancelledError:
+            if not waiter.slot.cancelled() and waiter.slot.exception() is None:
+                # The slots were given in the very moment in which nobody wanted them any more.
+                self._give_back(waiter.slot.result(), waiter.num_slots)
+            else:
+                # What was kept for this one is free for later ones.
+                self._fill()
+            raise
+        finally:
+            if patience is not None:
+                patience.cancel()
+
+    def _take_any(self, waiter: _Waiter) -> None:
+        waiter.preferred = None
+        self._fill()
+
+    def _give_back(self, client: EngineClient, count: int) -> None:
+        self._running[client] -= count
+        if not self._running[client]:
+            del self._running[client]
         self._fill()
 
     def _fill(self) -> None:
-        """Give free places to those who wait, in order."""
-        while self._waiting:
-            _, _, num_samples, future = self._waiting[0]
-            if not future.cancelled():
-                if self._failure is not None:
-                    future.set_exception(self._failure)
-                else:
-                    client = min(self._healthy, key=self._running.__getitem__)
-                    if self._running[client] and self._running[client] + num_samples > self._max_samples:
-                        return
-                    self._running[client] += num_samples
-                    future.set_result(client)
-            heapq.heappop(self._waiting)
+        """Give free slots to those who wait, in order."""
+        candidates, patient = list(self._usable), []
+        failure = self._failure if not self._usable else None
+        while self._waiting and (candidates or failure is not None):
+            waiter = heapq.heappop(self._waiting)
+            if waiter.slot.done():
+                continue
+            if failure is not None:
+                waiter.slot.set_exception(failure)
+                continue
+            wanted = [waiter.preferred] if waiter.preferred in self._usable else candidates
+            free = [client for client in wanted if client in candidates and self._has_room(client, waiter.num_slots)]
+            if free:
+                client = min(free, key=self._running.__getitem__)
+                self._running[client] += waiter.num_slots
+                waiter.slot.set_result(client)
+            else:
+                patient.append(waiter)
+                # Later ones do not overtake: they leave alone what this one waits for.
+                candidates = [client for client in candidates if client not in wanted]
+        for waiter in patient:
+            heapq.heappush(self._waiting, waiter)
+
+    def _has_room(self, client: EngineClient, count: int) -> bool:
+        return not self._running[client] or self._running[client] + count <= self._max_requests

@@ -3,18 +3,17 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_rl.config.settings import RolloutSettings
-from megatron_rl.errors import DeadlineError, EngineError, UserError
+from megatron_rl.errors import UserError
 from megatron_rl.plugins import Rollout, load
 from megatron_rl.rollout.engine_pool import EnginePool, Urgency
+from megatron_rl.rollout.generator import PoolGenerator, cancel
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.seeds import SeededGenerator, group_seed
 from megatron_rl.rollout.single_turn import single_turn
-from megatron_rl.rollout.transport import EngineRefusal
 from megatron_rl.types import Group, Prompt, Reward, Sample
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class GroupMaker:
     seed: int = 0
 
     async def make(self, prompt: Prompt) -> Group:
-        """Generate and score; scoring does not hold a place. A prompt whose engine fails goes to the others. Cancelling aborts it.
+        """Generate and score. Only requests hold slots of engines, and each is repeated by itself. Cancelling aborts what runs.
 
         Raises:
             EngineError, DeadlineError: the last engine failed, with its reason. EngineRefusal: an engine refused a request.
@@ -58,32 +57,23 @@ class GroupMaker:
         return Group(id=prompt.id, prompt=prompt, samples=samples)
 
     async def _generate(self, prompt: Prompt) -> Samples:
-        urgency = self.urgency
-        while True:
-            async with self.pool.place(self.num_samples, urgency=urgency) as client:
-                try:
-                    seeded = SeededGenerator(client, seed=group_seed(prompt, run_seed=self.seed))
-                    samples = await self.rollout(
-                        prompt=prompt,
-                        generator=seeded,
-                        sampling=self.sampling,
-                        num_samples=self.num_samples,
-                        tokenizer=self.tokenizer,
-                    )
-                    checked = check_samples(
-                        samples,
-                        prompt=prompt,
-                        num_samples=self.num_samples,
-                        vocab_size=client.address.vocab_size,
-                        need_experts=client.address.mixture is not None,
-                        rollout=self.rollout_name,
-                    )
-                    return tuple(map(without_outdated_experts, checked))
-                except EngineRefusal:
-                    raise  # the request is at fault, another engine would refuse it too
-                except (EngineError, DeadlineError) as error:
-                    self.pool.retire(client, error)
-                    urgency = Urgency.AGAIN
+        async with PoolGenerator(self.pool, prompt=prompt, run_seed=self.seed, urgency=self.urgency) as generator:
+            samples = await self.rollout(
+                prompt=prompt,
+                generator=generator,
+                sampling=self.sampling,
+                num_samples=self.num_samples,
+                tokenizer=self.tokenizer,
+            )
+        checked = check_samples(
+            samples,
+            prompt=prompt,
+            num_samples=self.num_samples,
+            vocab_size=self.pool.address.vocab_size,
+            need_experts=self.pool.address.mixture is not None,
+            rollout=self.rollout_name,
+        )
+        return tuple(map(without_outdated_experts, checked))
 
 
 async def make_groups(prompts: Iterable[Prompt], maker: GroupMaker) -> AsyncGenerator[Group, None]:
@@ -94,14 +84,6 @@ async def make_groups(prompts: Iterable[Prompt], maker: GroupMaker) -> AsyncGene
             yield await finished
     finally:
         await cancel(tasks)
-
-
-async def cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
-    """Cancel tasks and wait until they are gone, so that their aborts reach the engines."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def load_rollout(settings: RolloutSettings) -> Rollout:

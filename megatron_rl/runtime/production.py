@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.source import PromptSource
 from megatron_rl.observe.console import PhaseProgress
-from megatron_rl.rollout.groups import cancel
+from megatron_rl.rollout.generator import cancel
 from megatron_rl.types import Group, Prompt
 
 

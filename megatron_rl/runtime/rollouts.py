@@ -92,7 +92,7 @@ class Rollouts:
             # A weight sync is the one control call that takes long: an engine may read all of a large model in it.
             client = EngineClient(address, request_timeout_s=timeout_s, control_timeout_s=self._settings.weights.sync_timeout_s)
             self.clients.append(await self._stack.enter_async_context(client))
-        self._pool = EnginePool(self.clients, max_samples=self._settings.rollout.max_concurrent_requests)
+        self.pool = EnginePool(self.clients, max_requests=self._settings.rollout.max_concurrent_requests)
 
     async def begin_production(self) -> None:
         """Be ready to make groups for training; nothing is made before `next_batch` asks."""
@@ -144,7 +144,7 @@ class Rollouts:
                 not train on, or samples of one prompt are copies of each other.
         """
         production = self._production
-        self._pool.readmit()
+        self.pool.readmit()
         busy_before_s, tokens_before = self._measured
         wanted = self._settings.data.prompts_per_step
         kept: list[Group] = []
@@ -232,7 +232,7 @@ class Rollouts:
         settings = self._settings
         sampling = make_sampling(settings.rollout.sampling, eos_token_ids=[self._tokenizer.eos_token_id], greedy=greedy)
         return GroupMaker(
-            pool=self._pool,
+            pool=self.pool,
             sampling=sampling,
             num_samples=num_samples,
             tokenizer=self._tokenizer,

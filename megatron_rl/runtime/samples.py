@@ -21,9 +21,8 @@ from megatron_rl.runtime.rollouts import MAX_RESAMPLING_ROUNDS, Rollouts
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.types import Floats, TrainBatch
-from megatron_rl.weights.interface import WeightTransport
 from megatron_rl.weights.parity import ParityReport, check_parity, make_probe
-from megatron_rl.weights.sync import WeightSync
+from megatron_rl.weights.sync import MakeTransport, WeightSync
 
 Result = TypeVar("Result")
 
@@ -175,12 +174,12 @@ class GeneratedSamples:
         """Open clients to the engines."""
         self._wait(self.rollouts.connect(addresses), name="connecting to the engines", timeout_s=CONTROL_TIMEOUT_S)
 
-    def attach(self, transport: WeightTransport, trainers: TrainerGroup, *, dtype: str) -> None:
+    def attach(self, make_transport: MakeTransport, trainers: TrainerGroup, *, dtype: str) -> None:
         """Connect to the trainer whose weights the engines serve, in `dtype`, and for which samples are to be made."""
         self._trainers, self._dtype = trainers, dtype
         timeout_s = self._settings.weights.sync_timeout_s
-        opening = WeightSync.open(transport, ranks=trainers, clients=self.rollouts.clients, timeout_s=timeout_s)
-        self._sync = self._wait(opening, name="joining trainer and engines", timeout_s=timeout_s + CONTROL_TIMEOUT_S)
+        self._sync = WeightSync(make_transport, ranks=trainers, pool=self.rollouts.pool, timeout_s=timeout_s)
+        self._wait(self._sync.connect(), name="joining trainer and engines", timeout_s=timeout_s + CONTROL_TIMEOUT_S)
         self._wait(self.rollouts.begin_production(), name="preparing the rollout", timeout_s=CONTROL_TIMEOUT_S)
 
     def close(self) -> None:

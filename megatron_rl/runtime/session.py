@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from megatron_rl.config.checks import gpu_contradictions
 from megatron_rl.config.load import dump_settings
@@ -184,8 +185,8 @@ def _start(settings: Settings, stack: ExitStack, start: StartReport) -> tuple[Sa
     # The group of a transport takes memory on the devices, which is there in no other turn.
     turns.take(Turn.SYNC)
     with start.part("weight transport"):
-        transport = _transport(settings, trainers, places=places, addresses=addresses)
-        generated.attach(transport, trainers, dtype=engine_dtype(settings, device_kind=places.device_kind))
+        make_transport = partial(_make_transport, settings, trainers, places, addresses)
+        generated.attach(make_transport, trainers, dtype=engine_dtype(settings, device_kind=places.device_kind))
     return generated, trainers, turns
 
 
@@ -214,7 +215,10 @@ def _reserve(settings: Settings, stack: ExitStack, start: StartReport, *, trains
     return places
 
 
-def _transport(settings: Settings, trainers: TrainerGroup, *, places: Places, addresses: Sequence[EngineAddress]) -> WeightTransport:
+def _make_transport(
+    settings: Settings, trainers: TrainerGroup, places: Places, addresses: Sequence[EngineAddress], urls: Sequence[str]
+) -> WeightTransport:
+    """To the engines at `urls`, among those at `addresses`."""
     device_kind, placement = places.device_kind, places.placement
     colocated = addresses if placement.needs.colocated else ()
     surroundings = Surroundings(
@@ -222,9 +226,9 @@ def _transport(settings: Settings, trainers: TrainerGroup, *, places: Places, ad
         directory=settings.run.directory / "weights",
         free_address=trainers.free_address,
         backend="nccl" if device_kind == "cuda" else "gloo",
-        num_engines=settings.rollout.num_engines,
+        num_engines=len(urls),
         ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
         timeout_s=settings.weights.sync_timeout_s,
-        ranks_beside={address.url: placement.ranks_beside(number) for number, address in enumerate(colocated)},
+        ranks_beside={address.url: placement.ranks_beside(number) for number, address in enumerate(colocated) if address.url in urls},
     )
     return TRANSPORTS[settings.weight_transport](surroundings)

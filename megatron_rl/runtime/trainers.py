@@ -114,6 +114,10 @@ class TrainerGroup:
         stored = ray.put(plan)
         return [worker.open_sender.remote(stored).future() for worker in self.workers]
 
+    def begin_close_sender(self) -> list[Future[None]]:
+        """Let every rank close its end of the transport to the engines."""
+        return [worker.close_sender.remote().future() for worker in self.workers]
+
     def begin_send(self, *, version: int) -> list[Future[None]]:
         """Let every rank send its current weights to the engines."""
         return [worker.send.remote(version=version).future() for worker in self.workers]

@@ -84,6 +84,10 @@ class TrainerWorker:
         """Open this rank's end of the transport to the engines."""
         self._sender = plan.open(self._trainer, rank=self._rank)
 
+    def close_sender(self) -> None:
+        """Close this rank's end of the transport."""
+        self._sender.close()
+
     def send(self, *, version: int) -> None:
         """Send the current weights to the engines."""
         self._sender.send(version=version)

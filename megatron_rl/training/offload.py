@@ -6,7 +6,6 @@ away is an error of the caller that torch reports as an access to a storage of s
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -80,16 +79,6 @@ class ModelMemory:
         for stored in returned:
             if stored.host is not None and stored.host.is_pinned():
                 self._spare.setdefault(stored.num_bytes, []).append(stored.host)
-
-    @contextmanager
-    def while_away(self, parts: Iterable[Part] = PARTS) -> Iterator[None]:
-        """Inside, `parts` are away; afterwards those that were here before are back."""
-        coming = [part for part in parts if part not in self._away]
-        self.put_away(coming)
-        try:
-            yield
-        finally:
-            self.take_back(coming)
 
     def _copy_out(self, storage: UntypedStorage, *, keep: bool) -> _Stored:
         if not storage.resizable():

@@ -1,6 +1,7 @@
 """Weights through a process group: trainer rank 0 sends, every rank of every engine receives. gloo on CPU, NCCL on GPU."""
 
 import asyncio
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,6 @@ from megatron_rl.rendezvous import serve_store
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets, num_bucket_bytes
 from megatron_rl.weights.interface import Surroundings, WeightSource
-
-GROUP_NAME = "weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,11 @@ class BroadcastSender:
         for flat in fill_buckets(self._source.weights(), self._buckets):
             # On a GPU the next bucket is written after this one is sent, both being work of one stream.
             dist.broadcast(flat, src=0, group=self._group)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
 
 def join_as_sender(group: BroadcastGroup, *, timeout_s: float) -> dist.ProcessGroup:
@@ -118,7 +122,8 @@ class BroadcastTransport:
             address=address,
             port=port,
             world_size=1 + surroundings.num_engines * surroundings.ranks_per_engine,
-            name=GROUP_NAME,
+            # No other group of an engine has this name, also where one could not be left.
+            name=f"weights-{uuid.uuid4().hex}",
             backend=surroundings.backend,
         )
         self.plan = BroadcastPlan(
@@ -141,6 +146,10 @@ class BroadcastTransport:
                 for number, client in enumerate(clients)
             )
         )
+
+    async def disconnect(self, client: EngineClient) -> None:
+        """Let an engine leave the group."""
+        await client.leave_group(self._group.name)
 
     async def deliver(self, client: EngineClient, *, version: int) -> None:
         """Let an engine receive every bucket; the version comes with the last, so that half of the weights never count as new ones."""

@@ -38,6 +38,9 @@ class DiskSender:
         """
         self._source.save_hf(self._plan.path(version), max_shard_bytes=self._plan.bucket_bytes, durable=False)
 
+    def close(self) -> None:
+        """Nothing was opened."""
+
 
 class DiskTransport:
     """Directs engines to read a directory, which is removed afterwards."""
@@ -48,6 +51,9 @@ class DiskTransport:
         self.plan = DiskPlan(surroundings.directory, surroundings.bucket_bytes)
 
     async def connect(self, clients: Sequence[EngineClient]) -> None:
+        """Nothing connects them."""
+
+    async def disconnect(self, client: EngineClient) -> None:
         """Nothing connects them."""
 
     async def deliver(self, client: EngineClient, *, version: int) -> None:

@@ -33,6 +33,10 @@ class WeightSender(Protocol):
         """Send the current weights. Every rank calls it at the same time."""
         ...
 
+    def close(self) -> None:
+        """Give back what `SenderPlan.open` took, while `WeightTransport.disconnect` runs at the other end."""
+        ...
+
 
 class SenderPlan(Protocol):
     """What a rank opens its end from; it travels to the ranks, so it can be pickled."""
@@ -43,7 +47,7 @@ class SenderPlan(Protocol):
 
 
 class WeightTransport(Protocol):
-    """The engines' end: what the driver asks of each engine while it is paused."""
+    """The engines' end, of a fixed number of engines: what the driver asks of each while it is paused."""
 
     @property
     def plan(self) -> SenderPlan:
@@ -57,6 +61,10 @@ class WeightTransport(Protocol):
 
     async def connect(self, clients: Sequence[EngineClient]) -> None:
         """Connect every engine, once, before the first sync."""
+        ...
+
+    async def disconnect(self, client: EngineClient) -> None:
+        """Let an engine that was connected give back what connecting took."""
         ...
 
     async def deliver(self, client: EngineClient, *, version: int) -> None:

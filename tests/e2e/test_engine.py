@@ -243,11 +243,12 @@ def test_tokens_of_a_request_that_spans_an_update_carry_both_versions(ask, model
     assert versions == sorted(versions)
 
 
-def test_abort_all_returns_what_there_is_as_aborted(ask) -> None:
+def test_a_pause_that_aborts_returns_what_there_is(ask) -> None:
     async def work(client: EngineClient) -> Generation:
         running = asyncio.create_task(client.generate(np.array([1, 2]), sampling=Sampling(max_tokens=500)))
         await asyncio.sleep(0.3)
-        await client.abort_all()
+        await client.pause("abort")
+        await client.resume()
         return (await running)[0]
 
     generation = ask(work)
@@ -289,7 +290,7 @@ def test_the_loop_yields_a_group_per_prompt(engine) -> None:
     async def work() -> list[Group]:
         async with EngineClient(engine[1], request_timeout_s=60) as client:
             maker = GroupMaker(
-                pool=EnginePool([client], max_samples=32),
+                pool=EnginePool([client], max_requests=32),
                 sampling=Sampling(max_tokens=4),
                 num_samples=4,
                 tokenizer=NumberTokenizer(),

@@ -19,11 +19,11 @@ from megatron_rl.config.settings import RolloutSettings, Settings
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.runtime.workers import free_port
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Prompt
-from megatron_rl.weights.broadcast import GROUP_NAME
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
 from megatron_rl.weights.manifest import make_manifest
 from megatron_rl.weights.parity import check_parity, make_probe, sequences
@@ -71,6 +71,9 @@ class OneRank:
 
         return [self._thread.submit(work)]
 
+    def begin_close_sender(self) -> list[Future[None]]:
+        return [self._thread.submit(self._sender.close)]
+
     def begin_send(self, *, version: int) -> list[Future[None]]:
         return [self._thread.submit(self._sender.send, version=version)]
 
@@ -88,10 +91,10 @@ async def sync(trainer: Trainer, client: EngineClient, *, transport: str, versio
         ranks_beside={client.address.url: (0,)},
         bucket_bytes=TINY_BUCKET,
     )
-    opened = await WeightSync.open(TRANSPORTS[transport](surroundings), ranks=OneRank(trainer), clients=[client], timeout_s=60)
+    pool = EnginePool([client], max_requests=8)
+    opened = WeightSync(lambda urls: TRANSPORTS[transport](surroundings), ranks=OneRank(trainer), pool=pool, timeout_s=60)
     await opened.run(version=version)
-    if transport == "broadcast":
-        await client.leave_group(GROUP_NAME)
+    await opened.disconnect()
 
 
 @contextmanager

@@ -90,11 +90,17 @@ class Engines:
     async def checksum(self) -> str:
         return self._synced.pop(0)
 
-    async def connect(self, *_: Any, **__: Any) -> "Engines":
+    def weight_sync(self, *_: Any, **__: Any) -> "Engines":
         return self
+
+    async def connect(self) -> None:
+        """Nothing has two ends."""
 
     async def run(self, *, version: int) -> None:
         """A sync."""
+
+    async def disconnect(self) -> None:
+        """Nothing has two ends."""
 
     def fresh(self, *_: Any, **__: Any) -> str:
         return self._fresh.pop(0)
@@ -113,7 +119,7 @@ def try_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     def run(title: str, *faults: str, synced: str = "ab", fresh: str = "ab") -> list[Line]:
         node, engines = Node("cpu", num_gpus=0, directory=tmp_path), Engines(list(synced), list(fresh))
         node._ranks = Ranks(*faults)  # type: ignore[assignment]
-        for name in ("serving", "client", "connect"):
+        for name in ("serving", "client", "weight_sync"):
             monkeypatch.setattr(node, name, getattr(engines, name))
         monkeypatch.setattr(node, "checksum", engines.fresh)
         return list(LINES[title](node))

@@ -43,6 +43,7 @@ from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.rendezvous import join_store
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.weights.bucket import WeightSpec
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
@@ -83,6 +84,10 @@ class Rank:
     def open_sender(self, plan: SenderPlan) -> None:
         """Open the end of the transport."""
         self._sender = plan.open(self._trainer, rank=0)
+
+    def close_sender(self) -> None:
+        """Close the end of the transport."""
+        self._sender.close()
 
     def send(self, version: int) -> None:
         """Send the weights."""
@@ -203,6 +208,10 @@ class RankAlone:
         """Open the end of the transport."""
         return [self._rank.call("open_sender", plan=plan)]
 
+    def begin_close_sender(self) -> "list[Future[Any]]":
+        """Close the end of the transport."""
+        return [self._rank.call("close_sender")]
+
     def begin_send(self, *, version: int) -> "list[Future[Any]]":
         """Send."""
         return [self._rank.call("send", version=version)]
@@ -298,7 +307,9 @@ async def bench(model: Path, *, bucket_bytes: int, turns: int, with_engine: bool
         copies, costs = [], dict[str, list[Cost]]()
         version = 0
         for name, make in TRANSPORTS.items():
-            sync = await WeightSync.open(make(surroundings), ranks=RankAlone(rank), clients=[client], timeout_s=TIMEOUT_S)
+            pool = EnginePool([client], max_requests=1)
+            sync = WeightSync(lambda _, make=make: make(surroundings), ranks=RankAlone(rank), pool=pool, timeout_s=TIMEOUT_S)  # type: ignore[misc]
+            await sync.connect()
             costs[name] = []
             for _ in range(turns + 1):
                 copies.append(await asyncio.wrap_future(rank.call("memcpy")))

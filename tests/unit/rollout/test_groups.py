@@ -75,7 +75,7 @@ def make_maker(
 async def collect(
     prompts: Sequence[Prompt], clients: Sequence[FakeClient], *, limit: int = 8, score: Score | None = None, rollout: Rollout = single_turn
 ) -> list[Group]:
-    maker = make_maker(EnginePool(clients, max_samples=limit), score=score, rollout=rollout)  # type: ignore[arg-type]
+    maker = make_maker(EnginePool(clients, max_requests=limit), score=score, rollout=rollout)  # type: ignore[arg-type]
     return [group async for group in make_groups(prompts, maker)]
 
 
@@ -105,7 +105,7 @@ def test_a_group_larger_than_the_limit_still_runs() -> None:
     assert client.most_running == 2
 
 
-def test_scoring_does_not_hold_a_place_and_its_outcome_is_in_the_group() -> None:
+def test_scoring_does_not_hold_a_slot_and_its_outcome_is_in_the_group() -> None:
     async def work() -> list[Group]:
         generated = asyncio.Event()
         client = FakeClient()
@@ -138,7 +138,7 @@ def test_an_engine_that_failed_gets_another_chance_when_asked() -> None:
     slow, other = FakeClient(delay_s=0.001, fail_at=1), FakeClient(delay_s=0.001)
 
     async def work() -> None:
-        pool = EnginePool([slow, other], max_samples=4)  # type: ignore[list-item]
+        pool = EnginePool([slow, other], max_requests=4)  # type: ignore[list-item]
         for expected in (1, 1, 2):
             if expected == 2:
                 slow.fail_at = None
@@ -173,7 +173,7 @@ def test_an_evaluation_goes_before_what_is_made_for_training_and_keeps_to_the_sa
     client = FakeClient(delay_s=0.001)
 
     async def work() -> list[str]:
-        pool, order = EnginePool([client], max_samples=4), []  # type: ignore[list-item]
+        pool, order = EnginePool([client], max_requests=4), []  # type: ignore[list-item]
 
         async def consume(name: str, maker: GroupMaker) -> None:
             async for _ in make_groups(make_prompts(8), maker):
@@ -192,11 +192,11 @@ def test_an_evaluation_goes_before_what_is_made_for_training_and_keeps_to_the_sa
     assert client.most_running == 4
 
 
-def test_a_place_that_is_given_up_goes_to_the_next() -> None:
+def test_a_slot_that_is_given_up_goes_to_the_next() -> None:
     client = FakeClient(delay_s=0.01)
 
     async def work() -> None:
-        pool = EnginePool([client], max_samples=2)  # type: ignore[list-item]
+        pool = EnginePool([client], max_requests=2)  # type: ignore[list-item]
         for cancel_at in range(6):
             tasks = [asyncio.create_task(make_maker(pool).make(prompt)) for prompt in make_prompts(3)]
             for _ in range(cancel_at):
@@ -299,7 +299,7 @@ def test_every_sample_of_every_request_is_drawn_with_a_seed_of_its_own_that_come
 
     def seeds(run_seed: int) -> list[int]:
         client = FakeClient()
-        maker = replace(make_maker(EnginePool([client], max_samples=8), rollout=two_requests), seed=run_seed)  # type: ignore[list-item]
+        maker = replace(make_maker(EnginePool([client], max_requests=8), rollout=two_requests), seed=run_seed)  # type: ignore[list-item]
 
         async def work() -> None:
             for prompt in make_prompts(20):

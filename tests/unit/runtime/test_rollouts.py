@@ -288,7 +288,7 @@ def test_a_resume_with_less_staleness_makes_what_is_too_old_anew(make_settings: 
             batch, values = await step_of(rollouts, engine, step)
             assert_young(batch, step=step, max_staleness=max_staleness)
             metrics.append(values)
-        while rollouts.busy_s and engine.running:
+        while rollouts._production._tasks:
             await asyncio.sleep(0)
         state = rollouts.source.state()
         await rollouts.close()

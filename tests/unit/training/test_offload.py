@@ -133,9 +133,12 @@ def test_policy_and_critic_take_turns(make_trainer: MakeTrainer, tiny_model: Tin
     assert set(memories) == {"policy", "critic"}
     got = []
     for seed in range(2):
-        with memories["critic"].while_away(), memories["policy"].while_away(["optimizer"]):
-            trainer.log_probs(make_batch(seed))
-            assert memories["critic"].num_bytes("parameters") == 0
+        memories["critic"].put_away()
+        memories["policy"].put_away(["optimizer"])
+        trainer.log_probs(make_batch(seed))
+        assert memories["critic"].num_bytes("parameters") == 0
+        for memory in memories.values():
+            memory.take_back()
         assert not memories["critic"].away
         got.append(train(trainer, seed))
     assert got == expected

@@ -98,3 +98,14 @@ def test_other_ranks_take_part_in_gathering_alone(monkeypatch: pytest.MonkeyPatc
     assert isinstance(sender, BroadcastSender)
     sender.send(version=1)
     assert source.taken == 2
+
+
+def test_a_closed_sender_has_left_its_group_and_one_of_the_next_connection_can_be_opened() -> None:
+    for _ in range(2):
+        group = BroadcastGroup("127.0.0.1", free_port(), 1, "weights", "gloo")
+        sender = BroadcastPlan(group, BUCKETS, 30.0).open(Source(), rank=0)  # type: ignore[arg-type]
+        assert "weights" in c10d._world.pg_names.values()
+        sender.send(version=1)
+        sender.close()
+        assert "weights" not in c10d._world.pg_names.values()
+    BroadcastPlan(group, BUCKETS, 30.0).open(Source(), rank=1).close()  # type: ignore[arg-type]

@@ -1,10 +1,12 @@
 """What an engine is told in which order, and when it may say that it serves new weights. The engines' HTTP and the ranks are stand-ins."""
 
 import asyncio
+import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,8 +18,9 @@ from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.engine_pool import EnginePool, Urgency
 from megatron_rl.weights.bucket import WeightSpec
-from megatron_rl.weights.interface import SenderPlan, Surroundings
+from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightTransport
 from megatron_rl.weights.ipc import IpcPlan
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
@@ -62,6 +65,11 @@ class Ranks:
         self._sender = plan.open(self, rank=0 if isinstance(plan, IpcPlan) else 1)  # type: ignore[arg-type]
         return [done(), done()]
 
+    def begin_close_sender(self) -> list[Future[None]]:
+        self._sender.close()
+        self.log.append(("closed",))
+        return [done(), done()]
+
     def begin_send(self, *, version: int) -> list[Future[None]]:
         def work() -> None:
             time.sleep(0.02)
@@ -100,31 +108,41 @@ class Run:
         self.servers = [Server(self.log, **kind) for kind in servers]
         self.ranks, self.directory = Ranks(self.log), directory
 
-    async def open(self, name: str, *, ranks_per_engine: int = 1, timeout_s: float = SYNC_TIMEOUT_S) -> WeightSync:
-        clients = []
-        for number, server in enumerate(self.servers):
-            address = EngineAddress(f"http://127.0.1.{number}", "key", 32, 64, 64, has_tokenizer=False)
-            client = EngineClient(address, request_timeout_s=5.0, control_timeout_s=timeout_s)
-            client._transport = server  # type: ignore[assignment]
-            clients.append(client)
-        surroundings = Surroundings(
-            manifest=SPECS,
-            directory=self.directory / "weights",
-            free_address=free_address if name == "ipc" else lambda: ("10.0.0.1", 1234),
-            backend="gloo",
-            num_engines=len(clients),
-            ranks_per_engine=ranks_per_engine,
-            timeout_s=timeout_s,
-            bucket_bytes=48,
-            ranks_beside={client.address.url: (0,) for client in clients},
-        )
-        return await WeightSync.open(TRANSPORTS[name](surroundings), ranks=self.ranks, clients=clients, timeout_s=timeout_s)
+    def client(self, number: int, *, timeout_s: float = SYNC_TIMEOUT_S) -> EngineClient:
+        address = EngineAddress(f"http://127.0.1.{number}", "key", 32, 64, 64, has_tokenizer=False)
+        client = EngineClient(address, request_timeout_s=5.0, control_timeout_s=timeout_s)
+        client._transport = self.servers[number]  # type: ignore[assignment]
+        return client
+
+    def open(
+        self, name: str, *, num_members: int | None = None, ranks_per_engine: int = 1, timeout_s: float = SYNC_TIMEOUT_S
+    ) -> WeightSync:
+        """A sync of a pool of the first `num_members` engines, all where None."""
+
+        def make_transport(urls: Sequence[str]) -> WeightTransport:
+            surroundings = Surroundings(
+                manifest=SPECS,
+                directory=self.directory / "weights",
+                free_address=free_address if name == "ipc" else lambda: ("10.0.0.1", 1234),
+                backend="gloo",
+                num_engines=len(urls),
+                ranks_per_engine=ranks_per_engine,
+                timeout_s=timeout_s,
+                bucket_bytes=48,
+                ranks_beside={url: (0,) for url in urls},
+            )
+            return TRANSPORTS[name](surroundings)
+
+        self.clients = [self.client(number, timeout_s=timeout_s) for number in range(len(self.servers))]
+        self.pool = EnginePool(self.clients[:num_members], max_requests=1)
+        return WeightSync(make_transport, ranks=self.ranks, pool=self.pool, timeout_s=timeout_s)
 
     def sync(self, name: str, *, version: int, timeout_s: float = SYNC_TIMEOUT_S) -> dict[str, float]:
-        """Open and sync once; the log holds what happened during the sync."""
+        """Connect and sync once; the log holds what happened during the sync."""
 
         async def work() -> dict[str, float]:
-            weight_sync = await self.open(name, timeout_s=timeout_s)
+            weight_sync = self.open(name, timeout_s=timeout_s)
+            await weight_sync.connect()
             self.log.clear()
             return metric_values(await weight_sync.run(version=version))
 
@@ -143,13 +161,13 @@ def test_every_transport_of_the_settings_is_in_the_table() -> None:
 
 def test_every_rank_of_every_engine_has_a_place_in_the_group(make_run: Callable[..., Run]) -> None:
     run = make_run({}, {})
-    asyncio.run(run.open("broadcast", ranks_per_engine=2))
+    asyncio.run(run.open("broadcast", ranks_per_engine=2).connect())
     joined = [server.calls[0] for server in run.servers]
     assert [path for path, _ in joined] == ["/init_weights_update_group"] * 2
     assert [body.pop("rank_offset") for _, body in joined] == [1, 3]
-    expected = {"master_address": "10.0.0.1", "master_port": 1234, "world_size": 5, "group_name": "weights", "backend": "gloo"}
-    assert all(body == expected for _, body in joined)
     (plan,) = run.ranks.plans
+    expected = {"master_address": "10.0.0.1", "master_port": 1234, "world_size": 5, "group_name": plan.group.name, "backend": "gloo"}
+    assert all(body == expected for _, body in joined)
     assert (plan.group.address, plan.group.port, plan.group.world_size, plan.group.backend) == ("10.0.0.1", 1234, 5, "gloo")
     assert plan.buckets == BUCKETS and plan.timeout_s == SYNC_TIMEOUT_S
 
@@ -219,3 +237,102 @@ def test_a_rank_that_fails_ends_the_sync_at_once(make_run: Callable[..., Run]) -
     run.ranks.begin_send = lambda *, version: [done(), failed]  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError, match="rank 1"):
         run.sync("broadcast", version=1)
+
+
+CONNECT, DISCONNECT = "/init_weights_update_group", "/destroy_weights_update_group"
+
+
+async def can_generate(pool: EnginePool) -> set[str]:
+    """The engines that get requests now, one at a time each."""
+    got = set[str]()
+    async with AsyncExitStack() as stack:
+        for _ in pool.membership.members:
+            with contextlib.suppress(asyncio.TimeoutError):
+                client = await asyncio.wait_for(stack.enter_async_context(pool.slots(1, urgency=Urgency.TRAINING)), 0.01)
+                got.add(client.address.url)
+    return got
+
+
+def test_a_sync_after_an_engine_left_or_joined_connects_the_present_members_anew(make_run: Callable[..., Run]) -> None:
+    run = make_run({}, {}, {})
+
+    def connections(number: int) -> list[tuple[str, str, int | None, int | None]]:
+        server = run.servers[number]
+        parts = [(path, body) for path, body in server.calls if path in (CONNECT, DISCONNECT)]
+        server.calls.clear()
+        return [(path, body["group_name"], body.get("rank_offset"), body.get("world_size")) for path, body in parts]
+
+    async def work() -> None:
+        sync = run.open("broadcast", num_members=2)
+        await sync.run(version=1)
+        await sync.run(version=2)
+        (first,) = run.ranks.plans
+        assert connections(0) == [(CONNECT, first.group.name, 1, 3)] and connections(1) == [(CONNECT, first.group.name, 2, 3)]
+
+        run.pool.leave(run.clients[0], EngineError("gone"))
+        await sync.run(version=3)
+        second = run.ranks.plans[-1]
+        assert second.group.name != first.group.name
+        assert run.servers[0].calls == [] and [server.served for server in run.servers] == [2, 3, 0]
+        assert connections(1) == [(DISCONNECT, first.group.name, None, None), (CONNECT, second.group.name, 1, 2)]
+
+        run.pool.join(run.clients[2])
+        await sync.run(version=4)
+        third = run.ranks.plans[-1]
+        assert connections(1) == [(DISCONNECT, second.group.name, None, None), (CONNECT, third.group.name, 1, 3)]
+        assert connections(2) == [(CONNECT, third.group.name, 2, 3)]
+        assert [server.served for server in run.servers] == [2, 4, 4] and len(run.ranks.plans) == 3
+        assert run.log.count(("closed",)) == 2
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_an_engine_that_joins_generates_after_the_sync_that_gave_it_the_weights(make_run: Callable[..., Run], name: str) -> None:
+    run = make_run({}, {}, {})
+
+    async def work() -> None:
+        sync = run.open(name, num_members=1)
+        await sync.run(version=1)
+        run.pool.join(run.clients[1])
+        assert await can_generate(run.pool) == {"http://127.0.1.0"}
+        syncing = asyncio.create_task(sync.run(version=2))
+        while not run.servers[1].calls:
+            await asyncio.sleep(0)
+        # One that comes while the others are synced has not got these weights.
+        run.pool.join(run.clients[2])
+        await syncing
+        assert [server.served for server in run.servers] == [2, 2, 0]
+        assert await can_generate(run.pool) == {"http://127.0.1.0", "http://127.0.1.1"}
+        await sync.run(version=3)
+        assert await can_generate(run.pool) == {f"http://127.0.1.{number}" for number in range(3)}
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_one_that_joined_and_serves_other_weights_gets_no_requests(make_run: Callable[..., Run], name: str) -> None:
+    run = make_run({}, {"deaf": True})
+
+    async def work() -> None:
+        sync = run.open(name, num_members=1)
+        run.pool.join(run.clients[1])
+        with pytest.raises(EngineError, match=r"127\.0\.1\.1 serves weights 0 after a sync, needs 1"):
+            await sync.run(version=1)
+        assert await can_generate(run.pool) == {"http://127.0.1.0"}
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_without_a_member_a_sync_says_so(make_run: Callable[..., Run], name: str) -> None:
+    run = make_run({})
+
+    async def work() -> None:
+        sync = run.open(name)
+        await sync.connect()
+        run.pool.leave(run.clients[0], EngineError("gone"))
+        await sync.run(version=1)
+
+    with pytest.raises(EngineError, match="no engine is left that weights could be sent to"):
+        asyncio.run(work())

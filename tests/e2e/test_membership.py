@@ -1,0 +1,166 @@
+"""Real SGLang servers that join and leave: weights reach the present ones, and requests in flight go on elsewhere."""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.contracts import NumberTokenizer
+from megatron_rl.errors import EngineError
+from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.plugins import load
+from megatron_rl.rollout.client import EngineClient
+from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.rollout.engine_pool import EnginePool
+from megatron_rl.rollout.generator import PoolGenerator
+from megatron_rl.rollout.groups import GroupMaker
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.runtime.workers import free_port
+from megatron_rl.types import Prompt
+from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender, WeightTransport
+from megatron_rl.weights.manifest import make_manifest
+from megatron_rl.weights.sync import TRANSPORTS, WeightSync
+from tests.contract.two_turns import TOOL_IDS
+
+PROBE = np.array([9, 9, 9, 2])
+
+
+def make_model(seed: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **tokens, initializer_range=0.3, dtype="float32")).float().eval()
+
+
+def log_probs(model: Qwen3ForCausalLM) -> np.ndarray:
+    """Of the probe's tokens but the first."""
+    with torch.no_grad():
+        scores = model(torch.tensor(PROBE)[None]).logits[0].double().log_softmax(-1)
+    return np.array([float(scores[position, token]) for position, token in enumerate(PROBE[1:])])
+
+
+class OneRank:
+    """A trainer of one rank in this process, whose weights are those of `model`."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.model: Qwen3ForCausalLM
+        self._thread = ThreadPoolExecutor(1)
+        self._sender: WeightSender
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        tensors = self.model.state_dict()
+        return ((name, tensors[name]) for name in self.names)
+
+    def save_hf(self, directory: Path, *, max_shard_bytes: int, durable: bool) -> None:
+        self.model.save_pretrained(directory)
+
+    def begin_open_sender(self, plan: SenderPlan) -> list[Future[None]]:
+        def work() -> None:
+            self._sender = plan.open(self, rank=0)
+
+        return [self._thread.submit(work)]
+
+    def begin_close_sender(self) -> list[Future[None]]:
+        return [self._thread.submit(lambda: self._sender.close())]
+
+    def begin_send(self, *, version: int) -> list[Future[None]]:
+        return [self._thread.submit(self._sender.send, version=version)]
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[list[tuple[Engine, EngineAddress]]]:
+    """Two servers of one model, and where they are."""
+    make_model(0).save_pretrained(tmp_path / "model")
+    settings = RolloutSettings(startup_timeout_s=180)
+    made = [
+        Engine(
+            tmp_path / "model", settings=settings, device_kind="cpu", dtype="float32", seed=0, log_path=tmp_path / f"engine-{number}.log"
+        )
+        for number in range(2)
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            yield list(zip(made, threads.map(Engine.start, made), strict=True))
+        finally:
+            list(threads.map(Engine.stop, made))
+
+
+@pytest.mark.timeout(300)
+def test_engines_join_and_leave_between_syncs_and_during_requests(engines: list[tuple[Engine, EngineAddress]], tmp_path: Path) -> None:
+    manifest = make_manifest(read_model_spec(tmp_path / "model"), dtype="float32")
+    rank = OneRank([spec.name for spec in manifest])
+
+    def make_transport(num_engines: int) -> WeightTransport:
+        surroundings = Surroundings(
+            manifest=manifest,
+            directory=tmp_path / "weights",
+            free_address=lambda: ("127.0.0.1", free_port("127.0.0.1")),
+            backend="gloo",
+            num_engines=num_engines,
+            ranks_per_engine=1,
+            timeout_s=60.0,
+        )
+        return TRANSPORTS["broadcast"](surroundings)
+
+    async def work() -> None:
+        async with AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(EngineClient(address, request_timeout_s=60, control_timeout_s=60)) for _, address in engines
+            ]
+            pool = EnginePool(clients[:1], max_requests=8)
+            sync = WeightSync(make_transport, ranks=rank, pool=pool, timeout_s=60)
+
+            async def publish(version: int) -> None:
+                rank.model = make_model(version)
+                await sync.run(version=version)
+                for client in pool.membership.members:
+                    np.testing.assert_allclose((await client.score(PROBE)).log_probs[1:], log_probs(rank.model), atol=2e-5)
+
+            async def ask(max_tokens: int) -> list[int]:
+                """The weight versions of 16 responses."""
+                async with PoolGenerator(pool, prompt=Prompt(id="p", token_ids=PROBE, text="")) as generator:
+                    calls = [generator.generate(PROBE, sampling=Sampling(max_tokens=max_tokens)) for _ in range(16)]
+                    answers = [answer for (answer,) in await asyncio.gather(*calls)]
+                assert {len(answer.token_ids) for answer in answers} == {max_tokens}
+                return sorted({int(version) for answer in answers for version in answer.weight_versions})
+
+            await publish(1)
+            pool.join(clients[1])
+            assert await ask(4) == [1] and await clients[1].weight_version() == 0
+            await publish(2)
+            assert await ask(4) == [2]
+
+            # A rollout of two turns is trained on what both engines made, whatever each did.
+            maker = GroupMaker(
+                pool=pool,
+                sampling=Sampling(max_tokens=8),
+                num_samples=3,
+                tokenizer=NumberTokenizer(),
+                score=None,
+                rollout=load("tests.contract.two_turns:rollout", kind="rollout"),
+            )
+            groups = await asyncio.gather(*(maker.make(Prompt(id=f"{number}", token_ids=PROBE, text="")) for number in range(4)))
+            for sample in (sample for group in groups for sample in group.samples):
+                assert sample.weight_versions[sample.loss_mask].tolist() == [2] * 8 and len(sample.response_ids) == 8 + len(TOOL_IDS)
+
+            asking = asyncio.create_task(ask(400))
+            await asyncio.sleep(1)
+            assert pool.num_running == 16
+            await asyncio.to_thread(engines[0][0].stop)
+            pool.leave(clients[0], EngineError("stopped"))
+            assert await asking == [2] and pool.num_running == 0
+            await publish(3)
+            assert await ask(4) == [3]
+            await sync.disconnect()
+
+    asyncio.run(work())

@@ -1,0 +1,326 @@
+"""Who gets slots on which engine, while engines fail, join and leave, and requests come and go."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout import engine_pool
+from megatron_rl.rollout.client import EngineClient
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.engine_pool import EnginePool, Urgency
+
+
+def make_clients(count: int) -> list[EngineClient]:
+    addresses = [EngineAddress(f"http://engine-{number}", "key", 32, 64, 64, has_tokenizer=False) for number in range(count)]
+    return [EngineClient(address, request_timeout_s=5.0) for address in addresses]
+
+
+class Requests:
+    """Requests to a pool that hold their slots until they are told to end."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self.pool = pool
+        self.got: dict[str, EngineClient] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ends: dict[str, asyncio.Event] = {}
+
+    async def start(self, name: str, count: int = 1, *, urgency: Urgency = Urgency.TRAINING, preferred: EngineClient | None = None) -> None:
+        async def work() -> None:
+            async with self.pool.slots(count, urgency=urgency, preferred=preferred) as client:
+                self.got[name] = client
+                await self._ends[name].wait()
+
+        self._ends[name] = asyncio.Event()
+        self._tasks[name] = asyncio.create_task(work())
+        await settle()
+
+    async def end(self, *names: str) -> None:
+        for name in names:
+            self._ends[name].set()
+        await asyncio.gather(*(self._tasks[name] for name in names))
+        await settle()
+
+    async def cancel(self, name: str) -> None:
+        self._tasks[name].cancel()
+        await settle()
+        assert self._tasks[name].cancelled()
+
+    def error(self, name: str) -> BaseException | None:
+        return self._tasks[name].exception()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def run(test: Callable[[Requests, list[EngineClient]], Awaitable[None]], *, num_engines: int = 2, max_requests: int = 2) -> None:
+    """Run `test` with the requests of a new pool and its engines; no slot may be taken after it."""
+
+    async def work() -> None:
+        clients = make_clients(num_engines)
+        requests = Requests(EnginePool(clients, max_requests=max_requests))
+        await test(requests, clients)
+        for task in requests._tasks.values():
+            task.cancel()
+        await asyncio.gather(*requests._tasks.values(), return_exceptions=True)
+        assert requests.pool.num_running == 0
+
+    asyncio.run(work())
+
+
+def test_the_epoch_rises_with_every_engine_that_joins_or_leaves_and_with_nothing_else() -> None:
+    async def work() -> None:
+        first, second, third = make_clients(3)
+        pool = EnginePool([first, second], max_requests=1)
+        assert (pool.membership.epoch, pool.membership.members) == (0, (first, second))
+        pool.join(third)
+        assert (pool.membership.epoch, pool.membership.members) == (1, (first, second, third))
+        pool.leave(first, EngineError("gone"))
+        assert (pool.membership.epoch, pool.membership.members) == (2, (second, third))
+        for unchanged in (lambda: pool.leave(first, EngineError("again")), lambda: pool.retire(second, EngineError("slow")), pool.readmit):
+            unchanged()
+        pool.admit([third])
+        assert pool.membership.epoch == 2
+
+    asyncio.run(work())
+
+
+def test_an_engine_that_joined_gets_requests_once_it_is_admitted() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        (late,) = make_clients(1)
+        requests.pool.join(late)
+        requests.pool.readmit()
+        for name in "abc":
+            await requests.start(name)
+        assert set(requests.got) == {"a", "b"}
+        requests.pool.admit([late])
+        await settle()
+        assert requests.got["c"] is late
+
+    run(test, num_engines=1)
+
+
+def test_a_pool_without_engines_lets_requests_wait_for_the_first_that_is_admitted() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        (first,) = make_clients(1)
+        await requests.start("a")
+        requests.pool.join(first)
+        await settle()
+        assert requests.pool.address is first.address and "a" not in requests.got
+        requests.pool.admit([first])
+        await settle()
+        assert requests.got["a"] is first
+
+    run(test, num_engines=0)
+
+
+def test_an_engine_that_leaves_before_it_is_admitted_stays_away() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        requests.pool.leave(clients[0], EngineError("gone"))
+        requests.pool.admit(clients)
+        for name in "abc":
+            await requests.start(name)
+        assert requests.got == {"a": clients[1], "b": clients[1]}
+        # One that comes back is new: what it serves is not known.
+        requests.pool.join(clients[0])
+        await settle()
+        assert "c" not in requests.got
+
+    run(test)
+
+
+def test_who_waits_for_an_engine_that_leaves_gets_another_and_after_the_last_its_error() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        for name in "abcd":
+            await requests.start(name)
+        await requests.start("waiting", preferred=clients[0])
+        requests.pool.leave(clients[0], EngineError("first"))
+        await settle()
+        assert "waiting" not in requests.got
+        await requests.end(*(name for name in "abcd" if requests.got[name] is clients[1]))
+        assert requests.got["waiting"] is clients[1]
+        await requests.start("second")
+        await requests.start("third")
+        requests.pool.leave(clients[1], EngineError("last"))
+        await settle()
+        assert str(requests.error("third")) == "last"
+        await requests.start("late")
+        assert str(requests.error("late")) == "last"
+
+    run(test)
+
+
+def test_a_retired_engine_is_a_member_that_rests_until_it_is_readmitted() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        requests.pool.retire(clients[0], EngineError("slow"))
+        for name in "abc":
+            await requests.start(name)
+        assert requests.got == {"a": clients[1], "b": clients[1]}
+        requests.pool.leave(clients[1], EngineError("gone"))
+        await settle()
+        assert str(requests.error("c")) == "gone"
+        requests.pool.readmit()
+        await requests.start("d")
+        assert requests.got["d"] is clients[0]
+        # What it failed at before it left says nothing of it when it comes back.
+        requests.pool.retire(clients[0], EngineError("slow"))
+        requests.pool.leave(clients[0], EngineError("gone"))
+        requests.pool.retire(clients[0], EngineError("late"))
+        requests.pool.join(clients[0])
+        requests.pool.admit([clients[0]])
+        await requests.start("e")
+        assert requests.got["e"] is clients[0]
+
+    run(test)
+
+
+def test_departure_is_done_for_those_that_are_no_members() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        (stranger,) = make_clients(1)
+        staying, leaving = (requests.pool.departure(client) for client in clients)
+        assert requests.pool.departure(stranger).done() and not leaving.done()
+        requests.pool.leave(clients[1], EngineError("gone"))
+        assert leaving.done() and not staying.done() and requests.pool.departure(clients[1]).done()
+        requests.pool.join(clients[1])
+        assert not requests.pool.departure(clients[1]).done()
+
+    run(test)
+
+
+def test_a_preferred_engine_is_taken_although_another_is_less_busy() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        await requests.start("a", preferred=clients[1])
+        await requests.start("b", preferred=clients[1])
+        assert requests.got == {"a": clients[1], "b": clients[1]}
+        await requests.start("c")
+        assert requests.got["c"] is clients[0]
+
+    run(test)
+
+
+def test_who_prefers_a_busy_engine_waits_for_it_and_keeps_no_one_from_another() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        await requests.start("a", 1, preferred=clients[0])
+        await requests.start("pair", 2, preferred=clients[0])
+        await requests.start("later")
+        # Room for one is left beside "a", but "pair" came first.
+        await requests.start("same", preferred=clients[0])
+        assert requests.got == {"a": clients[0], "later": clients[1]}
+        await requests.end("a")
+        assert requests.got["pair"] is clients[0] and "same" not in requests.got
+        await requests.end("pair")
+        assert requests.got["same"] is clients[0]
+
+    run(test)
+
+
+def test_who_prefers_a_busy_engine_takes_another_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pool, "AFFINITY_WAIT_S", 0.05)
+
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        await requests.start("a", 2, preferred=clients[0])
+        await requests.start("b", preferred=clients[0])
+        await asyncio.sleep(0.02)
+        assert "b" not in requests.got
+        await asyncio.sleep(0.1)
+        assert requests.got["b"] is clients[1]
+
+    run(test)
+
+
+@pytest.mark.parametrize("trouble", ["retire", "leave"])
+def test_who_prefers_an_engine_that_cannot_be_used_takes_another_at_once(trouble: str) -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        await requests.start("a", 2, preferred=clients[0])
+        await requests.start("waiting", preferred=clients[0])
+        getattr(requests.pool, trouble)(clients[0], EngineError("gone"))
+        await requests.start("late", preferred=clients[0])
+        assert requests.got["waiting"] is requests.got["late"] is clients[1]
+
+    run(test)
+
+
+def test_one_that_is_cancelled_while_it_waits_keeps_nothing_for_itself() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        await requests.start("a")
+        await requests.start("pair", 2)
+        await requests.start("b")
+        assert set(requests.got) == {"a"}
+        await requests.cancel("pair")
+        assert requests.got["b"] is clients[0]
+
+    run(test, num_engines=1)
+
+
+def test_what_an_engine_gave_back_goes_first_then_evaluations() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        await requests.start("running")
+        for urgency in (Urgency.TRAINING, Urgency.EVALUATION, Urgency.AGAIN):
+            await requests.start(urgency.name, urgency=urgency)
+        order = ["running", "AGAIN", "EVALUATION", "TRAINING"]
+        for position, name in enumerate(order):
+            assert list(requests.got) == order[: position + 1]
+            await requests.end(name)
+
+    run(test, num_engines=1, max_requests=1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_happens_no_slot_is_lost_and_no_engine_runs_too_much(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that are cancelled at any moment, engines that fail, leave and come back at any moment."""
+    monkeypatch.setattr(engine_pool, "AFFINITY_WAIT_S", 0.001)
+    draw = random.Random(seed)
+    running: dict[EngineClient, list[int]] = {}
+
+    @asynccontextmanager
+    async def seen(client: EngineClient, count: int) -> AsyncIterator[None]:
+        held = running.setdefault(client, [])
+        held.append(count)
+        assert sum(held) <= 4 or len(held) == 1
+        try:
+            yield
+        finally:
+            held.remove(count)
+
+    async def work() -> None:
+        clients = make_clients(3)
+        pool = EnginePool(clients, max_requests=4)
+
+        async def request() -> None:
+            count, preferred = draw.randint(1, 6), draw.choice([None, *clients])
+            async with pool.slots(count, urgency=draw.choice(list(Urgency)), preferred=preferred) as client, seen(client, count):
+                await asyncio.sleep(draw.random() * 0.002)
+
+        tasks: list[asyncio.Task[Any]] = []
+        for _ in range(300):
+            tasks.append(asyncio.create_task(request()))
+            client, event = draw.choice(clients), draw.randrange(12)
+            if event < 3:
+                draw.choice(tasks).cancel()
+            elif event == 3:
+                pool.retire(client, EngineError("slow"))
+            elif event == 4:
+                pool.readmit()
+            elif event == 5:
+                pool.leave(client, EngineError("gone"))
+            elif event > 8:
+                for each in clients:
+                    if each not in pool.membership.members:
+                        pool.join(each)
+                pool.admit(clients)
+            if draw.random() < 0.5:
+                await asyncio.sleep(0 if draw.random() < 0.7 else 0.0005)
+        pool.admit(pool.membership.members)
+        pool.readmit()
+        answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        assert {type(answer) for answer in answers} <= {type(None), asyncio.CancelledError, EngineError}
+        assert sum(answer is None for answer in answers) > 20
+        assert pool.num_running == 0 and not any(running.values())
+
+    asyncio.run(work())

@@ -1,0 +1,375 @@
+"""Requests of rollouts with several turns: what each holds, where it goes, what it costs the others when it fails or is cancelled."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.contracts import NumberTokenizer
+from megatron_rl.errors import DeadlineError, EngineError
+from megatron_rl.plugins import Generator, Rollout
+from megatron_rl.rollout.client import Generation
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.engine_pool import EnginePool
+from megatron_rl.rollout.generator import PoolGenerator
+from megatron_rl.rollout.groups import GroupMaker
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.single_turn import single_turn
+from megatron_rl.rollout.transport import EngineRefusal
+from megatron_rl.types import Ints, Prompt, Sample, StopReason
+
+PROMPT = Prompt(id="p", token_ids=np.array([1, 2]), text="1 2")
+SAMPLING = Sampling(max_tokens=4)
+
+
+class FakeEngine:
+    """Answers with the prompt's tokens and `version` once it is `free`; instead it raises `error` when it has one by then."""
+
+    def __init__(self, version: int) -> None:
+        self.address = EngineAddress(
+            f"http://engine-{version}", "key", vocab_size=100, context_length=64, max_total_tokens=64, has_tokenizer=False
+        )
+        self.version = version
+        self.free = asyncio.Event()
+        self.free.set()
+        self.error: Exception | None = None
+        self.asked: list[tuple[list[int], int | None]] = []
+        self.running = self.aborted = 0
+
+    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
+        self.asked.append((token_ids.tolist(), sampling.seed))
+        self.running += num_samples
+        try:
+            await asyncio.sleep(0)
+            await self.free.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= num_samples
+        if self.error is not None:
+            raise self.error
+        length = len(token_ids)
+        return (Generation(token_ids, np.zeros(length, np.float32), np.full(length, self.version), StopReason.STOP),) * num_samples
+
+
+def run(test: Callable[[EnginePool, list[FakeEngine]], Awaitable[None]], *, num_engines: int = 2, max_requests: int = 8) -> None:
+    """Run `test` with a new pool and its engines; nothing may run after it."""
+
+    async def work() -> None:
+        engines = [FakeEngine(version) for version in range(num_engines)]
+        pool = EnginePool(engines, max_requests=max_requests)  # type: ignore[arg-type]
+        await asyncio.wait_for(test(pool, engines), 5)
+        assert pool.num_running == 0 and [engine.running for engine in engines] == [0] * num_engines
+
+    asyncio.run(work())
+
+
+async def settle() -> None:
+    for _ in range(40):
+        await asyncio.sleep(0)
+
+
+def make_maker(pool: EnginePool, rollout: Rollout, *, num_samples: int = 1) -> GroupMaker:
+    return GroupMaker(
+        pool=pool, sampling=SAMPLING, num_samples=num_samples, tokenizer=NumberTokenizer(), score=None, rollout=rollout
+    )  # fmt: skip
+
+
+def two_turns(tool: Callable[[int], Awaitable[None]], *, named: bool = True) -> Rollout:
+    """Conversations of two turns beside each other, with `tool` between, which is given their index; sessions are `named` by it."""
+
+    async def rollout(
+        *, prompt: Prompt, generator: Generator, sampling: Sampling, num_samples: int, tokenizer: NumberTokenizer
+    ) -> Sequence[Sample]:
+        async def conversation(index: int) -> Sample:
+            session = f"conversation {index}" if named else None
+            (first,) = await generator.generate(prompt.token_ids, sampling=sampling, session=session)
+            await tool(index)
+            seen = np.concatenate([prompt.token_ids, first.token_ids])
+            (second,) = await generator.generate(seen, sampling=sampling, session=session)
+            return Sample(
+                group_id=prompt.id,
+                index=index,
+                prompt=prompt,
+                response_ids=np.concatenate([first.token_ids, second.token_ids]),
+                loss_mask=np.ones(len(first.token_ids) + len(second.token_ids), np.bool_),
+                rollout_log_probs=np.concatenate([first.log_probs, second.log_probs]),
+                weight_versions=np.concatenate([first.weight_versions, second.weight_versions]),
+                stop_reason=second.stop_reason,
+                response_text="",
+            )
+
+        return await asyncio.gather(*map(conversation, range(num_samples)))
+
+    return rollout
+
+
+def test_a_slow_tool_between_turns_holds_no_slot() -> None:
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        answer = asyncio.Event()
+
+        async def tool(index: int) -> None:
+            await answer.wait()
+
+        slow = asyncio.create_task(make_maker(pool, two_turns(tool), num_samples=3).make(PROMPT))
+        await settle()
+        assert len(engines[0].asked) == 3 and pool.num_running == 0
+        # The only slot there is serves others in the meantime.
+        others = [make_maker(pool, single_turn).make(replace(PROMPT, id=str(number))) for number in range(5)]
+        assert len(await asyncio.gather(*others)) == 5
+        assert not slow.done()
+        answer.set()
+        assert len((await slow).samples) == 3
+        assert len(engines[0].asked) == 3 + 5 + 3
+
+    run(test, num_engines=1, max_requests=1)
+
+
+def test_a_failing_engine_costs_each_of_its_requests_one_repetition_and_the_others_none() -> None:
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        engines[0].free.clear()
+        engines[1].free.clear()
+        prompts = [replace(PROMPT, token_ids=np.array([number])) for number in range(16)]
+        async with PoolGenerator(pool, prompt=PROMPT) as generator:
+            calls = [asyncio.create_task(generator.generate(prompt.token_ids, sampling=SAMPLING)) for prompt in prompts]
+            await settle()
+            assert [len(engine.asked) for engine in engines] == [8, 8]
+            lost = engines[0].asked[:]
+            engines[0].error = EngineError("died")
+            engines[0].free.set()
+            await settle()
+            engines[1].free.set()
+            answers = await asyncio.gather(*calls)
+        assert [answer.token_ids.tolist() for (answer,) in answers] == [[number] for number in range(16)]
+        assert len(engines[0].asked) == 8
+        # With the seeds that they had.
+        assert sorted(engines[1].asked[8:]) == sorted(lost)
+        assert len({seed for _, seed in engines[1].asked}) == 16
+
+    run(test)
+
+
+def test_later_turns_of_a_group_go_before_first_ones_of_groups_that_came_later() -> None:
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        async def no_tool(index: int) -> None: ...
+
+        prompts = [replace(PROMPT, id=str(number), token_ids=np.array([number])) for number in range(5)]
+        await asyncio.gather(*(make_maker(pool, two_turns(no_tool)).make(prompt) for prompt in prompts))
+        # The next one's slot is given before a group has asked for its second turn.
+        order = [(tokens[0], len(tokens)) for tokens, _ in engines[0].asked]
+        assert order == [(0, 1), (1, 1), (0, 2), (1, 2), (2, 1), (3, 1), (2, 2), (3, 2), (4, 1), (4, 2)]
+
+    run(test, num_engines=1, max_requests=1)
+
+
+@pytest.mark.parametrize("error", [EngineError("died"), DeadlineError("slow")])
+def test_a_turn_that_is_lost_is_repeated_alone_and_before_what_waits(error: Exception) -> None:
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        async def tool(index: int) -> None:
+            engines[0].error = error
+
+        engines[1].free.clear()
+        waiting = PoolGenerator(pool, prompt=replace(PROMPT, id="other"))
+        # One for engine 1, which answers only at the end, and one that finds no slot.
+        making = asyncio.create_task(make_maker(pool, two_turns(tool)).make(PROMPT))
+        await asyncio.sleep(0)
+        first = asyncio.create_task(waiting.generate(np.array([7]), sampling=SAMPLING))
+        await settle()
+        last = asyncio.create_task(waiting.generate(np.array([8]), sampling=SAMPLING))
+        await settle()
+        engines[1].free.set()
+        (sample,) = (await making).samples
+        await asyncio.gather(first, last)
+        # The first turn is not asked for again; the second is, on the other engine, whose weights may be newer.
+        assert [asked for asked, _ in engines[0].asked] == [[1, 2], [1, 2, 1, 2]]
+        assert [asked for asked, _ in engines[1].asked] == [[7], [1, 2, 1, 2], [8]]
+        assert sample.weight_versions.tolist() == [0] * 2 + [1] * 4
+
+    run(test, max_requests=1)
+
+
+def test_a_refused_request_is_raised_at_once_and_retires_no_engine() -> None:
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        engines[0].error = EngineRefusal("no", status=400)
+        async with PoolGenerator(pool, prompt=PROMPT) as generator:
+            with pytest.raises(EngineRefusal):
+                await generator.generate(PROMPT.token_ids, sampling=SAMPLING)
+            engines[0].error = None
+            await generator.generate(PROMPT.token_ids, sampling=SAMPLING)
+        assert [len(engine.asked) for engine in engines] == [2, 0]
+
+    run(test)
+
+
+def test_a_request_whose_last_engine_fails_raises_why() -> None:
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        for engine in engines:
+            engine.error = EngineError(f"died {engine.version}")
+        async with PoolGenerator(pool, prompt=PROMPT) as generator:
+            with pytest.raises(EngineError, match="died 1"):
+                await generator.generate(PROMPT.token_ids, sampling=SAMPLING)
+
+    run(test)
+
+
+def test_a_cancelled_request_is_aborted_alone_whether_it_runs_or_waits() -> None:
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        (engine,) = engines
+        engine.free.clear()
+        async with PoolGenerator(pool, prompt=PROMPT) as generator:
+            calls = [asyncio.create_task(generator.generate(np.array([number]), sampling=SAMPLING)) for number in range(4)]
+            await settle()
+            assert engine.running == 2
+            for cancelled in (calls[0], calls[3]):
+                cancelled.cancel()
+            await asyncio.gather(calls[0], calls[3], return_exceptions=True)
+            await settle()
+            # The third has the first one's slot.
+            assert engine.aborted == 1 and engine.running == 2
+            engine.free.set()
+            assert [len(await call) for call in calls[1:3]] == [1, 1]
+        assert [tokens for tokens, _ in engine.asked] == [[0], [1], [2]]
+
+    run(test, num_engines=1, max_requests=2)
+
+
+def test_requests_that_a_rollout_left_behind_end_with_it() -> None:
+    """`asyncio.gather` does not cancel the others when one conversation fails, and they would hold their slots."""
+
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        (engine,) = engines
+
+        async def tool(index: int) -> None:
+            if index == 2:
+                while len(engine.asked) < 6:
+                    await asyncio.sleep(0)
+                engine.free.clear()
+                await settle()
+                raise ZeroDivisionError("tool")
+
+        with pytest.raises(ZeroDivisionError):
+            await make_maker(pool, two_turns(tool), num_samples=6).make(PROMPT)
+        num_asked = len(engine.asked)
+        assert engine.aborted == 2 and pool.num_running == 0
+        await settle()
+        # What waited for a slot was not sent.
+        assert len(engine.asked) == num_asked < 6 + 5
+
+    run(test, num_engines=1, max_requests=2)
+
+
+def test_a_cancelled_group_aborts_every_request_of_it() -> None:
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        async def no_tool(index: int) -> None:
+            engines[0].free.clear()
+
+        making = asyncio.create_task(make_maker(pool, two_turns(no_tool), num_samples=6).make(PROMPT))
+        await settle()
+        assert engines[0].running == 4
+        making.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        assert engines[0].aborted == 4
+
+    run(test, num_engines=1, max_requests=4)
+
+
+def test_a_request_on_an_engine_that_leaves_goes_to_another_at_once() -> None:
+    """One that hangs would otherwise be waited for until the request's own deadline."""
+
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        engines[0].free.clear()
+        async with PoolGenerator(pool, prompt=PROMPT) as generator:
+            calls = [asyncio.create_task(generator.generate(PROMPT.token_ids, sampling=SAMPLING)) for _ in range(4)]
+            await settle()
+            pool.leave(engines[0], EngineError("hangs"))  # type: ignore[arg-type]
+            answers = await asyncio.gather(*calls)
+        assert engines[0].aborted == 2
+        assert [answer.weight_versions[0] for (answer,) in answers] == [1] * 4
+        assert len(engines[1].asked) == 4
+        assert {seed for _, seed in engines[0].asked} < {seed for _, seed in engines[1].asked}
+
+    run(test)
+
+
+def test_the_last_engine_that_leaves_ends_the_requests_with_its_error() -> None:
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        engines[0].free.clear()
+        async with PoolGenerator(pool, prompt=PROMPT) as generator:
+            calls = [asyncio.create_task(generator.generate(PROMPT.token_ids, sampling=SAMPLING)) for _ in range(3)]
+            await settle()
+            pool.leave(engines[0], EngineError("node lost"))  # type: ignore[arg-type]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert [str(answer) for answer in answers] == ["node lost"] * 3
+
+    run(test, num_engines=1, max_requests=2)
+
+
+def test_a_session_stays_with_its_engine_and_follows_when_that_fails() -> None:
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        async with PoolGenerator(pool, prompt=PROMPT) as generator:
+
+            async def ask(session: str | None) -> int:
+                (answer,) = await generator.generate(PROMPT.token_ids, sampling=SAMPLING, session=session)
+                return int(answer.weight_versions[0])
+
+            assert await ask("a") == 0
+            engines[0].free.clear()
+            busy = asyncio.create_task(ask(None))
+            await settle()
+            assert await ask("b") == 1
+            engines[0].free.set()
+            assert await busy == 0
+            # Both engines are idle: without a session the first would get each.
+            assert [await ask(session) for session in "abba"] == [0, 1, 1, 0] and await ask(None) == 0
+            engines[1].error = EngineError("died")
+            assert await ask("b") == 0
+            engines[1].error = None
+            pool.readmit()
+            assert await ask("b") == 0
+
+    run(test)
+
+
+def test_seeds_of_sessions_do_not_depend_on_the_order_in_which_they_ask() -> None:
+    def seeds(order: Sequence[int], *, run_seed: int = 0) -> list[list[int | None]]:
+        """Of each conversation's first and second turn, with tools that answer in `order`."""
+        found: list[list[int | None]] = []
+
+        async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+            done = [asyncio.Event() for _ in range(len(order) + 1)]
+            done[0].set()
+
+            async def tool(index: int) -> None:
+                await done[order.index(index)].wait()
+                await settle()
+                done[order.index(index) + 1].set()
+
+            await replace(make_maker(pool, two_turns(tool), num_samples=len(order)), seed=run_seed).make(PROMPT)
+            asked = [seed for _, seed in engines[0].asked]
+            second = {index: asked[len(order) + position] for position, index in enumerate(order)}
+            found.extend([asked[index], second[index]] for index in range(len(order)))
+
+        run(test, num_engines=1)
+        return found
+
+    first = seeds([0, 1, 2])
+    assert seeds([2, 0, 1]) == first
+    assert len({seed for turns in first for seed in turns}) == 6
+    assert all(later == earlier + 1 for earlier, later in first)  # type: ignore[operator]
+    assert not {seed for turns in seeds([0, 1, 2], run_seed=1) for seed in turns} & {seed for turns in first for seed in turns}
+
+
+def test_several_samples_of_one_request_take_seeds_one_after_the_other() -> None:
+    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        async with PoolGenerator(pool, prompt=PROMPT) as generator:
+            for count in (3, 1, 2):
+                assert len(await generator.generate(PROMPT.token_ids, sampling=SAMPLING, num_samples=count)) == count
+        first: Any = engines[0].asked[0][1]
+        assert [seed for _, seed in engines[0].asked] == [first, first + 3, first + 4]
+
+    run(test, num_engines=1, max_requests=2)
