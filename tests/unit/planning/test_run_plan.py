@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import Settings, WeightSettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.weight_table import tensor_shapes
 from megatron_rl.planning.gpus import GIB, GPUS
 from megatron_rl.planning.records import RunPlan
 from megatron_rl.planning.run_plan import _rank_host, plan_layouts, plan_run
+from megatron_rl.weights.bucket import BUCKET_BYTES
 
 pytestmark = pytest.mark.usefixtures("shared_process")
 
@@ -60,6 +61,16 @@ def test_a_dense_model_by_hand(model_spec: Callable[[str], Any], run_settings: C
     assert last.total < first.total < GPUS["H100-80"].memory_bytes and plan.fits
     assert plan.verdict.startswith(f"fits: {plan.peak / GIB:.1f} of 79.6 GiB on the fullest rank (stage 0)")
     assert plan.num_nodes == 2
+
+
+def test_memory_that_is_shared_with_an_engine_is_two_buckets(
+    model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]
+) -> None:
+    spec = replace(model_spec("Qwen3-4B"), num_layers=1)
+    by_ipc = run_settings(num_ranks=1, runtime={"colocate": True})
+    by_disk = by_ipc.model_copy(update={"weights": WeightSettings(transport="disk")})
+    shared, written = planned(spec, by_ipc, by_disk)
+    assert shared.handover - written.handover == 2 * BUCKET_BYTES
 
 
 def test_recompute_and_sequence_parallelism_save_what_they_promise(
