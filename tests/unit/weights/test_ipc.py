@@ -3,12 +3,12 @@
 import asyncio
 import base64
 import io
+import json
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Thread
@@ -16,14 +16,24 @@ from threading import Thread
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore, Store
 from torch.multiprocessing import reductions
 
 from megatron_rl.errors import EngineError, UserError
-from megatron_rl.leftovers import PREFIX, remove_leftovers
+from megatron_rl.leftovers import PREFIX
 from megatron_rl.weights import ipc
 from megatron_rl.weights.bucket import WeightSpec
 from megatron_rl.weights.interface import Surroundings
-from megatron_rl.weights.ipc import IpcSender, IpcTransport, Seat, allocate_shared, check_allocator, check_same_host, shared_files
+from megatron_rl.weights.ipc import (
+    IpcSender,
+    IpcTransport,
+    Seat,
+    allocate_shared,
+    check_allocator,
+    check_same_host,
+    handle_of,
+    shared_files,
+)
 
 SPECS = (WeightSpec("a", "bfloat16", (2, 3)), WeightSpec("b", "float32", (2,)), WeightSpec("c", "float32", (1, 2)))
 BUCKETS = (SPECS[:2], SPECS[2:])
@@ -108,8 +118,8 @@ def run(transport: IpcTransport, engines: Sequence[Engine], *, num_ranks: int, v
     """Sync over `versions`, whose weights are those above times the version; each rank in a thread of its own. EngineError comes last."""
     sources = [Source() for _ in range(num_ranks)]
     failures: list[BaseException] = []
-    # Rank 0 serves the store until all are done.
-    senders: dict[int, IpcSender] = {}
+    # Rank 0 serves the store as long as it is there.
+    senders = transport.senders = {}  # type: ignore[attr-defined]
 
     def rank(number: int) -> None:
         sender = senders[number] = transport.plan.open(sources[number], rank=number)  # type: ignore[arg-type]
@@ -166,6 +176,8 @@ def test_every_engine_takes_the_buckets_of_the_ranks_beside_it() -> None:
         assert engine.calls == ["begin", (2, None), (2, 1), "end", "begin", (2, None), (2, 2), "end"]
         assert_same(engine.weights, weights(2.0))
     assert [source.taken for source in sources] == [6] * 5, "a rank without an engine takes part in gathering"
+    offers = [seat.offer(version, number) for seat in (first, second) for version in (1, 2) for number in (0, 1)]
+    assert not any(transport._store.check([offer]) for offer in offers), "a key has one reader, who removes it"
     assert transport.finish(version=1) == 6 * 2 + 2 * 4 + 2 * 4
     assert set(files_of_this_process()) <= set(before)
 
@@ -183,6 +195,43 @@ def test_a_bucket_has_memory_of_its_own_until_the_engine_has_answered() -> None:
     engine = Engine("http://127.0.0.1:1")
     run(transport, [engine], num_ranks=1)
     assert len(set(engine.names_in_use)) >= 2, "each bucket is in another file"
+
+
+def wait_for(store: Store, key: str) -> None:
+    deadline = time.monotonic() + 10
+    while not store.check([key]):
+        assert time.monotonic() < deadline, key
+        time.sleep(0.001)
+
+
+def test_a_rank_holds_a_bucket_until_it_was_taken_and_notes_what_a_kill_would_leave(tmp_path: Path) -> None:
+    plan, store = make_transport({"http://127.0.0.1:1": (0,)}).plan, HashStore()
+    (seat,) = plan.seats[0]
+    sender = IpcSender(Source(), plan, seats=[seat], store=store)  # type: ignore[arg-type]
+    sending = Thread(target=sender.send, kwargs={"version": 1})
+    sending.start()
+    for number in range(2):
+        wait_for(store, seat.offer(1, number))
+        time.sleep(0.02)
+        assert sending.is_alive() and not store.check([seat.offer(1, number + 1)])
+        noted = [json.loads(file.read_text()) for file in tmp_path.glob(f"{PREFIX}*/elsewhere.json")]
+        assert len(noted) == 1 and all(Path(place).exists() for place in noted[0])
+        store.set(seat.taken(1, number), "")
+    sending.join(timeout=10)
+    assert not sending.is_alive() and not list(tmp_path.iterdir())
+    assert not any(store.check([seat.taken(1, number)]) for number in range(2)), "a key has one reader, who removes it"
+
+
+def test_a_reader_that_has_let_go_leaves_the_writer_its_memory() -> None:
+    flat = allocate_shared(20, torch.device("cpu"))
+    (file, _) = shared_files(flat)
+    payload = pickle.loads(base64.b64decode(handle_of(flat, BUCKETS[0])))
+    flat.fill_(3)
+    assert payload["flattened_tensor"].tolist() == [3] * 20
+    del payload
+    assert file.exists()
+    del flat
+    assert not file.exists()
 
 
 def test_an_engine_that_fails_does_not_hold_up_the_ranks() -> None:
@@ -218,6 +267,8 @@ def test_memory_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
     with pytest.raises(UserError, match=f"{name}=.*cannot be shared"):
         check_allocator()
+    with pytest.raises(UserError, match="cannot be shared"):
+        make_transport({}).plan.open(Source(), rank=5)  # type: ignore[arg-type]
 
 
 def test_a_gpu_is_named_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,32 +280,6 @@ def test_a_gpu_is_named_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     function, found = ipc._HandlePickler(io.BytesIO()).reducer_override(torch.zeros(1))
     assert function is reductions.rebuild_cuda_tensor
     assert found == (*arguments[:6], "uuid-7", *arguments[7:])
-
-
-KILLED = """
-import os, signal, sys, tempfile, torch
-tempfile.tempdir = sys.argv[1]
-from megatron_rl.leftovers import Scratch
-from megatron_rl.weights.ipc import allocate_shared, shared_files
-flat = allocate_shared(1 << 20, torch.device("cpu"))
-places = shared_files(flat)
-Scratch.make().note(places)
-helper = [int(pid) for pid in open(f"/proc/self/task/{os.getpid()}/children").read().split()]
-print(places[0], places[1], flush=True)
-for pid in [*helper, os.getpid()]:
-    os.kill(pid, signal.SIGKILL)
-"""
-
-
-def test_what_a_kill_leaves_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    """torch's helper removes the file of a process that dies, unless it dies with it."""
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-    places = [Path(word) for word in output.split()]
-    assert [place.exists() for place in places] == [True, True]
-    removed = remove_leftovers()
-    assert not any(place.exists() for place in places)
-    assert {str(place) for place in places} < set(removed)
 
 
 def test_what_may_be_left_are_the_file_and_the_helpers_directory() -> None:

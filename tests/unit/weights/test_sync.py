@@ -189,6 +189,20 @@ def test_the_version_comes_with_the_last_bucket(make_run: Callable[..., Run]) ->
     assert metrics == {"weights/version": 3, "weights/bytes": 72}
 
 
+def test_shared_memory_is_handed_over_as_buckets_are_broadcast(make_run: Callable[..., Run]) -> None:
+    run = make_run({})
+    metrics = run.sync("ipc", version=3)
+    (server,) = run.servers
+    update = "/update_weights_from_tensor"
+    assert [path for (path,) in run.log if path != "sent"] == [
+        "/pause_generation", "/begin_weight_update", update, update, "/end_weight_update", "/continue_generation", "/model_info",
+    ]  # fmt: skip
+    received = [body for path, body in server.calls if path == update]
+    assert [(body.get("weight_version"), body["flush_cache"]) for body in received] == [(None, False), ("3", True)]
+    assert all(body["load_format"] == "flattened_bucket" and len(body["serialized_named_tensors"]) == 1 for body in received)
+    assert metrics == {"weights/version": 3, "weights/bytes": 72}
+
+
 def test_weights_through_a_directory_are_complete_before_an_engine_pauses_and_leave_nothing_there(
     make_run: Callable[..., Run], tmp_path: Path
 ) -> None:
