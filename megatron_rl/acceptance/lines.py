@@ -18,7 +18,6 @@ import torch
 from megatron_rl.acceptance.node import VOCAB, Node, has_transformer_engine
 from megatron_rl.device import chosen_backends, quiet_megatron_imports
 from megatron_rl.errors import MegatronRLError, UserError
-from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Floats, TrainBatch
@@ -27,7 +26,8 @@ with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.planning.measurement import Job, measure
     from megatron_rl.planning.run_plan import on_gpu, stage_memories
-    from megatron_rl.runtime.turns import SharedDevices, Turn
+    from megatron_rl.runtime.colocation import SharedDevices, Turn
+    from megatron_rl.runtime.watchdog import Watchdog
     from megatron_rl.training.offload import PARTS
 
 IMPORTS = ("torch", "transformers", "ray", "megatron.core", "sglang.srt.server_args")
@@ -169,15 +169,13 @@ class _OneEngine:
     def __init__(self, node: Node, address: EngineAddress) -> None:
         self._node, self._address = node, address
 
-    def release_memory(self, parts: Any) -> None:
-        asyncio.run(self._ask(lambda client: client.release_memory(parts)))
-
-    def restore_memory(self, parts: Any) -> None:
-        asyncio.run(self._ask(lambda client: client.restore_memory(parts)))
-
-    async def _ask(self, work: Callable[[EngineClient], Any]) -> None:
+    async def release_memory(self, parts: Any) -> None:
         async with self._node.client(self._address) as client:
-            await work(client)
+            await client.release_memory(parts)
+
+    async def restore_memory(self, parts: Any) -> None:
+        async with self._node.client(self._address) as client:
+            await client.restore_memory(parts)
 
 
 def colocated(node: Node) -> Iterator[Line]:
@@ -187,8 +185,8 @@ def colocated(node: Node) -> Iterator[Line]:
     node.ranks.put_away(PARTS)
     differences: dict[float, list[float]] = {1.0: [], 0.7: []}
     seconds: list[float] = []
-    with node.serving(other, gpu=0, name="colocated", colocated=True) as address:
-        turns = SharedDevices(node.ranks, _OneEngine(node, address))  # type: ignore[arg-type]
+    with node.serving(other, gpu=0, name="colocated", colocated=True) as address, Watchdog() as watchdog:
+        turns = SharedDevices(node.ranks, _OneEngine(node, address), watchdog=watchdog)
         for version in range(1, WAKES + 1):
             turns.take(Turn.SYNC)
             seconds.append(asyncio.run(_sync_by_ipc(node, address, model=model, version=version)))
