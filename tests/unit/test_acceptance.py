@@ -17,6 +17,7 @@ from megatron_rl.acceptance.node import Node
 from megatron_rl.acceptance.verdict import RESULT_FILE, accept
 from megatron_rl.cli import main
 from megatron_rl.errors import EngineError, UserError
+from megatron_rl.types import TrainBatch
 
 PLANNED = 1000
 
@@ -102,6 +103,12 @@ class Engines:
     async def disconnect(self) -> None:
         """Nothing has two ends."""
 
+    async def release_memory(self, parts: Any) -> None:
+        """Nothing is there."""
+
+    async def restore_memory(self, parts: Any) -> None:
+        """Nothing is there."""
+
     def fresh(self, *_: Any, **__: Any) -> str:
         return self._fresh.pop(0)
 
@@ -151,6 +158,26 @@ def test_an_engine_has_to_hold_what_a_fresh_one_holds_after_each_sync(try_line: 
     for synced, fresh in (("ab", "ac"), ("ab", "cb"), ("aa", "aa")):
         (line,) = try_line(title, synced=synced, fresh=fresh)
         assert not line.passed, "the last of these never changed"
+
+
+def test_engine_and_trainer_have_to_agree_after_each_wake_at_each_temperature(
+    try_line: Callable[..., list[Line]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offset = 0.0
+
+    async def sync(*_: Any, **__: Any) -> float:
+        return 1.0
+
+    async def generate(node: Node, address: Any, temperature: float) -> TrainBatch:
+        engine = node.ranks._log_prob + offset  # type: ignore[attr-defined]
+        return TrainBatch.from_sequences(prompts=[[1]], responses=[[2, 3]], rollout_log_probs=[[engine, engine]])
+
+    monkeypatch.setattr(lines, "_sync_by_ipc", sync)
+    monkeypatch.setattr(lines, "_generate", generate)
+    assert [line.passed for line in try_line("colocation")] == [True, True, True]
+    assert [line.passed for line in try_line("colocation", "temperature")] == [True, True, False]
+    offset = 1e-3
+    assert [line.passed for line in try_line("colocation")] == [True, False, False]
 
 
 def test_two_gpus_do_not_hold_two_ranks_and_an_engine(tmp_path: Path) -> None:
