@@ -37,6 +37,7 @@ from megatron_rl.rollout.manager import RolloutManager, reward_log
 from megatron_rl.runtime.cluster import Places, cluster_device_kind, no_gpu, reserved_places
 from megatron_rl.runtime.colocation import SharedDevices, Turn
 from megatron_rl.runtime.engines import EngineGroup, engine_dtype, ranks_per_engine
+from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.launch_plan import weight_sync
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
@@ -91,6 +92,7 @@ def train(settings: Settings, *, resume: bool) -> None:
             run = make_run(records=RunRecords(console=console, sinks=sinks, memory=memory, timer=timer))
             with _keeping_what_it_has(run, console):
                 first_step = run.resume() if resume else 0
+                spare_what_is_loaded()
                 train_loop(run, first_step=first_step)
                 run.finish()
 

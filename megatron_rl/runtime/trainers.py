@@ -12,6 +12,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.observe.metrics import Metric, merge_metrics
 from megatron_rl.rollout.engine import free_port
 from megatron_rl.runtime.cluster import Places, enter_directory
+from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.training.offload import Part
 from megatron_rl.training.trainer import Trainer
@@ -53,6 +54,7 @@ class TrainerWorker:
         """Build the model and the optimizer as this rank; return its data-parallel rank."""
         self._rank = rank
         self._trainer = Trainer.of(settings, rank=self._rank, init_method=init_method)
+        spare_what_is_loaded()
         return self._trainer.dp_rank
 
     def train(self, shard: Shard) -> list[dict[str, Metric]]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,51 @@ def test_errors_and_timeouts_are_outcomes_of_their_own_and_the_others_are_scored
     assert "None of type NoneType, needs a number" in messages[5]
 
 
+@pytest.fixture
+def task_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the number of calls of every task that a worker is given."""
+    real, sizes = ProcessPool.schedule, list[int]()
+
+    def schedule(pool: ProcessPool, function: Any, **options: Any) -> Any:
+        sizes.append(len(options["kwargs"]["samples"]))
+        return real(pool, function, **options)
+
+    monkeypatch.setattr(ProcessPool, "schedule", schedule)
+    return sizes
+
+
+def test_quick_calls_go_to_a_worker_together_and_keep_their_order(task_sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.rewards.runner.TASK_S", 60.0)
+    with make_runner("exact") as runner:
+        score_all(runner, [make_sample("4")] * 2)
+        assert task_sizes == [1, 1], "nothing is known of the first calls"
+        rewards = score_all(runner, [make_sample(response) for response in ("4", "5", "4") * 50])
+        later = score_all(runner, [make_sample("5")] * 3)
+    assert [reward.value for reward in rewards] == [1.0, 0.0, 1.0] * 50
+    assert [reward.value for reward in later] == [0.0] * 3
+    assert task_sizes[2:] == [64, 64, 22, 3]
+
+
+def test_slow_calls_go_to_the_workers_one_by_one(task_sizes: list[int]) -> None:
+    with make_runner("waits") as runner:
+        score_all(runner, [make_sample("0.03")])
+        score_all(runner, [make_sample("0.03")] * 3)
+    assert task_sizes == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("bad", ["hang", "exit", "raise"])
+def test_of_calls_that_went_together_each_has_an_outcome_of_its_own(
+    bad: str, task_sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_rl.rewards.runner.TASK_S", 60.0)
+    with make_runner("by_response", timeout_s=0.5) as runner:
+        score_all(runner, [make_sample("fine")] * 2)
+        rewards = score_all(runner, [make_sample(response) for response in ["fine", bad, "nan", "fine"]])
+    outcome = RewardOutcome.TIMEOUT if bad == "hang" else RewardOutcome.ERROR
+    assert [reward.outcome for reward in rewards] == [RewardOutcome.SCORED, outcome, RewardOutcome.ERROR, RewardOutcome.SCORED]
+    assert task_sizes == [1, 1, 4] if bad == "raise" else [1, 1, 4, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -147,6 +193,25 @@ def test_the_death_of_idle_workers_costs_no_reward() -> None:
             assert {reward.outcome for reward in rewards} == {RewardOutcome.SCORED}
             assert first.value not in {reward.value for reward in rewards}
             first = rewards[0]
+
+
+def test_calls_that_go_together_to_workers_that_are_always_killed_give_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = []
+
+    def broken(pool: ProcessPool, *args: object, **options: object) -> ProcessFuture[Reward]:
+        tasks.append(pool)
+        future: ProcessFuture[Reward] = ProcessFuture()
+        future.set_exception(BrokenProcessPool("All workers expired"))
+        return future
+
+    monkeypatch.setattr("megatron_rl.rewards.runner.TASK_S", 60.0)
+    with make_runner("exact") as runner:
+        score_all(runner, [make_sample("")])
+        monkeypatch.setattr(ProcessPool, "schedule", broken)
+        rewards = score_all(runner, [make_sample("")] * 4)
+    assert {reward.outcome for reward in rewards} == {RewardOutcome.ERROR}
+    assert {reward.message for reward in rewards} == {"the reward workers were killed before this call was at work, in 3 attempts"}
+    assert len(tasks) == 3, "that of all four, three times"
 
 
 def test_a_call_that_a_broken_pool_forgot_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
