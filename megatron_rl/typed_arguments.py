@@ -23,7 +23,7 @@ def read_arguments(kind: type[_Record], args: Mapping[str, Any], *, owner: str, 
     Raises UserError that names `setting` and whose arguments these are, `owner`, for an unknown name, a wrong type, and whatever the
     record refuses by a ValueError that begins with `CLASS.`
     """
-    own, model = _model_of_record(kind)
+    own, model = _model_of_record(kind)  # type: ignore[arg-type]  # a class is hashable
     values = _values(model, own, args, owner=owner, setting=setting)
     try:
         return kind(**values)
