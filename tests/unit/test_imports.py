@@ -17,6 +17,7 @@ TIERS = (
     ("algorithms", "data", "rewards", "config", "observe"),
     ("device", "rendezvous", "models", "rollout", "training", "weights"),
     ("planning", "contracts"),
+    ("convert",),
     ("runtime",),
     ("cli", "__main__", "doctor"),
 )
@@ -48,6 +49,7 @@ ALLOWED_HEAVY = {
     "weights": set(),
     "planning": {"megatron"},
     "contracts": set(),
+    "convert": set(),
     "runtime": {"ray"},
     "cli": set(),
     "doctor": HEAVY_PACKAGES,
