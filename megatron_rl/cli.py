@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, get_args
 
 import click
@@ -35,7 +35,9 @@ class SettingsCommand(click.Command):
         """Write the settings, one list per section."""
         sections: dict[str, list[SettingField]] = {}
         for field in setting_fields():
-            sections.setdefault(field.path.rpartition(".")[0], []).append(field)
+            section = field.path.rpartition(".")[0]
+            # Arguments stand below the mapping that holds them.
+            sections.setdefault(section.rpartition(".")[0] if field.owners else section, []).append(field)
         for section, fields in sections.items():
             with formatter.section(f"{section}: {section_description(section).rstrip('.')}"):
                 formatter.write_dl([(field.path, _help(field)) for field in fields], col_max=48)
@@ -71,9 +73,7 @@ def train(words: tuple[str, ...], check: bool, config_only: bool, resume: bool, 
         return _check(settings, resume=resume, config_only=config_only)
     print("checking settings, model and data ...", flush=True)
     _print_notes(preflight(settings, resume=resume, probe=False))
-    from megatron_rl.runtime.run import run_training
-
-    run_training(settings, resume=resume)
+    _session(settings).train(settings, resume=resume)
     return 0
 
 
@@ -86,9 +86,7 @@ def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None
     settings = _settings(words, reward=reward, ray_address=ray_address)
     if settings.data.eval is None:
         raise UserError("data.eval is not set, so there is nothing to evaluate on; set it to a file of held-out rows with data.eval=PATH")
-    from megatron_rl.runtime.run import run_evaluation
-
-    run_evaluation(settings)
+    _session(settings).evaluate(settings)
     return 0
 
 
@@ -286,6 +284,16 @@ def _settings(words: Sequence[str], *, reward: str | None, ray_address: str | No
     return load_settings(given.config, overrides)
 
 
+def _session(settings: Settings) -> ModuleType:
+    """What starts processes. Ray reads its environment when it is imported, so that comes first."""
+    from megatron_rl.runtime.ray_session import prepare_environment
+
+    prepare_environment(settings.runtime)
+    from megatron_rl.runtime import session
+
+    return session
+
+
 def _check(settings: Settings, *, resume: bool, config_only: bool) -> int:
     """Print the resolved settings as YAML with everything else as comments, so that the output is itself a settings file."""
     from megatron_rl.runtime.launch_plan import launch_plan, memory_plan
@@ -319,4 +327,4 @@ def _print_notes(notes: Iterable[str]) -> None:
 
 def _help(field: SettingField) -> str:
     default = "required" if field.required else f"default {field.default}"
-    return f"{field.description} [{field.type}; {default}]"
+    return f"{field.meaning} [{field.type}; {default}]"

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -14,15 +15,19 @@ import torch
 
 from megatron_rl.algorithms.advantage import group_advantages
 from megatron_rl.algorithms.objective import AdvantageSettings, Objective
-from megatron_rl.algorithms.policy_loss import PolicyTerms, find_policy_loss
+from megatron_rl.algorithms.policy_loss import find_policy_loss
+from megatron_rl.algorithms.policy_terms import PolicyTerms
 from megatron_rl.algorithms.sequences import Sequences
-from megatron_rl.config.settings import FilterSettings, RewardSettings, RolloutSettings
+from megatron_rl.config.settings import DataSettings, FilterSettings, RewardSettings, RolloutSettings
+from megatron_rl.data.row_files import Row
+from megatron_rl.data.row_source import OwnRows
 from megatron_rl.errors import UserError
 from megatron_rl.plugins import PluginKind, load
 from megatron_rl.rewards.runner import RewardRunner, probe_sample
 from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.group_filter import load_filter
-from megatron_rl.rollout.groups import check_samples, load_rollout
+from megatron_rl.rollout.groups import load_rollout
+from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Experts, Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
 
@@ -35,6 +40,8 @@ PROBE_REWARDS: tuple[tuple[float | None, ...], ...] = ((0.0, 1.0), (1.0, 1.0), (
 """Rewards of the groups that a filter has to cope with; None where the reward call failed."""
 PROBE_TIMEOUT_S = 60.0
 """Deadline of trying a rollout function, in seconds."""
+NUM_PROBE_ROWS = 10
+"""Rows that a data source has to give again."""
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -76,6 +83,8 @@ class ScriptedEngine:
         self._random = np.random.default_rng(0)
         self.made: dict[float, tuple[int, int]] = {}
         """Log-prob of each token made -> the token and the version of its weights; no log-prob comes twice."""
+        self.seen: dict[float, Ints] = {}
+        """Log-prob of each token made -> all tokens before it."""
 
     async def generate(
         self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1, session: str | None = None
@@ -89,7 +98,9 @@ class ScriptedEngine:
         tokens = self._random.integers(0, self._vocab_size, length)
         log_probs = -self._random.random(length).astype(np.float32)
         self.made.update((float(log_prob), (int(token), 3)) for log_prob, token in zip(log_probs, tokens, strict=True))
-        return Generation(tokens, log_probs, np.full(length, 3), StopReason.STOP, scripted_experts(np.concatenate([prompt, tokens]))[:-1])
+        whole = np.concatenate([prompt, tokens])
+        self.seen.update((float(log_prob), whole[: len(prompt) + number]) for number, log_prob in enumerate(log_probs))
+        return Generation(tokens, log_probs, np.full(length, 3), StopReason.STOP, scripted_experts(whole)[:-1])
 
 
 def scripted_experts(tokens: Ints) -> Experts:
@@ -159,8 +170,9 @@ def score_all(runner: RewardRunner, prompt: Prompt) -> list[Reward]:
 
 def _rollout_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
     trial = RolloutTrial(RolloutSettings(function=path, args=dict(args)))
-    yield "one prompt becomes as many samples as are asked for", trial.run
+    yield "one prompt becomes as many trajectories as are asked for", trial.run
     yield "what is trained on is what the engine made, with its log-prob and version", trial.check_trained
+    yield "what is trained on stands behind the tokens that the engine saw", trial.check_seen
     yield "what no engine made is masked and has version -1", trial.check_masked
     yield "experts come along for every token before the last that was made", trial.check_experts
 
@@ -222,6 +234,20 @@ class RolloutTrial:
                         f"{self._name} returned sample {sample.index} whose response_ids and weight_versions are {got} at trained token "
                         f"{position}, needs {made or 'those'}, which came with the rollout log-prob {sample.rollout_log_probs[position]:g} "
                         "in one Generation"
+                    )
+
+    def check_seen(self) -> None:
+        """The engine was asked for each trained token with the sample's own prompt and the tokens of its response before."""
+        for sample in self.samples:
+            tokens = np.concatenate([sample.prompt.token_ids, sample.response_ids])
+            for position in np.flatnonzero(sample.loss_mask):
+                before = tokens[: len(sample.prompt.token_ids) + position]
+                seen = self._engine.seen[float(sample.rollout_log_probs[position])]
+                if not np.array_equal(before, seen):
+                    raise UserError(
+                        f"{self._name} returned sample {sample.index} with {before[-8:].tolist()} before trained token {position}, "
+                        f"{len(before)} tokens in all, needs the {len(seen)} that the engine was asked with, which end in "
+                        f"{seen[-8:].tolist()}; where a turn saw another history, make it a sample with a prompt of its own"
                     )
 
     def check_masked(self) -> None:
@@ -309,6 +335,45 @@ def _policy_loss_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
     yield "the losses have a gradient with respect to the log-probs", gradient
 
 
+def _data_source_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+    settings = DataSettings(source=path, args=dict(args))
+
+    def opened() -> OwnRows:
+        return OwnRows(settings=settings, seed=7, need_response=False)
+
+    def contents(rows: Sequence[tuple[str, Row]]) -> list[Row]:
+        return [row for _, row in rows]
+
+    expected: list[Row] = []
+
+    def rows() -> None:
+        expected.extend(contents(opened().take(NUM_PROBE_ROWS)))
+
+    def same(got: Sequence[Row], what: str, fix: str) -> None:
+        for number, (row, other) in enumerate(zip(got, expected, strict=True)):
+            if row != other:
+                raise UserError(f"data.source {path} gave row {number} as {row.prompt!r:.60} {what}, was {other.prompt!r:.60}; {fix}")
+
+    def same_seed() -> None:
+        same(contents(opened().take(NUM_PROBE_ROWS)), "with the same seed", "draw from numpy.random.default_rng(seed)")
+
+    def any_count() -> None:
+        source = opened()
+        parts = [source.take(count) for count in (1, 3, NUM_PROBE_ROWS - 4)]
+        same(contents([row for part in parts for row in part]), "when fewer are asked for at once", "let a row follow from its number")
+
+    def resumed() -> None:
+        source, other = opened(), opened()
+        before = source.take(3)
+        other.restore(json.loads(json.dumps(source.state())))
+        same(contents([*before, *other.take(NUM_PROBE_ROWS - 3)]), "after state and restore", "keep in state all that rows follow from")
+
+    yield "rows can be used as the lines of a data file are", rows
+    yield "the same seed gives the same rows", same_seed
+    yield "the rows do not depend on how many are asked for at once", any_count
+    yield "it goes on from its state, which JSON can hold", resumed
+
+
 def _filter_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
     keep = load_filter(FilterSettings(function=path, args=dict(args)))
 
@@ -342,4 +407,5 @@ _ATTEMPTS: Mapping[PluginKind, Callable[[str, Mapping[str, Any]], Attempts]] = M
     "filter": _filter_attempts,
     "advantage": _advantage_attempts,
     "policy_loss": _policy_loss_attempts,
+    "data_source": _data_source_attempts,
 })  # fmt: skip

@@ -5,38 +5,34 @@ mapping: `reward: {function: my.module:score, args: {threshold: 0.5}}` calls `sc
 known without a call is checked by `load`: that the module can be imported, that the arguments of the kind can be given, and that each
 own argument exists and has its annotated type. `megatron-rl check-plugin` calls it as well.
 
-Legend: B trajectories of a batch.
+Legend: B trajectories of a batch; each counts once, whatever number of samples it has.
 """
 
 import difflib
 import functools
 import importlib
 import inspect
-import json
 import os
 import sys
-import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, ValidationError, create_model
-from pydantic_core import ErrorDetails
-
 from megatron_rl.errors import UserError
+from megatron_rl.typed_arguments import argument_values
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from megatron_rl.algorithms.objective import Objective
-    from megatron_rl.algorithms.policy_loss import PolicyLossTerms, PolicyTerms
+    from megatron_rl.algorithms.policy_terms import PolicyLossTerms, PolicyTerms
     from megatron_rl.rollout.client import Generation
     from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.types import Group, Ints, Prompt, Sample
 
-PluginKind = Literal["reward", "rollout", "filter", "advantage", "policy_loss"]
+PluginKind = Literal["reward", "rollout", "filter", "advantage", "policy_loss", "data_source"]
 
 
 class Reward(Protocol):
@@ -45,7 +41,9 @@ class Reward(Protocol):
     def __call__(self, *, sample: "Sample") -> float | Mapping[str, float]:
         """A finite number, or a mapping with the key `reward`, whose other items are recorded as its components.
 
-        `sample` has text and ids of prompt and response, `truncated`, label and metadata; of its experts nothing is sent.
+        `sample` has text and ids of prompt and response, `truncated`, `num_turns`, label and metadata; of its experts nothing is sent. Of a
+        trajectory of several samples it is the last one, and what is returned is the reward of all of them; what it has to know of those
+        before, the rollout puts into the last one's metadata.
         """
         ...
 
@@ -78,9 +76,11 @@ class Rollout(Protocol):
         num_samples: int,
         tokenizer: "PreTrainedTokenizerBase",
     ) -> "Awaitable[Sequence[Sample]]":
-        """`num_samples` samples of `prompt`, each with its `group_id`, `index` and response text.
+        """Samples of `num_samples` trajectories from `prompt`, each with its `group_id`, `index` (0, 1, ... over all) and response text.
 
-        Their token ids are those that `generator` returned, never text that was tokenized again.
+        Their token ids are those that `generator` returned, never text that was tokenized again. A trajectory is one sample, unless several
+        have the same number in `trajectory`, the last by `index` being its end. A turn that saw another history than what the tokens before
+        it say is a sample with a prompt of its own, `dataclasses.replace(prompt, token_ids=.., text=..)`.
         """
         ...
 
@@ -116,6 +116,25 @@ class PolicyLoss(Protocol):
         ...
 
 
+class DataSource(Protocol):
+    """`data.source`, a class: where training rows come from, without end. Only the driver has one, whatever the arrangement of ranks.
+
+    What comes follows from the seed and the arguments alone, and does not depend on how many rows are asked for at once.
+    """
+
+    state: Any
+    """Where it stands, as a value that JSON can hold. Set to an earlier value, also of another process, it goes on from there."""
+
+    def __init__(self, *, seed: int) -> None:
+        """At the first row. `seed` is run.seed."""
+
+    def next_rows(self, count: int) -> Sequence[Mapping[str, Any]]:
+        """The next `count` rows, each with the fields that a line of data.train would have: prompt, label, for supervised training
+        response, and others, which reward functions get as metadata.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """One kind of plug-in: the settings that name it and its own arguments, and what it is called with."""
@@ -136,6 +155,7 @@ KINDS: Mapping[PluginKind, Kind] = MappingProxyType({
         setting="objective.advantage.estimator", args_setting="objective.advantage.args", arguments=("rewards", "group_ids", "lengths"),
     ),
     "policy_loss": Kind(setting="objective.policy_loss", args_setting="objective.loss_args", arguments=("objective", "terms")),
+    "data_source": Kind(setting="data.source", args_setting="data.args", arguments=("seed",)),
 })  # fmt: skip
 
 
@@ -152,15 +172,26 @@ def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyT
     own = _own_parameters(function, path=path, spec=spec)
     if kind == "rollout" and not inspect.iscoroutinefunction(function):
         raise UserError(f"{spec.setting} {path} is not an async function; write `async def`, or other prompts would wait for it")
-    values = _own_values(own, args, function=function, path=path, spec=spec)
+    if kind == "data_source":
+        _check_class(function, path=path, setting=spec.setting)
+    values = argument_values(own, args, function=function, owner=path, setting=spec.args_setting, named=spec.setting)
     return functools.partial(function, **values) if values else function
+
+
+def _check_class(found: Callable[..., Any], *, path: str, setting: str) -> None:
+    """Raise UserError where a data source is no class that gives rows."""
+    if not inspect.isclass(found) or "next_rows" not in dir(found):
+        got = "has no method next_rows" if inspect.isclass(found) else f"is a {type(found).__name__}"
+        raise UserError(f"{setting} {path} {got}, needs a class with next_rows(count) and the attribute state")
 
 
 def kind_of(path: str) -> PluginKind:
     """The kind whose arguments the plug-in at `path` takes by name. Raises UserError when there is none, or it cannot be imported."""
     function = _find(path, setting="plug-in")
     named = _signature(function, path=path, setting="plug-in").parameters.keys()
-    fitting: list[PluginKind] = [kind for kind, spec in KINDS.items() if named >= set(spec.arguments)]
+    # A data source is the only class among them; `seed` may be an own argument of a function.
+    kinds = {kind: spec for kind, spec in KINDS.items() if inspect.isclass(function) == (kind == "data_source")}
+    fitting: list[PluginKind] = [kind for kind, spec in kinds.items() if named >= set(spec.arguments)]
     if len(fitting) != 1:
         forms = "; ".join(f"{kind}({', '.join(spec.arguments)})" for kind, spec in KINDS.items())
         raise UserError(f"plug-in {path} takes {', '.join(named) or 'nothing'}, needs the arguments of one kind: {forms}; or give --kind")
@@ -223,50 +254,3 @@ def _own_parameters(function: Callable[..., Any], *, path: str, spec: Kind) -> d
             f"needs one such as `{bare[0]}: float`, by which {spec.args_setting}.{bare[0]} is checked"
         )
     return own
-
-
-def _own_values(
-    own: Mapping[str, inspect.Parameter], args: Mapping[str, Any], *, function: Callable[..., Any], path: str, spec: Kind
-) -> dict[str, Any]:
-    """`args` as the annotations of the `own` parameters read them; defaults stay with the function."""
-    try:
-        model = _own_model(own, function)
-    except (NameError, PydanticSchemaGenerationError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"{spec.setting} {path} has an annotation that no setting can be checked by ({reason}), needs plain types such as float"
-        ) from error
-    try:
-        # Through JSON, as settings are: strict mode then takes strings as paths and lists as tuples.
-        read = model.model_validate_json(json.dumps(dict(args)), strict=True)
-    except ValidationError as error:
-        raise UserError("; ".join(_sentence(details, own, path=path, spec=spec) for details in error.errors(include_url=False))) from None
-    return {name: vars(read)[f"own_{name}"] for name in own if f"own_{name}" in read.model_fields_set}
-
-
-def _own_model(own: Mapping[str, inspect.Parameter], function: Callable[..., Any]) -> type[BaseModel]:
-    # A class that carries the annotations alone: those of the kind's arguments may name what the module imports for type checkers only.
-    holder = type("Own", (), {"__annotations__": {name: parameter.annotation for name, parameter in own.items()}})
-    hints = typing.get_type_hints(holder, globalns=vars(sys.modules[function.__module__]), include_extras=True)
-    fields: dict[str, Any] = {}
-    for name, parameter in own.items():
-        required = parameter.default is inspect.Parameter.empty
-        # Named apart from what a model has itself, such as `copy`.
-        fields[f"own_{name}"] = (hints[name], Field(... if required else parameter.default, alias=name))
-    return create_model("Own", __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
-
-
-def _sentence(details: ErrorDetails, own: Mapping[str, inspect.Parameter], *, path: str, spec: Kind) -> str:
-    name = str(details["loc"][0])
-    setting = ".".join([spec.args_setting, *map(str, details["loc"])])
-    if details["type"] == "extra_forbidden" and name not in own:
-        close = difflib.get_close_matches(name, list(own), n=1)
-        meant = f"did you mean {spec.args_setting}.{close[0]}?" if close else f"its own arguments are: {', '.join(own) or 'none'}"
-        return f"{setting} is no argument of {path}; {meant}"
-    annotation = own[name].annotation
-    # A string where the module postpones annotations.
-    wanted = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    if details["type"] == "missing" and len(details["loc"]) == 1:
-        return f"{setting} is missing, {path} needs {name}: {wanted}; set {setting}=VALUE"
-    message = details["msg"]
-    return f"{setting} is {details['input']!r}, {path} needs {name}: {wanted} ({message[0].lower()}{message[1:]})"

@@ -39,7 +39,7 @@ from vector_format import (
 )
 
 from megatron_rl.algorithms.advantage import group_advantages
-from megatron_rl.algorithms.entropy_control import ClipHighController, CoefficientController
+from megatron_rl.algorithms.entropy_control import applied_value, first_entropy_state, updated_entropy_state
 from megatron_rl.algorithms.kl import updated_kl_coef
 from megatron_rl.algorithms.log_prob import token_statistics
 from megatron_rl.algorithms.objective import AdvantageSettings, Objective
@@ -183,14 +183,14 @@ def check_entropy(case: EntropyCase, layouts: bool) -> Iterator[Line]:
 
 def check_entropy_controller(case: EntropyControllerCase, layouts: bool) -> Iterator[Line]:
     """The value applied in each step, and the one behind the gate after it."""
-    settings = case.settings
+    control = case.settings
     got: dict[str, list[float | None]] = {"applied": [], "after": []}
-    moves_bonus = settings.actuator == "coefficient"
-    controller = CoefficientController(settings) if moves_bonus else ClipHighController(settings, clip_high=case.clip_high)
+    state = first_entropy_state(control)
+    offset = case.clip_high if control.rule == "clip_high" else 0.0
     for entropy in case.entropies:
-        got["applied"].append(controller.applied(entropy))
-        controller.update(entropy)
-        got["after"].append(controller.state()["coefficient" if moves_bonus else "widening"])
+        got["applied"].append(offset + applied_value(control, state, entropy))
+        state = updated_entropy_state(control, state, entropy)
+        got["after"].append(state.value)
     for name in case.expect:
         yield from nested_lines(case, name, got.get(name))
 

@@ -3,6 +3,7 @@
 Numbers may be written "nan", "inf" and "-inf"; NaN and infinities are refused where they would take part in a result.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from megatron_rl.algorithms.arguments import ESTIMATOR_ARGUMENTS, LOSS_ARGUMENTS, Arguments, ControlArguments
 from megatron_rl.algorithms.objective import AdvantageSettings, EntropyControl, KLControl, Objective
 from megatron_rl.algorithms.presets import expand_preset
 
@@ -263,14 +265,16 @@ def _case(case: dict[str, Any], parts: tuple[Any, ...], sets: Mapping[str, list[
             raise MalformedError(f"{json_path((*parts, 'set'))}: got {parsed.set!r}, needs one of {', '.join(sets) or 'none in the file'}")
         update |= {"sequences": sets[parsed.set], "objective": _objective(parsed.config, config)}
     elif isinstance(parsed, AdvantageCase):
-        choices = {key: _ALIASES.get(value, value) if key == "estimator" else value for key, value in parsed.config.items()}
+        choices = _advantage(parsed.config)
         _validated(AdvantageSettings, choices, config)
         update |= {"config": choices}
         _check_shape(parsed.lengths, parsed.rewards, (*parts, "lengths"))
     elif isinstance(parsed, EntropyControllerCase):
         choices = dict(parsed.config)
         update |= {"clip_high": _validated(float, choices.pop("clip_high", 0.0), (*config, "clip_high"))}
-        update |= {"settings": _validated(EntropyControl, choices, config)}
+        if choices.pop("actuator", "coefficient") == "clip_high":
+            choices["rule"] = "clip_high"
+        update |= {"settings": _validated(EntropyControl, _with_args(choices, ControlArguments, "args"), config)}
     elif isinstance(parsed, GAECase):
         _check_shape(parsed.values, parsed.token_rewards, (*parts, "values"))
         _check_shape(parsed.loss_mask, parsed.token_rewards, (*parts, "loss_mask"))
@@ -279,10 +283,26 @@ def _case(case: dict[str, Any], parts: tuple[Any, ...], sets: Mapping[str, list[
 
 def _objective(config: dict[str, Any], parts: tuple[Any, ...]) -> Objective:
     try:
-        fields = expand_preset(config)
+        flat = expand_preset(config)
     except ValueError as error:
         raise MalformedError(f"{json_path((*parts, 'preset'))}: {error}") from error
-    return _validated(Objective, fields, parts)
+    loss = flat.get("policy_loss", "clip")
+    nested = _with_args(flat, LOSS_ARGUMENTS.get(loss, Arguments), "loss_args", prefix=f"{loss}_")
+    return _validated(Objective, nested if "advantage" not in nested else {**nested, "advantage": _advantage(nested["advantage"])}, parts)
+
+
+def _advantage(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an estimator, whose arguments stand beside its name in a file."""
+    named = {key: _ALIASES.get(value, value) if key == "estimator" else value for key, value in config.items()}
+    return _with_args(named, ESTIMATOR_ARGUMENTS.get(named.get("estimator", "grpo"), Arguments), "args")
+
+
+def _with_args(config: Mapping[str, Any], kind: type[Arguments], home: str, *, prefix: str = "") -> dict[str, Any]:
+    """`config` with the arguments of `kind`, with or without `prefix`, below `home`: a file has them beside the name of what takes them."""
+    names = {name: item.name for item in dataclasses.fields(kind) for name in (item.name, f"{prefix}{item.name}")}
+    args = {names[key]: value for key, value in config.items() if key in names}
+    rest = {key: value for key, value in config.items() if key not in names}
+    return {**rest, home: {**rest.get(home, {}), **args}} if args else rest
 
 
 def _check_shape(rows: list[list[Any]] | None, like: list[list[Any]], parts: tuple[Any, ...]) -> None:

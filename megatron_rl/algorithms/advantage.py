@@ -1,6 +1,7 @@
 """Advantages of whole responses from their rewards, without a critic. Samples are grouped by id, never by position.
 
-Legend: B samples of the whole batch, over all ranks; K reward components. All maths is float64.
+Legend: B samples of the whole batch, over all ranks; a trajectory of several samples stands here once, for all of them. K reward
+components. All maths is float64.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.arguments import GDPOArguments, ScaledArguments, WhitenedArguments
 from megatron_rl.algorithms.objective import AdvantageSettings
 from megatron_rl.errors import UserError
 from megatron_rl.plugins import KINDS, load
@@ -103,10 +105,10 @@ def group_advantages(
         assert baselines is not None
         return values - baselines.double()
     if settings.estimator == "reinforce_plus_plus":
-        return _whiten_samples(values, lengths) if settings.whiten else values.clone()
+        return _whiten_samples(values, lengths) if settings.arguments(WhitenedArguments).whiten else values.clone()
     if settings.estimator == "reinforce_plus_plus_baseline":
         centred = groups.deviations(values)
-        return _whiten_samples(centred, lengths) if settings.whiten else centred
+        return _whiten_samples(centred, lengths) if settings.arguments(WhitenedArguments).whiten else centred
     nothing_to_compare = groups.constant(values) | (groups.sizes == 1)[groups.index]
     return torch.where(nothing_to_compare, 0.0, _baselined(settings, values, groups, lengths))
 
@@ -158,10 +160,11 @@ def _baselined(settings: AdvantageSettings, values: Tensor, groups: _Groups, len
 
 def _scale(settings: AdvantageSettings, values: Tensor, groups: _Groups) -> Tensor:
     """What each sample's advantage is divided by, [B]."""
-    if settings.scale == "none":
+    args = settings.arguments(ScaledArguments)
+    if args.scale == "none":
         return torch.ones_like(values)
-    spread_of = groups if settings.scale == "group" else _group(torch.zeros_like(values))
-    return spread_of.std(values)[spread_of.index] + settings.std_epsilon
+    spread_of = groups if args.scale == "group" else _group(torch.zeros_like(values))
+    return spread_of.std(values)[spread_of.index] + args.std_epsilon
 
 
 def _pass_at_k(settings: AdvantageSettings, values: Tensor, groups: _Groups) -> Tensor:
@@ -176,14 +179,15 @@ def _pass_at_k(settings: AdvantageSettings, values: Tensor, groups: _Groups) -> 
 
 
 def _gdpo(settings: AdvantageSettings, values: Tensor, groups: _Groups) -> Tensor:
-    weights = settings.reward_weights if settings.reward_weights is not None else (1.0,) * values.shape[1]
+    args = settings.arguments(GDPOArguments)
+    weights = args.reward_weights if args.reward_weights is not None else (1.0,) * values.shape[1]
     if len(weights) != values.shape[1]:
-        raise ValueError(f"AdvantageSettings.reward_weights has {len(weights)} numbers, needs one for each of {values.shape[1]} components")
+        raise ValueError(f"GDPOArguments.reward_weights has {len(weights)} numbers, needs one for each of {values.shape[1]} components")
     total = torch.zeros(len(values), dtype=torch.float64)
     for column, weight in zip(values.unbind(1), weights, strict=True):
-        normalised = groups.deviations(column) / (groups.std(column)[groups.index] + settings.std_epsilon)
+        normalised = groups.deviations(column) / (groups.std(column)[groups.index] + args.std_epsilon)
         total = total + weight * torch.where(groups.constant(column), 0.0, normalised)
-    return _whiten_samples(total, torch.ones(len(values))) if settings.whiten else total
+    return _whiten_samples(total, torch.ones(len(values))) if args.whiten else total
 
 
 def _whiten_samples(values: Tensor, weights: Tensor) -> Tensor:

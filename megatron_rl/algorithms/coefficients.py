@@ -1,12 +1,13 @@
-"""Coefficients of the objective that change from one optimizer step to the next, and what steers them."""
+"""Coefficients of the objective that change from one optimizer step to the next, as pure functions from one state to the next."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_rl.algorithms.entropy_control import controlled, make_entropy_controller
+from megatron_rl.algorithms.entropy_control import EntropyState, applied_value, first_entropy_state, updated_entropy_state
 from megatron_rl.algorithms.kl import updated_kl_coef
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,49 +37,71 @@ class StepMeasurements:
     kl_per_sequence: float | None
 
 
-class Controllers:
-    """The entropy controller and the adaptive KL coefficient, as far as the objective asks for them; equal on all ranks."""
+@dataclass(frozen=True, slots=True)
+class ControlState:
+    """What controllers know between two optimizer steps: the KL coefficient, and the state of the entropy's controller, None without one.
 
-    def __init__(self, objective: Objective) -> None:
-        self._objective = objective
-        self._entropy = make_entropy_controller(objective)
-        self._kl_coef = objective.kl_loss_coef or objective.kl_reward_coef
+    Equal on all ranks.
+    """
 
-    @property
-    def needs_current_entropy(self) -> bool:
-        """Whether `present` wants the entropy of the policy before the step."""
-        return self._entropy is not None and self._entropy.needs_current_entropy
+    kl_coef: float
+    entropy: EntropyState | None
 
-    @property
-    def kl_reward_coef(self) -> float:
-        """The present coefficient of the KL in the rewards."""
-        return self._kl_coef if self._objective.kl_reward_coef else 0.0
+    def plain(self) -> dict[str, Any]:
+        """JSON values for a checkpoint."""
+        return asdict(self)
 
-    def present(self, entropy: float | None = None) -> tuple[Objective, Coefficients]:
-        """The objective of the coming step and its coefficients; the objective differs from the settings' in what a controller moves.
 
-        `entropy`, nats per token, is that of the policy before the step, where it is needed.
-        """
-        objective, entropy_coef = self._objective, self._objective.entropy_coef
-        if self._entropy is not None:
-            objective, entropy_coef = controlled(objective, self._entropy.applied(entropy))
-        return objective, Coefficients(entropy_coef, self._kl_coef if objective.kl_loss_coef else 0.0)
+def first_state(objective: Objective) -> ControlState:
+    """The state before the first step."""
+    control = objective.entropy_control
+    return ControlState(objective.kl_loss_coef or objective.kl_reward_coef, None if control is None else first_entropy_state(control))
 
-    def update(self, measured: StepMeasurements, *, num_sequences: int) -> None:
-        """Take in a finished step of `num_sequences` sequences."""
-        if self._entropy is not None and measured.entropy is not None:
-            self._entropy.update(measured.entropy)
-        control = self._objective.kl_control
-        if control is not None and measured.kl_per_sequence is not None:
-            self._kl_coef = updated_kl_coef(self._kl_coef, kl=measured.kl_per_sequence, num_sequences=num_sequences, control=control)
 
-    def state(self) -> dict[str, Any]:
-        """Plain numbers for a checkpoint."""
-        return {"kl_coef": self._kl_coef, "entropy": None if self._entropy is None else self._entropy.state()}
+def restored_state(objective: Objective, plain: Mapping[str, Any]) -> ControlState:
+    """The state that `plain` holds; a controller that it does not know starts anew, a fixed coefficient stays the setting's.
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; a controller that the checkpoint does not know starts anew, a fixed coefficient stays the setting's."""
-        if self._objective.kl_control is not None:
-            self._kl_coef = float(state["kl_coef"])
-        if self._entropy is not None and state["entropy"] is not None:
-            self._entropy.restore(state["entropy"])
+    Raises UserError when `plain` is the state of another rule of entropy control.
+    """
+    first = first_state(objective)
+    kl_coef = first.kl_coef if objective.kl_control is None else float(plain["kl_coef"])
+    if first.entropy is None or plain["entropy"] is None:
+        return ControlState(kl_coef, first.entropy)
+    rule = plain["entropy"].get("rule")
+    if rule != first.entropy.rule:
+        raise UserError(
+            f"cannot resume: objective.entropy_control.rule is {first.entropy.rule}, was {rule} when the checkpoint was written; restore "
+            "it or start a new run"
+        )
+    return ControlState(kl_coef, EntropyState(**plain["entropy"]))
+
+
+def kl_reward_coef(objective: Objective, state: ControlState) -> float:
+    """The coefficient of the KL in the rewards of the coming step."""
+    return state.kl_coef if objective.kl_reward_coef else 0.0
+
+
+def of_step(objective: Objective, state: ControlState, entropy: float | None = None) -> tuple[Objective, Coefficients]:
+    """The objective of the coming step and its coefficients; the objective differs from the settings' in what a controller moves.
+
+    `entropy`, nats per token, is that of the policy before the step, where `objective.needs_entropy_before_step`.
+    """
+    coefficients = Coefficients(objective.entropy_coef, state.kl_coef if objective.kl_loss_coef else 0.0)
+    if objective.entropy_control is None:
+        return objective, coefficients
+    assert state.entropy is not None, "the state is that of another objective"
+    value = applied_value(objective.entropy_control, state.entropy, entropy)
+    if not objective.adapts_clip_high:
+        return objective, replace(coefficients, entropy=value)
+    assert objective.clip_high is not None, "Objective refuses a controller of clip_high without clip_high"
+    return replace(objective, clip_high=objective.clip_high + value), coefficients
+
+
+def updated_state(objective: Objective, state: ControlState, measured: StepMeasurements, *, num_sequences: int) -> ControlState:
+    """The state after a finished step of `num_sequences` sequences."""
+    entropy, kl_coef, control = state.entropy, state.kl_coef, objective.kl_control
+    if objective.entropy_control is not None and entropy is not None and measured.entropy is not None:
+        entropy = updated_entropy_state(objective.entropy_control, entropy, measured.entropy)
+    if control is not None and measured.kl_per_sequence is not None:
+        kl_coef = updated_kl_coef(kl_coef, kl=measured.kl_per_sequence, num_sequences=num_sequences, control=control)
+    return ControlState(kl_coef, entropy)

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megatron_rl.algorithms.arguments import ScaledArguments
 from megatron_rl.algorithms.objective import POLICY_LOSSES, Objective
 
 
@@ -51,8 +52,10 @@ def _returns(*names: str) -> Reader:
 
 
 def _divides_by_spread(objective: Objective) -> bool:
-    estimator, scale = objective.advantage.estimator, objective.advantage.scale
-    return objective.reads_advantages and (estimator == "gdpo" or (estimator in ("grpo", "pass@k") and scale != "none"))
+    advantage = objective.advantage
+    if not objective.reads_advantages or advantage.estimator not in ("grpo", "pass@k"):
+        return objective.reads_advantages and advantage.estimator == "gdpo"
+    return advantage.arguments(ScaledArguments).scale != "none"
 
 
 def _rejects(objective: Objective) -> bool:
@@ -73,26 +76,25 @@ _CLIPPING = _losses("clip", "clip_cov", "cispo", "gmpo", "dppo_tv", "dppo_kl")
 # Legend: dotted path below objective -> its reader. A section that may be null comes before its fields, which are read only with it.
 READERS: Mapping[str, Reader] = MappingProxyType({
     "policy_loss": _ALWAYS,
-    "loss_args": Reader(lambda objective: objective.policy_loss not in POLICY_LOSSES, "a policy_loss of your own"),
+    "loss_args": _ALWAYS,  # A loss refuses what it does not take.
     "ratio_level": _losses("clip", "clip_cov", "kl_cov", "cispo", "sapo", "dppo_tv", "dppo_kl", "distillation"),
     "aggregation": _ALWAYS,
     "max_response_length": Reader(lambda objective: objective.aggregation == _SEQUENCE_SUM_NORM, f"aggregation {_SEQUENCE_SUM_NORM}"),
     "clip_low": _CLIPPING,
     "clip_high": _CLIPPING,
-    "dual_clip": _losses("clip", "clip_cov"),
-    "ratio_cap": _losses("clip", "clip_cov", "dppo_tv", "dppo_kl"),
-    "sapo_tau_positive": _losses("sapo"),
-    "sapo_tau_negative": _losses("sapo"),
-    "vespo_k_positive": _losses("vespo"),
-    "vespo_lambda_positive": _losses("vespo"),
-    "vespo_k_negative": _losses("vespo"),
-    "vespo_lambda_negative": _losses("vespo"),
-    "clip_cov_fraction": _losses("clip_cov"),
-    "clip_cov_low": _losses("clip_cov"),
-    "clip_cov_high": _losses("clip_cov"),
-    "kl_cov_fraction": _losses("kl_cov"),
-    "kl_cov_coef": _losses("kl_cov"),
-    "value_clip": Reader(lambda objective: objective.policy_loss == "value" or objective.has_critic, "the critic of estimator ppo"),
+    "loss_args.ratio_cap": _losses("clip", "clip_cov", "dppo_tv", "dppo_kl"),
+    "loss_args.dual_clip": _losses("clip", "clip_cov"),
+    "loss_args.tau_positive": _losses("sapo"),
+    "loss_args.tau_negative": _losses("sapo"),
+    "loss_args.k_positive": _losses("vespo"),
+    "loss_args.lambda_positive": _losses("vespo"),
+    "loss_args.k_negative": _losses("vespo"),
+    "loss_args.lambda_negative": _losses("vespo"),
+    "loss_args.fraction": _losses("clip_cov", "kl_cov"),
+    "loss_args.low": _losses("clip_cov"),
+    "loss_args.high": _losses("clip_cov"),
+    "loss_args.coef": _losses("kl_cov"),
+    "loss_args.value_clip": _losses("value"),
     "off_policy_correction": _REWARDS,
     "off_policy_correction.mode": _REWARDS,
     "off_policy_correction.level": Reader(
@@ -117,25 +119,26 @@ READERS: Mapping[str, Reader] = MappingProxyType({
     "kl_control.target": _ALWAYS,
     "kl_control.horizon": _ALWAYS,
     "advantage.estimator": Reader(lambda objective: objective.reads_advantages or objective.has_critic, _ADVANTAGES.what),
-    "advantage.args": Reader(lambda objective: objective.advantage.is_own, "an advantage.estimator of your own"),
-    "advantage.scale": _estimators("grpo", "pass@k"),
-    "advantage.std_epsilon": Reader(_divides_by_spread, "advantage.estimator gdpo, or grpo and pass@k with a scale"),
-    "advantage.gamma": _returns("ppo", "reinforce_plus_plus"),
-    "advantage.lam": _returns("ppo"),
-    "advantage.whiten": _estimators("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
-    "advantage.bootstrap_truncated": _returns("ppo"),
-    "advantage.reward_weights": _estimators("gdpo"),
+    "advantage.args": Reader(lambda objective: objective.reads_advantages or objective.has_critic, _ADVANTAGES.what),
+    "advantage.args.scale": _estimators("grpo", "pass@k"),
+    "advantage.args.std_epsilon": Reader(_divides_by_spread, "advantage.estimator gdpo, or grpo and pass@k with a scale"),
+    "advantage.args.gamma": _returns("ppo", "reinforce_plus_plus"),
+    "advantage.args.lam": _returns("ppo"),
+    "advantage.args.whiten": _estimators("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
+    "advantage.args.bootstrap_truncated": _returns("ppo"),
+    "advantage.args.reward_weights": _estimators("gdpo"),
+    "advantage.args.value_clip": _returns("ppo"),
     "zero_variance": Reader(_masks_or_drops, "a policy_loss that trains by rewards; mask_kl also needs a KL coefficient above 0"),
     "entropy_coef": _ALWAYS,
     "entropy_mode": Reader(lambda objective: objective.has_entropy_bonus, "an entropy bonus"),
     "entropy_control": _ALWAYS,
-    "entropy_control.actuator": _ALWAYS,
-    "entropy_control.rule": Reader(lambda objective: objective.adapts_entropy_coef, "entropy_control.actuator coefficient"),
+    "entropy_control.rule": _ALWAYS,
     "entropy_control.target": _ALWAYS,
-    "entropy_control.delta": _ALWAYS,
-    "entropy_control.min": _ALWAYS,
-    "entropy_control.max": _ALWAYS,
-    "entropy_control.initial": _ALWAYS,
+    "entropy_control.args": _ALWAYS,
+    "entropy_control.args.delta": _ALWAYS,
+    "entropy_control.args.min": _ALWAYS,
+    "entropy_control.args.max": _ALWAYS,
+    "entropy_control.args.initial": _ALWAYS,
     "top_entropy_fraction": _ALWAYS,
 })  # fmt: skip
 
@@ -159,7 +162,12 @@ def _changed(objective: Objective, section: Any, prefix: str) -> Iterator[tuple[
     """Dotted path and value of what is not at its default; a section that is not read stands for all of its fields."""
     for item in fields(section):
         path, value = f"{prefix}{item.name}", getattr(section, item.name)
+        owners: Mapping[str, type] = item.metadata.get("owners", {})
+        owner = owners.get(getattr(section, item.metadata["named_by"])) if owners else None
         if is_dataclass(value) and (path not in READERS or is_read(path, objective)):
             yield from _changed(objective, value, f"{path}.")
+        elif owner is not None:
+            defaults = {argument.name: argument.default for argument in fields(owner)}
+            yield from ((f"{path}.{name}", given) for name, given in value.items() if given != defaults[name])
         elif value != (item.default if item.default_factory is MISSING else item.default_factory()):
             yield path, value

@@ -1,171 +1,62 @@
-"""Controllers that hold the policy's entropy: of the bonus coefficient by three published rules, and of the upper clip bound.
+"""Controllers that hold the policy's entropy: of the bonus coefficient by three published rules, and of the upper clip distance.
 
-Both are steered once per optimizer step by the global mean entropy per token of that step, in nats; all micro-batches of a
-step use the same value; evaluation never calls them.
+Pure functions from one state to the next. They are called once per optimizer step with the global mean entropy per token of that
+step, in nats, never by an evaluation; all micro-batches of a step use the same value.
+
+The coefficient moves by +-delta within [min, max] and is applied only while the entropy is low (Skywork-OR1, arXiv 2505.22312, section
+3.2.5). `trl`: applies when the last step's entropy <= target, rises at equality, closed before the first step. `skywork`: applies when
+the last < target, falls at equality, open before the first step. `paper`: applies when the coming step's own entropy <= target, stays
+at equality. `clip_high` integrates on the upper clip distance: k <- clip(k + delta sign(target - entropy), min, max), and ratios are
+clipped at 1 + clip_high + k (MAI-Thinking-1, which has (1 - 0.6)^-1 + k as bound, delta 0.25, max 2.5 and target 0.3).
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass
 
-from megatron_rl.algorithms.objective import EntropyControl, Objective
-
-State = dict[str, float | None]
+from megatron_rl.algorithms.objective import EntropyControl, EntropyRule
 
 
-class EntropyController(Protocol):
-    """What a training step needs of a controller."""
+@dataclass(frozen=True, slots=True)
+class EntropyState:
+    """What the controller of a `rule` knows between two steps: the `value` that it moves, and the last step's entropy, None before it."""
 
-    @property
-    def needs_current_entropy(self) -> bool:
-        """Whether `applied` needs the entropy of the coming step, known from a pass before it."""
-        ...
-
-    def applied(self, entropy: float | None = None) -> float:
-        """The value of the coming step. `entropy`, nats per token, is that of the policy before the step."""
-        ...
-
-    def update(self, entropy: float) -> None:
-        """Take in the finished step's global mean entropy, nats per token."""
-        ...
-
-    def state(self) -> State:
-        """Everything a checkpoint must hold, as JSON-safe numbers."""
-        ...
-
-    def restore(self, state: Mapping[str, float | None]) -> None:
-        """Continue from `state`."""
-        ...
+    rule: EntropyRule
+    value: float
+    last_entropy: float | None = None
 
 
-def _finite(entropy: float) -> float:
+def first_entropy_state(control: EntropyControl) -> EntropyState:
+    """The state before the first step."""
+    return EntropyState(control.rule, control.arguments().initial)
+
+
+def applied_value(control: EntropyControl, state: EntropyState, entropy: float | None = None) -> float:
+    """What the coming step applies: the entropy coefficient, 0 while its gate is closed, or for clip_high what the distance grows by.
+
+    `entropy`, nats per token, is that of the policy before the step. Raises ValueError when the paper's rule gets none.
+    """
+    return state.value if control.rule == "clip_high" or _gate_is_open(control, state.last_entropy, entropy) else 0.0
+
+
+def _gate_is_open(control: EntropyControl, last: float | None, coming: float | None) -> bool:
+    if control.rule == "trl":
+        return last is not None and last <= control.target
+    if control.rule == "skywork":
+        return last is None or last < control.target
+    if coming is None:
+        raise ValueError("EntropyControl.rule paper got no entropy of the coming step, needs it from the pass before the step")
+    return coming <= control.target
+
+
+def updated_entropy_state(control: EntropyControl, state: EntropyState, entropy: float) -> EntropyState:
+    """The state after a step of this global mean entropy, nats per token. Raises ValueError when it is not finite."""
     if not math.isfinite(entropy):
         raise ValueError(
-            f"EntropyController got entropy {entropy}, needs a finite number of nats per token; skip the update of such a step"
+            f"updated_entropy_state got entropy {entropy}, needs a finite number of nats per token; skip the update of such a step"
         )
-    return entropy
-
-
-class CoefficientController:
-    """Moves the entropy coefficient by +-delta within [min, max]; applies it only while the entropy is low.
-
-    Rules (Skywork-OR1, arXiv 2505.22312, section 3.2.5). `trl`: applies when the last step's entropy <= target, rises at
-    equality, closed before the first step. `skywork`: applies when the last < target, falls at equality, open before the first
-    step. `paper`: applies when the coming step's own entropy <= target, stays at equality.
-    """
-
-    def __init__(self, settings: EntropyControl) -> None:
-        self._settings = settings
-        self._coefficient = settings.initial
-        self._last_entropy: float | None = None
-
-    @property
-    def needs_current_entropy(self) -> bool:
-        """True for the paper's rule, whose gate has no lag."""
-        return self._settings.rule == "paper"
-
-    @property
-    def coefficient(self) -> float:
-        """The coefficient behind the gate."""
-        return self._coefficient
-
-    def applied(self, entropy: float | None = None) -> float:
-        """The coefficient of the coming step. Raises ValueError when the paper's rule gets no `entropy`."""
-        return self._coefficient if self._gate_is_open(entropy) else 0.0
-
-    def _gate_is_open(self, entropy: float | None) -> bool:
-        target, last = self._settings.target, self._last_entropy
-        if self._settings.rule == "trl":
-            return last is not None and last <= target
-        if self._settings.rule == "skywork":
-            return last is None or last < target
-        if entropy is None:
-            raise ValueError("EntropyControl.rule paper got no entropy of the coming step, needs it from the pass before the step")
-        return entropy <= target
-
-    def update(self, entropy: float) -> None:
-        """Move the coefficient by the entropy of the finished step. Raises ValueError when it is not finite."""
-        settings = self._settings
-        self._last_entropy = _finite(entropy)
-        rises = entropy <= settings.target if settings.rule == "trl" else entropy < settings.target
-        stays = settings.rule == "paper" and entropy == settings.target
-        step = 0.0 if stays else settings.delta if rises else -settings.delta
-        self._coefficient = min(max(self._coefficient + step, settings.min), settings.max)
-
-    def state(self) -> State:
-        """`coefficient` and `last_entropy`, None before the first step."""
-        return {"coefficient": self._coefficient, "last_entropy": self._last_entropy}
-
-    def restore(self, state: Mapping[str, float | None]) -> None:
-        """Continue from `state`. Raises ValueError when it is not one of this controller's."""
-        coefficient = _entry(state, "coefficient")
-        if coefficient is None:
-            raise ValueError("EntropyController.restore got no coefficient, needs a number")
-        self._coefficient = coefficient
-        self._last_entropy = _entry(state, "last_entropy")
-
-
-class ClipHighController:
-    """Integrates on the upper clip distance: k <- clip(k + delta sign(target - entropy), min, max); the bound is 1 + clip_high + k.
-
-    From MAI-Thinking-1, which has (1 - 0.6)^-1 + k as bound, delta 0.25, max 2.5 and target 0.3.
-    """
-
-    def __init__(self, settings: EntropyControl, *, clip_high: float) -> None:
-        self._settings = settings
-        self._clip_high = clip_high
-        self._widening = settings.initial
-
-    @property
-    def needs_current_entropy(self) -> bool:
-        """False: the integral lags by one step."""
-        return False
-
-    def applied(self, entropy: float | None = None) -> float:
-        """The clip_high of the coming step."""
-        return self._clip_high + self._widening
-
-    def update(self, entropy: float) -> None:
-        """Widen when the entropy of the finished step is below the target, narrow when above. Raises ValueError when not finite."""
-        settings = self._settings
-        difference = settings.target - _finite(entropy)
-        step = 0.0 if difference == 0 else math.copysign(settings.delta, difference)
-        self._widening = min(max(self._widening + step, settings.min), settings.max)
-
-    def state(self) -> State:
-        """`widening`, the integral k."""
-        return {"widening": self._widening}
-
-    def restore(self, state: Mapping[str, float | None]) -> None:
-        """Continue from `state`. Raises ValueError when it is not one of this controller's."""
-        widening = _entry(state, "widening")
-        if widening is None:
-            raise ValueError("EntropyController.restore got no widening, needs a number")
-        self._widening = widening
-
-
-def _entry(state: Mapping[str, float | None], name: str) -> float | None:
-    if name not in state:
-        raise ValueError(
-            f"EntropyController.restore got the keys {sorted(state)}, needs {name!r}: the checkpoint has another entropy_control"
-        )
-    return state[name]
-
-
-def make_entropy_controller(objective: Objective) -> EntropyController | None:
-    """The controller that `objective.entropy_control` asks for, None without one."""
-    settings = objective.entropy_control
-    if settings is None:
-        return None
-    if settings.actuator == "coefficient":
-        return CoefficientController(settings)
-    assert objective.clip_high is not None, "Objective refuses a clip_high controller without clip_high"
-    return ClipHighController(settings, clip_high=objective.clip_high)
-
-
-def controlled(objective: Objective, value: float) -> tuple[Objective, float]:
-    """(objective, entropy coefficient) of a step in which the controller applies `value`."""
-    if objective.adapts_clip_high:
-        return replace(objective, clip_high=value), objective.entropy_coef
-    return objective, value if objective.adapts_entropy_coef else objective.entropy_coef
+    args = control.arguments()
+    if entropy == control.target:
+        sign = {"trl": 1.0, "skywork": -1.0, "paper": 0.0, "clip_high": 0.0}[control.rule]
+    else:
+        sign = math.copysign(1.0, control.target - entropy)
+    return EntropyState(control.rule, min(max(state.value + sign * args.delta, args.min), args.max), entropy)

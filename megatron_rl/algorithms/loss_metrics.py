@@ -7,7 +7,7 @@ from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.off_policy import OffPolicyTerms, importance_ratio
-from megatron_rl.algorithms.policy_loss import PolicyTerms
+from megatron_rl.algorithms.policy_terms import PolicyTerms
 from megatron_rl.algorithms.sequences import Sequences, bounded_exp
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -55,8 +55,8 @@ def kl_metrics(objective: Objective, log_probs: Tensor, reference: Tensor, seque
     raw = log_probs.detach()
     metrics = {f"kl_{name}": mean_pair(kl_estimate(raw, reference=reference, estimator=name), sequences) for name in ("k1", "k2", "k3")}
     if objective.kl_control is not None:
-        # Each token counts 1 / n_i, so that the weights of a sequence add up to 1 wherever its tokens are.
-        share = sequences.expand(1.0 / sequences.tokens.clamp(min=1).to(raw.dtype)).masked_fill(sequences.excluded, 0.0)
+        # Each token counts 1 / n_i, so that the weights of a trajectory add up to 1 wherever its tokens are.
+        share = sequences.expand(1.0 / sequences.mean_divisor.to(raw.dtype)).masked_fill(sequences.excluded, 0.0)
         # The KL that the adaptive coefficient stands before.
         estimator = objective.kl_reward_estimator if objective.kl_reward_coef else objective.kl_estimator
         per_token = kl_estimate(raw, reference=reference, estimator=estimator)

@@ -6,8 +6,20 @@ settings, with the `metadata` of each field as its description and its bounds.
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, TypeVar, get_args
+
+from megatron_rl.algorithms.arguments import (
+    CONTROL_ARGUMENTS,
+    ESTIMATOR_ARGUMENTS,
+    LOSS_ARGUMENTS,
+    Arguments,
+    ControlArguments,
+    WhitenedArguments,
+    check_fields,
+    chosen_arguments,
+    doc,
+)
 
 PolicyLoss = Literal[
     "clip", "cispo", "sapo", "vespo", "gmpo", "gpg", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "distillation", "sft", "value"
@@ -18,55 +30,26 @@ KLEstimator = Literal["k1", "k2", "k3", "low_variance"]
 Estimator = Literal[
     "grpo", "dr_grpo", "rloo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gdpo", "pass@k"
 ]
-EntropyRule = Literal["trl", "skywork", "paper"]
+EntropyRule = Literal["trl", "skywork", "paper", "clip_high"]
 
 POLICY_LOSSES: tuple[str, ...] = get_args(PolicyLoss)
 ESTIMATORS: tuple[str, ...] = get_args(Estimator)
 WITHOUT_GROUPS = ("ppo", "reinforce_plus_plus")
 """Estimators that compare a sample with the whole batch or a critic, so that a group of equal rewards teaches as much as any other."""
 
-_LARGEST = 2**31 - 1
-"""Squares and products of such numbers are still finite in float32. Neither infinities nor NaN are below it."""
-
+_Chosen = TypeVar("_Chosen", bound=Arguments)
 _CLIPS_RATIOS = ("clip", "clip_cov", "cispo")
 _NO_POLICY_GRADIENT = ("sft", "value")
 _COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
-
-
-def _doc(description: str, default: Any, **bounds: float) -> Any:
-    """A dataclass field with its help text and numeric bounds (ge, gt, le, lt)."""
-    return field(default=default, metadata={"description": description, **bounds})
 
 
 def _section(description: str, factory: Any) -> Any:
     return field(default_factory=factory, metadata={"description": description})
 
 
-def _own_args(description: str) -> Any:
-    """The field of a plug-in's own arguments; left out of the hash, because a mapping has none."""
-    return field(default_factory=dict, hash=False, metadata={"description": description})
-
-
-def _check_fields(owner: Any) -> None:
-    """Refuse a value outside its Literal or its bounds, also where no settings library stands in front."""
-    name = type(owner).__name__
-    for item in fields(owner):
-        value = getattr(owner, item.name)
-        if get_origin(item.type) is Literal and value not in get_args(item.type):
-            raise ValueError(f"{name}.{item.name} is {value!r}, needs one of {', '.join(get_args(item.type))}")
-        numbers = value if isinstance(value, tuple) else (value,)
-        if not all(abs(number) <= _LARGEST for number in numbers if isinstance(number, (int, float))):
-            raise ValueError(f"{name}.{item.name} is {value}, needs finite numbers of at most {_LARGEST}; null leaves a bound out")
-        if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        limits = item.metadata
-        inside = (
-            value >= limits.get("ge", value) and value <= limits.get("le", value)
-            and ("gt" not in limits or value > limits["gt"]) and ("lt" not in limits or value < limits["lt"])
-        )  # fmt: skip
-        if not inside:
-            bounds = ", ".join(f"{key} {limit}" for key, limit in limits.items() if key != "description")
-            raise ValueError(f"{name}.{item.name} is {value}, needs a number with {bounds}")
+def _args(description: str, owners: Mapping[str, type[Arguments]], *, named_by: str) -> Any:
+    """The field of the arguments of what the field `named_by` chooses of `owners`; left out of the hash, because a mapping has none."""
+    return field(default_factory=dict, hash=False, metadata={"description": description, "owners": owners, "named_by": named_by})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,20 +62,20 @@ class OffPolicyCorrection:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    mode: Literal["none", "truncate", "mask"] = _doc(
+    mode: Literal["none", "truncate", "mask"] = doc(
         "none leaves the weights at 1; truncate clamps w to [low, high]; mask zeroes w outside.", "none"
     )
-    level: Literal["token", "sequence", "geometric"] = _doc("Ratio per token, product over the sequence, or its geometric mean.", "token")
-    low: float | None = _doc("Lower bound of w; no bound when not set.", None, ge=0)
-    high: float | None = _doc("Upper bound of w; no bound when not set.", None, gt=0)
-    veto: float | None = _doc("Drop a sequence when any of its tokens has a ratio below this.", None, gt=0, lt=1)
-    opsm: float | None = _doc(
+    level: Literal["token", "sequence", "geometric"] = doc("Ratio per token, product over the sequence, or its geometric mean.", "token")
+    low: float | None = doc("Lower bound of w; no bound when not set.", None, ge=0)
+    high: float | None = doc("Upper bound of w; no bound when not set.", None, gt=0)
+    veto: float | None = doc("Drop a sequence when any of its tokens has a ratio below this.", None, gt=0, lt=1)
+    opsm: float | None = doc(
         "Off-policy sequence mask: drop tokens with negative advantage in sequences whose mean log(pi_rollout / pi) exceeds this.", None
     )
-    keep_rejected_in_denominator: bool = _doc("Whether rejected tokens still count in the denominators of the policy term.", True)
+    keep_rejected_in_denominator: bool = doc("Whether rejected tokens still count in the denominators of the policy term.", True)
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         if self.mode == "none" and (self.low is not None or self.high is not None):
             raise ValueError("OffPolicyCorrection has bounds but mode 'none', needs mode 'truncate' or 'mask'")
         if self.mode == "none" and self.veto is None and self.opsm is None:
@@ -111,36 +94,33 @@ class AdvantageSettings:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    estimator: str = _doc(
+    estimator: str = doc(
         f"Baseline and scaling of the reward, one of {', '.join(ESTIMATORS)}, or your own as package.module:function; ppo needs a critic.",
         "grpo",
     )
-    args: Mapping[str, Any] = _own_args("Arguments of your own estimator, by the names that it gives them.")
-    scale: Literal["group", "batch", "none"] = _doc(
-        "Standard deviation that grpo and pass@k divide by: of the group, of the batch, or none.", "group"
+    args: Mapping[str, Any] = _args(
+        "Arguments of the estimator, those below or your own estimator's, by their names.", ESTIMATOR_ARGUMENTS, named_by="estimator"
     )
-    std_epsilon: float = _doc("Added to a standard deviation that divides.", 1e-6, ge=0)
-    gamma: float = _doc("Discount per trainable token (ppo, reinforce_plus_plus).", 1.0, ge=0, le=1)
-    lam: float = _doc("GAE lambda (ppo).", 1.0, ge=0, le=1)
-    whiten: bool = _doc("Whiten token advantages over the whole batch (ppo, reinforce_plus_plus and its baseline form, gdpo).", True)
-    bootstrap_truncated: bool = _doc("Give a truncated response the value of its last state instead of zero (ppo).", False)
-    reward_weights: tuple[float, ...] | None = _doc("Weights of the reward components (gdpo); all 1 when not set.", None)
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         if not self.is_own and self.estimator not in ESTIMATORS:
             close = difflib.get_close_matches(self.estimator, ESTIMATORS, n=1)
             raise ValueError(
                 f"AdvantageSettings.estimator is {self.estimator!r}, needs one of {', '.join(ESTIMATORS)} or package.module:function"
                 f"{f'; did you mean {close[0]}?' if close else ''}"
             )
-        if self.args and not self.is_own:
-            raise ValueError(
-                f"AdvantageSettings.args has {', '.join(self.args)}, but estimator {self.estimator!r} has its own settings; remove it or "
-                "name your own estimator"
-            )
-        if self.reward_weights is not None and not any(self.reward_weights):
-            raise ValueError(f"AdvantageSettings.reward_weights is {self.reward_weights}, needs one other than 0")
+        if not self.is_own:
+            self.arguments(Arguments)
+
+    def arguments(self, kind: type[_Chosen]) -> _Chosen:
+        """The arguments of one of our estimators, as `kind` or what refines it."""
+        return chosen_arguments(kind, ESTIMATOR_ARGUMENTS, self.estimator, self.args, setting="objective.advantage.args")
+
+    def without_whitening(self) -> "AdvantageSettings":
+        """The same estimator without the whitening that some end with."""
+        whitens = not self.is_own and issubclass(ESTIMATOR_ARGUMENTS[self.estimator], WhitenedArguments)
+        return replace(self, args={**self.args, "whiten": False}) if whitens else self
 
     @property
     def is_own(self) -> bool:
@@ -152,24 +132,23 @@ class AdvantageSettings:
 class EntropyControl:
     """A controller that steers the policy's entropy (nats per token), once per optimizer step.
 
-    Actuator `coefficient` moves the entropy bonus by one of three rules (Skywork-OR1, arXiv 2505.22312, section 3.2.5, as its
-    paper, its code and TRL have it); `clip_high` integrates on the upper clip bound.
+    Rules trl, skywork and paper move the coefficient of the entropy bonus (Skywork-OR1, arXiv 2505.22312, section 3.2.5, as TRL, its
+    code and its paper have it; they differ in lag and ties); clip_high integrates on the upper clip distance.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    actuator: Literal["coefficient", "clip_high"] = _doc("What the controller moves.", "coefficient")
-    rule: EntropyRule = _doc("Lag and ties of the coefficient: trl, skywork or paper.", "trl")
-    target: float = _doc("Entropy to hold, in nats per token; choose it relative to the run's initial entropy.", 0.2, ge=0)
-    delta: float = _doc("Change per optimizer step.", 0.005, gt=0)
-    min: float = _doc("Smallest value.", 0.0, ge=0)
-    max: float = _doc("Largest value.", 1.0, ge=0)
-    initial: float = _doc("Value before the first step.", 0.0, ge=0)
+    rule: EntropyRule = doc("What is moved, and how: trl, skywork and paper move the coefficient of the bonus, clip_high the clip.", "trl")
+    target: float = doc("Entropy to hold, in nats per token; choose it relative to the run's initial entropy.", 0.2, ge=0)
+    args: Mapping[str, Any] = _args("Arguments of the rule, by their names.", CONTROL_ARGUMENTS, named_by="rule")
 
     def __post_init__(self) -> None:
-        _check_fields(self)
-        if not self.min <= self.initial <= self.max:
-            raise ValueError(f"EntropyControl.initial {self.initial} is outside [{self.min}, {self.max}], needs min <= initial <= max")
+        check_fields(self)
+        self.arguments()
+
+    def arguments(self) -> ControlArguments:
+        """The arguments of the rule."""
+        return chosen_arguments(ControlArguments, CONTROL_ARGUMENTS, self.rule, self.args, setting="objective.entropy_control.args")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,11 +157,11 @@ class KLControl:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    target: float = _doc("KL to hold: mean over sequences of the mean per token, in nats.", 6.0, gt=0)
-    horizon: float = _doc("Sequences over which a full correction acts.", 10000.0, gt=0)
+    target: float = doc("KL to hold: mean over sequences of the mean per token, in nats.", 6.0, gt=0)
+    horizon: float = doc("Sequences over which a full correction acts.", 10000.0, gt=0)
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,87 +170,66 @@ class Objective:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    policy_loss: str = _doc(f"One of {', '.join(POLICY_LOSSES)}, or your own as package.module:function.", "clip")
-    loss_args: Mapping[str, Any] = _own_args("Arguments of your own policy loss, by the names that it gives them.")
-    ratio_level: RatioLevel = _doc(
+    policy_loss: str = doc(f"One of {', '.join(POLICY_LOSSES)}, or your own as package.module:function.", "clip")
+    loss_args: Mapping[str, Any] = _args(
+        "Arguments of the policy loss, those below or your own loss's, by their names.", LOSS_ARGUMENTS, named_by="policy_loss"
+    )
+    ratio_level: RatioLevel = doc(
         "Importance ratio per token, or its geometric mean over the sequence (GSPO); gmpo and vespo form their own.", "token"
     )
-    aggregation: Aggregation = _doc("How per-token losses become one number; the denominators are global.", "sequence_mean_token_mean")
-    max_response_length: int | None = _doc(
+    aggregation: Aggregation = doc("How per-token losses become one number; the denominators are global.", "sequence_mean_token_mean")
+    max_response_length: int | None = doc(
         "The constant L of sequence_mean_token_sum_norm, in tokens; the response budget when not set.", None, ge=1
     )
-    clip_low: float | None = _doc("Lower clip distance: ratios are clipped at 1 - clip_low; no lower clip when not set.", 0.2, ge=0)
-    clip_high: float | None = _doc("Upper clip distance: ratios are clipped at 1 + clip_high; no upper clip when not set.", 0.2, ge=0)
-    dual_clip: float | None = _doc("Bound c of the loss at negative advantages: at most -c A (dual-clip PPO).", None, gt=1)
-    ratio_cap: float | None = _doc(
-        "Cap of the ratio in the unclipped branch (delta); for dppo the cap of the weight, 20 when not set.", None, gt=0
-    )
-    sapo_tau_positive: float = _doc("Gate temperature of sapo at positive advantages.", 1.0, gt=0)
-    sapo_tau_negative: float = _doc("Gate temperature of sapo at other advantages.", 1.05, gt=0)
-    vespo_k_positive: float = _doc("Exponent of the sequence weight in vespo, advantages >= 0.", 2.0, ge=0)
-    vespo_lambda_positive: float = _doc("Decay of the sequence weight in vespo, advantages >= 0.", 3.0, ge=0)
-    vespo_k_negative: float = _doc("Exponent of the sequence weight in vespo, advantages < 0.", 3.0, ge=0)
-    vespo_lambda_negative: float = _doc("Decay of the sequence weight in vespo, advantages < 0.", 2.0, ge=0)
-    clip_cov_fraction: float = _doc("Share of the step's tokens that clip_cov detaches (at least one).", 2e-4, ge=0, le=1)
-    clip_cov_low: float = _doc("Lower covariance bound of clip_cov's candidates.", 1.0)
-    clip_cov_high: float = _doc("Upper covariance bound of clip_cov's candidates.", 5.0)
-    kl_cov_fraction: float = _doc(
-        "Share of the step's tokens, largest covariance first, that kl_cov penalises (at least one).", 2e-4, ge=0, le=1
-    )
-    kl_cov_coef: float = _doc("Coefficient of kl_cov's penalty |log ratio|.", 1.0, ge=0)
-    value_clip: float | None = _doc("Largest move of a value prediction within one batch; no clip when not set.", 0.2, gt=0)
-    off_policy_correction: OffPolicyCorrection | None = _doc("Correction of the generator's mismatch; none when not set.", None)
-    kl_loss_coef: float = _doc("Coefficient of the KL to the reference in the loss.", 0.0, ge=0)
-    kl_estimator: KLEstimator = _doc("Estimator of the KL in the loss.", "k3")
-    kl_unbiased: bool = _doc("Multiply the KL in the loss by the differentiable ratio, which makes its gradient unbiased.", False)
-    kl_reward_coef: float = _doc("Coefficient of the KL to the reference in the token rewards.", 0.0, ge=0)
-    kl_reward_estimator: KLEstimator = _doc("Estimator of the KL in the token rewards.", "k1")
-    distillation_coef: float = _doc(
+    clip_low: float | None = doc("Lower clip distance: ratios are clipped at 1 - clip_low; no lower clip when not set.", 0.2, ge=0)
+    clip_high: float | None = doc("Upper clip distance: ratios are clipped at 1 + clip_high; no upper clip when not set.", 0.2, ge=0)
+    off_policy_correction: OffPolicyCorrection | None = doc("Correction of the generator's mismatch; none when not set.", None)
+    kl_loss_coef: float = doc("Coefficient of the KL to the reference in the loss.", 0.0, ge=0)
+    kl_estimator: KLEstimator = doc("Estimator of the KL in the loss.", "k3")
+    kl_unbiased: bool = doc("Multiply the KL in the loss by the differentiable ratio, which makes its gradient unbiased.", False)
+    kl_reward_coef: float = doc("Coefficient of the KL to the reference in the token rewards.", 0.0, ge=0)
+    kl_reward_estimator: KLEstimator = doc("Estimator of the KL in the token rewards.", "k1")
+    distillation_coef: float = doc(
         "Coefficient of on-policy distillation: token advantage - coef x (log pi_old - log pi_teacher), before whitening; needs "
         "model.teacher.",
         0.0,
         ge=0,
     )
-    kl_control: KLControl | None = _doc("Adapt the KL coefficient; fixed when not set.", None)
+    kl_control: KLControl | None = doc("Adapt the KL coefficient; fixed when not set.", None)
     advantage: AdvantageSettings = _section("How rewards become advantages.", AdvantageSettings)
-    zero_variance: Literal["keep", "mask_kl", "drop", "resample"] = _doc(
+    zero_variance: Literal["keep", "mask_kl", "drop", "resample"] = doc(
         "Groups without a signal, because the samples' rewards equal each other (remax: the greedy response's; gdpo: in every component; "
         "pass@k: the best two): keep them, mask their KL, in the loss and in the rewards, drop them, or draw new prompts.",
         "keep",
     )
-    entropy_coef: float = _doc("Coefficient of the entropy bonus: coef x mean entropy per token, in nats.", 0.0)
-    entropy_mode: Literal["absolute", "matched"] = _doc(
+    entropy_coef: float = doc("Coefficient of the entropy bonus: coef x mean entropy per token, in nats.", 0.0)
+    entropy_mode: Literal["absolute", "matched"] = doc(
         "absolute: the bonus is a token mean for every aggregation; matched: it goes through the policy's aggregation.", "absolute"
     )
-    entropy_control: EntropyControl | None = _doc("Steer the entropy; off when not set.", None)
-    top_entropy_fraction: float = _doc("Train the policy term on this share of tokens, highest entropy of the step first.", 1.0, gt=0, le=1)
+    entropy_control: EntropyControl | None = doc("Steer the entropy; off when not set.", None)
+    top_entropy_fraction: float = doc("Train the policy term on this share of tokens, highest entropy of the step first.", 1.0, gt=0, le=1)
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         if self.policy_loss not in POLICY_LOSSES and ":" not in self.policy_loss:
             close = difflib.get_close_matches(self.policy_loss, POLICY_LOSSES, n=1)
             raise ValueError(
                 f"Objective.policy_loss is {self.policy_loss!r}, needs one of {', '.join(POLICY_LOSSES)} or package.module:function"
                 f"{f'; did you mean {close[0]}?' if close else ''}"
             )
-        if self.loss_args and self.policy_loss in POLICY_LOSSES:
-            raise ValueError(
-                f"Objective.loss_args has {', '.join(self.loss_args)}, but policy_loss {self.policy_loss!r} has settings "
-                "of its own; remove it, or name your own loss"
-            )
-        if self.dual_clip is not None and self.policy_loss not in ("clip", "clip_cov"):
-            raise ValueError(f"Objective.dual_clip is set for policy_loss {self.policy_loss!r}, which has no clipped branch; remove it")
+        if self.policy_loss in POLICY_LOSSES:
+            self.arguments(Arguments)
         if self.policy_loss in _CLIPS_RATIOS and self.clip_low is not None and self.clip_low > 1:
             raise ValueError(
                 f"Objective.clip_low is {self.clip_low}, so that ratios would be clipped at {1 - self.clip_low:g}, and no ratio is "
                 "negative, needs a distance of at most 1; set it to null for no lower clip"
             )
-        if self.policy_loss == "clip_cov" and self.clip_cov_low >= self.clip_cov_high:
-            raise ValueError(
-                f"Objective.clip_cov_low {self.clip_cov_low} is not below clip_cov_high {self.clip_cov_high}, so that no token lies between"
-            )
         self._check_controls()
         self._check_dropping()
+
+    def arguments(self, kind: type[_Chosen]) -> _Chosen:
+        """The arguments of one of our policy losses, as `kind` or what refines it."""
+        return chosen_arguments(kind, LOSS_ARGUMENTS, self.policy_loss, self.loss_args, setting="objective.loss_args")
 
     def _check_dropping(self) -> None:
         """Refuse to drop groups of equal rewards where these have a signal."""
@@ -308,7 +266,7 @@ class Objective:
         if self.adapts_entropy_coef and self.entropy_coef:
             raise ValueError(
                 f"Objective has entropy_coef {self.entropy_coef} and an adaptive coefficient, needs one of them; "
-                "set entropy_control.initial instead"
+                "set entropy_control.args.initial instead"
             )
         if self.adapts_clip_high and (self.policy_loss != "clip" or self.clip_high is None):
             raise ValueError("Objective.entropy_control moves clip_high, needs policy_loss 'clip' with a clip_high")
@@ -316,7 +274,7 @@ class Objective:
     @property
     def adapts_entropy_coef(self) -> bool:
         """True when a controller sets the entropy coefficient."""
-        return self.entropy_control is not None and self.entropy_control.actuator == "coefficient"
+        return self.entropy_control is not None and self.entropy_control.rule != "clip_high"
 
     @property
     def adapts_kl_loss_coef(self) -> bool:
@@ -326,11 +284,16 @@ class Objective:
     @property
     def adapts_clip_high(self) -> bool:
         """True when a controller sets the upper clip bound."""
-        return self.entropy_control is not None and self.entropy_control.actuator == "clip_high"
+        return self.entropy_control is not None and self.entropy_control.rule == "clip_high"
+
+    @property
+    def needs_entropy_before_step(self) -> bool:
+        """True for the paper's rule of entropy control, whose gate has no lag: it goes by the entropy of the coming step."""
+        return self.entropy_control is not None and self.entropy_control.rule == "paper"
 
     @property
     def has_entropy_bonus(self) -> bool:
-        """True when the loss has an entropy term; never depends on a controller's present value, or it could not leave 0."""
+        """True when the loss has an entropy term; never depends on a controller's current value, or it could not leave 0."""
         return self.entropy_coef != 0 or self.adapts_entropy_coef
 
     @property

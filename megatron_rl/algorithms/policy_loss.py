@@ -5,46 +5,19 @@ mask is False. A clip distance of None means no bound on that side.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.arguments import CappedArguments, ClipArguments, KlCovArguments, SapoArguments, ValueArguments, VespoArguments
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.sequences import Sequences, bounded_exp
+from megatron_rl.algorithms.policy_terms import PolicyLossTerms, PolicyTerms
+from megatron_rl.algorithms.sequences import bounded_exp
 from megatron_rl.errors import UserError
 from megatron_rl.plugins import PolicyLoss, load
 
 _DPPO_RATIO_CAP = 20.0
 _VESPO_LOG_LIMITS = (-18.420680743952367, 20.0)  # ln 1e-8, so that the sequence weight stays in [1e-8, e^20]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PolicyTerms:
-    """What a policy loss may read, per token [T] with zeros outside the mask.
-
-    `log_probs` carries the gradient. `log_ratio` is log_probs - old_log_probs per token, or its mean over the sequence at ratio
-    level "sequence". `log_off_policy` [S] is the log of the off-policy weight of whole sequences, None without correction.
-    """
-
-    log_probs: Tensor
-    old_log_probs: Tensor
-    log_ratio: Tensor
-    advantages: Tensor
-    sequences: Sequences
-    log_off_policy: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-    values: Tensor | None = None
-    old_values: Tensor | None = None
-    returns: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PolicyLossTerms:
-    """`losses` [T] and, by metric name, which tokens [T] an event hit."""
-
-    losses: Tensor
-    events: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def _bounds(objective: Objective) -> tuple[float | None, float | None]:
@@ -73,13 +46,14 @@ def _clip_events(objective: Objective, ratio: Tensor, advantages: Tensor) -> dic
 
 def clip(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
     """-min(min(r, cap) A, clip(r) A), and at most -c A where A < 0 (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729)."""
+    args = objective.arguments(ClipArguments)
     ratio = bounded_exp(terms.log_ratio)
     advantages = terms.advantages
-    capped = ratio if objective.ratio_cap is None else ratio.clamp(max=objective.ratio_cap)
+    capped = ratio if args.ratio_cap is None else ratio.clamp(max=args.ratio_cap)
     losses = -torch.minimum(capped * advantages, _clamp(ratio, *_bounds(objective)) * advantages)
     events = _clip_events(objective, ratio, advantages)
-    if objective.dual_clip is not None:
-        ceiling = -objective.dual_clip * advantages
+    if args.dual_clip is not None:
+        ceiling = -args.dual_clip * advantages
         events["dual_clip_fraction"] = (advantages < 0) & (losses > ceiling)
         losses = torch.where(advantages < 0, torch.minimum(losses, ceiling), losses)
     return PolicyLossTerms(losses, events)
@@ -94,7 +68,8 @@ def cispo(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
 
 def sapo(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
     """-(4 / tau) sigmoid(tau (r - 1)) A, a soft gate instead of a clip (arXiv 2511.20347)."""
-    tau = _choose(terms.advantages > 0, objective.sapo_tau_positive, objective.sapo_tau_negative, terms.log_ratio)
+    args = objective.arguments(SapoArguments)
+    tau = _choose(terms.advantages > 0, args.tau_positive, args.tau_negative, terms.log_ratio)
     return PolicyLossTerms(-(4.0 / tau) * torch.sigmoid(tau * (bounded_exp(terms.log_ratio) - 1.0)) * terms.advantages)
 
 
@@ -103,14 +78,15 @@ def vespo(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
 
     The off-policy weight is part of W, so it does not multiply the loss again.
     """
+    args = objective.arguments(VespoArguments)
     log_ratio = (terms.log_probs.detach() - terms.old_log_probs).clamp(-20.0, 20.0)
     log_weight = terms.sequences.sum(log_ratio)
     if terms.log_off_policy is not None:
         log_weight = log_weight + terms.log_off_policy
     log_weight = terms.sequences.expand(log_weight.clamp(*_VESPO_LOG_LIMITS))
     positive = terms.advantages >= 0
-    k = _choose(positive, objective.vespo_k_positive, objective.vespo_k_negative, log_weight)
-    decay = _choose(positive, objective.vespo_lambda_positive, objective.vespo_lambda_negative, log_weight)
+    k = _choose(positive, args.k_positive, args.k_negative, log_weight)
+    decay = _choose(positive, args.lambda_positive, args.lambda_negative, log_weight)
     phi = (decay + k * log_weight - decay * log_weight.exp()).exp()
     return PolicyLossTerms(-phi * terms.advantages * terms.log_probs)
 
@@ -137,7 +113,8 @@ def gpg(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
 
 
 def _dppo(objective: Objective, terms: PolicyTerms, too_low: Tensor, too_high: Tensor) -> PolicyLossTerms:
-    cap = _DPPO_RATIO_CAP if objective.ratio_cap is None else objective.ratio_cap
+    ratio_cap = objective.arguments(CappedArguments).ratio_cap
+    cap = _DPPO_RATIO_CAP if ratio_cap is None else ratio_cap
     events = {"clip_fraction_low": (terms.advantages < 0) & too_low, "clip_fraction_high": (terms.advantages > 0) & too_high}
     blocked = torch.where(terms.advantages > 0, too_high, too_low)
     weight = torch.where(blocked, 0.0, bounded_exp(terms.log_ratio.detach()).clamp(max=cap))
@@ -185,9 +162,9 @@ def value(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
     if terms.values is None or terms.old_values is None or terms.returns is None:
         raise ValueError("Objective.policy_loss value got no values, needs values, old_values and returns")
     error = (terms.values - terms.returns).square()
-    if objective.value_clip is None:
+    limit = objective.arguments(ValueArguments).value_clip
+    if limit is None:
         return PolicyLossTerms(0.5 * error)
-    limit = objective.value_clip
     # Clamped between bounds rather than by its difference, which rounds: a value inside the bounds has to stay bit-equal.
     clipped = (terms.values.clamp(terms.old_values - limit, terms.old_values + limit) - terms.returns).square()
     return PolicyLossTerms(0.5 * torch.maximum(error, clipped), {"value_clip_fraction": clipped > error})
@@ -201,8 +178,8 @@ _LOSSES: Mapping[str, PolicyLoss] = {
 
 
 def kl_cov(objective: Objective, terms: PolicyTerms, selected: Tensor) -> PolicyLossTerms:
-    """-r A, plus kl_cov_coef |log r| on the `selected` [T] tokens of highest covariance; nothing is clipped (arXiv 2505.22617)."""
-    penalty = objective.kl_cov_coef * terms.log_ratio.abs()
+    """-r A, plus coef |log r| on the `selected` [T] tokens of highest covariance; nothing is clipped (arXiv 2505.22617)."""
+    penalty = objective.arguments(KlCovArguments).coef * terms.log_ratio.abs()
     losses = -bounded_exp(terms.log_ratio) * terms.advantages
     return PolicyLossTerms(losses + torch.where(selected, penalty, 0.0), {"covariance_fraction": selected})
 

@@ -1,15 +1,15 @@
 """From the rewards of a batch to an advantage per token, for every estimator: the two calls that a training step makes.
 
 First `sample_scores` over the whole batch, because a baseline needs groups that other ranks hold; then `token_advantages` over
-the sequences of one rank. Legend: B samples of the whole batch; S sequences of this rank laid end to end, T their tokens.
+the sequences of one rank. Legend: B samples of the whole batch, where a trajectory of several stands once; S sequences of this rank
+laid end to end, T their tokens.
 """
-
-import dataclasses
 
 import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.advantage import AllReduceSum, group_advantages, zero_variance
+from megatron_rl.algorithms.arguments import DiscountedArguments, PPOArguments, WhitenedArguments
 from megatron_rl.algorithms.objective import WITHOUT_GROUPS, AdvantageSettings, Objective
 from megatron_rl.algorithms.returns import discounted_returns, gae, token_rewards, whiten
 from megatron_rl.algorithms.sequences import identity
@@ -27,7 +27,7 @@ def sample_scores(
     """
     if settings.estimator in WITHOUT_GROUPS:
         return rewards.double().clone()
-    whole = settings if settings.estimator == "gdpo" else dataclasses.replace(settings, whiten=False)
+    whole = settings if settings.estimator == "gdpo" else settings.without_whitening()
     return group_advantages(whole, rewards=rewards, group_ids=group_ids, lengths=lengths, baselines=baselines)
 
 
@@ -42,8 +42,7 @@ def without_signal(
     """
     if settings.estimator in WITHOUT_GROUPS:
         return zero_variance(rewards=rewards, group_ids=group_ids)
-    plain = dataclasses.replace(settings, whiten=False)
-    scores = sample_scores(plain, rewards=rewards, group_ids=group_ids, lengths=lengths, baselines=baselines)
+    scores = sample_scores(settings.without_whitening(), rewards=rewards, group_ids=group_ids, lengths=lengths, baselines=baselines)
     _, index = torch.unique(group_ids, return_inverse=True)
     teaches = torch.zeros(int(index.max()) + 1 if len(index) else 0, dtype=torch.int64).index_add(0, index, (scores != 0).long())
     return teaches[index] == 0
@@ -88,15 +87,19 @@ def token_advantages(
     else:
         shaped = token_rewards(rewards=scores, loss_mask=loss_mask, cu_seqlens=cu_seqlens, kl=kl, kl_coef=kl_coef)
         if settings.estimator == "reinforce_plus_plus":
-            advantages = discounted_returns(rewards=shaped, loss_mask=loss_mask, cu_seqlens=cu_seqlens, gamma=settings.gamma)
+            gamma = settings.arguments(DiscountedArguments).gamma
+            advantages = discounted_returns(rewards=shaped, loss_mask=loss_mask, cu_seqlens=cu_seqlens, gamma=gamma)
         elif values is None:
             raise ValueError("AdvantageSettings.estimator ppo got no values, needs those of a critic")
         else:
-            end = bootstrap if settings.bootstrap_truncated else None
+            ppo = settings.arguments(PPOArguments)
+            end = bootstrap if ppo.bootstrap_truncated else None
             places = {"loss_mask": loss_mask, "cu_seqlens": cu_seqlens}
-            advantages, returns = gae(rewards=shaped, values=values, gamma=settings.gamma, lam=settings.lam, bootstrap=end, **places)
+            advantages, returns = gae(rewards=shaped, values=values, gamma=ppo.gamma, lam=ppo.lam, bootstrap=end, **places)
     advantages = advantages - distillation
-    return whiten(advantages, mask=loss_mask, all_reduce_sum=all_reduce_sum) if settings.whiten else advantages, returns
+    if settings.arguments(WhitenedArguments).whiten:
+        advantages = whiten(advantages, mask=loss_mask, all_reduce_sum=all_reduce_sum)
+    return advantages, returns
 
 
 def _spread(scores: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:

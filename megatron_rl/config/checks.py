@@ -1,4 +1,4 @@
-"""Contradictions between settings, each found by arithmetic and told with it. Pure: no file, no device, no upstream is asked."""
+"""Contradictions between settings, each found by arithmetic, which its sentence shows. Pure: no file, device or upstream is read."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,6 +15,7 @@ from megatron_rl.config.settings import (
     RunSettings,
     ScheduleSettings,
     Settings,
+    TopologySettings,
     WeightSettings,
 )
 
@@ -29,7 +30,7 @@ _LARGEST_SEED = 2**32 - 1
 
 def contradictions(settings: Settings) -> list[str]:
     """One sentence for each pair of settings that cannot both hold, with the arithmetic and a fix; empty when there is none."""
-    checks = (_numbers, _seed, _topology, _experts, _batch, _group, _lengths, _schedule, _critic, _teacher, _evaluation, _colocation)
+    checks = (_numbers, _seed, _topology, _batch, _group, _lengths, _schedule, _critic, _teacher, _evaluation, _colocation)
     return [sentence for check in checks for sentence in check(settings)]
 
 
@@ -49,7 +50,7 @@ def worth_noting(settings: Settings) -> list[str]:
     if staleness and settings.objective.trains_by_rewards and settings.objective.off_policy_correction is None:
         return [
             f"rollout.max_staleness is {staleness} without objective.off_policy_correction: tokens that older weights chose are trained on "
-            f"as if the present ones had chosen them; objective.off_policy_correction={{mode: truncate, high: 2.0}} weighs each by how "
+            f"as if the current ones had chosen them; objective.off_policy_correction={{mode: truncate, high: 2.0}} weighs each by how "
             f"likely it is now"
         ]
     return []
@@ -109,7 +110,11 @@ def _seed(settings: Settings) -> Iterator[str]:
 
 
 def _topology(settings: Settings) -> Iterator[str]:
-    topology = settings.training.topology
+    return topology_contradictions(settings.training.topology)
+
+
+def topology_contradictions(topology: TopologySettings) -> Iterator[str]:
+    """One sentence for each pair of sizes of a topology that cannot both hold."""
     model_ranks = topology.model_ranks
     product = f"tp {topology.tp} × pp {topology.pp} × cp {topology.cp} = {model_ranks}"
     if topology.num_ranks % model_ranks:
@@ -129,10 +134,10 @@ def _topology(settings: Settings) -> Iterator[str]:
             "training.topology: sequence_parallel is true with tp 1, but it shards activations over the tensor parallel ranks; "
             "set training.topology.tp to 2 or more, or sequence_parallel to false"
         )
+    yield from _experts(topology)
 
 
-def _experts(settings: Settings) -> Iterator[str]:
-    topology = settings.training.topology
+def _experts(topology: TopologySettings) -> Iterator[str]:
     expert_ranks = topology.expert_ranks
     if topology.ep > 1 or topology.etp is not None:
         if topology.num_ranks % expert_ranks:
@@ -255,7 +260,7 @@ def _teacher(settings: Settings) -> Iterator[str]:
     coefficient, teacher = settings.objective.distillation_coef, settings.model.teacher
     if coefficient and teacher is None:
         yield (
-            f"objective.distillation_coef is {coefficient}, but model.teacher is not set, so there is nobody to learn from; "
+            f"objective.distillation_coef is {coefficient}, but model.teacher is not set, so there is nothing to learn from; "
             f"set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
         )
 

@@ -35,8 +35,8 @@ def derive(settings: Settings) -> Derived:
     ahead = 0 if settings.supervised else settings.rollout.max_staleness * data.prompts_per_step
     longest = None if settings.supervised else data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
     return Derived(
-        dp=topology.num_ranks // topology.model_ranks,
-        expert_dp=topology.num_ranks // topology.expert_ranks,
+        dp=topology.dp,
+        expert_dp=topology.expert_dp,
         sequences_per_step=sequences,
         sequences_per_optimizer_step=sequences // steps_per_batch,
         optimizer_steps=run.num_steps * steps_per_batch,

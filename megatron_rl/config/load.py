@@ -75,7 +75,8 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _expanded(values: Mapping[str, Any], *, origin: str) -> dict[str, Any]:
-    """`values` with the objective's preset replaced by its fields."""
+    """`values` with the objective's preset replaced by its fields, and with a section data, which says what is missing from it."""
+    values = {**values, "data": values.get("data", {})}
     objective = values.get("objective")
     if not isinstance(objective, Mapping) or "preset" not in objective:
         return dict(values)

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_rl.config.settings_reference import section_names, setting_fields
+from megatron_rl.config.settings_reference import SettingField, section_names, setting_fields
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import UserError
 
@@ -66,7 +66,7 @@ _ALIASES = {
     "kl_coef": "objective.kl_loss_coef",
     "beta": "objective.kl_loss_coef",
     "epsilon_high": "objective.clip_high",
-    "lambda": "objective.advantage.lam",
+    "lambda": "objective.advantage.args.lam",
     "world_size": "training.topology.num_ranks",
     "tensor_model_parallel_size": "training.topology.tp",
     "pipeline_model_parallel_size": "training.topology.pp",
@@ -128,7 +128,14 @@ def unknown_setting(path: str) -> str:
     section, _, name = path.rpartition(".")
     if name in _NEVER:
         return f"unknown setting {path}; there is none because {_NEVER[name]}"
-    paths = [field.path for field in setting_fields()] + list(section_names())
+    settings = tuple(setting_fields())
+    for argument in settings:
+        owner = _owner_of(path, argument)
+        if owner is not None:
+            return f"unknown setting {path}; it is an argument of {owner}: set {argument.path}"
+    if path == "objective.entropy_control.actuator":
+        return f"unknown setting {path}; what is moved follows from objective.entropy_control.rule: clip_high, or trl, skywork or paper"
+    paths = [field.path for field in settings if not field.owners] + list(section_names())
     siblings = [known.rpartition(".")[2] for known in paths if known.rpartition(".")[0] == section]
     same_name = [known for known in paths if known.rpartition(".")[2] == name]
     sibling = closest(name, siblings)
@@ -147,8 +154,20 @@ def unknown_setting(path: str) -> str:
     return f"unknown setting {path}; {known_names}"
 
 
+def _owner_of(path: str, argument: SettingField) -> str | None:
+    """Whose `argument` the unknown `path` means: one of its owners by its name in their section, or after the owner's."""
+    home, _, name = argument.path.rpartition(".")
+    section = home.rpartition(".")[0]
+    if path == f"objective.{name}" and section == "objective.advantage":
+        return argument.owners[0]
+    plain = () if name == "value_clip" else argument.owners[:1]
+    spelled = {f"{section}.{name}": owner for owner in plain}
+    spelled |= {f"{section}.{owner.partition(' ')[2]}_{name}": owner for owner in argument.owners}
+    return spelled.get(path)
+
+
 def _path(location: tuple[int | str, ...], values: Any) -> str:
-    """The dotted path of an error's location, without the parts by which pydantic tells the members of a union apart."""
+    """The dotted path of an error's location, without the parts by which pydantic distinguishes the members of a union."""
     parts: list[str] = []
     for part in location:
         inside = isinstance(values, Mapping) and isinstance(part, str)
@@ -172,9 +191,12 @@ def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
         described = {field.path: f" ({field.description.rstrip('.')})" for field in needed} or {path: ""}
         return "; ".join(f"{name} is missing{meaning}; set it in the file, or with {name}=VALUE" for name, meaning in described.items())
     if first["type"] == "value_error":
-        owner, dot, rest = str(first["ctx"]["error"]).partition(".")
+        text = str(first["ctx"]["error"])
+        if text.startswith(f"{path}."):
+            return text
+        owner, dot, rest = text.partition(".")
         # A record names its field by its class, for those who make it without settings.
-        return f"{path}.{rest}" if dot and owner.isidentifier() else f"{path}: {first['ctx']['error']}"
+        return f"{path}.{rest}" if dot and owner.isidentifier() else f"{path}: {text}"
     got = first["input"]
     shown = format_value(got) if first["type"] in _BOUNDS or got is None else f"{format_value(got)} ({_kind(got)})"
     needs = ", or ".join(dict.fromkeys(_need(detail) for detail in details))
@@ -195,7 +217,7 @@ def _need(details: ErrorDetails) -> str:
 
 
 def _fix(path: str, details: Sequence[ErrorDetails], got: Any) -> str:
-    """How to mend it, where that is more than giving the value that is needed."""
+    """How to correct it, where that is more than giving the value that is needed."""
     for detail in details:
         if detail["type"] == "literal_error" and isinstance(got, str):
             names = [name.strip(" '") for name in detail["ctx"]["expected"].replace(" or ", ",").split(",")]

@@ -23,7 +23,7 @@ class Words:
 
 
 def split_words(words: Sequence[str], *, options: Collection[str]) -> Words:
-    """Tell the settings file from the overrides and bring every spelling of an override into one form.
+    """Separate the settings file from the overrides and bring every spelling of an override into one form.
 
     `options` are the command's own options, for the advice on a misspelled one. A word whose part before "=" cannot be the
     name of a setting is taken as the file. Raises UserError for a second file, an unknown option and one without a value.

@@ -7,7 +7,7 @@ and printed by `train --check`. Field descriptions are the help texts of the com
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from megatron_rl.algorithms.objective import Objective
 
@@ -42,7 +42,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _sound(cls, value: Any) -> Any:
-        """The value of any field, when nobody who gets it can fail on its size."""
+        """The value of any field, where no reader of it can fail on its size."""
         for item in value if isinstance(value, tuple) else (value,):
             if item == "":
                 raise ValueError("has an empty text, needs at least one character")
@@ -81,7 +81,9 @@ class ModelSettings(Section):
 class DataSettings(Section):
     """Prompts to train and to evaluate on. Rows are JSON lines or parquet."""
 
-    train: FilePath = Field(description="File of training rows.")
+    train: FilePath | None = Field(None, description="File of training rows; data.source takes its place.")
+    source: str | None = Field(None, description="Your own source of training rows, package.module:Class, in place of data.train.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of your own source, by the names that it gives them.")
     eval: FilePath | None = Field(None, description="File of held-out rows.")
     prompt_key: str = Field("prompt", description="Field with the prompt: a string, or chat messages for the chat template.")
     label_key: str = Field("label", description="Field with the reference answer that reward functions get.")
@@ -89,7 +91,25 @@ class DataSettings(Section):
     prompts_per_step: int = Field(64, ge=1, description="Prompts (groups) in one rollout batch.")
     samples_per_prompt: int = Field(8, ge=1, description="Responses generated for each prompt.")
     max_prompt_tokens: int = Field(1024, ge=1, description="A longer prompt is an error.")
-    shuffle: bool = Field(True, description="Shuffle every epoch by the run's seed.")
+    shuffle: bool = Field(True, description="Shuffle data.train in every epoch by the run's seed.")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "DataSettings":
+        if self.train is None and self.source is None:
+            raise ValueError(
+                "data.train is missing (file of training rows); set it in the file, or with data.train=VALUE, or name a source of your "
+                "own in data.source"
+            )
+        if self.train is not None and self.source is not None:
+            raise ValueError(
+                f"data.train is {self.train} and data.source is {self.source}, but rows come from one of them; remove the other, or give "
+                "the source its file in data.args"
+            )
+        if self.args and self.source is None:
+            raise ValueError(f"data.args has {', '.join(self.args)}, but data.source is not set; set it, or remove data.args")
+        if self.source is not None and not self.shuffle:
+            raise ValueError(f"data.shuffle is false, but data.source {self.source} has an order of its own; remove data.shuffle")
+        return self
 
 
 class SamplingSettings(Section):
@@ -164,6 +184,11 @@ class TopologySettings(Section):
         return self.tp * self.pp * self.cp
 
     @property
+    def dp(self) -> int:
+        """Data parallel size: copies of the model."""
+        return self.num_ranks // self.model_ranks
+
+    @property
     def expert_tp(self) -> int:
         """Tensor parallel size of experts: `etp`, or tp when that is not set."""
         return self.tp if self.etp is None else self.etp
@@ -172,6 +197,11 @@ class TopologySettings(Section):
     def expert_ranks(self) -> int:
         """Ranks that hold one copy of the experts between them."""
         return self.expert_tp * self.ep * self.pp
+
+    @property
+    def expert_dp(self) -> int:
+        """Copies of the experts."""
+        return self.num_ranks // self.expert_ranks
 
 
 class ScheduleSettings(Section):

@@ -24,12 +24,23 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingField:
-    """One setting: its dotted path, type in words, default as YAML text (None when it must be given) and description."""
+    """One setting: its dotted path, type in words, default as YAML text (None when it must be given) and description.
+
+    `owners` have it as an argument that belongs to them alone, such as `("policy_loss sapo",)`; empty for every other setting.
+    """
 
     path: str
     type: str
     default: str | None
     description: str
+    owners: tuple[str, ...] = ()
+
+    @property
+    def meaning(self) -> str:
+        """The description, after whose argument it is."""
+        chosen, _, _ = self.owners[0].partition(" ") if self.owners else ("", "", "")
+        names = ", ".join(owner.partition(" ")[2] for owner in self.owners)
+        return f"({chosen} {names}) {self.description}" if self.owners else self.description
 
     @property
     def required(self) -> bool:
@@ -46,10 +57,23 @@ def setting_fields(owner: type = Settings, *, prefix: str = "") -> Iterator[Sett
         path, section = f"{prefix}{name}", _section(annotation)
         if section is not annotation:
             yield SettingField(path=path, type=_limited(type_in_words(annotation), limits), default=default, description=description)
+        yield from _arguments(owner, name, path)
         if section is Objective:
             yield _preset_field(f"{path}.preset")
         if section is not None:
             yield from setting_fields(section, prefix=f"{path}.")
+
+
+def _arguments(owner: type, name: str, path: str) -> Iterator[SettingField]:
+    """What the mapping of arguments `owner.name` at `path` can hold, by whose argument it is; nothing where it is no such mapping."""
+    fields = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
+    metadata: Mapping[str, Any] = next((field.metadata for field in fields if field.name == name), {})
+    found: dict[str, SettingField] = {}
+    for chosen, kind in metadata.get("owners", {}).items():
+        for field in setting_fields(kind, prefix=f"{path}."):
+            owners = found[field.path].owners if field.path in found else ()
+            found[field.path] = dataclasses.replace(field, owners=(*owners, f"{metadata['named_by']} {chosen}"))
+    yield from found.values()
 
 
 def section_names(owner: type = Settings, *, prefix: str = "") -> Iterator[str]:
@@ -78,7 +102,7 @@ def settings_table_markdown() -> str:
         for field in fields:
             if field.path.partition(".")[0] == section:
                 default = "(required)" if field.default is None else f"`{field.default}`"
-                lines.append(f"| `{field.path}` | {_cell(field.type)} | {_cell(default)} | {_cell(field.description)} |")
+                lines.append(f"| `{field.path}` | {_cell(field.type)} | {_cell(default)} | {_cell(field.meaning)} |")
         lines.append("")
     return "\n".join(lines)
 

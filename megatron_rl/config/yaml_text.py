@@ -86,7 +86,7 @@ def parse_yaml(text: str, *, origin: str) -> Any:
         where = f"{origin}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else origin
         problem = " ".join(str(part) for part in (error.context, error.problem) if part)
         raise UserError(
-            f"{where}: not valid YAML ({problem}); mend that line, or put quotes around a value with special characters"
+            f"{where}: not valid YAML ({problem}); correct that line, or put quotes around a value with special characters"
         ) from None
     except RecursionError:
         raise UserError(f"{origin}: not valid YAML (nested too deeply); no setting has so many levels") from None

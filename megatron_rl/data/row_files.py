@@ -35,7 +35,7 @@ def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False
     """
     check_is_data_file(path)
     records = _parquet_records(path) if path.suffix == ".parquet" else _json_records(path)
-    rows = [_check(record, origin, settings=settings, need_response=need_response) for origin, record in records]
+    rows = [check_row(record, origin, settings=settings, need_response=need_response) for origin, record in records]
     if not rows:
         raise UserError(f"data file {path} has no rows, needs at least one")
     named = settings.label_key != DataSettings.model_fields["label_key"].default
@@ -84,7 +84,8 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield f"{path}:{number}", record
 
 
-def _check(record: Mapping[str, Any], origin: str, *, settings: DataSettings, need_response: bool) -> Row:
+def check_row(record: Mapping[str, Any], origin: str, *, settings: DataSettings, need_response: bool) -> Row:
+    """A row from the fields of a line. Raises UserError, which begins with `origin`, for one that cannot be used."""
     wanted = {settings.prompt_key: "data.prompt_key"} | ({settings.response_key: "data.response_key"} if need_response else {})
     for key, setting in wanted.items():
         if key in record and record[key] is None:

@@ -1,9 +1,8 @@
-"""Where prompts come from: a data file, shuffled anew every epoch, that can stop anywhere and go on from there.
+"""From rows, of a file or of a data source of your own, to prompts and supervised groups.
 
 R response tokens.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,10 @@ import numpy as np
 from jinja2 import TemplateError
 
 from megatron_rl.config.settings import DataSettings
-from megatron_rl.data.row_files import Row, read_rows
+from megatron_rl.data.row_files import Row
+from megatron_rl.data.row_source import FileRows, OwnRows, RowSource
 from megatron_rl.errors import UserError
-from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
+from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,57 +25,57 @@ _ENCODED_AT_ONCE = 1024
 
 
 class PromptSource:
-    """The prompts of one data file, in an order that follows from the seed alone.
+    """The prompts of a data file, or with `path` None of `data.source`, in an order that follows from the seed alone.
 
     A string prompt is tokenized as it stands; chat messages are rendered by the tokenizer's chat template, up to the point where the
-    assistant's answer begins. The tokenizer adds no special tokens to either: what the model sees is what the file and the template say.
+    assistant's answer begins. The tokenizer adds no special tokens to either: what the model sees is what the row and the template say.
 
     `need_response` says that the rows are for supervised training and each needs a target. Raises UserError, with file and line, for
-    any row that cannot be used; in files above 100,000 rows the length of a prompt is checked when the prompt is taken.
+    any row that cannot be used; in files above 100,000 rows the length of a prompt is checked when the prompt is taken, and so is all of
+    a row of `data.source`.
     """
 
     def __init__(
-        self, path: Path, tokenizer: "PreTrainedTokenizerBase", *, settings: DataSettings, seed: int, need_response: bool = False
+        self, path: Path | None, tokenizer: "PreTrainedTokenizerBase", *, settings: DataSettings, seed: int, need_response: bool = False
     ) -> None:
         self._path = path
         self._tokenizer = tokenizer
         self._settings = settings
-        self._seed = seed
-        self._rows = read_rows(path, settings=settings, need_response=need_response)
-        self._digest = _file_digest(path)
-        self._epoch = 0
-        self._cursor = 0
-        self._order = self._epoch_order()
-        if len(self._rows) <= _CHECKED_ROWS:
-            for first in range(0, len(self._rows), _ENCODED_AT_ONCE):
-                self._encode(self._rows[first : first + _ENCODED_AT_ONCE])
-
-    def __len__(self) -> int:
-        """Rows of the file, one epoch."""
-        return len(self._rows)
+        # The rows of a file; of a source of your own, which has no end, none can be looked at beforehand.
+        self._known: Sequence[Row] = ()
+        self._source: RowSource
+        if path is None:
+            self._source = OwnRows(settings=settings, seed=seed, need_response=need_response)
+        else:
+            self._source = file = FileRows(path, settings=settings, seed=seed, need_response=need_response)
+            self._known = file.rows
+        if len(self._known) <= _CHECKED_ROWS:
+            for first in range(0, len(self._known), _ENCODED_AT_ONCE):
+                self._encode(self._known[first : first + _ENCODED_AT_ONCE])
 
     def label_note(self) -> str | None:
         """How many rows have no label, and which is the first; None when every row has one."""
-        origins = [row.origin for row in self._rows if row.label is None]
+        origins = [row.origin for row in self._known if row.label is None]
         if not origins:
             return None
-        which = f"no row of {self._path} has" if len(origins) == len(self._rows) else f"{len(origins)} of {len(self._rows)} rows have not"
-        first = "" if len(origins) == len(self._rows) else f", the first is {origins[0]}"
+        which = f"no row of {self._path} has" if len(origins) == len(self._known) else f"{len(origins)} of {len(self._known)} rows have not"
+        first = "" if len(origins) == len(self._known) else f", the first is {origins[0]}"
         return f"{which} the field {self._settings.label_key!r}{first}: the reward function gets label None for them"
 
     def probes(self) -> list[Prompt]:
         """The first prompt with a label and the first without one, for trying a reward function. Does not move the source."""
-        unlabelled = [row.label is None for row in self._rows]
+        rows = self._known or self._source.first(1)
+        unlabelled = [row.label is None for row in rows]
         firsts = sorted(unlabelled.index(kind) for kind in (False, True) if kind in unlabelled)
-        return [self._prompts_at(range(index, index + 1))[0] for index in firsts]
+        return [self._prompts([rows[index]], first=index)[0] for index in firsts]
 
     @property
     def num_taken(self) -> int:
         """Prompts taken so far, over all epochs."""
-        return self._epoch * len(self._rows) + self._cursor
+        return self._source.num_taken
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; a new epoch starts where the file ends. Ids are EPOCH-ROW, rows counted from 0."""
+        """The next `count` prompts; no other prompt of the run has the id of one."""
         return [prompt for prompt, _ in self._next(count)]
 
     def next_supervised(self, count: int) -> list[Group]:
@@ -87,52 +87,32 @@ class PromptSource:
 
     def all(self) -> list[Prompt]:
         """Every prompt once in the order of the file, for evaluation. Ids are eval-ROW. Does not move the source."""
-        return self.first(len(self._rows))
+        return self.first(len(self._known))
 
     def first(self, count: int) -> list[Prompt]:
-        """At most `count` prompts from the start of the file, as `all` gives them, for probes. Does not move the source."""
-        return self._prompts_at(range(min(count, len(self._rows))))
+        """At most `count` prompts from the start of the data, as `all` gives them, for probes. Does not move the source."""
+        return self._prompts(self._source.first(count))
 
     def state(self) -> dict[str, Any]:
         """Where the source stands, as JSON values."""
-        return {"epoch": self._epoch, "cursor": self._cursor, "seed": self._seed, "shuffle": self._settings.shuffle, "digest": self._digest}
+        return self._source.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises UserError when the file, the seed or data.shuffle is another one than then."""
-        now = self.state()
-        for key, name in (("digest", f"content of {self._path}"), ("seed", "run.seed"), ("shuffle", "data.shuffle")):
-            if state[key] != now[key]:
-                raise UserError(
-                    f"cannot resume: {name} is {str(now[key])[:12]}, was {str(state[key])[:12]} when the checkpoint was written; "
-                    "restore it or start a new run"
-                )
-        self._epoch, self._cursor = state["epoch"], state["cursor"]
-        self._order = self._epoch_order()
+        """Go on from `state()`. Raises UserError when the data, the seed or data.shuffle are other ones than then."""
+        self._source.restore(state)
 
-    def _prompts_at(self, indices: range) -> list[Prompt]:
-        rows = [self._rows[index] for index in indices]
+    def _prompts(self, rows: Sequence[Row], *, first: int = 0) -> list[Prompt]:
+        """Prompts of rows from number `first` on, outside of training."""
+        encoded = self._encode(rows)
         return [
-            _prompt(f"eval-{index}", row, text=text, token_ids=ids)
-            for index, row, (text, ids) in zip(indices, rows, self._encode(rows), strict=True)
+            _prompt(f"eval-{number}", row, text=text, token_ids=ids)
+            for number, (row, (text, ids)) in enumerate(zip(rows, encoded, strict=True), start=first)
         ]
 
     def _next(self, count: int) -> list[tuple[Prompt, Row]]:
-        taken: list[tuple[str, Row]] = []
-        while len(taken) < count:
-            if self._cursor == len(self._rows):
-                self._epoch, self._cursor = self._epoch + 1, 0
-                self._order = self._epoch_order()
-            indices = self._order[self._cursor : self._cursor + count - len(taken)]
-            taken += [(f"{self._epoch}-{index}", self._rows[index]) for index in indices]
-            self._cursor += len(indices)
+        taken = self._source.take(count)
         encoded = self._encode([row for _, row in taken])
         return [(_prompt(name, row, text=text, token_ids=ids), row) for (name, row), (text, ids) in zip(taken, encoded, strict=True)]
-
-    def _epoch_order(self) -> Ints:
-        """The rows in the order of the current epoch."""
-        if not self._settings.shuffle:
-            return np.arange(len(self._rows))
-        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))
 
     def _encode(self, rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
         """Text and token ids of each row's prompt; a chat template brings its own special tokens, so the tokenizer adds none."""
@@ -196,11 +176,3 @@ def _supervised_group(prompt: Prompt, response_ids: list[int], *, text: str) -> 
         reward=Reward(RewardOutcome.SCORED, 0.0),
     )
     return Group(id=prompt.id, prompt=prompt, samples=(sample,))
-
-
-def _file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()

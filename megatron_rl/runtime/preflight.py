@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_rl.algorithms.objective import POLICY_LOSSES
 from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.messages import joined_error
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import DataSettings, Settings
 from megatron_rl.contracts import RolloutTrial, require
 from megatron_rl.data.row_files import check_is_data_file
 from megatron_rl.data.source import PromptSource
@@ -27,16 +27,16 @@ from megatron_rl.plugins import load
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.groups import load_rollout
 from megatron_rl.rollout.server_args import check_environment, check_records_routing, validate_server_args
-from megatron_rl.runtime.checkpoint import newest_checkpoint
 from megatron_rl.runtime.cluster import no_gpu
 from megatron_rl.runtime.resources import available_memory_bytes
+from megatron_rl.runtime.run_checkpoint import newest_checkpoint
 
 with quiet_megatron_imports():
     from megatron_rl.models.config_json import read_config
     from megatron_rl.models.hf_files import Checkpoint
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.weight_table import tensor_shapes
-    from megatron_rl.runtime.placement_table import crossing_notes
+    from megatron_rl.runtime.launch_plan import crossing_notes
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
     from megatron_rl.training.model_check import check_layout, check_model
@@ -210,10 +210,10 @@ def _check_optimizer(settings: Settings, device: Device) -> list[str]:
 
 def _data_checks(settings: Settings, *, probe: bool) -> list[Callable[[], list[str]]]:
     checks: list[Callable[[], list[str]]] = [partial(_check_tokenizer, settings), partial(_check_held_out, settings)]
+    checks += [] if settings.data.source is None else [partial(_check_source, settings.data)]
     if probe:
         return [*checks, partial(_check_rows, settings)]
-    files = [settings.data.train] if settings.data.eval is None else [settings.data.train, settings.data.eval]
-    checks += [partial(_check_file, path) for path in files]
+    checks += [partial(_check_file, path) for path in (settings.data.train, settings.data.eval) if path is not None]
     return checks if settings.supervised else [*checks, partial(_check_reward, settings)]
 
 
@@ -229,8 +229,14 @@ def _check_file(path: Path) -> list[str]:
 
 def _check_held_out(settings: Settings) -> list[str]:
     data = settings.data
-    if data.eval is not None and data.eval.resolve() == data.train.resolve():
+    if data.eval is not None and data.train is not None and data.eval.resolve() == data.train.resolve():
         return [f"data.eval is data.train ({data.train}): the run is evaluated on rows that it trains on"]
+    return []
+
+
+def _check_source(data: DataSettings) -> list[str]:
+    assert data.source is not None, "asked for a source of the user's own"
+    require(data.source, "data_source", data.args)
     return []
 
 

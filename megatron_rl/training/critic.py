@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.arguments import PPOArguments
 from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import Objective
@@ -47,7 +48,7 @@ def critic_objective(objective: Objective) -> Objective:
         policy_loss="value",
         aggregation=objective.aggregation,
         max_response_length=objective.max_response_length,
-        value_clip=objective.value_clip,
+        loss_args={"value_clip": objective.advantage.arguments(PPOArguments).value_clip},
     )
 
 
@@ -77,7 +78,7 @@ class Critic:
                 self._objective,
                 value_inputs(micro_batches[number], values.squeeze(-1), data),
                 num_tokens=totals.num_tokens,
-                num_sequences=totals.num_sequences,
+                num_sequences=totals.num_trajectories,
                 sequence_sum=sequence_sum,
             )
             return output.loss, Report(output.loss.detach(), output.metrics)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.algorithms.arguments import DiscountedArguments, PPOArguments
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.errors import UserError
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.training.expert_load import check_record
-from megatron_rl.types import Doubles, TrainBatch
+from megatron_rl.types import Doubles, Ints, TrainBatch
 
 _OWN = ("old_log_probs", "ref_log_probs", "values", "advantages")
 _MORE_THAN_REWARDS = {"ppo": "a critic's returns", "remax": "the rewards of greedy responses", "gdpo": "components of the rewards"}
@@ -43,7 +44,7 @@ def teacher_path(objective: Objective, model: ModelSettings) -> Path:
     """The directory of the teacher that `objective` distils. Raises UserError when `model` names none."""
     if model.teacher is None:
         raise UserError(
-            f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nobody to "
+            f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nothing to "
             "learn from; set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
         )
     return model.teacher
@@ -59,8 +60,11 @@ def check_fits(batch: TrainBatch, spec: ModelSpec) -> None:
     check_record(batch, spec)
 
 
-def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles) -> None:
-    """Raise UserError when `objective` would not use what `batch` brings, or lacks what it needs. `rewards` [B] are the whole batch's."""
+def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles, trajectory_ids: Ints) -> None:
+    """Raise UserError when `objective` would not use what `batch` brings, or lacks what it needs.
+
+    `rewards` and `trajectory_ids` [B] are the whole batch's.
+    """
     given = [name for name in _OWN if getattr(batch, name) is not None]
     if not objective.trains_by_rewards:
         if given:
@@ -80,16 +84,34 @@ def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles) ->
             f"{int((~np.isfinite(rewards)).sum())} of {len(rewards)} sequences have no finite reward, and the batch has no advantages of "
             "its own; give TrainBatch rewards for all of them, or advantages"
         )
+    if batch.advantages is None and len(np.unique(trajectory_ids)) < len(trajectory_ids):
+        _check_returns(objective)
+
+
+def _check_returns(objective: Objective) -> None:
+    """Returns run from token to token of one sequence: nothing carries them on to the trajectory's next one."""
+    estimator = objective.advantage.estimator
+    cause = None
+    if estimator == "ppo":
+        cause = "the returns and values of ppo"
+    elif estimator == "reinforce_plus_plus" and (objective.kl_reward_coef or objective.advantage.arguments(DiscountedArguments).gamma < 1):
+        cause = "the returns of reinforce_plus_plus with gamma below 1 or a KL in the rewards"
+    if cause is not None:
+        raise UserError(
+            f"objective.advantage.estimator {estimator} got trajectories of several sequences, and {cause} end with each sequence "
+            "instead of the trajectory; choose an estimator that scores whole trajectories, such as grpo, or let the rollout return each "
+            "trajectory as one sample"
+        )
 
 
 def _check_values(objective: Objective) -> None:
     estimator = objective.advantage.estimator
     if estimator != "ppo":
         raise UserError(f"TrainBatch.values has no effect with objective.advantage.estimator {estimator}; leave it out, or choose ppo")
-    if objective.advantage.bootstrap_truncated:
+    if objective.advantage.arguments(PPOArguments).bootstrap_truncated:
         raise UserError(
-            "objective.advantage.bootstrap_truncated needs the value behind a truncated response, which TrainBatch.values does not have; "
-            "leave values out, so that the critic is asked, or set bootstrap_truncated to false"
+            "objective.advantage.args.bootstrap_truncated needs the value behind a truncated response, which TrainBatch.values does not "
+            "have; leave values out, so that the critic is asked, or set bootstrap_truncated to false"
         )
 
 

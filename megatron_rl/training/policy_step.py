@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.coefficients import Coefficients, Controllers, StepMeasurements
+from megatron_rl.algorithms import coefficients as controls
+from megatron_rl.algorithms.coefficients import Coefficients, StepMeasurements
 from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.algorithms.loss import compute_loss
@@ -23,7 +24,7 @@ from megatron_rl.training.expert_load import ExpertLoad
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.trained_model import TrainedModel
 from megatron_rl.training.weight_update import Gradients, Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
-from megatron_rl.types import StepTotals
+from megatron_rl.types import Ints, StepTotals
 
 _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
     "kl_k3": ("train/kl_k3", "train/kl_reference"),
@@ -48,7 +49,7 @@ class StepRunner:
         self._dump_directory = dump_directory
         self._seed = seed
         self._frozen_steps = frozen_steps
-        self._controllers = Controllers(objective)
+        self._controls = controls.first_state(objective)
         self._num_steps = 0
 
     @property
@@ -59,16 +60,16 @@ class StepRunner:
     @property
     def kl_reward_coef(self) -> float:
         """The present coefficient of the KL in the rewards."""
-        return self._controllers.kl_reward_coef
+        return controls.kl_reward_coef(self._objective, self._controls)
 
     def state(self) -> dict[str, Any]:
         """Plain values that a checkpoint keeps."""
-        return {"num_steps": self._num_steps, "controllers": self._controllers.state()}
+        return {"num_steps": self._num_steps, "controllers": self._controls.plain()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` gave."""
         self._num_steps = int(state["num_steps"])
-        self._controllers.restore(state["controllers"])
+        self._controls = controls.restored_state(self._objective, state["controllers"])
 
     def forward_backward(
         self, policy: passes.Policy, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData
@@ -76,6 +77,8 @@ class StepRunner:
         """Compute the whole step's gradient, for `apply` to update the weights by. Begins the next optimizer step; no weight changes."""
         self._num_steps += 1
         counts = {"train/num_tokens": Sum(totals.num_tokens), "train/num_sequences": Sum(totals.num_sequences)}
+        if totals.num_trajectories != totals.num_sequences:
+            counts["train/num_trajectories"] = Sum(totals.num_trajectories)
         if not totals.num_tokens:
             return StepGradients(None, micro_batches, totals, data, _agreed_metrics(policy, counts))
         objective, coefficients, loss = self._prepare(policy, micro_batches, totals, data)
@@ -106,7 +109,9 @@ class StepRunner:
         if done.sound and not frozen:
             means = waiting.gradients.means
             measured = StepMeasurements(entropy=means["entropy"], kl_per_sequence=means["kl_per_sequence"])
-            self._controllers.update(measured, num_sequences=waiting.totals.num_sequences)
+            self._controls = controls.updated_state(
+                self._objective, self._controls, measured, num_sequences=waiting.totals.num_trajectories
+            )
         dump_suspects(self._dump_directory, f"optimizer-step-{self._num_steps:06d}", waiting, done, temperature=policy.temperature)
         metrics = {
             "train/grad_norm": Mean(done.grad_norm, 1.0),
@@ -120,9 +125,9 @@ class StepRunner:
     ) -> tuple[Objective, Coefficients, passes.LossFunction]:
         """The step's objective and coefficients, and its micro-batches' loss, after the pass before it where that is needed."""
         before = statistics = None
-        if self._objective.needs_step_statistics or self._controllers.needs_current_entropy:
+        if self._objective.needs_step_statistics or self._objective.needs_entropy_before_step:
             before = look_before_step(policy, micro_batches)
-        objective, coefficients = self._controllers.present(None if before is None else before.entropy)
+        objective, coefficients = controls.of_step(self._objective, self._controls, None if before is None else before.entropy)
         if before is not None and self._objective.needs_step_statistics:
             seed = self._seed + self._num_steps
             statistics = make_step_statistics(objective, before, policy, micro_batches, data, num_tokens=totals.num_tokens, seed=seed)
@@ -137,7 +142,7 @@ class StepRunner:
                 objective,
                 inputs,
                 num_tokens=totals.num_tokens,
-                num_sequences=totals.num_sequences,
+                num_sequences=totals.num_trajectories,
                 coefficients=coefficients,
                 sequence_sum=sequence_sum,
                 statistics=statistics,
@@ -201,6 +206,10 @@ def loss_inputs(
     """Inputs [N] of trainable tokens only, so that every mask entry is True; `seen` are the statistics of the pass before the step."""
     current = statistics.log_prob.detach()
     rollout = data.rollout_log_probs
+
+    def of_sequences(values: Ints | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values[micro_batch.rows]).to(current.device)
+
     return LossInputs(
         log_probs=statistics.log_prob,
         entropy=statistics.entropy,
@@ -216,6 +225,8 @@ def loss_inputs(
         token_keys=micro_batch.pick(data.token_keys, dtype=torch.int64),
         selection_log_probs=None if seen is None else seen.log_prob,
         selection_entropy=None if seen is None else seen.entropy,
+        trajectory_ids=of_sequences(data.trajectory_ids),
+        trajectory_tokens=of_sequences(data.trajectory_tokens),
     )
 
 

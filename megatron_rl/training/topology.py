@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from megatron.core import parallel_state, tensor_parallel
 from torch import distributed
 
+from megatron_rl.config.checks import topology_contradictions
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.device import Device
 from megatron_rl.errors import UserError
@@ -37,29 +38,15 @@ class Topology:
     @classmethod
     def of(cls, settings: TopologySettings) -> "Topology":
         """The topology that `settings` ask for. Raises UserError, with the arithmetic, when the sizes do not fit each other."""
-        model_ranks, expert_ranks = settings.model_ranks, settings.expert_ranks
-        if settings.num_ranks % model_ranks:
-            raise UserError(
-                f"training.topology: {settings.num_ranks} ranks = tp {settings.tp} × pp {settings.pp} × cp {settings.cp} × dp "
-                f"{settings.num_ranks / model_ranks:g}, but dp must be a whole number: make num_ranks a multiple of {model_ranks}"
-            )
-        if settings.num_ranks % expert_ranks:
-            raise UserError(
-                f"training.topology: {settings.num_ranks} ranks = etp {settings.expert_tp} × ep {settings.ep} × pp {settings.pp} × "
-                f"expert dp {settings.num_ranks / expert_ranks:g}, but expert dp must be a whole number: make num_ranks a multiple of "
-                f"{expert_ranks}"
-            )
-        if settings.vpp > 1 and settings.pp == 1:
-            raise UserError(f"training.topology.vpp is {settings.vpp} with pp 1; virtual stages need pp of at least 2")
-        if settings.sequence_parallel and settings.tp == 1:
-            raise UserError("training.topology.sequence_parallel is on with tp 1; it needs tp of at least 2, or turn it off")
+        for problem in topology_contradictions(settings):
+            raise UserError(problem)
         return cls(
             num_ranks=settings.num_ranks,
             tp=settings.tp,
             pp=settings.pp,
             vpp=settings.vpp,
             cp=settings.cp,
-            dp=settings.num_ranks // model_ranks,
+            dp=settings.dp,
             ep=settings.ep,
             etp=settings.expert_tp,
             sequence_parallel=settings.sequence_parallel,

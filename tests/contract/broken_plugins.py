@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 from two_turns import rollout as two_turns
 
-from megatron_rl.algorithms.policy_loss import PolicyLossTerms
+from megatron_rl.algorithms.policy_terms import PolicyLossTerms
 from megatron_rl.rollout.single_turn import single_turn
 
 CALLS = itertools.count()
@@ -58,6 +58,16 @@ async def without_experts(**arguments):
     return [replace(sample, routed_experts=None) for sample in await single_turn(**arguments)]
 
 
+async def another_history(*, prompt, **arguments):
+    """What the engine was not asked with stands before what it made."""
+    other = replace(prompt, token_ids=[1, 2, 3, 4])
+    return [replace(sample, prompt=other) for sample in await single_turn(prompt=prompt, **arguments)]
+
+
+async def without_label(*, prompt, **arguments):
+    return [replace(sample, prompt=replace(prompt, label=None)) for sample in await single_turn(prompt=prompt, **arguments)]
+
+
 def keeps_by_true(*, group):
     return True
 
@@ -88,3 +98,89 @@ def float32(*, rewards, group_ids, lengths):
 
 def infinite(*, rewards, group_ids, lengths):
     return (rewards - rewards.mean()) / rewards.std()
+
+
+class Source:
+    """Keeps every promise of a data source."""
+
+    state = 0
+
+    def __init__(self, *, seed):
+        self.seed = seed
+
+    def next_rows(self, count):
+        first, self.state = self.state, self.state + count
+        return [self.row(number) for number in range(first, first + count)]
+
+    def row(self, number):
+        return {"prompt": f"{self.seed}-{number}", "label": "5"}
+
+
+class Shuffled(Source):
+    def row(self, number):
+        return {"prompt": str(next(CALLS))}
+
+
+class ByCall(Source):
+    def next_rows(self, count):
+        self.state += 1
+        return [{"prompt": f"{self.state}-{number}"} for number in range(count)]
+
+
+class Forgetful(Source):
+    def __init__(self, *, seed):
+        super().__init__(seed=seed)
+        self.known = 0
+
+    def row(self, number):
+        self.known += 1
+        return {"prompt": str(self.known)}
+
+
+class OddState(Source):
+    state = {1}  # noqa: RUF012
+
+    def next_rows(self, count):
+        return [{"prompt": "2+3="}] * count
+
+
+class Stateless:
+    def __init__(self, *, seed):
+        pass
+
+    def next_rows(self, count):
+        return [{"prompt": "2+3="}] * count
+
+
+class Ends(Source):
+    def next_rows(self, count):
+        return super().next_rows(count)[:3]
+
+
+class Generates(Source):
+    def next_rows(self, count):
+        return (self.row(number) for number in range(count))
+
+
+class Labels(Source):
+    def row(self, number):
+        return {"prompt": "2+3=", "label": ["5"]}
+
+
+class Texts(Source):
+    def row(self, number):
+        return "text"
+
+
+class Fails(Source):
+    def next_rows(self, count):
+        raise KeyError("rows")
+
+
+class NoRows:
+    def __init__(self, *, seed):
+        pass
+
+
+def rows(*, seed):
+    return Source(seed=seed)

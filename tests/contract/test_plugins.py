@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 EXAMPLES = {
     "advantage": "advantage:advantage",
+    "data_source": "data_source:Sums",
     "filter": "filter:keep",
     "policy_loss": "policy_loss:loss",
     "reward": "reward:score",
@@ -21,6 +22,7 @@ OURS = [
     ("reward", "megatron_rl.rewards.math:score"),
     ("rollout", "megatron_rl.rollout.single_turn:single_turn"),
     ("rollout", "two_turns:rollout"),
+    ("rollout", "cut_history:rollout"),
 ]
 
 
@@ -62,7 +64,9 @@ def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
         ("rollout", "trains_on_a_tool", "which came with"),
         ("rollout", "masked_with_a_version", "no engine made, needs False and -1"),
         ("rollout", "without_experts", "no routed_experts"),
-        ("rollout", "one_too_few", "returned 0 samples for prompt contract, needs 1"),
+        ("rollout", "another_history", "before trained token 0, 4 tokens in all, needs the"),
+        ("rollout", "without_label", "a prompt whose label is None, needs '4'"),
+        ("rollout", "one_too_few", "returned 0 samples of 0 trajectories for prompt contract, needs 1"),
         ("filter", "keeps_by_true", "returned True of type bool for the group of prompt contract, needs None to keep it"),
         ("filter", "needs_rewards", "failed for the group of prompt contract: TypeError"),
         ("advantage", "by_position", "for samples in another order, needs"),
@@ -71,6 +75,18 @@ def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
         ("policy_loss", "mean_loss", "returned losses of shape (), needs a tensor of shape (5,)"),
         ("policy_loss", "constant_loss", "without a gradient"),
         ("policy_loss", "infinite_loss", "needs finite numbers"),
+        ("data_source", "Shuffled", "with the same seed, was"),
+        ("data_source", "ByCall", "when fewer are asked for at once, was"),
+        ("data_source", "Forgetful", "after state and restore, was"),
+        ("data_source", "OddState", "has the state {1}, which JSON cannot hold"),
+        ("data_source", "Stateless", "failed while giving its state: AttributeError"),
+        ("data_source", "Ends", "returned 3 rows, needs a list of 10; a source has no end"),
+        ("data_source", "Generates", "of type generator, needs a list of 2"),
+        ("data_source", "Labels", "row 0: 'label' is ['5'], needs a string or a number"),
+        ("data_source", "Texts", "row 0: is 'text', needs a mapping"),
+        ("data_source", "Fails", "failed while giving 2 rows: KeyError: 'rows'"),
+        ("data_source", "rows", "is a function, needs a class with next_rows(count)"),
+        ("data_source", "NoRows", "has no method next_rows"),
         ("rollout", "fails", "failed for a probe of 1 samples: KeyError: 'tool'"),
     ],
 )

@@ -104,10 +104,11 @@ EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """An objective, and the `training` settings that go with it."""
+    """An objective, the `training` settings that go with it, and the trajectories of the batch's sequences; each its own when None."""
 
     objective: Mapping[str, Any]
     training: Mapping[str, Any] = field(default_factory=lambda: {"optimizer_steps_per_batch": 2})
+    trajectories: tuple[int, ...] | None = None
 
 
 # Two optimizer steps on a batch make ratios other than 1, so that clipping has something to do.
@@ -128,9 +129,8 @@ OBJECTIVES: dict[str, Training] = {
             "aggregation": "token_mean",
             "kl_reward_coef": 0.05,
             "kl_control": {"target": 0.01, "horizon": 100},
-            "value_clip": 0.1,
             "entropy_coef": 0.01,
-            "advantage": {"estimator": "ppo", "gamma": 0.95, "lam": 0.9, "bootstrap_truncated": True},
+            "advantage": {"estimator": "ppo", "args": {"gamma": 0.95, "lam": 0.9, "bootstrap_truncated": True, "value_clip": 0.1}},
         },
         {"optimizer_steps_per_batch": 2, "critic": {"optimizer": {"lr": 2e-3}}},
     ),
@@ -162,20 +162,30 @@ OBJECTIVES: dict[str, Training] = {
         {
             "aggregation": "token_mean",
             "top_entropy_fraction": 0.5,
-            "entropy_control": {"rule": "paper", "target": 4.0, "delta": 0.1, "initial": 0.2},
+            "entropy_control": {"rule": "paper", "target": 4.0, "args": {"delta": 0.1, "initial": 0.2}},
             "advantage": {"estimator": "rloo"},
         }
     ),
     "KL in the rewards": Training(
         {
             "kl_reward_coef": 0.1,
-            "advantage": {"estimator": "reinforce_plus_plus_baseline", "gamma": 0.9},
+            "advantage": {"estimator": "reinforce_plus_plus_baseline"},
             "policy_loss": "kl_cov",
-            "kl_cov_fraction": 0.1,
+            "loss_args": {"fraction": 0.1},
         }
     ),
     "geometric mean": Training(
         {"policy_loss": "gmpo", "aggregation": "sequence_mean_token_sum_norm", "zero_variance": "mask_kl", "kl_loss_coef": 0.1}
+    ),
+    # Of one to three sequences each, which ranks and micro-batches divide.
+    "trajectories": Training(
+        {
+            "advantage": {"estimator": "opo"},
+            "off_policy_correction": {"mode": "mask", "low": 0.8, "high": 1.25, "keep_rejected_in_denominator": False},
+            "kl_loss_coef": 0.1,
+            "kl_control": {"target": 0.01, "horizon": 100},
+        },
+        trajectories=(4, 0, 0, 1, 3, 2, 2, 2),
     ),
 }
 WITHOUT_CLIP = ("grpo without clip", "gspo without clip")
@@ -228,6 +238,7 @@ GATE = (
     Case("dp2 cp2 distopt", "tied", "ppo"),
     Case("tp2 dp2 sp distopt", "tied", "grpo"),
     *(Case(layout, "small", objective) for objective in WHOLE_STEP for layout in ("dp2 distopt", "cp2")),
+    Case("dp2", "small", "trajectories"),
 )
 
 

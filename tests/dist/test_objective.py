@@ -44,7 +44,7 @@ def variants() -> list[Objective]:
     for preset, correction, entropy in itertools.product(PRESETS, CORRECTIONS, ENTROPIES):
         made.append({"preset": preset, "max_response_length": 9, "off_policy_correction": correction, **entropy})
     made += [
-        {"policy_loss": loss, "clip_cov_low": -1.0, "clip_cov_fraction": 0.3} for loss in ("clip_cov", "kl_cov", "gpg", "sft", "value")
+        {"policy_loss": loss, "loss_args": {"low": -1.0, "fraction": 0.3} if loss == "clip_cov" else {}} for loss in ("clip_cov", "kl_cov", "gpg", "sft", "value")
     ]
     return [TypeAdapter(Objective).validate_python(expand_preset(config)) for config in made]
 

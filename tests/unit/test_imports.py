@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 
 # Lower tiers first. A room imports itself and rooms of lower tiers; `files` and `versions` are as basic as the records.
 TIERS = (
-    ("types", "errors", "files", "versions", "leftovers", "plugins"),
+    ("types", "frozen_arrays", "errors", "files", "versions", "leftovers", "plugins", "typed_arguments"),
     ("algorithms", "data", "rewards", "config", "observe"),
     ("device", "rendezvous", "models", "rollout", "training", "weights"),
     ("planning", "contracts"),
@@ -23,9 +23,10 @@ TIERS = (
 )
 # Within a tier rooms stand side by side, except for these uses.
 SIDEWAYS = {
-    "types": {"errors"},
+    "types": {"errors", "frozen_arrays"},
     "files": {"errors"},
-    "plugins": {"errors"},
+    "plugins": {"errors", "typed_arguments"},
+    "typed_arguments": {"errors"},
     "config": {"algorithms"},  # the objective is a section of the settings
     "data": {"config"},
     "rewards": {"config"},
@@ -38,7 +39,21 @@ SIDEWAYS = {
     "__main__": {"cli"},
 }
 # Rooms that can be used and tested without a GPU stack.
-LIGHT = ("types", "errors", "files", "versions", "leftovers", "plugins", "algorithms", "data", "rewards", "config", "observe")
+LIGHT = (
+    "types",
+    "frozen_arrays",
+    "errors",
+    "files",
+    "versions",
+    "leftovers",
+    "plugins",
+    "typed_arguments",
+    "algorithms",
+    "data",
+    "rewards",
+    "config",
+    "observe",
+)
 HEAVY_PACKAGES = {"megatron", "sglang", "ray"}
 # Heavy packages of the other rooms: Ray places processes, and only the runtime knows.
 ALLOWED_HEAVY = {

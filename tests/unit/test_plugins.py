@@ -76,6 +76,7 @@ def test_the_arguments_of_a_kind_are_those_of_its_protocol() -> None:
         "advantage": plugins.Advantage,
         "policy_loss": plugins.PolicyLoss,
     }
-    assert protocols.keys() == KINDS.keys()
+    assert protocols.keys() | {"data_source"} == KINDS.keys()
+    assert tuple(inspect.signature(plugins.DataSource.__init__).parameters)[1:] == KINDS["data_source"].arguments
     for kind, protocol in protocols.items():
         assert tuple(inspect.signature(protocol.__call__).parameters)[1:] == KINDS[kind].arguments

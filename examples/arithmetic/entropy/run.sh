@@ -36,6 +36,6 @@ for seed in 1 2 3; do
     train "$base/clip_higher" "${grpo[@]}" objective.clip_high=1.0
     train "$base/static" "${grpo[@]}" objective.entropy_coef=0.5
     train "$base/adaptive" "${grpo[@]}" objective.entropy_control.target=0.15 \
-        objective.entropy_control.delta=0.02 objective.entropy_control.max=2.0
+        objective.entropy_control.args.delta=0.02 objective.entropy_control.args.max=2.0
 done
 "$python" examples/arithmetic/entropy/plot.py "$directory"

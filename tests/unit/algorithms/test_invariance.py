@@ -53,8 +53,17 @@ def variants() -> list[Objective]:
     for preset, correction, entropy in itertools.product(PRESETS, CORRECTIONS, ENTROPIES):
         made.append({"preset": preset, "max_response_length": 9, "off_policy_correction": correction, **entropy})
     for loss, level in itertools.product(LOSSES, ("token", "sequence")):
-        made.append({"policy_loss": loss, "ratio_level": level, "clip_cov_low": -1.0, "clip_cov_fraction": 0.3, "kl_cov_fraction": 0.3})
-    made.append({"dual_clip": 1.5, "ratio_cap": 1.1, "kl_loss_coef": 0.2, "kl_unbiased": True, "kl_estimator": "k2", "kl_control": {}})
+        args = {"clip_cov": {"low": -1.0, "fraction": 0.3}, "kl_cov": {"fraction": 0.3}}.get(loss, {})
+        made.append({"policy_loss": loss, "ratio_level": level, "loss_args": args})
+    made.append(
+        {
+            "loss_args": {"dual_clip": 1.5, "ratio_cap": 1.1},
+            "kl_loss_coef": 0.2,
+            "kl_unbiased": True,
+            "kl_estimator": "k2",
+            "kl_control": {},
+        }
+    )
     return [nested(expand_preset(config)) for config in made]
 
 
@@ -123,6 +132,6 @@ def test_a_step_without_trainable_tokens_says_so(make_step) -> None:
 
 def test_clip_cov_choice_depends_on_the_seed_and_on_nothing_else(make_step) -> None:
     step = make_step([9, 9, 9], seed=5)
-    objective = Objective(policy_loss="clip_cov", clip_cov_low=-5.0, clip_cov_fraction=0.3)
+    objective = Objective(policy_loss="clip_cov", loss_args={"low": -5.0, "fraction": 0.3})
     losses = {run_step(objective, step, trivial_layout(3), seed=seed).loss for seed in range(6)}
     assert len(losses) > 3

@@ -34,10 +34,10 @@ def v1() -> Step:
     [
         (Objective(policy_loss="gmpo"), -0.010433150),
         (Objective(policy_loss="gpg", aggregation="token_mean"), 0.493333333),
-        (Objective(policy_loss="kl_cov", kl_cov_fraction=0.2, aggregation="token_mean"), -0.381598566),
+        (Objective(policy_loss="kl_cov", loss_args={"fraction": 0.2}, aggregation="token_mean"), -0.381598566),
         (Objective(aggregation="token_mean", top_entropy_fraction=0.2), -0.127006360),
         (Objective(aggregation="token_mean", off_policy_correction=OffPolicyCorrection(opsm=0.1)), -0.434468481),
-        (Objective(aggregation="token_mean", dual_clip=1.1), None),
+        (Objective(aggregation="token_mean", loss_args={"dual_clip": 1.1}), None),
     ],
 )
 def test_published_values(objective: Objective, expected: float | None) -> None:
@@ -80,7 +80,7 @@ def clipped(x, o: Objective, t: int, keep: list[int]):
 
 def sapo(x, o: Objective, t: int, keep: list[int]):
     a = x["advantages"][t]
-    tau = o.sapo_tau_positive if a > 0 else o.sapo_tau_negative
+    tau = ARGS["sapo"]["tau_positive" if a > 0 else "tau_negative"]
     return -4 / tau * torch.sigmoid(tau * (ratio(x, o.ratio_level, t, keep) - 1)) * a
 
 
@@ -91,14 +91,15 @@ def cispo(x, o: Objective, t: int, keep: list[int]):
 
 def vespo(x, o: Objective, t: int, keep: list[int]):
     w = sum(x["log_probs"][k] - x["old_log_probs"][k] for k in keep).detach().exp()
-    k, lam = (2, 3) if x["advantages"][t] >= 0 else (3, 2)
+    sign = "positive" if x["advantages"][t] >= 0 else "negative"
+    k, lam = ARGS["vespo"][f"k_{sign}"], ARGS["vespo"][f"lambda_{sign}"]
     return -(w**k * torch.exp(lam - lam * w)) * x["advantages"][t] * x["log_probs"][t]
 
 
 def dppo_tv(x, o: Objective, t: int, keep: list[int]):
     move = (x["log_probs"][t].exp() - x["old_log_probs"][t].exp()).detach()
     allowed = move <= o.clip_high if x["advantages"][t] > 0 else move >= -o.clip_low
-    weight = ratio(x, o.ratio_level, t, keep).detach().clamp(max=20) if allowed else 0.0
+    weight = ratio(x, o.ratio_level, t, keep).detach().clamp(max=ARGS["dppo_tv"]["ratio_cap"]) if allowed else 0.0
     return -x["advantages"][t] * weight * x["log_probs"][t]
 
 
@@ -106,13 +107,13 @@ def dppo_kl(x, o: Objective, t: int, keep: list[int]):
     p, q = x["old_log_probs"][t].exp(), x["log_probs"][t].exp().detach()
     kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     blocked = q > p and kl > o.clip_high if x["advantages"][t] > 0 else q < p and kl > o.clip_low
-    weight = 0.0 if blocked else ratio(x, o.ratio_level, t, keep).detach().clamp(max=20)
+    weight = 0.0 if blocked else ratio(x, o.ratio_level, t, keep).detach().clamp(max=ARGS["dppo_tv"]["ratio_cap"])
     return -x["advantages"][t] * weight * x["log_probs"][t]
 
 
 def value(x, o: Objective, t: int, keep: list[int]):
     v, old, target = x["values"][t], x["old_values"][t], x["returns"][t]
-    near = old + (v - old).clamp(-o.value_clip, o.value_clip)
+    near = old + (v - old).clamp(-ARGS["value"]["value_clip"], ARGS["value"]["value_clip"])
     return 0.5 * torch.maximum((v - target) ** 2, (near - target) ** 2)
 
 
@@ -122,6 +123,14 @@ def gmpo(x, o: Objective, t: int, keep: list[int]):
     near = logs.clamp(-o.clip_low, o.clip_high)
     return -a * (torch.minimum(logs, near) if a > 0 else torch.maximum(logs, near)).mean().exp()
 
+
+# Arguments of losses that differ from their defaults, and from each other.
+ARGS = {
+    "sapo": {"tau_positive": 1.7, "tau_negative": 0.6},
+    "value": {"value_clip": 0.15},
+    "vespo": {"k_positive": 1.5, "lambda_positive": 2.5, "k_negative": 0.5, "lambda_negative": 1.25},
+    **{key: {"ratio_cap": 1.04} for key in ("dppo_tv", "dppo_kl")},
+}
 
 REFERENCES = {
     "gmpo": gmpo,
@@ -145,7 +154,15 @@ def test_against_a_loop_over_tokens(name: str, level: str, aggregation: str, mak
     # Chosen so that tokens of both signs lie beyond each bound and between the two distances.
     step = make_step([9, 1, 14, 2, 6], seed=9, masked_rows=(3,))
     low, high = (0.006, 0.02) if name == "dppo_kl" else (0.05, 0.16)
-    objective = Objective(policy_loss=name, ratio_level=level, aggregation=aggregation, max_response_length=6, clip_low=low, clip_high=high)
+    objective = Objective(
+        policy_loss=name,
+        ratio_level=level,
+        aggregation=aggregation,
+        max_response_length=6,
+        clip_low=low,
+        clip_high=high,
+        loss_args=ARGS.get(name, {}),
+    )
     leaves = {k: v.clone().requires_grad_() if k in ("log_probs", "values") else v for k, v in step.tokens.items()}
     expected = loop_loss(objective, step, lambda t, keep: REFERENCES[name](leaves, objective, t, keep))
     expected.backward()
@@ -164,7 +181,7 @@ def test_kl_cov_penalises_the_tokens_of_largest_covariance(coefficient: float, m
     chosen = covariance >= covariance.sort(descending=True).values[int(0.3 * int(keep.sum())) - 1]
     log_ratio = p - x["old_log_probs"]
     losses = -log_ratio.exp() * a + torch.where(chosen, coefficient * log_ratio.abs(), 0.0)
-    objective = Objective(policy_loss="kl_cov", kl_cov_fraction=0.3, kl_cov_coef=coefficient, aggregation="token_mean")
+    objective = Objective(policy_loss="kl_cov", loss_args={"fraction": 0.3, "coef": coefficient}, aggregation="token_mean")
     assert run_step(objective, step, trivial_layout(4)).loss == pytest.approx(float(losses[keep].mean()), abs=1e-12)
 
 
@@ -375,7 +392,7 @@ def test_what_is_missing_is_named() -> None:
 
 def test_a_loss_of_ones_own_by_path(monkeypatch, tmp_path) -> None:
     (tmp_path / "my_losses.py").write_text(
-        "from megatron_rl.algorithms.policy_loss import PolicyLossTerms\n"
+        "from megatron_rl.algorithms.policy_terms import PolicyLossTerms\n"
         "def double(*, objective, terms, factor: float = 2.0):\n    return PolicyLossTerms(-factor * terms.log_probs)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -383,7 +400,7 @@ def test_a_loss_of_ones_own_by_path(monkeypatch, tmp_path) -> None:
     assert loss == pytest.approx(-2 * sum(V1["log_probs"]))
     thrice = Objective(policy_loss="my_losses:double", loss_args={"factor": 3.0}, aggregation="token_sum")
     assert run_step(thrice, v1(), trivial_layout(4)).loss == pytest.approx(-3 * sum(V1["log_probs"]))
-    with pytest.raises(ValueError, match="loss_args has factor, but policy_loss 'clip'"):
+    with pytest.raises(ValueError, match=r"objective\.loss_args\.factor is no argument of clip"):
         Objective(loss_args={"factor": 3.0})
     for path in ("my_losses:missing", "no_such_module:double"):
         with pytest.raises(UserError, match=f"objective.policy_loss {path}"):

@@ -10,7 +10,7 @@ from megatron_rl.algorithms.aggregation import token_weights
 from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.objective import AdvantageSettings, Objective, OffPolicyCorrection
 from megatron_rl.algorithms.off_policy import importance_ratio, off_policy_terms
-from megatron_rl.algorithms.policy_loss import PolicyTerms
+from megatron_rl.algorithms.policy_terms import PolicyTerms
 from megatron_rl.algorithms.selection import StepStatistics
 from megatron_rl.algorithms.sequences import Sequences, bounded_exp
 
@@ -93,7 +93,7 @@ def calls(make_step) -> dict[str, tuple]:
 def advantage_calls(rewards: torch.Tensor, groups: torch.Tensor) -> dict[str, tuple]:
     everything = {}
     for estimator in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "pass@k"):
-        made = AdvantageSettings(estimator=estimator, whiten=False)
+        made = AdvantageSettings(estimator=estimator).without_whitening()
         arguments = {"rewards": rewards, "group_ids": groups, "lengths": torch.ones(6), "baselines": torch.zeros(6)}
         everything[f"group_advantages {estimator}"] = (advantage.group_advantages, (made,), arguments)
     return everything

@@ -49,11 +49,11 @@ def test_clip_cov_takes_what_is_trained_not_clipped_and_between_its_bounds(step:
         if LOW < value < HIGH:
             expected.add(token)
     assert expected & clipped and clipped - expected and expected - clipped, "each rule decides about some token"
-    settings = {"policy_loss": "clip_cov", "clip_low": 0.1, "clip_high": 0.3, "clip_cov_low": LOW, "clip_cov_high": HIGH}
+    settings, bounds = {"policy_loss": "clip_cov", "clip_low": 0.1, "clip_high": 0.3}, {"low": LOW, "high": HIGH}
     expected -= clipped
-    assert chosen(Objective(**settings, clip_cov_fraction=0.99), step) == expected
+    assert chosen(Objective(**settings, loss_args={**bounds, "fraction": 0.99}), step) == expected
     for seed in range(3):
-        some = chosen(Objective(**settings, clip_cov_fraction=0.15), step, seed=seed)
+        some = chosen(Objective(**settings, loss_args={**bounds, "fraction": 0.15}), step, seed=seed)
         assert some < expected and len(some) == int(0.15 * len(covariances(step))) > 1
 
 
@@ -61,7 +61,7 @@ def test_kl_cov_takes_the_largest_covariances(step: Step) -> None:
     values = covariances(step)
     count = int(0.3 * len(values))
     largest = sorted(values, key=values.__getitem__)[-count:]
-    assert chosen(Objective(policy_loss="kl_cov", kl_cov_fraction=0.3), step) == set(largest) and count > 1
+    assert chosen(Objective(policy_loss="kl_cov", loss_args={"fraction": 0.3}), step) == set(largest) and count > 1
 
 
 def test_the_entropy_threshold_is_the_quantile_of_trained_tokens(step: Step) -> None:

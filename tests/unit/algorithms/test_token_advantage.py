@@ -27,7 +27,8 @@ def run(settings: AdvantageSettings, **keywords) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("estimator", [name for name in Estimator.__args__ if name != "ppo"])
 @pytest.mark.parametrize("whitened", [True, False])
 def test_critic_free_estimators_give_each_token_its_sample_s_advantage(estimator: str, whitened: bool) -> None:
-    settings = AdvantageSettings(estimator=estimator, whiten=whitened)
+    settings = AdvantageSettings(estimator=estimator)
+    settings = settings if whitened else settings.without_whitening()
     rewards = REWARDS.unsqueeze(1) if estimator == "gdpo" else REWARDS
     baselines = torch.zeros(4, dtype=torch.float64)
     expected = group_advantages(settings, rewards=rewards, group_ids=GROUPS, lengths=TRAINABLE, baselines=baselines)
@@ -38,7 +39,7 @@ def test_critic_free_estimators_give_each_token_its_sample_s_advantage(estimator
 
 def test_a_kl_in_the_reward_counts_per_token() -> None:
     kl = torch.arange(10, dtype=torch.float64).masked_fill(~MASK, torch.nan)
-    settings = AdvantageSettings(estimator="reinforce_plus_plus", whiten=False)
+    settings = AdvantageSettings(estimator="reinforce_plus_plus", args={"whiten": False})
     advantages, _ = run(settings, kl=kl, kl_coef=0.1)
     torch.testing.assert_close(advantages[MASK], torch.tensor([0.7, 0.8, -0.3, -0.7, -0.2, -1.45, -0.65], dtype=torch.float64))
     centred = REWARDS - torch.tensor([0.75, 0.125, 0.75, 0.125], dtype=torch.float64)
@@ -50,8 +51,9 @@ def test_a_kl_in_the_reward_counts_per_token() -> None:
     ("estimator", "whitened"), [("grpo", False), ("reinforce_plus_plus", True), ("reinforce_plus_plus_baseline", False)]
 )
 def test_distillation_takes_the_log_ratio_to_the_teacher_from_each_token(estimator: Estimator, whitened: bool) -> None:
-    settings = AdvantageSettings(estimator=estimator, whiten=whitened)
-    without = dataclasses.replace(settings, whiten=False)
+    settings = AdvantageSettings(estimator=estimator)
+    settings = settings if whitened else settings.without_whitening()
+    without = settings.without_whitening()
     log_ratio = torch.arange(10, dtype=torch.float64).masked_fill(~MASK, torch.nan)
     scores = sample_scores(settings, rewards=REWARDS, group_ids=GROUPS, lengths=TRAINABLE)
     fixed = {"scores": scores, "loss_mask": MASK, "cu_seqlens": CU_SEQLENS}
@@ -66,7 +68,7 @@ def test_distillation_takes_the_log_ratio_to_the_teacher_from_each_token(estimat
 
 @pytest.mark.parametrize("bootstrapped", [True, False])
 def test_ppo(bootstrapped: bool) -> None:
-    settings = AdvantageSettings(estimator="ppo", gamma=0.9, lam=0.8, bootstrap_truncated=bootstrapped)
+    settings = AdvantageSettings(estimator="ppo", args={"gamma": 0.9, "lam": 0.8, "bootstrap_truncated": bootstrapped})
     values, end = torch.linspace(-1, 1, 10, dtype=torch.float64), torch.tensor([0.0, 2.0, 0.0, 1.0], dtype=torch.float64)
     shaped = torch.zeros(10, dtype=torch.float64)
     shaped[[2, 3, 7, 9]] = REWARDS
@@ -105,7 +107,7 @@ def test_gdpo_learns_from_every_component_that_differs() -> None:
     groups, lengths = torch.tensor([0, 0, 1, 1]), torch.ones(4)
     settings = AdvantageSettings(estimator="gdpo")
     assert without_signal(settings, rewards=components, group_ids=groups, lengths=lengths).tolist() == [True, True, False, False]
-    first = dataclasses.replace(settings, reward_weights=(0.0, 1.0))
+    first = dataclasses.replace(settings, args={"reward_weights": [0.0, 1.0]})
     components[2:, 1] = 0.5
     assert without_signal(first, rewards=components, group_ids=groups, lengths=lengths).tolist() == [True] * 4
 

@@ -89,8 +89,10 @@ def test_settings_without_effect_are_noted(settings_with: MakeSettings) -> None:
 
 
 def test_objective_settings_that_nothing_reads_are_noted(settings_with: MakeSettings) -> None:
-    notes = without_effect(settings_with("objective.preset=gspo", "objective.sapo_tau_positive=2", "objective.advantage.gamma=0.9"))
-    assert [note.split(" has no effect")[0] for note in notes] == ["objective.sapo_tau_positive 2.0", "objective.advantage.gamma 0.9"]
+    notes = without_effect(
+        settings_with("objective.preset=gspo", "objective.kl_unbiased=true", "objective.advantage.args={scale: none, std_epsilon: 0.5}")
+    )
+    assert [note.split(" has no effect")[0] for note in notes] == ["objective.kl_unbiased True", "objective.advantage.args.std_epsilon 0.5"]
 
 
 def test_an_interval_of_the_reference_that_nothing_reads_is_noted(settings_with: MakeSettings) -> None:

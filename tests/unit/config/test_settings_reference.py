@@ -3,14 +3,39 @@ from typing import Any, Literal
 
 import pytest
 
+from megatron_rl.algorithms.arguments import CONTROL_ARGUMENTS, ESTIMATOR_ARGUMENTS, LOSS_ARGUMENTS
 from megatron_rl.config.settings import Settings
-from megatron_rl.config.settings_reference import section_names, setting_fields, settings_table_markdown, type_in_words
+from megatron_rl.config.settings_reference import SettingField, section_names, setting_fields, settings_table_markdown, type_in_words
 
 BY_PATH = {field.path: field for field in setting_fields()}
 
 
 def test_every_setting_says_what_it_is() -> None:
     assert [path for path, field in BY_PATH.items() if not field.description] == []
+
+
+def test_there_are_at_most_100_settings_of_our_own() -> None:
+    """Without arguments, the mappings that hold them, sections (whose settings are counted) and what upstream classes take."""
+    arguments = {path for path, field in BY_PATH.items() if field.owners or path.rpartition(".")[2] in ("args", "loss_args")}
+    upstream = {f"{path}" for path in BY_PATH if path.rpartition(".")[2] in ("megatron", "sglang", "optimizer", "ddp")}
+    own = BY_PATH.keys() - arguments - upstream - set(section_names())
+    assert len(own) <= 100, sorted(own)
+    assert len(arguments) > 25 and len(upstream) == 5
+
+
+def test_arguments_say_whose_they_are_and_mean_one_thing() -> None:
+    """The same name has the same type, bounds, default and description for everyone who takes it."""
+    assert BY_PATH["objective.loss_args.ratio_cap"].owners == tuple(
+        f"policy_loss {name}" for name in ("clip", "dppo_tv", "dppo_kl", "clip_cov")
+    )
+    gamma = BY_PATH["objective.advantage.args.gamma"]
+    assert (gamma.type, gamma.default) == ("number >= 0, <= 1", "1.0")
+    assert gamma.meaning == "(estimator ppo, reinforce_plus_plus) Discount per trainable token."
+    for owners in (LOSS_ARGUMENTS, ESTIMATOR_ARGUMENTS, CONTROL_ARGUMENTS):
+        seen: dict[str, SettingField] = {}
+        for kind in owners.values():
+            for field in setting_fields(kind):
+                assert seen.setdefault(field.path, field) == field
 
 
 def test_a_few_settings_in_full() -> None:

@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config.settings import DataSettings
 from megatron_rl.data import source as source_module
+from megatron_rl.data.row_source import OwnRows
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import UserError
@@ -166,7 +168,7 @@ def test_a_name_of_the_label_that_no_row_has_is_refused_where_labels_count(tmp_p
     path = write(tmp_path / "a.jsonl", {"prompt": "1+1=", "label": "2", "response": "2"})
     with pytest.raises(UserError, match=r"a.jsonl: no row has the field 'answer'; name the right one in data.label_key"):
         open_source(path, tokenizer, label_key="answer")
-    assert len(open_source(path, tokenizer, label_key="answer", need_response=True)) == 1
+    assert len(open_source(path, tokenizer, label_key="answer", need_response=True).all()) == 1
 
 
 def test_chat_without_a_template_is_refused(tmp_path: Path, tokenizer_path: Path) -> None:
@@ -225,3 +227,116 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot load a tokenizer from"):
         load_tokenizer(tmp_path)
+
+
+MY_ROWS = """
+class Numbers:
+    def __init__(self, *, seed: int, step: int = 1) -> None:
+        self.seed, self.step, self.state = seed, step, {"at": 0}
+
+    def next_rows(self, count):
+        first = self.state["at"]
+        self.state = {"at": first + count}
+        return [self.row(number) for number in range(first, first + count)]
+
+    def row(self, number):
+        return {"prompt": f"{self.seed}+{number * self.step}=", "label": number, "response": str(number), "level": number % 3}
+
+class Long(Numbers):
+    def row(self, number):
+        return {"prompt": "1" * number}
+
+class NoAnswers(Numbers):
+    def row(self, number):
+        return {"prompt": "1+1="}
+"""
+
+
+@pytest.fixture
+def my_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rows.py").write_text(MY_ROWS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rows", raising=False)
+
+
+def opened(name: str = "Numbers", *, seed: int = 4, **args: Any) -> OwnRows:
+    return OwnRows(settings=DataSettings(source=f"my_rows:{name}", args=args), seed=seed, need_response=False)
+
+
+def prompts(tokenizer: Any, name: str = "Numbers", *, need_response: bool = False, **settings: Any) -> PromptSource:
+    data = DataSettings(source=f"my_rows:{name}", **settings)
+    return PromptSource(None, tokenizer, settings=data, seed=4, need_response=need_response)
+
+
+@pytest.mark.usefixtures("my_rows")
+def test_prompts_come_in_order_with_ids_label_and_metadata(tokenizer: Any) -> None:
+    source = prompts(tokenizer, args={"step": 2})
+    first, second, third = [*source.next_prompts(2), *source.next_prompts(1)]
+    assert [prompt.id for prompt in (first, second, third)] == ["0", "1", "2"] and source.num_taken == 3
+    assert [prompt.text for prompt in (first, second, third)] == ["4+0=", "4+2=", "4+4="]
+    assert (second.label, second.metadata) == ("1", {"level": 1})
+
+
+@pytest.mark.usefixtures("my_rows")
+def test_probes_do_not_move_the_source(tokenizer: Any) -> None:
+    source = prompts(tokenizer)
+    assert [prompt.text for prompt in source.probes()] == ["4+0="]
+    assert [(prompt.id, prompt.text) for prompt in source.first(2)] == [("eval-0", "4+0="), ("eval-1", "4+1=")]
+    assert source.label_note() is None
+    assert source.next_prompts(1)[0].text == "4+0="
+
+
+@pytest.mark.usefixtures("my_rows")
+def test_state_goes_on_in_another_instance(tokenizer: Any) -> None:
+    source, other = prompts(tokenizer), prompts(tokenizer)
+    source.next_prompts(5)
+    state = json.loads(json.dumps(source.state(), allow_nan=False))
+    expected = [(prompt.id, prompt.text) for prompt in source.next_prompts(3)]
+    other.restore(state)
+    assert other.num_taken == 5
+    assert [(prompt.id, prompt.text) for prompt in other.next_prompts(3)] == expected == [(str(n), f"4+{n}=") for n in (5, 6, 7)]
+
+
+@pytest.mark.usefixtures("my_rows")
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: opened(seed=5), "cannot resume: run.seed is 5, was 4"),
+        (lambda: opened(step=3), "cannot resume: data.args is {'step': 3}, was {}"),
+        (lambda: opened("NoAnswers"), "cannot resume: data.source is my_rows:NoAnswers, was my_rows:Numbers"),
+    ],
+)
+def test_state_of_other_rows_is_refused(other: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        other().restore(opened().state())
+
+
+@pytest.mark.usefixtures("my_rows")
+def test_supervised_rows_need_their_answers(tokenizer: Any) -> None:
+    (group,) = prompts(tokenizer, need_response=True).next_supervised(1)
+    assert (group.id, group.samples[0].response_text) == ("0", "0")
+    with pytest.raises(UserError, match=r"data.source my_rows:NoAnswers, row 0: no field 'response', only 'prompt'"):
+        prompts(tokenizer, "NoAnswers", need_response=True)
+
+
+@pytest.mark.usefixtures("my_rows")
+def test_a_prompt_that_is_too_long_names_the_row(tokenizer: Any) -> None:
+    source = prompts(tokenizer, "Long", max_prompt_tokens=3)
+    with pytest.raises(UserError, match=r"data.source my_rows:Long, row 0: the prompt has no tokens"):
+        source.next_prompts(1)
+    with pytest.raises(UserError, match=r"row 4: the prompt has 4 tokens, the limit is 3"):
+        source.next_prompts(5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "data.train is missing"),
+        ({"train": "t.jsonl", "source": "my_rows:Numbers"}, "rows come from one of them"),
+        ({"train": "t.jsonl", "args": {"step": 2}}, "data.args has step, but data.source is not set"),
+        ({"source": "my_rows:Numbers", "shuffle": False}, "has an order of its own; remove data.shuffle"),
+    ],
+)
+def test_rows_come_from_one_place(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataSettings(**given)

@@ -1,20 +1,16 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.config.load import dump_settings, load_settings
+from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
-from megatron_rl.planning import run_plan as planning_module
-from megatron_rl.planning.gpus import Gpu
-from megatron_rl.planning.measurement import Answer, Job, measure
-from megatron_rl.runtime import launch_plan as plan_module
 from megatron_rl.runtime import preflight as module
 from megatron_rl.runtime.launch_plan import launch_plan
 from megatron_rl.runtime.preflight import GIB, check_cpu_memory, check_disk, check_run_directory, preflight, preflight_config
@@ -41,6 +37,20 @@ def keep(*, group):
 
 def length(*, sample):
     return float(len(sample.response_text))
+
+class Rows:
+    state = 0
+
+    def __init__(self, *, seed, first: int = 1):
+        self.first = first
+
+    def next_rows(self, count):
+        self.state += count
+        return [{"prompt": f"{self.first}+1=", "label": "2", "number": number} for number in range(self.state - count, self.state)]
+
+class Stuck(Rows):
+    def next_rows(self, count):
+        return [{"prompt": f"{number}+1="} for number in range(count)]
 """
 
 
@@ -209,6 +219,20 @@ def test_a_start_reads_the_data_and_calls_the_reward_itself(check: Callable[...,
 def test_a_start_looks_for_the_data_and_the_reward_first(check: Callable[..., list[str]], override: str, part: str) -> None:
     with pytest.raises(UserError, match=f"^before the start: {part}"):
         check(override, probe=False)
+
+
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_data_source_is_tried_in_the_place_of_a_file(check: Callable[..., list[str]], probe: bool) -> None:
+    def source(name: str, args: str = "{}") -> str:
+        return (
+            f"data={{source: 'preflight_reward:{name}', args: {args}, max_prompt_tokens: 16, prompts_per_step: 4, samples_per_prompt: 2}}"
+        )
+
+    assert check(source("Rows", "{first: 3}"), probe=probe) == []
+    with pytest.raises(UserError, match=r"data\.args\.frist is no argument of preflight_reward:Rows; did you mean data\.args\.first"):
+        check(source("Rows", "{frist: 3}"), probe=probe)
+    with pytest.raises(UserError, match=r"data\.source preflight_reward:Stuck gave row 1 as .* when fewer are asked for at once"):
+        check(source("Stuck"), probe=probe)
 
 
 def test_notes(check: Callable[..., list[str]], words: list[str]) -> None:
@@ -418,28 +442,3 @@ def test_a_run_for_gpus_is_refused_where_there_are_none(elsewhere: Callable[...,
 def test_config_only_belongs_to_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--config-only", "run.directory=x"]) == 2
     assert "--config-only was given without --check" in capsys.readouterr().err
-
-
-def test_the_plan_decides_how_a_config_only_check_ends(
-    elsewhere: Callable[..., Settings], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, measured = tmp_path / "elsewhere.yaml", list[Answer]()
-
-    def measure_once(jobs: Sequence[Job]) -> list[Answer]:
-        """What does not depend on the GPU's memory is measured once for both GPUs."""
-        measured.extend([] if measured else measure(jobs))
-        return measured
-
-    monkeypatch.setattr(planning_module, "measure", measure_once)
-    for tokens, gib, status, part in (
-        (4096, 80, 0, "# fits: "),
-        (4096, 1, 2, "megatron-rl: does not fit: "),
-        (10**9, 80, 2, "1000000000 tokens × cp 1 = 1000000000 tokens is more than the 4194304 that a plan measures"),
-    ):
-        monkeypatch.setattr(plan_module, "find_gpu", lambda name, gib=gib: Gpu(name, gib * GIB))
-        config.write_text(dump_settings(elsewhere(f"training.max_tokens_per_micro_batch={tokens}")))
-        assert main(["train", str(config), "--check", "--config-only"]) == status
-        captured = capsys.readouterr()
-        assert part in captured.out + captured.err
-        assert captured.out.endswith("nothing was written.\n") == (status == 0)
-    assert len(measured) == 1

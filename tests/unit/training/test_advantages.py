@@ -65,7 +65,7 @@ def test_group_advantages_reach_every_token_although_groups_span_ranks(shards: t
 
 
 def test_returns_with_a_kl_in_the_rewards_are_those_of_a_loop(shards: tuple[Shard, ...]) -> None:
-    settings = AdvantageSettings(estimator="reinforce_plus_plus", gamma=0.9, whiten=False)
+    settings = AdvantageSettings(estimator="reinforce_plus_plus", args={"gamma": 0.9, "whiten": False})
     objective = Objective(kl_reward_coef=0.1, kl_reward_estimator="k1", advantage=settings)
     random = np.random.default_rng(0)
     old, reference = (random.normal(-2, 1, sum(LENGTHS)).astype(np.float32) for _ in range(2))
@@ -121,7 +121,9 @@ def test_remax_without_a_greedy_response_is_refused() -> None:
 
 
 def gdpo(*weights: float) -> Objective:
-    return Objective(advantage=AdvantageSettings(estimator="gdpo", std_epsilon=0.0, whiten=False, reward_weights=weights or None))
+    return Objective(
+        advantage=AdvantageSettings(estimator="gdpo", args={"std_epsilon": 0.0, "whiten": False, "reward_weights": weights or None})
+    )
 
 
 def test_every_component_is_normalised_in_its_group_although_groups_span_ranks() -> None:
@@ -187,7 +189,7 @@ def test_the_reward_reaches_the_last_trainable_token_for_every_length(prompt: in
         truncated=[True, False, True, True],
     )
     old, reference, state_values = (random.normal(0, 1, total).astype(np.float32) for _ in range(3))
-    settings = AdvantageSettings(estimator="ppo", gamma=0.9, lam=0.8, whiten=False, bootstrap_truncated=bootstrapped)
+    settings = AdvantageSettings(estimator="ppo", args={"gamma": 0.9, "lam": 0.8, "whiten": False, "bootstrap_truncated": bootstrapped})
     objective = Objective(kl_reward_coef=0.1, advantage=settings)
     shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=100, seed=0)[0]
     data = make_token_data(objective, shard, old=old, reference=reference, state_values=state_values, kl_reward_coef=0.2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.objective import AdvantageSettings, Objective
 from megatron_rl.config.settings import TrainingSettings
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
@@ -19,8 +19,7 @@ from megatron_rl.types import TrainBatch
 
 PPO = {
     "aggregation": "token_mean",
-    "advantage": {"estimator": "ppo", "gamma": 0.9, "lam": 0.8},
-    "value_clip": 0.2,
+    "advantage": {"estimator": "ppo", "args": {"gamma": 0.9, "lam": 0.8, "value_clip": 0.2}},
 }
 ROWS = [[3, 9, 4, 4, 30], [8, 2, 17], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [1, 2, 3, 4]]
 REWARDS = [0.0, 1.0, 2.0, -1.0]
@@ -133,7 +132,11 @@ def test_three_steps_are_those_of_a_plain_loop(make_trainer: MakeTrainer, tiny_m
 
 
 def test_value_loss_falls_and_the_policy_moves(make_trainer: MakeTrainer, tiny_model: TinyModel) -> None:
-    trainer = make_trainer(tiny_model(), {**PPO, "value_clip": None}, optimizer=OPTIMIZER)
+    trainer = make_trainer(
+        tiny_model(),
+        {**PPO, "advantage": {"estimator": "ppo", "args": {"gamma": 0.9, "lam": 0.8, "value_clip": None}}},
+        optimizer=OPTIMIZER,
+    )
     before = {name: tensor.clone() for name, tensor in trainer.weights()}
     steps = [step for _ in range(15) for step in train(trainer, optimizer_steps=2)]
     assert sum(step["train/value_loss"] for step in steps[-2:]) < 0.3 * sum(step["train/value_loss"] for step in steps[:2])
@@ -177,8 +180,11 @@ def test_fields_of_the_critic_go_over_those_of_the_policy() -> None:
 
 
 def test_the_value_loss_has_the_policy_s_denominators_and_none_of_its_terms() -> None:
-    objective = Objective(aggregation="sequence_mean_token_mean", kl_loss_coef=0.1, entropy_coef=0.1, value_clip=0.3)
-    assert critic_objective(objective) == Objective(policy_loss="value", aggregation="sequence_mean_token_mean", value_clip=0.3)
+    ppo = AdvantageSettings(estimator="ppo", args={"value_clip": 0.3})
+    objective = Objective(aggregation="sequence_mean_token_mean", kl_loss_coef=0.1, entropy_coef=0.1, advantage=ppo)
+    assert critic_objective(objective) == Objective(
+        policy_loss="value", aggregation="sequence_mean_token_mean", loss_args={"value_clip": 0.3}
+    )
 
 
 def test_explained_variance_is_that_of_numpy() -> None:

@@ -14,7 +14,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from step_emulation import Step, run_step, trivial_layout
 
-from megatron_rl.algorithms.coefficients import Controllers, StepMeasurements
+from megatron_rl.algorithms.coefficients import StepMeasurements, first_state, kl_reward_coef, of_step, updated_state
 from megatron_rl.algorithms.effects import READERS, is_read, unread_settings
 from megatron_rl.algorithms.objective import POLICY_LOSSES, EntropyControl, Estimator, KLControl, Objective
 from megatron_rl.algorithms.presets import PRESETS, expand_preset
@@ -41,20 +41,18 @@ CHANGED: dict[str, Any] = {
     "max_response_length": 11,
     "clip_low": 0.02,
     "clip_high": 0.03,
-    "dual_clip": 1.05,
-    "ratio_cap": 1.02,
-    "sapo_tau_positive": 2.0,
-    "sapo_tau_negative": 0.5,
-    "vespo_k_positive": 1.0,
-    "vespo_lambda_positive": 1.0,
-    "vespo_k_negative": 1.0,
-    "vespo_lambda_negative": 1.0,
-    "clip_cov_fraction": 0.9,
-    "clip_cov_low": 0.1,
-    "clip_cov_high": 0.5,
-    "kl_cov_fraction": 0.7,
-    "kl_cov_coef": 0.5,
-    "value_clip": 0.05,
+    "loss_args.ratio_cap": 1.02,
+    "loss_args.dual_clip": 1.05,
+    "loss_args.tau_positive": 2.0,
+    "loss_args.tau_negative": 0.5,
+    "loss_args.k_positive": 1.0,
+    "loss_args.lambda_positive": 1.0,
+    "loss_args.k_negative": 1.0,
+    "loss_args.lambda_negative": 1.0,
+    "loss_args.fraction": 0.9,
+    "loss_args.low": 0.1,
+    "loss_args.high": 0.5,
+    "loss_args.coef": 0.5,
     "off_policy_correction": {"mode": "truncate", "high": 1.05},
     "off_policy_correction.mode": "mask",
     "off_policy_correction.level": "geometric",
@@ -73,37 +71,34 @@ CHANGED: dict[str, Any] = {
     "kl_control.target": 0.01,
     "kl_control.horizon": 20.0,
     "advantage.estimator": "rloo",
-    "advantage.scale": "batch",
-    "advantage.std_epsilon": 0.3,
-    "advantage.gamma": 0.6,
-    "advantage.lam": 0.7,
-    "advantage.whiten": False,
-    "advantage.bootstrap_truncated": True,
-    "advantage.reward_weights": (2.0, 0.5, 0.0),
+    "advantage.args.scale": "batch",
+    "advantage.args.std_epsilon": 0.3,
+    "advantage.args.gamma": 0.6,
+    "advantage.args.lam": 0.7,
+    "advantage.args.whiten": False,
+    "advantage.args.bootstrap_truncated": True,
+    "advantage.args.reward_weights": [2.0, 0.5, 0.0],
+    "advantage.args.value_clip": 0.05,
     "zero_variance": "mask_kl",
     "entropy_coef": 0.1,
     "entropy_mode": "matched",
-    "entropy_control": {"initial": 0.3},
-    "entropy_control.actuator": "clip_high",
+    "entropy_control": {"args": {"initial": 0.3}},
     "entropy_control.rule": "skywork",
     "entropy_control.target": 0.45,
-    "entropy_control.delta": 0.01,
-    "entropy_control.min": 0.25,
-    "entropy_control.max": 0.32,
-    "entropy_control.initial": 0.31,
+    "entropy_control.args.delta": 0.01,
+    "entropy_control.args.min": 0.25,
+    "entropy_control.args.max": 0.32,
+    "entropy_control.args.initial": 0.31,
     "top_entropy_fraction": 0.5,
 }
+BASE: dict[str, Any] = {"max_response_length": 9}
 # Bounds between which the tokens of the batch lie on both sides.
-BASE: dict[str, Any] = {
-    "clip_cov_fraction": 0.5,
-    "clip_cov_low": -0.2,
-    "clip_cov_high": 2.0,
-    "kl_cov_fraction": 0.3,
-    "max_response_length": 9,
-}
-OWN_ARGS = {"loss_args", "advantage.args"}
-"""Arguments of plug-ins, which a built-in refuses: there is no objective in which they have no effect."""
-CONTROL = {"initial": 0.3, "min": 0.1, "max": 0.4, "delta": 0.06, "target": 0.2}
+LOSS_ARGS: dict[str, dict[str, Any]] = {"clip_cov": {"fraction": 0.5, "low": -0.2, "high": 2.0}, "kl_cov": {"fraction": 0.3}}
+MAPPINGS = {"loss_args", "advantage.args", "entropy_control.args"}
+"""What holds arguments; an argument is refused by what does not take it."""
+NOT_TRAINED = {"loss_args.value_clip"}
+"""Of the loss of a critic, which is made from advantage.args.value_clip."""
+CONTROL = {"target": 0.2, "args": {"initial": 0.3, "min": 0.1, "max": 0.4, "delta": 0.06}}
 EXTRAS: tuple[dict[str, Any], ...] = (
     {},
     {"kl_loss_coef": 0.1, "kl_control": {"target": 0.5, "horizon": 15.0}, "zero_variance": "mask_kl"},
@@ -111,7 +106,7 @@ EXTRAS: tuple[dict[str, Any], ...] = (
     {"off_policy_correction": {"mode": "mask", "level": "sequence", "high": 1.5, "opsm": 0.1}, "aggregation": "token_mean"},
     {"off_policy_correction": {"mode": "none", "veto": 0.2}, "aggregation": "token_sum", "top_entropy_fraction": 0.6},
     {"entropy_control": CONTROL, "aggregation": "sequence_mean_token_sum_norm"},
-    {"entropy_control": {**CONTROL, "actuator": "clip_high"}, "clip_high": 0.02},
+    {"entropy_control": {**CONTROL, "rule": "clip_high"}, "clip_high": 0.02},
     {"off_policy_correction": {"mode": "none", "opsm": 0.1}, "kl_loss_coef": 0.1, "kl_unbiased": True},
 )  # fmt: skip
 
@@ -126,22 +121,26 @@ def made(config: Mapping[str, Any]) -> Objective | None:
 
 def changed(config: Mapping[str, Any], path: str) -> dict[str, Any] | None:
     """`config` with the setting at `path` changed; None where its section is not set."""
-    section, _, name = path.rpartition(".")
-    if not section:
-        return {**config, name: CHANGED[path]}
-    if section != "advantage" and config.get(section) is None:
+    section, _, name = path.partition(".")
+    if not name:
+        return {**config, section: CHANGED[path]}
+    if section not in ("advantage", "loss_args") and config.get(section) is None:
         return None
-    return {**config, section: {**config.get(section, {}), name: CHANGED[path]}}
+    inner, inner_config = (CHANGED[path], config.get(section, {}))
+    if name.startswith("args."):
+        inner, name = {**inner_config.get("args", {}), name.removeprefix("args."): inner}, "args"
+    return {**config, section: {**inner_config, name: inner}}
 
 
 def contexts() -> Iterator[dict[str, Any]]:
     """Every policy loss and every estimator, each with some of the rest."""
     losses = [name for name in POLICY_LOSSES if name != "value"]
     for number, loss in enumerate(losses):
-        yield {**BASE, "policy_loss": loss, "clip_cov_low": 0.0, "entropy_coef": 0.01}
-        yield {**BASE, **EXTRAS[2], "policy_loss": loss}
+        named = {**BASE, "policy_loss": loss, "loss_args": LOSS_ARGS.get(loss, {})}
+        yield {**named, "entropy_coef": 0.01}
+        yield {**named, **EXTRAS[2]}
         estimator = Estimator.__args__[number % len(Estimator.__args__)]
-        yield {**BASE, **EXTRAS[(3 * number + 1) % len(EXTRAS)], "policy_loss": loss, "advantage": {"estimator": estimator}}
+        yield {**named, **EXTRAS[(3 * number + 1) % len(EXTRAS)], "advantage": {"estimator": estimator}}
     for estimator in Estimator.__args__:
         yield {**BASE, "advantage": {"estimator": estimator}}
     yield from ({**BASE, **extra} for extra in EXTRAS[1:])
@@ -178,14 +177,14 @@ def shard() -> Shard:
 
 def outcome(objective: Objective) -> list[np.ndarray]:
     """Everything that a training under the objective does, but for what it only reports."""
-    controllers, batch, found = Controllers(objective), shard().batch, []
+    state, batch, found = first_state(objective), shard().batch, []
     old, reference, teacher, values = numbers(5), numbers(6, low=-2.4), numbers(7), numbers(8, low=0.5, spread=1.0)
     for number, entropy in enumerate(ENTROPIES[: 2 if objective.entropy_control is None else None]):
-        present, coefficients = controllers.present(entropy)
+        present, coefficients = of_step(objective, state, entropy)
         moved = present.clip_high if objective.adapts_clip_high else coefficients.entropy
         found.append(np.array(moved))
         if number > 1:
-            controllers.update(StepMeasurements(entropy=entropy, kl_per_sequence=None), num_sequences=len(LENGTHS))
+            state = updated_state(objective, state, StepMeasurements(entropy=entropy, kl_per_sequence=None), num_sequences=len(LENGTHS))
             continue
         data = make_token_data(
             objective,
@@ -194,7 +193,7 @@ def outcome(objective: Objective) -> list[np.ndarray]:
             reference=reference,
             state_values=values if objective.has_critic else None,
             teacher=teacher,
-            kl_reward_coef=controllers.kl_reward_coef,
+            kl_reward_coef=kl_reward_coef(objective, state),
         )
         tokens = {
             "log_probs": torch.from_numpy(numbers(9)).double(),
@@ -218,7 +217,7 @@ def outcome(objective: Objective) -> list[np.ndarray]:
         if objective.has_critic:
             found += _critic(objective, step, data)
         measured = StepMeasurements(entropy=entropy, kl_per_sequence=result.metrics.get("kl_per_sequence"))
-        controllers.update(measured, num_sequences=len(LENGTHS))
+        state = updated_state(objective, state, measured, num_sequences=len(LENGTHS))
     return [*found, *_dropped(objective)]
 
 
@@ -246,7 +245,7 @@ def outcomes() -> Iterator[Callable[[Objective], list[np.ndarray]]]:
 
 
 def test_the_table_names_every_setting_and_no_other() -> None:
-    assert READERS.keys() == {item.path for item in setting_fields(Objective)} == CHANGED.keys() | OWN_ARGS
+    assert READERS.keys() == {item.path for item in setting_fields(Objective)} == CHANGED.keys() | MAPPINGS | NOT_TRAINED
 
 
 @pytest.mark.parametrize("path", CHANGED)
@@ -278,11 +277,12 @@ def test_presets_and_defaults_have_no_settings_without_effect() -> None:
 
 
 def test_notes_name_the_value_and_who_would_read_it() -> None:
-    objective = made({"sapo_tau_positive": 2.0, "advantage": {"lam": 0.5}, "clip_high": 0.3})
+    objective = made(
+        {"policy_loss": "sapo", "loss_args": {"tau_positive": 2.0}, "advantage": {"args": {"scale": "none", "std_epsilon": 0.5}}}
+    )
     assert objective is not None
     assert unread_settings(objective) == [
-        "objective.sapo_tau_positive 2.0 has no effect: only policy_loss sapo reads it",
-        "objective.advantage.lam 0.5 has no effect: only advantage.estimator ppo reads it",
+        "objective.advantage.args.std_epsilon 0.5 has no effect: only advantage.estimator gdpo, or grpo and pass@k with a scale reads it",
     ]
     supervised = Objective(policy_loss="sft", kl_reward_coef=0.1, kl_control=KLControl(), advantage=dataclasses.replace(
         Objective().advantage, estimator="ppo"), entropy_control=EntropyControl())  # fmt: skip

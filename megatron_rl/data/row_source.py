@@ -1,0 +1,189 @@
+"""Training rows in the order in which they are trained on: of a data file, or of a data source of your own (`data.source`).
+
+Both follow from the seed alone and can stop anywhere and go on from there. Only the driver has one, so that how ranks are
+arranged cannot change what is drawn.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_rl.config.settings import DataSettings
+from megatron_rl.data.row_files import Row, check_row, read_rows
+from megatron_rl.errors import UserError
+from megatron_rl.plugins import KINDS, DataSource, load
+from megatron_rl.types import Ints
+
+NamedRow = tuple[str, Row]
+"""A row and the id of its prompt, which no other row of the run has."""
+_PROBED_ROWS = 2
+
+
+class RowSource(Protocol):
+    """What prompts are made from."""
+
+    @property
+    def num_taken(self) -> int:
+        """Rows taken so far."""
+        ...
+
+    def take(self, count: int) -> list[NamedRow]:
+        """The next `count` rows."""
+        ...
+
+    def first(self, count: int) -> list[Row]:
+        """At most `count` rows from the start. Moves nothing."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Where the source stands, as JSON values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state()`. Raises UserError when it is that of other data."""
+        ...
+
+
+class FileRows:
+    """The rows of one data file, shuffled anew every epoch. Ids are EPOCH-ROW, rows counted from 0."""
+
+    def __init__(self, path: Path, *, settings: DataSettings, seed: int, need_response: bool) -> None:
+        self.rows = read_rows(path, settings=settings, need_response=need_response)
+        self._path = path
+        self._shuffle = settings.shuffle
+        self._seed = seed
+        self._digest = _file_digest(path)
+        self._epoch = 0
+        self._cursor = 0
+        self._order = self._epoch_order()
+
+    @property
+    def num_taken(self) -> int:
+        """Rows taken so far, over all epochs."""
+        return self._epoch * len(self.rows) + self._cursor
+
+    def take(self, count: int) -> list[NamedRow]:
+        """The next `count` rows; a new epoch starts where the file ends."""
+        taken: list[NamedRow] = []
+        while len(taken) < count:
+            if self._cursor == len(self.rows):
+                self._epoch, self._cursor = self._epoch + 1, 0
+                self._order = self._epoch_order()
+            indices = self._order[self._cursor : self._cursor + count - len(taken)]
+            taken += [(f"{self._epoch}-{index}", self.rows[index]) for index in indices]
+            self._cursor += len(indices)
+        return taken
+
+    def first(self, count: int) -> list[Row]:
+        """At most `count` rows in the order of the file."""
+        return self.rows[:count]
+
+    def state(self) -> dict[str, Any]:
+        """Epoch and row, and what has to be the same for them to mean anything."""
+        return {"epoch": self._epoch, "cursor": self._cursor, "seed": self._seed, "shuffle": self._shuffle, "digest": self._digest}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state()`. Raises UserError when the file, the seed or data.shuffle is another one than then."""
+        names = {"digest": f"content of {self._path}", "seed": "run.seed", "shuffle": "data.shuffle"}
+        _check_same(state, self.state(), names)
+        self._epoch, self._cursor = state["epoch"], state["cursor"]
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> Ints:
+        """The rows in the order of the current epoch."""
+        if not self._shuffle:
+            return np.arange(len(self.rows))
+        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self.rows))
+
+
+class OwnRows:
+    """The rows of the user's `data.source`, each checked as a line of a file is. Ids count from 0.
+
+    Raises UserError when the source cannot be loaded, does not take `data.args`, or its first rows cannot be used.
+    """
+
+    def __init__(self, *, settings: DataSettings, seed: int, need_response: bool) -> None:
+        assert settings.source is not None, "without data.source there is a file"
+        self._name = f"{KINDS['data_source'].setting} {settings.source}"
+        self._settings = settings
+        self._seed = seed
+        self._need_response = need_response
+        made = load(settings.source, kind="data_source", args=settings.args)
+        self._make: Callable[[], DataSource] = lambda: self._call("being made", lambda: made(seed=seed))
+        self._source = self._make()
+        self._num_taken = 0
+        self.first(_PROBED_ROWS)
+        self.state()
+
+    @property
+    def num_taken(self) -> int:
+        """Rows taken so far."""
+        return self._num_taken
+
+    def take(self, count: int) -> list[NamedRow]:
+        """The next `count` rows. Raises UserError for one that cannot be used."""
+        rows = self._rows(self._source, count, start=self._num_taken)
+        named = [(str(number), row) for number, row in enumerate(rows, start=self._num_taken)]
+        self._num_taken += count
+        return named
+
+    def first(self, count: int) -> list[Row]:
+        """The first `count` rows, of another instance of the source."""
+        return self._rows(self._make(), count, start=0)
+
+    def state(self) -> dict[str, Any]:
+        """The source's state beside ours. Raises UserError when JSON cannot hold it."""
+        own = self._call("giving its state", lambda: self._source.state)
+        try:
+            own = json.loads(json.dumps(own, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{self._name} has the state {own!r:.80}, which JSON cannot hold ({error}); use plain values") from error
+        settings = self._settings
+        return {"source": settings.source, "args": settings.args, "seed": self._seed, "taken": self._num_taken, "own": own}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state()`. Raises UserError when the source, its arguments or the seed are other ones than then."""
+        _check_same(state, self.state(), {"source": "data.source", "args": "data.args", "seed": "run.seed"})
+        self._call("taking back its state", lambda: setattr(self._source, "state", state["own"]))
+        self._num_taken = state["taken"]
+
+    def _rows(self, source: DataSource, count: int, *, start: int) -> list[Row]:
+        records = self._call(f"giving {count} rows", lambda: source.next_rows(count))
+        if not isinstance(records, Sequence) or isinstance(records, str | bytes) or len(records) != count:
+            got = f"{len(records)} rows" if isinstance(records, Sequence) else f"{records!r:.80} of type {type(records).__name__}"
+            raise UserError(f"{self._name} returned {got}, needs a list of {count}; a source has no end, so start over where data end")
+        return [self._checked(record, f"{self._name}, row {number}") for number, record in enumerate(records, start=start)]
+
+    def _checked(self, record: Any, origin: str) -> Row:
+        if not isinstance(record, Mapping) or not all(isinstance(key, str) for key in record):
+            raise UserError(f'{origin}: is {record!r:.80}, needs a mapping like {{"prompt": ..., "label": ...}}')
+        return check_row(record, origin, settings=self._settings, need_response=self._need_response)
+
+    def _call(self, what: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except UserError:
+            raise
+        except Exception as error:  # a user's source can fail in any way
+            raise UserError(f"{self._name} failed while {what}: {type(error).__name__}: {error}") from error
+
+
+def _check_same(then: Mapping[str, Any], now: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    for key, name in names.items():
+        if then.get(key) != now[key]:
+            raise UserError(
+                f"cannot resume: {name} is {str(now[key])[:40]}, was {str(then.get(key))[:40]} when the checkpoint was written; "
+                "restore it or start a new run"
+            )
+
+
+def _file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,81 @@
+"""Arguments as settings give them, read by the annotations of what takes them: a function or a class."""
+
+import difflib
+import inspect
+import json
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, ValidationError, create_model
+from pydantic_core import ErrorDetails
+
+from megatron_rl.errors import UserError
+
+_Record = TypeVar("_Record")
+
+
+def read_arguments(kind: type[_Record], args: Mapping[str, Any], *, owner: str, setting: str) -> _Record:
+    """`args` as a record of the dataclass `kind`, by its annotations, as those of a plug-in are read by the plug-in's.
+
+    Raises UserError that names `setting` and whose arguments these are, `owner`, for an unknown name, a wrong type, and whatever the
+    record refuses by a ValueError that begins with `CLASS.`
+    """
+    values = argument_values(inspect.signature(kind).parameters, args, function=kind, owner=owner, setting=setting, named=setting)
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise UserError(f"{setting}.{str(error).partition('.')[2]}") from None
+
+
+def argument_values(
+    own: Mapping[str, inspect.Parameter], args: Mapping[str, Any], *, function: Callable[..., Any], owner: str, setting: str, named: str
+) -> dict[str, Any]:
+    """`args`, given by `setting`, as the annotations of the `own` parameters read them; defaults stay with the function.
+
+    `owner` is whose they are in errors, `named` the setting that names it.
+    """
+    try:
+        model = _own_model(own, function)
+    except (NameError, PydanticSchemaGenerationError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"{named} {owner} has an annotation that no setting can be checked by ({reason}), needs plain types such as float"
+        ) from error
+    try:
+        # Through JSON, as settings are: strict mode then takes strings as paths and lists as tuples.
+        read = model.model_validate_json(json.dumps(dict(args)), strict=True)
+    except ValidationError as error:
+        raise UserError(
+            "; ".join(_sentence(details, own, owner=owner, setting=setting) for details in error.errors(include_url=False))
+        ) from None
+    return {name: vars(read)[f"own_{name}"] for name in own if f"own_{name}" in read.model_fields_set}
+
+
+def _own_model(own: Mapping[str, inspect.Parameter], function: Callable[..., Any]) -> type[BaseModel]:
+    # A class that carries the annotations alone: those of the kind's arguments may name what the module imports for type checkers only.
+    holder = type("Own", (), {"__annotations__": {name: parameter.annotation for name, parameter in own.items()}})
+    hints = typing.get_type_hints(holder, globalns=vars(sys.modules[function.__module__]), include_extras=True)
+    fields: dict[str, Any] = {}
+    for name, parameter in own.items():
+        required = parameter.default is inspect.Parameter.empty
+        # Named apart from what a model has itself, such as `copy`.
+        fields[f"own_{name}"] = (hints[name], Field(... if required else parameter.default, alias=name))
+    return create_model("Own", __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
+
+
+def _sentence(details: ErrorDetails, own: Mapping[str, inspect.Parameter], *, owner: str, setting: str) -> str:
+    name = str(details["loc"][0])
+    path = ".".join([setting, *map(str, details["loc"])])
+    if details["type"] == "extra_forbidden" and name not in own:
+        close = difflib.get_close_matches(name, list(own), n=1)
+        meant = f"did you mean {setting}.{close[0]}?" if close else f"its own arguments are: {', '.join(own) or 'none'}"
+        return f"{path} is no argument of {owner}; {meant}"
+    annotation = own[name].annotation
+    # A string where the module postpones annotations.
+    wanted = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    if details["type"] == "missing" and len(details["loc"]) == 1:
+        return f"{path} is missing, {owner} needs {name}: {wanted}; set {path}=VALUE"
+    message = details["msg"]
+    return f"{path} is {details['input']!r}, {owner} needs {name}: {wanted} ({message[0].lower()}{message[1:]})"
