@@ -29,6 +29,7 @@ KEPT = "left-out"
 """Below a directory of our format: tensors of the Hugging Face original that the model does not build, byte for byte."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+_EXPERTS_NORM = ".pre_mlp_layernorm.weight"
 # What training state has besides the policy's weights.
 _STATE = re.compile(r"optimizer\.|chained_|rng|rerun_state|opt_param_scheduler|iteration|critic\.|.*\._extra_state")
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
@@ -118,7 +119,7 @@ class MegatronSource:
         found = []
         for rule in rules(self.spec):
             if rule.exported:
-                dtype = str(self._state.dtype(self._places[rule.megatron][0])).removeprefix("torch.")
+                dtype = str(self._state.dtype(self._places[rule.megatron].keys[0])).removeprefix("torch.")
                 found.append(Unit(tuple(WeightSpec(tensor.name, dtype, tensor.shape) for tensor in rule.tensors), rule))
         if self._kept is not None:
             kept = self._kept
@@ -132,49 +133,51 @@ class MegatronSource:
         if unit.rule is None:
             assert self._kept is not None, "a unit without a rule comes from the kept tensors"
             return [self._kept.read(tensor.name) for tensor in unit.tensors]
-        key, at = self._places[unit.rule.megatron]
-        return split(unit.rule.sharding, self._state.read(key, at), self.spec)
+        place = self._places[unit.rule.megatron]
+        parts = [self._state.read(key, place.at) for key in place.keys]
+        return parts if len(parts) > 1 else split(unit.rule.sharding, parts[0], self.spec)
 
     def close(self) -> None:
         """Close the files."""
         if self._kept is not None:
             self._kept.__exit__()
 
-    def _place(self, rule: Rule) -> tuple[str, tuple[int, ...]]:
-        """Key and leading indices of a parameter: its layers and the experts of a layer may be stacked."""
+    def _place(self, rule: Rule) -> "_Place":
+        """Where a parameter is: its layers and the experts of a layer may be stacked, its halves may be apart."""
         keys = self._state.keys()
-        for key, at in _candidates(rule):
-            if key in keys:
-                self._check_shape(rule, key, at)
-                return key, at
-        wanted = next(_candidates(rule))[0]
+        for place in _places(rule):
+            if keys.issuperset(place.keys):
+                self._check_shape(rule, place)
+                return place
         raise UserError(
-            f"checkpoint {self.path} has no {wanted}, which the model of {self.directory / 'config.json'} needs for "
+            f"checkpoint {self.path} has no {next(_places(rule)).keys[0]}, which the model of {self.directory / 'config.json'} needs for "
             f"{rule.hugging_face[0]}; use the config.json that belongs to these weights"
         )
 
-    def _check_shape(self, rule: Rule, key: str, at: tuple[int, ...]) -> None:
-        shape, first = self._state.shape(key), rule.tensors[0].shape
-        rows = sum(tensor.shape[0] for tensor in rule.tensors)
-        got, needed = shape[len(at) :], (rows, *first[1:])
-        stacked = self._stacked_sizes(rule, len(at))
-        padded = rule.sharding is Sharding.VOCABULARY and len(got) == len(needed) and got[0] >= needed[0] and got[1:] == needed[1:]
-        if shape[: len(at)] != stacked or (got != needed and not padded):
-            raise UserError(
-                f"{key} of checkpoint {self.path} has shape {shape}, {self.directory / 'config.json'} needs {(*stacked, *needed)}; use the "
-                "config.json that belongs to these weights"
-            )
+    def _check_shape(self, rule: Rule, place: "_Place") -> None:
+        first = rule.tensors[0].shape
+        rows = sum(tensor.shape[0] for tensor in rule.tensors) // len(place.keys)
+        needed, stacked = (rows, *first[1:]), self._stacked_sizes(rule, place)
+        for key in place.keys:
+            shape = self._state.shape(key)
+            got = shape[len(place.at) :]
+            padded = rule.sharding is Sharding.VOCABULARY and len(got) == len(needed) and got[0] >= needed[0] and got[1:] == needed[1:]
+            if shape[: len(place.at)] != stacked or (got != needed and not padded):
+                raise UserError(
+                    f"{key} of checkpoint {self.path} has shape {shape}, {self.directory / 'config.json'} needs {(*stacked, *needed)}; use "
+                    "the config.json that belongs to these weights"
+                )
 
-    def _stacked_sizes(self, rule: Rule, num_indices: int) -> tuple[int, ...]:
-        experts = (self.spec.moe.num_experts,) if rule.of_expert and self.spec.moe is not None else ()
-        return experts if num_indices == len(experts) else (self.spec.num_layers, *experts)
+    def _stacked_sizes(self, rule: Rule, place: "_Place") -> tuple[int, ...]:
+        layers = (self.spec.num_layers,) if place.stacked_layers else ()
+        return (*layers, self.spec.moe.num_experts) if place.stacked_experts and self.spec.moe is not None else layers
 
     def _check_strangers(self) -> None:
-        used = {key for key, _ in self._places.values()}
+        used = {key for place in self._places.values() for key in place.keys}
         extra = sorted(key for key in self._state.keys() - used if not _STATE.match(key))
         if self.spec.tie_embeddings and "output_layer.weight" in extra:
             extra.remove("output_layer.weight")
-            head, embedding = self._state.read("output_layer.weight"), self._state.read(self._places["embedding.word_embeddings.weight"][0])
+            head, embedding = (self._state.read(key) for key in ("output_layer.weight", "embedding.word_embeddings.weight"))
             if not torch.equal(head[: self.spec.vocab_size], embedding[: self.spec.vocab_size]):
                 raise UserError(
                     f"{self.directory / 'config.json'} ties the embeddings, but output_layer.weight of checkpoint {self.path} differs from "
@@ -189,20 +192,41 @@ class MegatronSource:
 
 def stored_key(rule: Rule) -> tuple[str, tuple[int, ...]]:
     """Key and leading indices under which our own checkpoints have a parameter: layers one by one, the experts of a layer stacked."""
-    return next(_candidates(rule))
+    place = next(_places(rule))
+    return place.keys[0], place.at
 
 
-def _candidates(rule: Rule) -> Iterator[tuple[str, tuple[int, ...]]]:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The keys that hold a parameter, two where gate and up are apart, and its indices in their stacks of layers and experts."""
+
+    keys: tuple[str, ...]
+    at: tuple[int, ...]
+    stacked_layers: bool
+    stacked_experts: bool
+
+
+def _places(rule: Rule) -> Iterator[_Place]:
+    """Where a parameter can be, as releases of megatron-core have stored it; first where our own checkpoints have it."""
     # megatron-core saves norms under the names of Transformer Engine, experts under one of their own, whatever built them.
     names = [rule.megatron] if rule.transformer_engine is None or rule.of_expert else [rule.transformer_engine, rule.megatron]
+    if rule.megatron.endswith(_EXPERTS_NORM):
+        # With the layers of torch it is stored as if it were a dense layer's.
+        names.append(f"{rule.megatron.removesuffix(_EXPERTS_NORM)}.mlp.linear_fc1.layer_norm_weight")
     for name in names:
-        expert = _EXPERT.search(name)
-        at = () if expert is None else (int(expert[1]),)
-        key = _EXPERT.sub(".experts.experts.", name)
-        yield key, at
-        layer = _LAYER.match(key)
-        if layer is not None:
-            yield _LAYER.sub("decoder.layers.", key), (int(layer[1]), *at)
+        expert, layer = _EXPERT.search(name), _LAYER.match(name)
+        for stacked_experts in (False,) if expert is None else (True, False):
+            key = name
+            at: tuple[int, ...] = ()
+            if expert is not None:
+                key = _EXPERT.sub(".experts.experts." if stacked_experts else rf".experts.experts.{expert[1]}.", name)
+                at = (int(expert[1]),) if stacked_experts else ()
+            for stacked_layers in (False,) if layer is None else (False, True):
+                whole = _LAYER.sub("decoder.layers.", key) if stacked_layers else key
+                place = (int(layer[1]), *at) if stacked_layers and layer is not None else at
+                yield _Place((whole,), place, stacked_layers, stacked_experts)
+                if rule.sharding is Sharding.GATE_UP:
+                    yield _Place((f"{whole}_w", f"{whole}_v"), place, stacked_layers, stacked_experts)
 
 
 def open_source(path: Path, *, config: Path | None = None) -> Source:
