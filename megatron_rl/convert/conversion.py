@@ -16,7 +16,7 @@ import torch
 from megatron_rl.convert.changes import Adapter, Changes, quantization_config
 from megatron_rl.convert.resumable import crc32_of, locked_partial, write_files
 from megatron_rl.convert.sources import HuggingFaceSource, MegatronSource, Source, Unit, open_source
-from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, write_index, write_metadata
+from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, without_sums_of_torch, write_index, write_metadata
 from megatron_rl.errors import UserError
 from megatron_rl.files import write_atomic
 from megatron_rl.models.config_json import read_config
@@ -74,7 +74,7 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
             else megatron_jobs(pieces, source.spec, options.max_shard_bytes)
         )
         with locked_partial(target, _identity(source, options, to)) as partial:
-            with _progress(say, num_bytes) as report:
+            with _progress(say, num_bytes) as report, without_sums_of_torch():
                 records = write_files(partial, jobs, report=report)
             if to == "hf":
                 write_index(partial, records, total_bytes=num_bytes)
@@ -148,8 +148,8 @@ def _write_manifest(partial: Path, source: Source, units: list[Unit], records: d
     """Bytes and CRC-32 of every file, and which tensors are older than the weights around them."""
     files = {name: {"num_bytes": record["num_bytes"], "crc32": record["crc32"]} for name, record in records.items()}
     for file in sorted(partial.iterdir()):
-        if file.is_file():
-            files.setdefault(file.name, {"num_bytes": file.stat().st_size, "crc32": crc32_of(file)})
+        if file.is_file() and file.name not in files:
+            files[file.name] = {"num_bytes": file.stat().st_size, "crc32": crc32_of(file)}
     stale = sorted(tensor.name for unit in units if _is_mtp(unit) for tensor in unit.tensors)
     content = {
         "model": dataclasses.asdict(_written_spec(partial, source)),

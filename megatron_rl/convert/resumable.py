@@ -24,8 +24,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, disk_errors, partial_path, sync_file, write_atomic
 
 _JOURNAL = ".journal"
-_PIECE = 2**24
-"""Bytes that are summed and written at once, so that the second of the two finds them in the processor's cache."""
+_PIECE = 2**18
+"""Bytes that are summed and written at once. The second of the two finds them in the processor's cache, and Linux caches pages of files
+several times as fast as in writes of megabytes."""
 NUM_THREADS = 2
 """Tensors in memory at once. One thread waits for the disk while the other works."""
 Report = Callable[[int], None]

@@ -7,6 +7,7 @@ import json
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
-from megatron_rl.convert.resumable import FileJob, Summed
+from megatron_rl.convert.resumable import FileJob, Summed, raw_bytes
 from megatron_rl.convert.sources import KEPT, Unit, stored_key
 from megatron_rl.files import write_atomic
 from megatron_rl.models.model_spec import ModelSpec
@@ -134,8 +135,20 @@ def _chunks_job(name: str, pieces: Sequence[Piece], spec: ModelSpec) -> FileJob:
 def _parameter(piece: Piece, rule: Rule, spec: ModelSpec) -> Tensor:
     """The numbers of one Megatron parameter, with the dimension of the experts in front, in memory of their own."""
     whole = combine(rule.sharding, piece.make(), spec, tp=1)
-    whole = whole.contiguous() if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone(memory_format=torch.contiguous_format)
-    return whole[None] if stored_key(rule)[1] else whole
+    # torch.save writes all memory behind a view, so this is one of its own numbers alone.
+    own = torch.frombuffer(raw_bytes(whole), dtype=whole.dtype).view(whole.shape)
+    return own[None] if stored_key(rule)[1] else own
+
+
+@contextmanager
+def without_sums_of_torch() -> Iterator[None]:
+    """Let torch.save leave out the CRC-32 of what it writes: the manifest has that of each file."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def write_metadata(partial: Path, pieces: Sequence[Piece], spec: ModelSpec, records: dict[str, dict[str, Any]], max_bytes: int) -> None:

@@ -3,18 +3,18 @@
 `.metadata` says of each tensor which chunks it has and where in which file they are. A chunk is stored as torch.save writes it.
 """
 
-import io
 import json
 import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_rl.errors import UserError
 from megatron_rl.training.checkpoint_pickles import RecordsUnpickler
@@ -96,8 +96,8 @@ class TorchDist:
     def _read_chunk(self, key: str, chunk: Chunk) -> Tensor:
         try:
             with (self.path / chunk.file).open("rb") as file:
-                file.seek(chunk.position)
-                tensor = torch.load(io.BytesIO(file.read(chunk.num_bytes)), weights_only=True, map_location="cpu")
+                part = cast("IO[bytes]", _create_file_view(file, chunk.position, chunk.num_bytes))
+                tensor = torch.load(part, weights_only=True, map_location="cpu")
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"cannot read {key} from {self.path / chunk.file}: {reason}; take another checkpoint") from error
