@@ -1,6 +1,7 @@
 """Distributed checkpoints as other programs write them: stacked layers, experts and halves apart, padded vocabularies, no config.json."""
 
 import json
+import pickle
 import shutil
 
 import pytest
@@ -117,3 +118,15 @@ def test_another_format_is_named(tiny_model, tmp_path, one_rank):
     (tmp_path / "old/metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
     with pytest.raises(UserError, match="has the format 'zarr', needs 'torch_dist'"):
         open_source(tmp_path / "old", config=path)
+
+
+def test_half_of_a_parameter_is_never_filled_up(tiny_model, tmp_path, one_rank):
+    path = tiny_model()
+    save_as_megatron(path, tmp_path / "half", non_homogeneous_layers=True)
+    file = tmp_path / "half/.metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.state_dict_metadata["decoder.layers.0.mlp.linear_fc1.weight"].chunks.pop()
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=r"linear_fc1\.weight of checkpoint .* has 12,288 of 24,576 numbers in its files"):
+        convert(tmp_path / "half", tmp_path / "back", Options(config=path))
+    assert not (tmp_path / "back").exists()
