@@ -229,6 +229,16 @@ def test_missing_weights_are_found(check: Callable[..., list[str]], words: list[
         check()
 
 
+def test_an_engine_is_not_started_on_quantised_weights(check: Callable[..., list[str]], words: list[str]) -> None:
+    path = Path(next(word for word in words if word.startswith("model.path=")).removeprefix("model.path="))
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"are quantised .* run `megatron-rl convert .* --to hf`"):
+        check()
+    check("objective.policy_loss=sft")
+
+
 def test_a_start_reads_the_data_and_calls_the_reward_itself(check: Callable[..., list[str]]) -> None:
     assert check("data.prompt_key=question", "reward.function=preflight_reward:broken", probe=False) == []
 
