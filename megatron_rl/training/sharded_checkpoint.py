@@ -28,16 +28,14 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, disk_errors, partial_path, start_partial
 from megatron_rl.models.hf_files import save_hf
-from megatron_rl.training.bucket_padding import states_at_padded_offsets
 from megatron_rl.training.checkpoint_pickles import reading_records_only
+from megatron_rl.training.optimizer_shards import OptimizerTarget, from_main_weights, parts_of, sharded_optimizer
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
 
 POLICY = "policy"
 """Name of the model whose weights have no prefix in a checkpoint."""
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _MODEL_METADATA = {"non_homogeneous_layers": True}
 """Each layer has its own names: stacked, all of them would need an optimizer state, which frozen ones do not have."""
-_FIXED_IN_GROUPS = ("params", "step")
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):
@@ -131,28 +129,31 @@ def _chunk_key(index: int, count: int) -> str:
     return "model" if count == 1 else f"model{index}"
 
 
-def _sharded_state(name: str, model: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
-    """What megatron shards of the model `name`: weights and optimizer."""
-    state: dict[str, Any] = {
+def _prefix(name: str) -> str:
+    """What stands before the names of a model's tensors: models of one architecture have one set of names between them."""
+    return "" if name == POLICY else f"{name}."
+
+
+def _model_state(model: TrainedModel) -> dict[str, Any]:
+    """What megatron shards of the model without its optimizer."""
+    return {
         _chunk_key(index, len(model.chunks)): chunk.module.sharded_state_dict(metadata=dict(_MODEL_METADATA))
         for index, chunk in enumerate(model.chunks)
     }
-    weights = state if len(model.chunks) > 1 else state["model"]
-    with states_at_padded_offsets(model.optimizer):
-        state["optimizer"] = model.optimizer.sharded_state_dict(dict(weights), is_loading=is_loading, metadata=dict(_METADATA))
-    if name != POLICY:
-        # Models of one architecture have one set of names between them.
-        add_prefix_for_sharding(state, f"{name}.")
+
+
+def _written_state(name: str, model: TrainedModel) -> dict[str, Any]:
+    """The weights and the optimizer of the model `name`, to be written."""
+    state = _model_state(model)
+    state["optimizer"] = sharded_optimizer(model.optimizer, state)
+    add_prefix_for_sharding(state, _prefix(name))
     return state
 
 
-def _sharded_states(models: Mapping[str, TrainedModel], *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
-    """What megatron shards of all models, whose parameters are complete, and one random generator state for each rank."""
-    state: dict[str, Any] = {name: _sharded_state(name, model, is_loading=is_loading) for name, model in models.items()}
-    if with_rng:
-        rank, world = distributed.get_rank(), distributed.get_world_size()
-        state["rng"] = ShardedObject("rng", _rng_state(), (world,), (rank,), replica_id=0)
-    return state
+def _rng_object() -> ShardedObject:
+    """One random generator state for each rank."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    return ShardedObject("rng", _rng_state(), (world,), (rank,), replica_id=0)
 
 
 @contextmanager
@@ -163,22 +164,12 @@ def _complete(models: Mapping[str, TrainedModel]) -> Iterator[None]:
         yield
 
 
-def _progress(model: TrainedModel) -> dict[str, Any]:
-    """What stands in a checkpoint about a model besides its state."""
-    return {
-        "scheduler_steps": model.scheduler.num_steps,
-        "distributed_optimizer": model.optimizer.config.use_distributed_optimizer,
-        "expert_parallel": model.chunks[0].config.expert_model_parallel_size > 1,
-    }
-
-
-def _param_groups(state: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
-    """The parameter groups in a loaded optimizer state, of one optimizer or of a chain, in the order of the optimizer's own."""
-    for key, value in state.items():
-        if key == "param_groups":
-            yield from value
-        elif isinstance(value, dict) and key not in ("state", "param_state"):
-            yield from _param_groups(value)
+def _steps_of(model: TrainedModel) -> int:
+    """Updates that the model has had: the optimizer's count and the schedule's, which move together."""
+    steps: int = model.scheduler.num_steps
+    counted = {int(group["step"]) for part in parts_of(model.optimizer) for group in part.param_groups if "step" in group}
+    assert counted <= {steps}, f"the optimizer counts {counted} steps, its schedule {steps}"
+    return steps
 
 
 def save(directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any]) -> None:
@@ -188,15 +179,16 @@ def save(directory: Path, models: Mapping[str, TrainedModel], *, counters: Mappi
     """
     on_rank_zero(start_partial, directory)
     with _complete(models), _without_torch_notices():
-        state = _sharded_states(models, is_loading=False, with_rng=True)
-    state["counters"] = dict(counters)
-    state["progress"] = {
-        "num_ranks": distributed.get_world_size(),
-        "models": {name: _progress(model) for name, model in models.items()},
-    }
-    strategy = InProcessSave("torch_dist", 1)
-    with _without_torch_notices():
-        dist_checkpointing.save(state, str(partial_path(directory)), sharded_strategy=strategy, content_metadata=dict(_METADATA))
+        state: dict[str, Any] = {name: _written_state(name, model) for name, model in models.items()}
+        state["rng"] = _rng_object()
+        state["counters"] = dict(counters)
+        state["progress"] = {
+            "num_ranks": distributed.get_world_size(),
+            "models": {name: {"scheduler_steps": _steps_of(model)} for name, model in models.items()},
+        }
+        # torch's planner looks whether the boxes of all ranks fill their tensors; megatron-core's own look knows regular grids alone.
+        strategy = InProcessSave("torch_dist", 1)
+        dist_checkpointing.save(state, str(partial_path(directory)), sharded_strategy=strategy, validate_access_integrity=False)
     distributed.barrier()
     on_rank_zero(commit_partial, directory)
 
@@ -216,59 +208,46 @@ def load(directory: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
 
 def _load(directory: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
     progress = dist_checkpointing.load_common_state_dict(str(directory))["progress"]
-    for name, model in models.items():
-        _check_progress(directory, name, model, progress["models"].get(name))
+    for name in models:
+        if name not in progress["models"]:
+            raise UserError(
+                f"checkpoint {directory} has no {name}, which the objective needs; resume a run that trained one, or start a new run from "
+                "the policy's weights"
+            )
     same_ranks = progress["num_ranks"] == distributed.get_world_size()
     with _complete(models), _without_torch_notices():
-        wanted = _sharded_states(models, is_loading=True, with_rng=same_ranks)
-        try:
-            state = dist_checkpointing.load(wanted, str(directory))
-        except (CheckpointingException, CheckpointException) as error:
-            # torch gathers the errors of all ranks into one, with their tracebacks.
-            cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-            if isinstance(cause, pickle.UnpicklingError):
-                raise cause from error
-            raise UserError(f"checkpoint {directory} is not one of this model ({cause}); resume with the model it was made from") from error
+        keys = dist_checkpointing.load_tensors_metadata(str(directory))
+        weights: dict[str, Any] = {"rng": _rng_object()} if same_ranks else {}
+        optimizers, shards = {}, {}
         for name, model in models.items():
-            _restore(model, state[name], scheduler_steps=progress["models"][name]["scheduler_steps"])
+            own, state = {key.removeprefix(_prefix(name)) for key in keys if key.startswith(_prefix(name))}, _model_state(model)
+            optimizers[name] = OptimizerTarget(model.optimizer, state, keys=own)
+            weights[name], shards[name] = from_main_weights(state, own), optimizers[name].shards
+            add_prefix_for_sharding([weights[name], shards[name]], _prefix(name))
+        state = _read(directory, weights)
+        # Apart, because main weights can come from the model's tensors under the same names.
+        _read(directory, shards)
+        for name, model in models.items():
+            for index, chunk in enumerate(model.chunks):
+                chunk.module.load_state_dict(state[name][_chunk_key(index, len(model.chunks))])
+            steps = progress["models"][name]["scheduler_steps"]
+            optimizers[name].finish(step=steps)
+            model.scheduler.num_steps = 0
+            model.scheduler.step(steps)
     if same_ranks:
         _set_rng_state(state["rng"])
     counters: dict[str, Any] = state["counters"]
     return counters
 
 
-def _check_progress(directory: Path, name: str, model: TrainedModel, saved: Mapping[str, Any] | None) -> None:
-    """Raise UserError when the checkpoint lacks the model `name`, or has another kind of optimizer for it."""
-    if saved is None:
-        raise UserError(
-            f"checkpoint {directory} has no {name}, which the objective needs; resume a run that trained one, or start a new run from "
-            "the policy's weights"
-        )
-    distributed_optimizer = model.optimizer.config.use_distributed_optimizer
-    if saved["distributed_optimizer"] != distributed_optimizer:
-        raise UserError(
-            f"checkpoint {directory} has use_distributed_optimizer {saved['distributed_optimizer']}, the settings have "
-            f"{distributed_optimizer}; set training.optimizer.use_distributed_optimizer as the checkpoint has it"
-        )
-    ep = model.chunks[0].config.expert_model_parallel_size
-    if saved["expert_parallel"] != (ep > 1):
-        # Under expert parallelism megatron-core has an optimizer for experts and one for the rest, otherwise one for all.
-        needed = "2 or more" if saved["expert_parallel"] else "1"
-        raise UserError(
-            f"checkpoint {directory} was saved {'with' if saved['expert_parallel'] else 'without'} expert parallelism, the settings have "
-            f"training.topology.ep {ep}, and the optimizer's state cannot move between the two; set training.topology.ep to {needed}, or "
-            "start a new run from the policy's weights"
-        )
-
-
-def _restore(model: TrainedModel, state: dict[str, Any], *, scheduler_steps: int) -> None:
-    """Put a loaded state into the model, its optimizer and its schedule."""
-    current = [{name: value for name, value in group.items() if name not in _FIXED_IN_GROUPS} for group in model.optimizer.param_groups]
-    for index, chunk in enumerate(model.chunks):
-        chunk.module.load_state_dict(state[_chunk_key(index, len(model.chunks))])
-    # megatron-core 0.18 and later recognise a group by its hyperparameters, so these have to be the current ones already.
-    for saved, hyperparameters in zip(_param_groups(state["optimizer"]), current, strict=True):
-        saved.update(hyperparameters)
-    model.optimizer.load_state_dict(state["optimizer"])
-    model.scheduler.num_steps = 0
-    model.scheduler.step(scheduler_steps)
+def _read(directory: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Fill what is `wanted` from the checkpoint; it is returned with what the checkpoint has besides tensors. Collective."""
+    try:
+        state: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
+    except (CheckpointingException, CheckpointException) as error:
+        # torch gathers the errors of all ranks into one, with their tracebacks.
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if isinstance(cause, pickle.UnpicklingError):
+            raise cause from error
+        raise UserError(f"checkpoint {directory} is not one of this model ({cause}); resume with the model it was made from") from error
+    return state
