@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import get_args
 
 import click
@@ -73,9 +73,7 @@ def train(words: tuple[str, ...], check: bool, config_only: bool, resume: bool, 
         return _check(settings, resume=resume, config_only=config_only)
     print("checking settings, model and data ...", flush=True)
     _print_notes(preflight(settings, resume=resume, probe=False))
-    from megatron_rl.runtime.run import run_training
-
-    run_training(settings, resume=resume)
+    _session(settings).train(settings, resume=resume)
     return 0
 
 
@@ -88,9 +86,7 @@ def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None
     settings = _settings(words, reward=reward, ray_address=ray_address)
     if settings.data.eval is None:
         raise UserError("data.eval is not set, so there is nothing to evaluate on; set it to a file of held-out rows with data.eval=PATH")
-    from megatron_rl.runtime.run import run_evaluation
-
-    run_evaluation(settings)
+    _session(settings).evaluate(settings)
     return 0
 
 
@@ -238,6 +234,16 @@ def _settings(words: Sequence[str], *, reward: str | None, ray_address: str | No
     short = {"reward.function": reward, "runtime.ray_address": ray_address}
     overrides = [*given.overrides, *(f"{key}={format_value(value)}" for key, value in short.items() if value is not None)]
     return load_settings(given.config, overrides)
+
+
+def _session(settings: Settings) -> ModuleType:
+    """What starts processes. Ray reads its environment when it is imported, so that comes first."""
+    from megatron_rl.runtime.ray_session import prepare_environment
+
+    prepare_environment(settings.runtime)
+    from megatron_rl.runtime import session
+
+    return session
 
 
 def _check(settings: Settings, *, resume: bool, config_only: bool) -> int:

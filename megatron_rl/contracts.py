@@ -26,7 +26,8 @@ from megatron_rl.plugins import PluginKind, load
 from megatron_rl.rewards.runner import RewardRunner, probe_sample
 from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.group_filter import load_filter
-from megatron_rl.rollout.groups import check_samples, load_rollout
+from megatron_rl.rollout.groups import load_rollout
+from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Experts, Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
 
@@ -82,6 +83,8 @@ class ScriptedEngine:
         self._random = np.random.default_rng(0)
         self.made: dict[float, tuple[int, int]] = {}
         """Log-prob of each token made -> the token and the version of its weights; no log-prob comes twice."""
+        self.seen: dict[float, Ints] = {}
+        """Log-prob of each token made -> all tokens before it."""
 
     async def generate(
         self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1, session: str | None = None
@@ -95,7 +98,9 @@ class ScriptedEngine:
         tokens = self._random.integers(0, self._vocab_size, length)
         log_probs = -self._random.random(length).astype(np.float32)
         self.made.update((float(log_prob), (int(token), 3)) for log_prob, token in zip(log_probs, tokens, strict=True))
-        return Generation(tokens, log_probs, np.full(length, 3), StopReason.STOP, scripted_experts(np.concatenate([prompt, tokens]))[:-1])
+        whole = np.concatenate([prompt, tokens])
+        self.seen.update((float(log_prob), whole[: len(prompt) + number]) for number, log_prob in enumerate(log_probs))
+        return Generation(tokens, log_probs, np.full(length, 3), StopReason.STOP, scripted_experts(whole)[:-1])
 
 
 def scripted_experts(tokens: Ints) -> Experts:
@@ -165,8 +170,9 @@ def score_all(runner: RewardRunner, prompt: Prompt) -> list[Reward]:
 
 def _rollout_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
     trial = RolloutTrial(RolloutSettings(function=path, args=dict(args)))
-    yield "one prompt becomes as many samples as are asked for", trial.run
+    yield "one prompt becomes as many trajectories as are asked for", trial.run
     yield "what is trained on is what the engine made, with its log-prob and version", trial.check_trained
+    yield "what is trained on stands behind the tokens that the engine saw", trial.check_seen
     yield "what no engine made is masked and has version -1", trial.check_masked
     yield "experts come along for every token before the last that was made", trial.check_experts
 
@@ -228,6 +234,20 @@ class RolloutTrial:
                         f"{self._name} returned sample {sample.index} whose response_ids and weight_versions are {got} at trained token "
                         f"{position}, needs {made or 'those'}, which came with the rollout log-prob {sample.rollout_log_probs[position]:g} "
                         "in one Generation"
+                    )
+
+    def check_seen(self) -> None:
+        """The engine was asked for each trained token with the sample's own prompt and the tokens of its response before."""
+        for sample in self.samples:
+            tokens = np.concatenate([sample.prompt.token_ids, sample.response_ids])
+            for position in np.flatnonzero(sample.loss_mask):
+                before = tokens[: len(sample.prompt.token_ids) + position]
+                seen = self._engine.seen[float(sample.rollout_log_probs[position])]
+                if not np.array_equal(before, seen):
+                    raise UserError(
+                        f"{self._name} returned sample {sample.index} with {before[-8:].tolist()} before trained token {position}, "
+                        f"{len(before)} tokens in all, needs the {len(seen)} that the engine was asked with, which end in "
+                        f"{seen[-8:].tolist()}; where a turn saw another history, make it a sample with a prompt of its own"
                     )
 
     def check_masked(self) -> None:

@@ -6,6 +6,7 @@ for any other caller. On a GPU only those are applied that Transformer Engine's 
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import sys
@@ -142,7 +143,8 @@ class Shim:
 
 
 def _megatron_modules() -> list[types.ModuleType]:
-    return [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core") and module is not None]
+    modules = [sys.modules[name] for name in list(sys.modules) if name.startswith("megatron.core")]
+    return [module for module in modules if module is not None]
 
 
 class _Delegate(types.ModuleType):
@@ -255,11 +257,17 @@ def _keep_tensors_on_cpu() -> None:
 
 def _run_uncompiled() -> None:
     for module in _megatron_modules():
-        classes = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
-        for owner in (module, *classes):
-            for name, value in list(vars(owner).items()):
-                if isinstance(value, types.FunctionType) and "_torchdynamo_orig_callable" in vars(value):
-                    setattr(owner, name, vars(value)["_torchdynamo_orig_callable"])
+        _uncompile(module)
+
+
+@functools.cache
+def _uncompile(module: types.ModuleType) -> None:
+    """Once for each module, because the search takes longer than all other shims."""
+    classes = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+    for owner in (module, *classes):
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, types.FunctionType) and "_torchdynamo_orig_callable" in vars(value):
+                setattr(owner, name, vars(value)["_torchdynamo_orig_callable"])
 
 
 _MOE_TE_NAMES = (

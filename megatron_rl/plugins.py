@@ -5,7 +5,7 @@ mapping: `reward: {function: my.module:score, args: {threshold: 0.5}}` calls `sc
 known without a call is checked by `load`: that the module can be imported, that the arguments of the kind can be given, and that each
 own argument exists and has its annotated type. `megatron-rl check-plugin` calls it as well.
 
-Legend: B trajectories of a batch.
+Legend: B trajectories of a batch; each counts once, whatever number of samples it has.
 """
 
 import difflib
@@ -41,7 +41,9 @@ class Reward(Protocol):
     def __call__(self, *, sample: "Sample") -> float | Mapping[str, float]:
         """A finite number, or a mapping with the key `reward`, whose other items are recorded as its components.
 
-        `sample` has text and ids of prompt and response, `truncated`, label and metadata; of its experts nothing is sent.
+        `sample` has text and ids of prompt and response, `truncated`, `num_turns`, label and metadata; of its experts nothing is sent. Of a
+        trajectory of several samples it is the last one, and what is returned is the reward of all of them; what it has to know of those
+        before, the rollout puts into the last one's metadata.
         """
         ...
 
@@ -74,9 +76,11 @@ class Rollout(Protocol):
         num_samples: int,
         tokenizer: "PreTrainedTokenizerBase",
     ) -> "Awaitable[Sequence[Sample]]":
-        """`num_samples` samples of `prompt`, each with its `group_id`, `index` and response text.
+        """Samples of `num_samples` trajectories from `prompt`, each with its `group_id`, `index` (0, 1, ... over all) and response text.
 
-        Their token ids are those that `generator` returned, never text that was tokenized again.
+        Their token ids are those that `generator` returned, never text that was tokenized again. A trajectory is one sample, unless several
+        have the same number in `trajectory`, the last by `index` being its end. A turn that saw another history than what the tokens before
+        it say is a sample with a prompt of its own, `dataclasses.replace(prompt, token_ids=.., text=..)`.
         """
         ...
 

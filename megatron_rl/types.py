@@ -7,6 +7,7 @@ Per-token arrays are aligned with the token they score: `log_probs[t] = log p(to
 import enum
 import itertools
 import math
+import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,34 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_rl.frozen_arrays import check_distinct, check_lengths, freeze, freeze_experts, freeze_table, read_only
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-_OPTIONAL_FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
-"""Fields [T] of a TrainBatch that may be None."""
 Experts = NDArray[np.uint8] | NDArray[np.uint16]
 """Numbers of experts [tokens, L mixture layers, K experts of a token], in the smallest type that the producer could choose."""
-
-
-def _freeze(owner: object, name: str, dtype: type[np.generic]) -> None:
-    """Replace the field `name` by a read-only one-dimensional array of `dtype` that nobody else can write to."""
-    array = np.array(getattr(owner, name), dtype=dtype)
-    if array.ndim != 1:
-        raise ValueError(f"{type(owner).__name__}.{name} has {array.ndim} dimensions, needs 1")
-    array.setflags(write=False)
-    object.__setattr__(owner, name, array)
-
-
-def _freeze_table(owner: object, name: str, *, num_rows: int, num_columns: int) -> None:
-    """Replace the field `name` by a read-only float64 array [num_rows, num_columns]; an empty one of any shape stands for no columns."""
-    array = np.array(getattr(owner, name), dtype=np.float64)
-    if not array.size and not num_rows * num_columns:
-        array = array.reshape(num_rows, num_columns)
-    if array.shape != (num_rows, num_columns):
-        raise ValueError(f"{type(owner).__name__}.{name} has shape {array.shape}, needs ({num_rows}, {num_columns})")
-    array.setflags(write=False)
-    object.__setattr__(owner, name, array)
+_OPTIONAL_FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
+"""Fields [T] of a TrainBatch that may be None."""
 
 
 def _no_components() -> Doubles:
@@ -52,44 +35,8 @@ def _nothing_routed() -> Bools:
     return np.empty(0, np.bool_)
 
 
-def _read_only(array: Experts) -> Experts:
-    """`array`, which nobody else holds, so that it need not be copied when it is put into a record."""
-    array.setflags(write=False)
-    return array
-
-
-def _freeze_experts(owner: object, name: str) -> None:
-    """Replace the field `name` by a read-only array [tokens, L, K] of experts; it is not copied when nobody else can write to it."""
-    array = np.asarray(getattr(owner, name))
-    what = f"{type(owner).__name__}.{name}"
-    if array.dtype not in (np.uint8, np.uint16) or array.ndim != 3 or 0 in array.shape[1:]:
-        raise ValueError(f"{what} has type {array.dtype}, shape {array.shape}, needs uint8 or uint16 [tokens, layers, experts of a token]")
-    if array.flags.writeable:
-        array = array.copy()
-        array.setflags(write=False)
-    object.__setattr__(owner, name, array)
-
-
-def _check_distinct(owner: object, experts: Experts) -> None:
-    """Raise ValueError where `experts` [tokens, L, K] name one expert twice."""
-    _, num_layers, top_k = experts.shape
-    # Pairs of whole columns, so that nothing has to be sorted.
-    columns = np.ascontiguousarray(experts.reshape(-1, top_k).T)
-    for column, other in itertools.combinations(range(top_k), 2):
-        twice = columns[column] == columns[other]
-        if twice.any():
-            token, layer = divmod(int(twice.argmax()), num_layers)
-            raise ValueError(
-                f"{type(owner).__name__}.routed_experts names expert {experts[token, layer, other]} twice for token {token} in mixture "
-                f"layer {layer}, needs {top_k} different ones"
-            )
-
-
-def _check_lengths(owner: object, names: tuple[str, ...], length: int) -> None:
-    for name in names:
-        got = len(getattr(owner, name))
-        if got != length:
-            raise ValueError(f"{type(owner).__name__}.{name} has length {got}, needs {length}")
+def _each_alone() -> Ints:
+    return np.empty(0, np.int64)
 
 
 def _token_ids(name: str, ids: ArrayLike) -> Ints:
@@ -178,7 +125,7 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _freeze(self, "token_ids", np.int64)
+        freeze(self, "token_ids", np.int64)
         if not len(self.token_ids):
             raise ValueError(f"Prompt {self.id!r} has no tokens, needs at least one")
 
@@ -186,6 +133,10 @@ class Prompt:
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One response to a prompt, with everything known of each of its tokens.
+
+    Samples of a group that have the same `trajectory` are parts of one attempt at its problem, such as turns of several agents, or those
+    before and after a history was cut; they carry the same reward, the highest `index` is the last. None: an attempt of this sample alone.
+    `prompt` is what the engine saw before this response: the group's, or one with token ids and text of its own.
 
     Arrays have length R: `response_ids`; `loss_mask`, True where the policy chose the token and trains on it;
     `rollout_log_probs`, nats, of the sampling distribution; `weight_versions`, the weights that made each token
@@ -208,13 +159,16 @@ class Sample:
     reward: Reward | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     routed_experts: Experts | None = None
+    trajectory: int | None = None
 
     def __post_init__(self) -> None:
-        _freeze(self, "response_ids", np.int64)
-        _freeze(self, "loss_mask", np.bool_)
-        _freeze(self, "rollout_log_probs", np.float32)
-        _freeze(self, "weight_versions", np.int64)
-        _check_lengths(self, ("loss_mask", "rollout_log_probs", "weight_versions"), len(self.response_ids))
+        if self.trajectory is not None:
+            object.__setattr__(self, "trajectory", operator.index(self.trajectory))
+        freeze(self, "response_ids", np.int64)
+        freeze(self, "loss_mask", np.bool_)
+        freeze(self, "rollout_log_probs", np.float32)
+        freeze(self, "weight_versions", np.int64)
+        check_lengths(self, ("loss_mask", "rollout_log_probs", "weight_versions"), len(self.response_ids))
         trained = self.rollout_log_probs[self.loss_mask]
         if not np.isfinite(trained).all():
             raise ValueError(
@@ -222,8 +176,8 @@ class Sample:
                 "token, needs a finite number"
             )
         if self.routed_experts is not None:
-            _freeze_experts(self, "routed_experts")
-            _check_distinct(self, self.routed_experts)
+            freeze_experts(self, "routed_experts")
+            check_distinct(self, self.routed_experts)
             num_tokens = len(self.prompt.token_ids) + len(self.response_ids)
             if len(self.routed_experts) > num_tokens:
                 raise ValueError(
@@ -236,10 +190,30 @@ class Sample:
         """True when the token budget ended the response."""
         return self.stop_reason is StopReason.LENGTH
 
+    @property
+    def num_turns(self) -> int:
+        """Turns of the model in this response: runs of tokens that an engine made, divided by tokens that none made."""
+        made = self.weight_versions >= 0
+        return int(made[:1].sum() + (made[1:] & ~made[:-1]).sum())
+
+
+def trajectories(samples: Iterable[Sample]) -> tuple[tuple[Sample, ...], ...]:
+    """The samples of each trajectory by index; trajectories in the order in which they first appear in `samples`."""
+    found: dict[Hashable, list[Sample]] = {}
+    for position, sample in enumerate(samples):
+        key = (position,) if sample.trajectory is None else (sample.group_id, sample.trajectory)
+        found.setdefault(key, []).append(sample)
+    return tuple(tuple(sorted(parts, key=lambda part: part.index)) for parts in found.values())
+
+
+def last_samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
+    """The last sample of each trajectory: the one that was scored, and whose reward is that of the trajectory."""
+    return tuple(parts[-1] for parts in trajectories(samples))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """All samples of one prompt; the unit that moves through the buffer."""
+    """All trajectories from one prompt, of a sample or more each; the unit that moves through the buffer."""
 
     id: str
     prompt: Prompt
@@ -260,7 +234,8 @@ class TrainBatch:
     not known. `rewards` [B] (NaN: none), `group_ids` [B] (equal for samples of one prompt), `truncated` [B]. `reward_components` [B, K]
     are the parts of composite rewards, named by `component_names` [K]; NaN where a sample's reward lacks the part. `routed_experts`
     [T, L, K] are the experts of each token in each mixture layer as engines chose them, known where `routed` [T] is True; None without
-    any record.
+    any record. `trajectory_ids` [B] are equal for the sequences of one trajectory, which have one group and one reward: baselines and
+    means over sequences count it once, with the tokens of all its sequences; when not given, each sequence is a trajectory.
 
     What a loop of its own has computed, each [T], finite on trainable tokens and used as it is; None lets the trainer compute it:
     `old_log_probs` nats, of the policy before the first optimizer step on these tokens; `ref_log_probs` nats, of the reference;
@@ -287,30 +262,34 @@ class TrainBatch:
     ref_log_probs: Floats | None = None
     values: Floats | None = None
     advantages: Floats | None = None
+    trajectory_ids: Ints = field(default_factory=_each_alone)
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "cu_seqlens", "prompt_lengths", "weight_versions", "group_ids"):
-            _freeze(self, name, np.int64)
+        if not len(self.trajectory_ids):
+            object.__setattr__(self, "trajectory_ids", np.arange(self.num_sequences))
+        for name in ("tokens", "cu_seqlens", "prompt_lengths", "weight_versions", "group_ids", "trajectory_ids"):
+            freeze(self, name, np.int64)
         for name in ("loss_mask", "truncated", "routed"):
-            _freeze(self, name, np.bool_)
-        _freeze(self, "rewards", np.float64)
+            freeze(self, name, np.bool_)
+        freeze(self, "rewards", np.float64)
         if len(self.cu_seqlens) < 1 or self.cu_seqlens[0] != 0 or (np.diff(self.cu_seqlens) < 1).any():
             raise ValueError("TrainBatch.cu_seqlens needs to start at 0 and to rise: a sequence without tokens cannot be trained on")
-        _check_lengths(self, ("tokens", "loss_mask", "weight_versions"), int(self.cu_seqlens[-1]))
+        check_lengths(self, ("tokens", "loss_mask", "weight_versions"), int(self.cu_seqlens[-1]))
         for name in _OPTIONAL_FLOATS:
             self._check_optional(name)
-        _check_lengths(self, ("prompt_lengths", "rewards", "group_ids", "truncated"), self.num_sequences)
-        _freeze_table(self, "reward_components", num_rows=self.num_sequences, num_columns=len(self.component_names))
+        check_lengths(self, ("prompt_lengths", "rewards", "group_ids", "truncated", "trajectory_ids"), self.num_sequences)
+        freeze_table(self, "reward_components", num_rows=self.num_sequences, num_columns=len(self.component_names))
+        self._check_trajectories()
         if self.routed_experts is not None:
-            _freeze_experts(self, "routed_experts")
-            _check_lengths(self, ("routed_experts", "routed"), int(self.cu_seqlens[-1]))
+            freeze_experts(self, "routed_experts")
+            check_lengths(self, ("routed_experts", "routed"), int(self.cu_seqlens[-1]))
 
     def _check_optional(self, name: str) -> None:
         """Freeze the field `name` [T], where it is given. Raises ValueError for another length or a trainable token without a number."""
         if getattr(self, name) is None:
             return
-        _freeze(self, name, np.float32)
-        _check_lengths(self, (name,), len(self.tokens))
+        freeze(self, name, np.float32)
+        check_lengths(self, (name,), len(self.tokens))
         bad = self.loss_mask & ~np.isfinite(getattr(self, name))
         if bad.any():
             row = int(np.searchsorted(self.cu_seqlens, bad.argmax(), side="right")) - 1
@@ -318,6 +297,23 @@ class TrainBatch:
                 f"TrainBatch.{name} is {getattr(self, name)[bad.argmax()]} on trainable token {bad.argmax() - self.cu_seqlens[row]} of "
                 f"sequence {row}, needs a finite number there; only tokens that loss_mask leaves out may hold anything"
             )
+
+    def _check_trajectories(self) -> None:
+        """Raise ValueError where sequences of one trajectory have different groups or rewards."""
+        _, first, index = np.unique(self.trajectory_ids, return_index=True, return_inverse=True)
+        if len(first) == self.num_sequences:
+            return
+        for name in ("group_ids", "rewards", "reward_components"):
+            values = getattr(self, name)
+            expected = values[first[index]]
+            differs = ((values != expected) & ~(np.isnan(values) & np.isnan(expected))).reshape(self.num_sequences, -1).any(axis=1)
+            if differs.any():
+                row = int(differs.argmax())
+                raise ValueError(
+                    f"TrainBatch.{name} is {values[row]} for sequence {row} and {expected[row]} for sequence {first[index][row]}, needs "
+                    f"the same for both, which are of trajectory {self.trajectory_ids[row]}; give each trajectory of the batch an id of "
+                    "its own, and one group and reward"
+                )
 
     @classmethod
     def from_sequences(
@@ -334,12 +330,15 @@ class TrainBatch:
         values: Sequence[ArrayLike] | None = None,
         advantages: Sequence[ArrayLike] | None = None,
         truncated: ArrayLike | None = None,
+        trajectory_ids: Iterable[Hashable] | None = None,
     ) -> "TrainBatch":
         """A batch of B responses, `responses[b]` [R_b] token ids to `prompts[b]` [P_b] (at least one), no padding in either.
 
-        `rewards` [B]. `group_ids` [B], any labels: equal ones share a baseline; equal prompts when not given. Whatever is given per
-        token is [R_b] for response b, aligned with its tokens: `loss_masks`, True where the token is trained on (all when not given),
-        and the fields of that name; `advantages` may also be one number for each response. `truncated` [B], False when not given.
+        `rewards` [B]. `group_ids` [B], any labels: equal ones share a baseline; equal prompts when not given. `trajectory_ids` [B], any
+        labels that no other group uses: equal ones are one trajectory, whose first prompt decides its group where none is given. Whatever
+        is given per token is [R_b] for response b, aligned with its tokens: `loss_masks`, True where the token is trained on (all when
+        not given), and the fields of that name; `advantages` may also be one number for each response. `truncated` [B], False when not
+        given.
         Without `rollout_log_probs` the generator is taken to be the policy before the step. Raises ValueError for other lengths.
         """
         rows = [_token_ids(name, ids) for name, parts in (("prompts", prompts), ("responses", responses)) for ids in parts]
@@ -356,6 +355,11 @@ class TrainBatch:
         whole = [np.ones(len(ids)) for ids in response_ids]
         made = [np.full(len(ids), -1 if rollout_log_probs is None else 0) for ids in response_ids]
         num = len(response_ids)
+        owners = range(num) if trajectory_ids is None else list(trajectory_ids)
+        if len(owners) != num:
+            raise ValueError(f"from_sequences got {len(owners)} trajectory_ids, needs one for each of {num} responses")
+        openings: dict[Hashable, Hashable] = {}
+        groups = [openings.setdefault(owner, ids.tobytes()) for owner, ids in zip(owners, prompt_ids, strict=True)]
         return cls(
             tokens=np.concatenate([np.empty(0, np.int64), *itertools.chain(*zip(prompt_ids, response_ids, strict=True))]),
             cu_seqlens=np.cumsum([0, *(len(prompt) + len(ids) for prompt, ids in zip(prompt_ids, response_ids, strict=True))]),
@@ -368,7 +372,8 @@ class TrainBatch:
             values=flat("values", values),
             advantages=flat("advantages", advantages),
             rewards=np.full(num, np.nan) if rewards is None else np.asarray(rewards, np.float64),
-            group_ids=_numbered([ids.tobytes() for ids in prompt_ids] if group_ids is None else group_ids),
+            group_ids=_numbered(groups if group_ids is None else group_ids),
+            trajectory_ids=_numbered(owners),
             truncated=np.zeros(num, np.bool_) if truncated is None else np.asarray(truncated, np.bool_),
         )
 
@@ -387,8 +392,19 @@ class TrainBatch:
         """Tokens of each sequence that the loss mask keeps, [B]."""
         return np.add.reduceat(self.loss_mask, self.cu_seqlens[:-1], dtype=np.int64) if self.num_sequences else np.empty(0, np.int64)
 
-    def select(self, rows: Ints) -> "TrainBatch":
-        """The sequences `rows`, in that order, as a batch of their own."""
+    def select(self, rows: Ints, *, may_cut: bool = False) -> "TrainBatch":
+        """The sequences `rows`, in that order, as a batch of their own.
+
+        Raises ValueError when they are a part of a trajectory, whose other sequences its means count, unless they `may_cut` one.
+        """
+        chosen = np.zeros(self.num_sequences, np.bool_)
+        chosen[rows] = True
+        cut = ~chosen & np.isin(self.trajectory_ids, self.trajectory_ids[rows])
+        if cut.any() and not may_cut:
+            raise ValueError(
+                f"TrainBatch.select got rows without {np.flatnonzero(cut)[0]}, needs all sequences of trajectory "
+                f"{self.trajectory_ids[cut][0]} or none; choose whole trajectories by trajectory_ids"
+            )
         spans = [np.arange(self.cu_seqlens[row], self.cu_seqlens[row + 1]) for row in rows]
         positions = np.concatenate(spans) if spans else np.empty(0, np.int64)
         return TrainBatch(
@@ -399,10 +415,11 @@ class TrainBatch:
             weight_versions=self.weight_versions[positions],
             rewards=self.rewards[rows],
             group_ids=self.group_ids[rows],
+            trajectory_ids=self.trajectory_ids[rows],
             truncated=self.truncated[rows],
             component_names=self.component_names,
             reward_components=self.reward_components[rows],
-            routed_experts=None if self.routed_experts is None else _read_only(self.routed_experts[positions]),
+            routed_experts=None if self.routed_experts is None else read_only(self.routed_experts[positions]),
             routed=self.routed if self.routed_experts is None else self.routed[positions],
             **{name: None if getattr(self, name) is None else getattr(self, name)[positions] for name in _OPTIONAL_FLOATS},
         )
@@ -412,11 +429,12 @@ class TrainBatch:
 class StepTotals:
     """The denominators of one optimizer step, counted once over all ranks and micro-batches.
 
-    `num_tokens` trainable tokens N; `num_sequences` sequences with at least one trainable token, B; `num_sequence_tokens` all tokens
-    of these sequences, prompts included.
+    `num_tokens` trainable tokens N; `num_trajectories` trajectories with at least one trainable token, B; `num_sequences` sequences with
+    at least one, which are as many where each is a trajectory; `num_sequence_tokens` all tokens of these sequences, prompts included.
     """
 
     num_tokens: int
+    num_trajectories: int
     num_sequences: int
     num_sequence_tokens: int
 
@@ -436,9 +454,9 @@ class StepPlan:
 class Shard:
     """What one data-parallel rank trains on: its sequences, its optimizer steps, and the rewards of the whole batch.
 
-    `rows` [B_local] are the positions of this shard's sequences in the whole batch. `all_rewards`, `all_group_ids` and
-    `all_trainable_tokens` [B_all] and `all_reward_components` [B_all, K] describe the whole batch, because a baseline needs groups
-    that other ranks hold.
+    `rows` [B_local] are the positions of this shard's sequences in the whole batch. `all_rewards`, `all_group_ids`, `all_trajectory_ids`
+    and `all_trainable_tokens` [B_all] and `all_reward_components` [B_all, K] describe the whole batch, because a baseline needs groups,
+    and a mean trajectories, that other ranks hold.
     """
 
     batch: TrainBatch
@@ -446,14 +464,15 @@ class Shard:
     steps: tuple[StepPlan, ...]
     all_rewards: Doubles
     all_group_ids: Ints
+    all_trajectory_ids: Ints
     all_trainable_tokens: Ints
     all_reward_components: Doubles = field(default_factory=_no_components)
 
     def __post_init__(self) -> None:
-        for name in ("rows", "all_group_ids", "all_trainable_tokens"):
-            _freeze(self, name, np.int64)
-        _freeze(self, "all_rewards", np.float64)
-        _check_lengths(self, ("rows",), self.batch.num_sequences)
-        _check_lengths(self, ("all_group_ids", "all_trainable_tokens"), len(self.all_rewards))
+        for name in ("rows", "all_group_ids", "all_trajectory_ids", "all_trainable_tokens"):
+            freeze(self, name, np.int64)
+        freeze(self, "all_rewards", np.float64)
+        check_lengths(self, ("rows",), self.batch.num_sequences)
+        check_lengths(self, ("all_group_ids", "all_trajectory_ids", "all_trainable_tokens"), len(self.all_rewards))
         num_components = len(self.batch.component_names)
-        _freeze_table(self, "all_reward_components", num_rows=len(self.all_rewards), num_columns=num_components)
+        freeze_table(self, "all_reward_components", num_rows=len(self.all_rewards), num_columns=num_components)

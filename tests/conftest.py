@@ -1,13 +1,20 @@
-"""Fixtures shared by all tests: a tiny model directory, made by code."""
+"""Fixtures shared by all tests: a tiny model directory, made by code; public models by their config.json, and settings for them."""
 
+import atexit
 import gc
 import json
 import signal
 import string
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from megatron_rl.config.settings import Settings
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
 
 
 def pytest_configure() -> None:
@@ -18,17 +25,14 @@ def pytest_configure() -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()
+    # Libraries that look for leaks at the end of Python see everything as it is. Not before: pytest searches twice when it ends.
+    atexit.register(gc.unfreeze)
 
 
 def pytest_collection_finish() -> None:
     """From here on there is garbage."""
     gc.enable()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Libraries that look for leaks at the end of Python see everything as it is."""
-    gc.unfreeze()
 
 
 # What sets tiny models of other families than Qwen3 apart. Few and narrow experts, but every feature: groups of experts to choose from,
@@ -132,6 +136,35 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
         _write_weights(path, seed)
         _write_tokenizer(path, vocab)
         return path
+
+    return make
+
+
+@pytest.fixture
+def model_spec() -> "Callable[[str], Any]":
+    """`model_spec("Qwen3-8B")` reads tests/data/configs/Qwen3-8B.json."""
+    from megatron_rl.models.read_spec import parse_model_spec
+
+    return lambda name: parse_model_spec(json.loads((CONFIGS / f"{name}.json").read_text()), origin=name)
+
+
+@pytest.fixture
+def run_settings() -> "Callable[..., Settings]":
+    """`run_settings(num_ranks=8, tp=2, megatron={...}, runtime={...}, ...)`: 1024 + 7168 tokens, 512 sequences, distributed optimizer."""
+
+    def make(*, megatron: dict[str, Any] | None = None, runtime: dict[str, Any] | None = None, **topology: Any) -> "Settings":
+        from megatron_rl.config.settings import Settings
+
+        return Settings.model_validate(
+            {
+                "run": {"directory": "unused"},
+                "model": {"path": "unused", "megatron": megatron or {}},
+                "data": {"train": "unused"},
+                "rollout": {"sampling": {"max_response_tokens": 7168}},
+                "training": {"topology": topology, "optimizer": {"use_distributed_optimizer": True}},
+                "runtime": runtime or {},
+            }
+        )
 
     return make
 

@@ -52,7 +52,7 @@ section "ruff format" ruff format --check
 section "mypy" mypy
 if [ "$only_style" = no ]; then
     # The other groups start as many processes as the machine bears.
-    section "unit tests" tests --numprocesses=auto --maxprocesses=4 tests/unit "$@"
+    section "unit tests" tests --numprocesses=auto --maxprocesses=4 --dist=loadfile tests/unit "$@"
     section "contract tests" tests tests/contract "$@"
     section "multi-process tests" tests tests/dist "$@"
     section "end-to-end tests" tests tests/e2e "$@"

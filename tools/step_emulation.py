@@ -25,12 +25,13 @@ _WITH_GRADIENT = ("log_probs", "entropy", "values")
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """The sequences of one optimizer step laid end to end: `lengths` per sequence, `loss_mask` [T], and by the names of
-    `LossInputs` the other per-token tensors [T].
+    `LossInputs` the other per-token tensors [T]. `trajectories` number those that the sequences are parts of; each its own when None.
     """  # fmt: skip
 
     lengths: tuple[int, ...]
     loss_mask: Tensor
     tokens: Mapping[str, Tensor]
+    trajectories: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         unknown = set(self.tokens) - {item.name for item in fields(LossInputs)}
@@ -42,6 +43,13 @@ class Step:
     def trainable(self) -> tuple[int, ...]:
         """Trainable tokens of each sequence."""
         return tuple(int(part.sum()) for part in self.loss_mask.split(list(self.lengths)))
+
+    def trajectory_tokens(self) -> dict[int, int]:
+        """Trainable tokens of each trajectory, by its number."""
+        totals: dict[int, int] = {}
+        for owner, count in zip(self.trajectories or range(len(self.lengths)), self.trainable(), strict=True):
+            totals[owner] = totals.get(owner, 0) + count
+        return totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +152,7 @@ def rank_share(
 ) -> tuple[Tensor, list[Metrics]]:
     """What one rank's program does in a step."""
     num_tokens = int(step.loss_mask.sum())
-    num_sequences = sum(count > 0 for count in step.trainable())
+    num_sequences = sum(count > 0 for count in step.trajectory_tokens().values())
     statistics = None
     if objective.needs_step_statistics:
         statistics = step_statistics(objective, micro_batches, num_tokens=num_tokens, sequence_sum=sequence_sum, gather=gather, seed=seed)
@@ -196,8 +204,19 @@ def rank_inputs(step: Step, leaves: Mapping[str, Tensor], rows: Sequence[int], l
         loss_mask=take(step.loss_mask),
         sequence_index=torch.tensor(index + [0] * tail, dtype=torch.int64),
         sequence_tokens=torch.tensor([trainable[row] for row in rows], dtype=torch.int64),
+        **_owners(step, rows),
         **{name: take(leaf) for name, leaf in leaves.items()},
     )
+
+
+def _owners(step: Step, rows: Sequence[int]) -> dict[str, Tensor]:
+    if step.trajectories is None:
+        return {}
+    ids, totals = [step.trajectories[row] for row in rows], step.trajectory_tokens()
+    return {
+        "trajectory_ids": torch.tensor(ids, dtype=torch.int64),
+        "trajectory_tokens": torch.tensor([totals[owner] for owner in ids], dtype=torch.int64),
+    }
 
 
 def _zigzag(length: int, cp: int, cp_rank: int) -> list[int]:

@@ -5,8 +5,8 @@
 #   --model PATH         Hugging Face directory of the policy (model.path)
 #   --data PATH          training problems: JSON lines or parquet with prompt and label (data.train); --eval PATH: held-out ones
 #   --directory PATH     where the run is written (run.directory)
-#   --nodes N            nodes to use, when they are not those of the YAML file (runtime.cluster.num_nodes); ranks and engines have to
-#                        fill them: where they do not, the check names the numbers that do
+#   --nodes N            nodes to use (runtime.cluster.num_nodes). Ranks and engines of the YAML file grow with a multiple of its nodes;
+#                        any other number has to be filled by overrides, which the check names
 #   --ray-address H:P    use this Ray cluster and leave it running; without it the script starts Ray, and stops it at the end
 #   --resume             continue the run in --directory
 #   --dry-run            print settings, placement and memory plan; needs the model's config.json, but no GPU, weights or data
@@ -53,6 +53,23 @@ read_options() {
         esac
         shift
     done
+}
+
+# The number that a settings file gives for KEY: number_in FILE KEY
+number_in() {
+    sed -n "s/.*\b$2: *\([0-9][0-9]*\).*/\1/p" "$1"
+}
+
+# More nodes than those of the settings file are filled by as many times its data-parallel ranks and its engines. What the user sets wins.
+fill_nodes() {
+    local config=$1 planned ranks engines factor
+    planned=$(number_in "$config" num_nodes)
+    [[ $num_nodes =~ ^[1-9][0-9]*$ ]] && [ "$num_nodes" -gt "$planned" ] && [ $((num_nodes % planned)) -eq 0 ] || return 0
+    factor=$((num_nodes / planned))
+    ranks=$((factor * $(number_in "$config" num_ranks))) engines=$((factor * $(number_in "$config" num_engines)))
+    printf '%s: %s nodes are %s times those of %s, so %s ranks and %s engines\n' \
+        "$script" "$num_nodes" "$factor" "$(basename "$config")" "$ranks" "$engines" >&2
+    overrides=("training.topology.num_ranks=$ranks" "rollout.num_engines=$engines" "${overrides[@]}")
 }
 
 # Runs a command in the background and in a process group of its own, so that it can be stopped with everything that it started.
@@ -118,8 +135,9 @@ launch() {
     local config=$here/$1 status=0
     shift
     [ -x "$python" ] || fail "$python does not exist; run bash tools/setup_env.sh once, or set VENV to the environment to use"
-    num_nodes=$(sed -n 's/.*num_nodes: *\([0-9][0-9]*\).*/\1/p' "$config")
+    num_nodes=$(number_in "$config" num_nodes)
     read_options "$@"
+    fill_nodes "$config"
     if [ -n "$dry_run" ]; then
         exec "$python" -m megatron_rl train "$config" "${overrides[@]}" --check --config-only
     fi

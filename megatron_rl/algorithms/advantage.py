@@ -1,6 +1,7 @@
 """Advantages of whole responses from their rewards, without a critic. Samples are grouped by id, never by position.
 
-Legend: B samples of the whole batch, over all ranks; K reward components. All maths is float64.
+Legend: B samples of the whole batch, over all ranks; a trajectory of several samples stands here once, for all of them. K reward
+components. All maths is float64.
 """
 
 from collections.abc import Callable

@@ -24,14 +24,15 @@ def token_weights(
 
     `num_tokens` N and `num_sequences` B count the trainable tokens, and the sequences with at least one, of the whole step:
     token_mean 1/N; sequence_mean_token_mean 1/(B n_i); sequence_mean_token_sum 1/B; sequence_mean_token_sum_norm 1/(B L);
-    token_sum 1. A step without a trainable token has weights 0.
+    token_sum 1. The tokens of all sequences of a trajectory count as one sequence, of n_i tokens. A step without a trainable token has
+    weights 0.
 
     Raises ValueError when L = `max_response_length` is needed and missing.
     """
     tokens = max(num_tokens, 1)
     rows = max(num_sequences, 1)
     if aggregation == "sequence_mean_token_mean":
-        per_sequence = 1.0 / (rows * sequences.tokens.clamp(min=1).to(dtype))
+        per_sequence = 1.0 / (rows * sequences.mean_divisor.to(dtype))
         return sequences.expand(per_sequence).masked_fill(sequences.excluded, 0.0)
     if aggregation == "sequence_mean_token_sum_norm" and max_response_length is None:
         raise ValueError(

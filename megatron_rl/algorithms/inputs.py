@@ -11,7 +11,9 @@ from torch import Tensor
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.off_policy import OffPolicyTerms, off_policy_terms
 from megatron_rl.algorithms.policy_terms import PolicyTerms
-from megatron_rl.algorithms.sequences import Sequences
+from megatron_rl.algorithms.sequences import Sequences, SequenceSum
+
+_PER_SEQUENCE = ("sequence_tokens", "trajectory_ids", "trajectory_tokens")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -24,6 +26,8 @@ class LossInputs:
     reference or teacher. `kl_mask`: tokens whose KL term counts in the loss, all when None (zero-variance groups under mask_kl).
     `token_keys` int64: any number that identifies the token within the step (clip_cov). `selection_log_probs`, `selection_entropy`: what
     `step_statistics` saw, when that was not the current pass. `values` (with gradient), `old_values`, `returns`: of a critic.
+    `trajectory_ids` [S] int64, the same in every micro-batch of the step, and `trajectory_tokens` [S], trainable ones of all the
+    trajectory's sequences, say what each sequence is a part of; None on every rank where each sequence is a trajectory.
     """
 
     loss_mask: Tensor
@@ -43,16 +47,25 @@ class LossInputs:
     values: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
+    trajectory_ids: Tensor | None = None
+    trajectory_tokens: Tensor | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
             name, tensor = item.name, getattr(self, item.name)
-            if name != "sequence_tokens" and tensor is not None and tensor.shape != self.loss_mask.shape:
+            like = "sequence_tokens" if name in _PER_SEQUENCE else "loss_mask"
+            if tensor is not None and tensor.shape != getattr(self, like).shape:
                 raise ValueError(
-                    f"LossInputs.{name} has shape {tuple(tensor.shape)}, needs that of loss_mask {tuple(self.loss_mask.shape)}"
+                    f"LossInputs.{name} has shape {tuple(tensor.shape)}, needs that of {like} {tuple(getattr(self, like).shape)}"
                 )
         if self.loss_mask.dtype != torch.bool or self.loss_mask.ndim != 1 or self.sequence_tokens.ndim != 1:
             raise ValueError(f"LossInputs.loss_mask is {self.loss_mask.dtype} {tuple(self.loss_mask.shape)}, needs a flat bool tensor [T]")
+        if (self.trajectory_ids is None) != (self.trajectory_tokens is None):
+            raise ValueError("LossInputs has one of trajectory_ids and trajectory_tokens, needs both, or neither")
+
+    def sequences(self, sequence_sum: SequenceSum) -> Sequences:
+        """Which token belongs to which sequence; `sequence_sum` adds over context-parallel ranks."""
+        return Sequences(self.sequence_index, self.loss_mask, self.sequence_tokens, sequence_sum, self.trajectory_tokens)
 
 
 def present(tensor: Tensor | None, name: str, sequences: Sequences) -> Tensor:

@@ -42,10 +42,11 @@ def compute_loss(
 ) -> LossOutput:
     """This rank's share of policy loss + kl_loss x KL - entropy coefficient x entropy.
 
-    `num_tokens` and `num_sequences` count trainable tokens, and sequences with at least one, in the whole optimizer step. The
-    `coefficients` are the step's, the objective's own when None. `sequence_sum` adds per-sequence partial sums
-    over context-parallel ranks, differentiably; every rank calls it equally often. `statistics` from `step_statistics` is needed
-    when `objective.needs_step_statistics`. A step without trainable tokens gives loss 0, zero gradients and metric `empty_step`.
+    `num_tokens` and `num_sequences` count trainable tokens, and sequences with at least one, in the whole optimizer step; where
+    `inputs` have trajectories of several sequences, `num_sequences` counts trajectories. The `coefficients` are the step's, the
+    objective's own when None. `sequence_sum` adds per-sequence partial sums over context-parallel ranks, differentiably; every rank
+    calls it equally often. `statistics` from `step_statistics` is needed when `objective.needs_step_statistics`. A step without
+    trainable tokens gives loss 0, zero gradients and metric `empty_step`.
 
     Raises ValueError when a tensor, the statistics, or coefficients that a controller moves are missing. No argument is modified.
 
@@ -53,7 +54,7 @@ def compute_loss(
     `compute_loss(objective, inputs, num_tokens=n, num_sequences=b).loss.backward()`
     """
     coefficients = coefficients or Coefficients.fixed(objective)
-    sequences = Sequences(inputs.sequence_index, inputs.loss_mask, inputs.sequence_tokens, sequence_sum)
+    sequences = inputs.sequences(sequence_sum)
     if objective.needs_step_statistics and statistics is None:
         raise ValueError("compute_loss got no statistics, which this objective needs; make them once per step with step_statistics")
     step = _Step(objective, num_tokens, num_sequences, statistics or StepStatistics())
@@ -89,14 +90,17 @@ class _Step:
     def weights(self, sequences: Sequences, dtype: torch.dtype) -> Tensor:
         return self._weights(sequences, self.num_tokens, self.num_sequences, dtype)
 
-    def policy_weights(self, sequences: Sequences, correction: OffPolicyTerms | None, dtype: torch.dtype) -> Tensor:
+    def policy_weights(
+        self, sequences: Sequences, correction: OffPolicyTerms | None, dtype: torch.dtype, *, trajectory_ids: Tensor | None
+    ) -> Tensor:
         """Weights of the policy term: those of all terms, unless rejected tokens are to leave the denominators."""
         statistics = self.statistics
-        if correction is None or statistics.policy_tokens is None or statistics.policy_sequences is None:
+        if correction is None or statistics.policy_tokens is None or statistics.policy_trajectories is None:
             return self.weights(sequences, dtype)
         left = sequences.sum(correction.kept.to(dtype))
-        kept = Sequences(sequences.index, correction.kept, left, sequences.sequence_sum)
-        return self._weights(kept, statistics.policy_tokens, statistics.policy_sequences, dtype)
+        of_trajectory = None if trajectory_ids is None or statistics.kept_tokens is None else statistics.kept_tokens.of(trajectory_ids)
+        kept = Sequences(sequences.index, correction.kept, left, sequences.sequence_sum, of_trajectory)
+        return self._weights(kept, statistics.policy_tokens, statistics.policy_trajectories, dtype)
 
     def _weights(self, sequences: Sequences, num_tokens: int, num_sequences: int, dtype: torch.dtype) -> Tensor:
         return token_weights(
@@ -108,7 +112,7 @@ class _Step:
 def _policy_term(step: _Step, inputs: LossInputs, terms: losses.PolicyTerms, correction: OffPolicyTerms | None) -> tuple[Tensor, Metrics]:
     objective, sequences = step.objective, terms.sequences
     per_token = _per_token_losses(step, inputs, terms, correction)
-    weights = step.policy_weights(sequences, correction, per_token.losses.dtype)
+    weights = step.policy_weights(sequences, correction, per_token.losses.dtype, trajectory_ids=inputs.trajectory_ids)
     metrics = {name: mean_pair(event, sequences) for name, event in per_token.events.items()}
     metrics |= ratio_metrics(objective, inputs, terms)
     weighted = sequences.masked(per_token.losses) * weights

@@ -55,8 +55,8 @@ def kl_metrics(objective: Objective, log_probs: Tensor, reference: Tensor, seque
     raw = log_probs.detach()
     metrics = {f"kl_{name}": mean_pair(kl_estimate(raw, reference=reference, estimator=name), sequences) for name in ("k1", "k2", "k3")}
     if objective.kl_control is not None:
-        # Each token counts 1 / n_i, so that the weights of a sequence add up to 1 wherever its tokens are.
-        share = sequences.expand(1.0 / sequences.tokens.clamp(min=1).to(raw.dtype)).masked_fill(sequences.excluded, 0.0)
+        # Each token counts 1 / n_i, so that the weights of a trajectory add up to 1 wherever its tokens are.
+        share = sequences.expand(1.0 / sequences.mean_divisor.to(raw.dtype)).masked_fill(sequences.excluded, 0.0)
         # The KL that the adaptive coefficient stands before.
         estimator = objective.kl_reward_estimator if objective.kl_reward_coef else objective.kl_estimator
         per_token = kl_estimate(raw, reference=reference, estimator=estimator)

@@ -14,7 +14,7 @@ from megatron_rl.algorithms.sequences import identity
 
 # Columns that one matrix product sums; more cost more arithmetic, fewer more passes.
 _BLOCK = 16
-# Tokens of one table of rows, so that its temporaries stay in cache.
+# Tokens of one table of padded rows, so that the copies in it stay few.
 _TABLE_TOKENS = 2**18
 _CONSTANT_TOLERANCE = 1e-12
 # Large values are counted in it where their squares overflow float64.
@@ -57,7 +57,8 @@ def gae(
     """(advantages [T], returns [T]); both 0 at masked positions, not whitened.
 
     delta = r + gamma V' - V and A = delta + gamma lam A', primes at the next trainable token; returns = A + V. After the last
-    trainable token V' is `bootstrap` [S] (truncated responses), 0 when None. Schulman et al., arXiv 1506.02438.
+    trainable token V' is `bootstrap` [S] (truncated responses), 0 when None. Schulman et al., arXiv 1506.02438. Computed from the
+    returns, R = r + gamma ((1 - lam) V' + lam R'), which is the same with one pass over the tokens less.
     """
     dtype = torch.float64 if torch.float64 in (rewards.dtype, values.dtype) else torch.float32
     # As bytes, because a reduction of bools is slower than the recurrence itself on CPU.
@@ -77,19 +78,18 @@ def _ragged_gae(rewards: Tensor, values: Tensor, *, counts: Tensor, bootstrap: T
     """GAE of trainable tokens [N] laid end to end, `counts` [S] of them per sequence."""
     sizes: list[int] = counts.tolist()
     levels = _levels(gamma * lam, width=max(sizes, default=0), like=rewards)
+    weights = (gamma, gamma * (1.0 - lam))
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     if sizes and min(sizes) == max(sizes) > 0:
-        tables = [flat.view(len(sizes), -1) for flat in (rewards, values, advantages, returns)]
-        for start in range(0, len(sizes), rows := max(1, _TABLE_TOKENS // sizes[0])):
-            part = [table[start : start + rows] for table in tables]
-            end = bootstrap[start : start + rows]
-            _dense_gae(part, lengths=counts[start : start + rows], bootstrap=end, gamma=gamma, levels=levels)
+        # One table, without copies; in parts that fit caches it takes longer.
+        table = [flat.view(len(sizes), -1) for flat in (rewards, values, advantages, returns)]
+        _dense_gae(table, lengths=counts, bootstrap=bootstrap, weights=weights, levels=levels)
         return advantages, returns
     flats = [flat.split(sizes) for flat in (rewards, values, advantages, returns)]
     for group in _rows_of_like_size(sizes):
         table = [torch.nn.utils.rnn.pad_sequence([flat[row] for row in group], batch_first=True) for flat in flats]
         chosen = torch.tensor(group, device=rewards.device)
-        _dense_gae(table, lengths=counts[chosen], bootstrap=bootstrap[chosen], gamma=gamma, levels=levels)
+        _dense_gae(table, lengths=counts[chosen], bootstrap=bootstrap[chosen], weights=weights, levels=levels)
         for flat, results in zip(flats[2:], table[2:], strict=True):
             for row, line in zip(group, results, strict=True):
                 flat[row].copy_(line[: sizes[row]])
@@ -108,21 +108,26 @@ def _rows_of_like_size(sizes: list[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _dense_gae(table: Sequence[Tensor], *, lengths: Tensor, bootstrap: Tensor, gamma: float, levels: "Sequence[_Level]") -> None:
-    """Fill the advantages and returns of `table` = rewards, values, advantages, returns, each [S, W]. `levels` are of gamma x lambda.
+def _dense_gae(
+    table: Sequence[Tensor], *, lengths: Tensor, bootstrap: Tensor, weights: tuple[float, float], levels: "Sequence[_Level]"
+) -> None:
+    """Fill the advantages and returns of `table` = rewards, values, advantages, returns, each [S, W].
 
-    Rows are the trainable tokens of a sequence, left-aligned; rewards and values hold zeros beyond `lengths` [S].
+    Rows are the trainable tokens of a sequence, left-aligned; rewards and values hold zeros beyond `lengths` [S]. `weights` are those
+    of `bootstrap` [S] behind the last token, gamma, and of the next token's value, gamma (1 - lambda); `levels` are of gamma x lambda.
     """
     rewards, values, advantages, returns = table
     if not rewards.numel():
         return
-    # The returns' place holds the deltas first: one array less to fetch and, where it is new, to map.
-    delta = torch.sub(rewards, values, out=returns)
-    delta[:, :-1].add_(values[:, 1:], alpha=gamma)
-    last = torch.where(lengths > 0, gamma * bootstrap, 0.0).to(delta.dtype)
-    delta.scatter_add_(1, (lengths - 1).clamp(min=0).unsqueeze(1), last.unsqueeze(1))
-    _reverse_scan(delta, levels, out=advantages)
-    torch.add(advantages, values, out=returns)
+    at_end, at_next = weights
+    # The advantages' place holds the terms of the sum first: one array less to fetch and, where it is new, to map.
+    terms = advantages
+    torch.add(rewards[:, :-1], values[:, 1:], alpha=at_next, out=terms[:, :-1])
+    terms[:, -1] = rewards[:, -1]
+    last = torch.where(lengths > 0, at_end * bootstrap, 0.0).to(terms.dtype)
+    terms.scatter_add_(1, (lengths - 1).clamp(min=0).unsqueeze(1), last.unsqueeze(1))
+    _reverse_scan(terms, levels, out=returns)
+    torch.sub(returns, values, out=advantages)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

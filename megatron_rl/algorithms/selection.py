@@ -6,6 +6,7 @@ Without this, a top-entropy mask or a covariance clip would depend on how the st
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +26,15 @@ Gather = Callable[[Tensor], Tensor]
 class StepStatistics:
     """What a micro-batch must know of the whole step. A field is None when the objective does not use it.
 
-    `policy_tokens`, `policy_sequences`: denominators of the policy term without rejected tokens. `entropy_threshold`, nats, and
+    `policy_tokens`, `policy_trajectories`: denominators of the policy term without rejected tokens; `kept_tokens`, how many each
+    trajectory has left, by its id, where one has several sequences. `entropy_threshold`, nats, and
     `entropy_tokens` that reach it. `advantage_mean`, `log_prob_mean`: centre of the covariance. `covariance_threshold`: kl_cov
     takes tokens from here up. `key_threshold`: clip_cov takes candidates whose key hashes to this or less.
     """
 
     policy_tokens: int | None = None
-    policy_sequences: int | None = None
+    policy_trajectories: int | None = None
+    kept_tokens: "KeptTokens | None" = None
     entropy_threshold: float | None = None
     entropy_tokens: int | None = None
     advantage_mean: float = 0.0
@@ -39,6 +42,20 @@ class StepStatistics:
     covariance_threshold: float | None = None
     key_threshold: int | None = None
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptTokens:
+    """Tokens of each trajectory that an off-policy correction did not reject, over all ranks: `ids` [K] ascending, `counts` [K]."""
+
+    ids: Tensor
+    counts: Tensor
+
+    def of(self, trajectory_ids: Tensor) -> Tensor:
+        """The counts [S] of `trajectory_ids` [S]; of those without a token left, which nothing weighs, any number."""
+        if not len(self.ids):
+            return torch.zeros_like(trajectory_ids)
+        return self.counts[torch.searchsorted(self.ids, trajectory_ids).clamp(max=len(self.ids) - 1)]
 
 
 def quantile(values: Tensor, fraction: float) -> float:
@@ -129,11 +146,10 @@ def step_statistics(
     `gather` concatenates over dp and cp ranks; `seed` decides clip_cov's choice. Works under no_grad; costs O(N) numbers.
     """
     with torch.no_grad():
-        fields: dict[str, float | int | None] = {"seed": seed}
+        fields: dict[str, Any] = {"seed": seed}
         parts = []
         for inputs in micro_batches:
-            sequences = Sequences(inputs.sequence_index, inputs.loss_mask, inputs.sequence_tokens, sequence_sum)
-            parts.append((inputs, policy_terms(objective, inputs, sequences)))
+            parts.append((inputs, policy_terms(objective, inputs, inputs.sequences(sequence_sum))))
         setting = objective.off_policy_correction
         if setting is not None and not setting.keep_rejected_in_denominator:
             fields |= _denominators(objective, parts, gather)
@@ -141,7 +157,7 @@ def step_statistics(
             fields |= _entropy_threshold(objective, parts, gather)
         if objective.policy_loss in ("clip_cov", "kl_cov"):
             fields |= _covariance_thresholds(objective, parts, num_tokens, gather, seed)
-        return StepStatistics(**fields)  # type: ignore[arg-type]
+        return StepStatistics(**fields)
 
 
 Parts = Sequence[tuple[LossInputs, PolicyTerms]]
@@ -151,8 +167,8 @@ def _gathered(pieces: Sequence[Tensor], gather: Gather, dtype: torch.dtype) -> T
     return gather(torch.cat([piece.to(dtype) for piece in pieces]) if pieces else torch.empty(0, dtype=dtype))
 
 
-def _denominators(objective: Objective, parts: Parts, gather: Gather) -> Mapping[str, int]:
-    shares = []
+def _denominators(objective: Objective, parts: Parts, gather: Gather) -> Mapping[str, Any]:
+    shares, owners = [], []
     for inputs, terms in parts:
         correction = off_policy_of(objective, inputs, terms)
         if correction is None:
@@ -160,8 +176,13 @@ def _denominators(objective: Objective, parts: Parts, gather: Gather) -> Mapping
         left = terms.sequences.expand(terms.sequences.sum(correction.kept.double()))
         # 1 / n_i over the kept tokens of a sequence adds up to one sequence, also when its tokens lie on several ranks.
         shares.append(1.0 / left[correction.kept])
+        if inputs.trajectory_ids is not None:
+            owners.append(terms.sequences.expand(inputs.trajectory_ids)[correction.kept])
+    if owners:
+        ids, counts = torch.unique(_gathered(owners, gather, torch.int64), return_counts=True)
+        return {"policy_tokens": int(counts.sum()), "policy_trajectories": len(ids), "kept_tokens": KeptTokens(ids, counts)}
     everything = _gathered(shares, gather, torch.float64)
-    return {"policy_tokens": len(everything), "policy_sequences": round(float(everything.sum()))}
+    return {"policy_tokens": len(everything), "policy_trajectories": round(float(everything.sum()))}
 
 
 def _entropy_threshold(objective: Objective, parts: Parts, gather: Gather) -> Mapping[str, float | int]:

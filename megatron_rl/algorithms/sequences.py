@@ -1,5 +1,7 @@
 """Sums and means over whole sequences of a packed micro-batch whose tokens may be spread over context-parallel ranks.
 
+A sequence is what the model sees in one piece: ratios and masks of sequences are its own, whatever trajectory it is a part of.
+
 Legend: T tokens of this rank, S sequences of the micro-batch.
 """
 
@@ -30,13 +32,16 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 class Sequences:
     """Which token belongs to which sequence: `index` [T] in [0, S), `mask` [T] trainable, `tokens` [S] trainable of the whole sequence.
 
-    Derived once, because reductions and selections by bools are slow: `excluded` [T] = not mask, `count` of this rank's trainable tokens.
+    `trajectory_tokens` [S]: trainable tokens of all sequences of the trajectory that each sequence is a part of, by which means over
+    trajectories divide; None where each sequence is a trajectory. Derived once, because reductions and selections by bools are slow:
+    `excluded` [T] = not mask, `count` of this rank's trainable tokens.
     """
 
     index: Tensor
     mask: Tensor
     tokens: Tensor
     sequence_sum: SequenceSum = identity
+    trajectory_tokens: Tensor | None = None
     excluded: Tensor = field(init=False)
     count: Tensor = field(init=False)
 
@@ -53,6 +58,11 @@ class Sequences:
     def mean(self, values: Tensor) -> Tensor:
         """[T] -> [S], over trainable tokens; 0 for a sequence without any."""
         return self.sum(values) / self.tokens.clamp(min=1)
+
+    @property
+    def mean_divisor(self) -> Tensor:
+        """What a mean over the tokens of each sequence's trajectory divides by, [S]: their number, and 1 where there is none."""
+        return (self.tokens if self.trajectory_tokens is None else self.trajectory_tokens).clamp(min=1)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
         """[S] -> [T]."""

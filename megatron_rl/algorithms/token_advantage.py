@@ -1,7 +1,8 @@
 """From the rewards of a batch to an advantage per token, for every estimator: the two calls that a training step makes.
 
 First `sample_scores` over the whole batch, because a baseline needs groups that other ranks hold; then `token_advantages` over
-the sequences of one rank. Legend: B samples of the whole batch; S sequences of this rank laid end to end, T their tokens.
+the sequences of one rank. Legend: B samples of the whole batch, where a trajectory of several stands once; S sequences of this rank
+laid end to end, T their tokens.
 """
 
 import torch

@@ -11,20 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rl.errors import UserError
-from megatron_rl.types import Experts, Group, Ints, RewardOutcome, Sample, TrainBatch
+from megatron_rl.types import Experts, Group, Ints, RewardOutcome, Sample, TrainBatch, trajectories
 
 
 def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
-    """All scored samples as one batch, in order; `group_ids` [B] are the positions of their groups in `groups`.
+    """All scored samples as one batch, in order, those of a trajectory together; `group_ids` [B] are positions in `groups`.
 
-    Components of rewards come in the order of their names, and NaN where a sample lacks one that another has.
+    A trajectory is truncated where one of its samples is. Components of rewards come in the order of their names, and NaN where a sample
+    lacks one that another has.
 
     Samples whose reward ended in an error or a timeout are left out: they have no score, not a score of zero. Raises ValueError
-    for a sample that was never given to a reward function and UserError when no sample was scored.
+    for a sample that was never given to a reward function, or that has not its trajectory's reward, and UserError when no sample was
+    scored.
 
     Experts that engines recorded come along; tokens without a record are marked.
     """
-    kept = [(position, sample) for position, group in enumerate(groups) for sample in group.samples if _scored(sample)]
+    whole = [(position, parts) for position, group in enumerate(groups) for parts in trajectories(group.samples)]
+    kept = [(number, position, sample) for number, (position, parts) in enumerate(whole) for sample in parts if _scored(parts)]
     if not kept:
         num_samples = sum(len(group.samples) for group in groups)
         messages = [sample.reward.message for group in groups for sample in group.samples if sample.reward]
@@ -32,7 +35,7 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
             f"none of {num_samples} samples in {len(groups)} groups has a reward, at least one is needed; mend the reward function"
             + (f", whose first failure was: {messages[0].strip()}" if messages else "")
         )
-    samples = [sample for _, sample in kept]
+    samples = [sample for *_, sample in kept]
     prompt_lengths = np.array([len(sample.prompt.token_ids) for sample in samples])
     response_lengths = np.array([len(sample.response_ids) for sample in samples])
     ends = np.cumsum(prompt_lengths + response_lengths)
@@ -46,8 +49,9 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
         rollout_log_probs=_with_prompts([sample.rollout_log_probs for sample in samples], prompt_lengths, fill=0.0),
         weight_versions=_with_prompts([sample.weight_versions for sample in samples], prompt_lengths, fill=-1),
         rewards=np.array([sample.reward.value for sample in samples if sample.reward]),
-        group_ids=np.array([position for position, _ in kept]),
-        truncated=np.array([sample.truncated for sample in samples]),
+        group_ids=np.array([position for _, position, _ in kept]),
+        trajectory_ids=np.array([number for number, *_ in kept]),
+        truncated=np.array([any(part.truncated for part in whole[number][1]) for number, *_ in kept]),
         component_names=names,
         reward_components=np.array([[parts.get(name, np.nan) for name in names] for parts in components]),
         **_routing([sample.routed_experts for sample in samples], lengths=prompt_lengths + response_lengths),
@@ -62,10 +66,19 @@ def with_records(batch: TrainBatch, records: Sequence[Experts | None]) -> TrainB
     return dataclasses.replace(batch, **_routing(records, lengths=batch.lengths))
 
 
-def _scored(sample: Sample) -> bool:
-    if sample.reward is None:
-        raise ValueError(f"sample {sample.index} of group {sample.group_id!r} was never given to a reward function")
-    return sample.reward.outcome is RewardOutcome.SCORED
+def _scored(parts: Sequence[Sample]) -> bool:
+    """Whether the samples of one trajectory have a score, which is the same for all."""
+    outcomes = []
+    for sample in parts:
+        if sample.reward is None:
+            raise ValueError(f"sample {sample.index} of group {sample.group_id!r} was never given to a reward function")
+        outcomes.append((sample.reward.outcome, sample.reward.value))
+    if len(set(outcomes)) > 1:
+        raise ValueError(
+            f"samples {[sample.index for sample in parts]} of group {parts[0].group_id!r} are of one trajectory and have the rewards "
+            f"{[value for _, value in outcomes]}, needs one reward for all of them"
+        )
+    return outcomes[0][0] is RewardOutcome.SCORED
 
 
 def _routing(records: Sequence[Experts | None], *, lengths: Ints) -> dict[str, Any]:

@@ -29,6 +29,9 @@ While a run is live anyone may read the file, for example with the `sqlite3` she
               metadata           JSON
               routed_experts     experts of its first tokens, [tokens, layers, experts of a token]; NULL without a record or after
               routed_format      `prune`. routed_format is the type and the last two sizes, such as "<u1 48 8"
+              trajectory         samples of a group with the same number are one attempt, with one reward; NULL: an attempt by itself
+              own_prompt_text    what the model saw before this response, where that is not the group's prompt; NULL where it is, and
+              own_prompt_ids     own_prompt_ids after `prune`
 
     select consumed_step, sum(trained), avg(reward), avg(num_tokens) from samples join groups on id = group_id where outcome = 'scored'
     group by 1;
@@ -157,7 +160,9 @@ class Buffer:
         """Keep one finished sample of a group in flight, so that it survives the process. Raises ValueError when it is not in flight."""
         with self._transaction() as connection:
             self._check_in_flight(sample.group_id)
-            connection.execute(buffer_rows.INSERT_SAMPLE, buffer_rows.sample_row(sample))
+            found = connection.execute(f"SELECT {buffer_rows.GROUP_COLUMNS} FROM groups WHERE id = ?", (sample.group_id,)).fetchone()
+            row = buffer_rows.sample_row(sample, prompt=buffer_rows.read_prompt(found))
+            connection.execute(buffer_rows.INSERT_SAMPLE, row)
 
     def finished_samples(self, prompt: Prompt) -> tuple[Sample, ...]:
         """The samples of a prompt in flight that are already here, by index: an interrupted run need not generate them again."""
@@ -171,7 +176,7 @@ class Buffer:
         """Keep a finished group: in flight -> done. Raises ValueError when it is not in flight or has no sample."""
         if not group.samples:
             raise ValueError(f"group {group.id!r} has no samples, needs at least one")
-        encoded = [buffer_rows.sample_row(sample) for sample in group.samples]
+        encoded = [buffer_rows.sample_row(sample, prompt=group.prompt) for sample in group.samples]
         with self._transaction() as connection:
             self._check_in_flight(group.id)
             connection.execute("DELETE FROM samples WHERE group_id = ?", (group.id,))
@@ -272,7 +277,7 @@ class Buffer:
             found = connection.execute(PRUNABLE, (step,)).fetchall()
             connection.executemany(
                 "UPDATE samples SET response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL, "
-                "routed_experts = NULL WHERE group_id = ?",
+                "routed_experts = NULL, own_prompt_ids = NULL WHERE group_id = ?",
                 found,
             )
             connection.executemany("UPDATE groups SET pruned = 1 WHERE id = ?", found)

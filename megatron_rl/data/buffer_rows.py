@@ -1,5 +1,6 @@
 """How prompts and samples are written into, and read from, the rows of the buffer's database. `buffer` describes the schema."""
 
+import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.types import Experts, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 APPLICATION_ID = 0x4D52_4C42
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 INDICES = """
 CREATE INDEX groups_waiting ON groups (position, id, state) WHERE state <> 'consumed';
@@ -58,6 +59,9 @@ CREATE INDEX groups_by_state ON groups (state, position);
     metadata TEXT NOT NULL,
     routed_format TEXT CHECK (routed_experts IS NULL OR routed_format IS NOT NULL),
     routed_experts BLOB,
+    trajectory INTEGER,
+    own_prompt_text TEXT,
+    own_prompt_ids BLOB,
     PRIMARY KEY (group_id, sample_index)
 );
 """
@@ -79,6 +83,12 @@ UPDATE groups SET pruned = 1
 {INDICES}
 PRAGMA user_version = 3;
 """,
+    3: """
+ALTER TABLE samples ADD COLUMN trajectory INTEGER;
+ALTER TABLE samples ADD COLUMN own_prompt_text TEXT;
+ALTER TABLE samples ADD COLUMN own_prompt_ids BLOB;
+PRAGMA user_version = 4;
+""",
 }
 """What makes the next version of the schema out of a version."""
 
@@ -87,9 +97,9 @@ GROUP_COLUMNS = "id, prompt_text, label, prompt_ids, metadata"
 SAMPLE_COLUMNS = (
     "group_id, sample_index, outcome, reward, reward_message, reward_components, stop_reason, response_text, num_tokens, "
     "num_trainable_tokens, min_version, max_version, response_ids, loss_mask, rollout_log_probs, weight_versions, metadata, routed_format, "
-    "routed_experts"
+    "routed_experts, trajectory, own_prompt_text, own_prompt_ids"
 )
-INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', '.join('?' * 19)})"
+INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', '.join('?' * 22)})"
 
 
 def prompt_row(prompt: Prompt) -> tuple[Any, ...]:
@@ -104,8 +114,8 @@ def read_prompt(row: Sequence[Any]) -> Prompt:
     return Prompt(id=group_id, token_ids=np.frombuffer(token_ids, "<i4"), text=text, label=label, metadata=json.loads(metadata))
 
 
-def sample_row(sample: Sample) -> tuple[Any, ...]:
-    """The values of INSERT_SAMPLE. Raises UserError for metadata or reward components that JSON cannot hold."""
+def sample_row(sample: Sample, *, prompt: Prompt) -> tuple[Any, ...]:
+    """The values of INSERT_SAMPLE; `prompt` is the group's. Raises UserError for metadata or reward components that JSON cannot hold."""
     owner = f"sample {sample.index} of group {sample.group_id!r}"
     made = sample.weight_versions[sample.weight_versions >= 0]
     reward = sample.reward
@@ -128,12 +138,17 @@ def sample_row(sample: Sample) -> tuple[Any, ...]:
         _int32_bytes(sample.weight_versions, owner),
         _json(sample.metadata, owner),
         *_experts_columns(sample.routed_experts),
+        sample.trajectory,
+        *_own_prompt_columns(sample.prompt, prompt, owner),
     )
 
 
 def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
-    """The sample of a row of SAMPLE_COLUMNS, equal to the one that was written down to the last bit."""
+    """The sample of a row of SAMPLE_COLUMNS in the group of `prompt`, equal to the one that was written down to the last bit."""
     group_id, index, outcome, value, message, components, stop_reason, text, *_, ids, mask, log_probs, versions, metadata = row[:17]
+    *routed, trajectory, own_text, own_ids = row[17:]
+    if own_ids is not None:
+        prompt = dataclasses.replace(prompt, text=own_text, token_ids=np.frombuffer(own_ids, "<i4"))
     reward = None
     if outcome is not None:
         reward = Reward(outcome=RewardOutcome(outcome), value=value, message=message, components=json.loads(components))
@@ -149,7 +164,8 @@ def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
         response_text=text,
         reward=reward,
         metadata=json.loads(metadata),
-        routed_experts=_read_experts(*row[17:]),
+        routed_experts=_read_experts(*routed),
+        trajectory=trajectory,
     )
 
 
@@ -166,6 +182,13 @@ def _read_experts(routed_format: str | None, data: bytes | None) -> Experts | No
         return None
     kind, num_layers, top_k = routed_format.split()
     return np.frombuffer(data, kind).reshape(-1, int(num_layers), int(top_k))
+
+
+def _own_prompt_columns(own: Prompt, group: Prompt, owner: str) -> tuple[str | None, bytes | None]:
+    """The values of own_prompt_text and own_prompt_ids: NULL where the sample has the prompt of its group."""
+    if own is group or (own.text == group.text and np.array_equal(own.token_ids, group.token_ids)):
+        return None, None
+    return own.text, _int32_bytes(own.token_ids, owner)
 
 
 def _int32_bytes(values: NDArray[np.int64], owner: str) -> bytes:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl.data.trajectories import Trajectories
 from megatron_rl.types import Bools, Doubles, Ints, Shard, StepPlan, StepTotals, TrainBatch
 
 ATTENTION_LENGTH = 24_576
@@ -162,12 +163,12 @@ def _fill_ranks(
     return tuple(packed)
 
 
-def _step_rows(num_sequences: int, *, optimizer_steps: int, seed: int) -> list[Ints]:
-    """Rows of each optimizer step: a random partition into parts whose sizes differ by at most one."""
-    rows = np.arange(num_sequences)
+def _step_rows(trajectories: Trajectories, *, optimizer_steps: int, seed: int) -> list[Ints]:
+    """Rows of each optimizer step: a random partition into parts of as many whole trajectories, up to one."""
+    chosen = np.arange(len(trajectories.first))
     if optimizer_steps > 1:
-        rows = np.random.default_rng(seed).permutation(rows)
-    return [np.sort(part) for part in np.array_split(rows, optimizer_steps)]
+        chosen = np.random.default_rng(seed).permutation(chosen)
+    return [np.flatnonzero(np.isin(trajectories.index, part)) for part in np.array_split(chosen, optimizer_steps)]
 
 
 def make_shards(
@@ -183,8 +184,9 @@ def make_shards(
     """Divide `batch` over `dp` data-parallel ranks, `optimizer_steps` optimizer steps and micro-batches.
 
     The budget `max_tokens_per_micro_batch` counts the tokens on each of the `cp` context-parallel ranks, padding included. Steps are
-    random parts of the batch by `seed`, equal in sequences up to one. Every sequence is in exactly one micro-batch of one rank;
-    all ranks have equally many micro-batches in a step. Totals are those of the whole step, over all ranks.
+    random parts of the batch by `seed`, equal in trajectories up to one: no step has a part of one, though ranks and micro-batches may.
+    Every sequence is in exactly one micro-batch of one rank; all ranks have equally many micro-batches in a step. Totals are those of the
+    whole step, over all ranks.
 
     Raises ValueError when a sequence's first token is marked trainable: no position predicts it.
     """
@@ -195,11 +197,13 @@ def make_shards(
     unit = sequence_multiple(cp)
     lengths = -(-batch.lengths // unit) * unit
     trainable = batch.trainable_tokens
+    trajectories = Trajectories.of(batch.trajectory_ids)
     plans: list[list[StepPlan]] = [[] for _ in range(dp)]
-    for rows in _step_rows(batch.num_sequences, optimizer_steps=optimizer_steps, seed=seed):
+    for rows in _step_rows(trajectories, optimizer_steps=optimizer_steps, seed=seed):
         counted = trainable[rows] > 0
         totals = StepTotals(
             num_tokens=int(trainable[rows].sum()),
+            num_trajectories=len(np.unique(trajectories.index[rows][counted])),
             num_sequences=int(counted.sum()),
             num_sequence_tokens=int(batch.lengths[rows][counted].sum()),
         )
@@ -217,11 +221,12 @@ def _shard(batch: TrainBatch, steps: list[StepPlan], trainable: Ints) -> Shard:
         StepPlan(micro_batches=tuple(np.searchsorted(rows, part) for part in step.micro_batches), totals=step.totals) for step in steps
     )
     return Shard(
-        batch=batch.select(rows),
+        batch=batch.select(rows, may_cut=True),
         rows=rows,
         steps=local,
         all_rewards=batch.rewards,
         all_group_ids=batch.group_ids,
+        all_trajectory_ids=batch.trajectory_ids,
         all_trainable_tokens=trainable,
         all_reward_components=batch.reward_components,
     )

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_rl.observe.metrics import Max, Mean, Metric, Sum
-from megatron_rl.types import Group, Ints, RewardOutcome, Sample, StopReason
+from megatron_rl.types import Group, Ints, RewardOutcome, Sample, StopReason, last_samples, trajectories
 
 
 def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metric]:
-    """Metrics `rollout/*` of the groups that the step which trains weights of `version` takes."""
+    """Metrics `rollout/*` of the groups that the step which trains weights of `version` takes.
+
+    Rewards, truncated and aborted ones count trajectories; lengths and versions are those of samples.
+    """
     samples = [sample for group in groups for sample in group.samples]
+    attempts = [attempt for group in groups for attempt in trajectories(group.samples)]
     lengths = [len(sample.response_ids) for sample in samples]
     num_tokens = sum(lengths)
     ages = np.concatenate([np.empty(0, np.int64), *(version - sample.weight_versions[sample.weight_versions >= 0] for sample in samples)])
@@ -21,8 +25,8 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metri
         "rollout/response_length": Mean(num_tokens, len(samples)),
         "rollout/response_length_max": Max(max(lengths, default=0)),
         "rollout/prompt_length": Mean(sum(len(group.prompt.token_ids) for group in groups), len(groups)),
-        "rollout/truncated_fraction": Mean(sum(sample.truncated for sample in samples), len(samples)),
-        "rollout/aborted_fraction": Mean(sum(sample.stop_reason is StopReason.ABORT for sample in samples), len(samples)),
+        "rollout/truncated_fraction": _share(attempts, StopReason.LENGTH),
+        "rollout/aborted_fraction": _share(attempts, StopReason.ABORT),
         "rollout/zero_variance_fraction": Mean(sum(has_one_reward(group) for group in groups), len(groups)),
         **_zero_variance_by_reward(groups),
     }
@@ -31,7 +35,14 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metri
         metrics |= _shares_by_age(ages)
         mixed = [len(np.unique(sample.weight_versions[sample.weight_versions >= 0])) > 1 for sample in samples]
         metrics["rollout/mixed_versions_fraction"] = Mean(sum(mixed), len(samples))
-    return metrics | reward_metrics(samples, prefix="rollout")
+    if len(attempts) < len(samples):
+        metrics["rollout/samples_per_trajectory"] = Mean(len(samples), len(attempts))
+    return metrics | reward_metrics([attempt[-1] for attempt in attempts], prefix="rollout")
+
+
+def _share(attempts: Sequence[Sequence[Sample]], reason: StopReason) -> Metric:
+    """Share of the trajectories of which a sample ended for this reason."""
+    return Mean(sum(any(sample.stop_reason is reason for sample in attempt) for attempt in attempts), len(attempts))
 
 
 def _shares_by_age(ages: Ints) -> dict[str, Metric]:
@@ -59,7 +70,7 @@ def _zero_variance_by_reward(groups: Sequence[Group]) -> dict[str, Metric]:
 
 
 def reward_metrics(samples: Sequence[Sample], *, prefix: str) -> dict[str, Metric]:
-    """Mean reward of the scored samples, its components, and the two ways in which a reward call can fail."""
+    """Mean reward of the scored `samples`, its components, and the two ways in which a reward call can fail."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     scored = [reward for reward in rewards if reward.outcome is RewardOutcome.SCORED]
     metrics: dict[str, Metric] = {
@@ -74,17 +85,18 @@ def reward_metrics(samples: Sequence[Sample], *, prefix: str) -> dict[str, Metri
 
 
 def evaluation_metrics(samples: Sequence[Sample], *, kind: str) -> dict[str, Metric]:
-    """Metrics `eval/*` of one sample per held-out prompt; `kind` is greedy or sampled.
+    """Metrics `eval/*` of one trajectory per held-out prompt; `kind` is greedy or sampled. Lengths are those of samples.
 
     Accuracy is the mean of the reward's component `accuracy` where the reward function gives one, else of the reward itself.
     """
-    scored = [sample.reward for sample in samples if sample.reward is not None and sample.reward.value is not None]
+    attempts = trajectories(samples)
+    scored = [sample.reward for sample in last_samples(samples) if sample.reward is not None and sample.reward.value is not None]
     solved = [reward.components.get("accuracy", reward.value) for reward in scored]
     return {
         f"eval/accuracy_{kind}": Mean(sum(value for value in solved if value is not None), len(solved)),
         f"eval/reward_{kind}": Mean(sum(reward.value for reward in scored if reward.value is not None), len(scored)),
         "eval/response_length": Mean(sum(len(sample.response_ids) for sample in samples), len(samples)),
-        "eval/truncated_fraction": Mean(sum(sample.truncated for sample in samples), len(samples)),
-        "eval/reward_errors": Sum(len(samples) - len(scored)),
+        "eval/truncated_fraction": _share(attempts, StopReason.LENGTH),
+        "eval/reward_errors": Sum(len(attempts) - len(scored)),
         "eval/num_samples": Sum(len(samples)),
     }

@@ -10,8 +10,9 @@ import inspect
 import json
 import math
 import numbers
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.errors import UserError
@@ -37,7 +38,17 @@ def check_function(path: str, args: str) -> str | None:
     return None
 
 
-def call(path: str, args: str, *, sample: Sample) -> Reward:
+def call_all(path: str, args: str, *, samples: Sequence[Sample]) -> tuple[list[Reward], float]:
+    """Score samples one after the other, and the seconds that the slowest call took."""
+    rewards, slowest_s = [], 0.0
+    for sample in samples:
+        start = time.monotonic()
+        rewards.append(_call(path, args, sample))
+        slowest_s = max(slowest_s, time.monotonic() - start)
+    return rewards, slowest_s
+
+
+def _call(path: str, args: str, sample: Sample) -> Reward:
     """Score one sample; whatever the user's function does becomes an outcome."""
     try:
         result = load_score(path, args)(sample=sample)

@@ -26,6 +26,11 @@ EnginePart = Literal["weights", "kv_cache", "cuda_graph"]
 """Parts of an engine's GPU memory, by SGLang's names."""
 ENGINE_PARTS: tuple[EnginePart, ...] = get_args(EnginePart)
 
+SHORT_RESPONSE_TOKENS = 32
+"""Requests of at most so many tokens a response may share an HTTP call, which costs the server 1 ms: their answers come together then, so
+that the first waits for the last, at most for these tokens."""
+MAX_TOGETHER = 64
+"""Samples with which a shared HTTP call is full: many enough to make its cost small, few enough to use answers while others are made."""
 CONTROL_TIMEOUT_S = 60.0
 ABORT_TIMEOUT_S = 5.0
 
@@ -55,6 +60,15 @@ class Scores:
     routed_experts: Experts | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One sample that is asked for, with the id by which the server aborts it."""
+
+    request_id: str
+    prompt: list[int]
+    sampling: dict[str, Any]
+
+
 class EngineClient:
     """Asynchronous calls to one engine; use in an `async with` block.
 
@@ -67,6 +81,8 @@ class EngineClient:
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
         self._transport = Transport(address.url, address.api_key)
+        # What is being collected for one HTTP call, and the task that makes the call.
+        self._together: tuple[list[Sequence[_Asked]], asyncio.Task[list[Any] | None]] | None = None
 
     async def __aenter__(self) -> "EngineClient":
         await self._transport.open()
@@ -89,23 +105,56 @@ class EngineClient:
         # Of one width, because the server may abort every request whose id begins with the given one.
         request_ids = [f"{uuid.uuid4().hex}-{index:06d}" for index in range(num_samples)]
         prompt = token_ids.tolist()
-        body = {
-            "rid": request_ids,
-            "input_ids": [prompt] * num_samples,
-            "sampling_params": [sampling.request(index) for index in range(num_samples)],
-            "return_logprob": True,
-            "return_routed_experts": self.address.mixture is not None,
-        }
+        asked = [_Asked(request_id, prompt, sampling.request(index)) for index, request_id in enumerate(request_ids)]
         try:
-            answers = await self._transport.call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
+            answers = await (self._ask_together(asked) if sampling.max_tokens <= SHORT_RESPONSE_TOKENS else self._ask(asked))
         except asyncio.CancelledError:
             # The caller is told of its cancellation, not of an engine that is gone as well.
             with contextlib.suppress(EngineError, DeadlineError):
                 await asyncio.shield(self.abort(request_ids))
             raise
-        if not isinstance(answers, list) or len(answers) != num_samples:
-            raise EngineError(f"the engine at {self.address.url} answered {num_samples} samples with {str(answers)[:200]!r}")
         return tuple(_read_generation(answer, prompt_length=len(prompt), mixture=self.address.mixture) for answer in answers)
+
+    async def _ask(self, asked: Sequence[_Asked]) -> list[Any]:
+        """The server's answers to samples, in one HTTP call."""
+        body = {
+            "rid": [each.request_id for each in asked],
+            "input_ids": [each.prompt for each in asked],
+            "sampling_params": [each.sampling for each in asked],
+            "return_logprob": True,
+            "return_routed_experts": self.address.mixture is not None,
+        }
+        answers = await self._transport.call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
+        if not isinstance(answers, list) or len(answers) != len(asked):
+            raise EngineError(f"the engine at {self.address.url} answered {len(asked)} samples with {str(answers)[:200]!r}")
+        return answers
+
+    async def _ask_together(self, own: Sequence[_Asked]) -> list[Any]:
+        """As `_ask`, in one HTTP call with what others ask for in the same moment; when they are refused together, each asks alone."""
+        if self._together is None:
+            collected: list[Sequence[_Asked]] = []
+            self._together = collected, asyncio.create_task(self._ask_collected(collected))
+        requests, task = self._together
+        first = sum(map(len, requests))
+        requests.append(own)
+        if first + len(own) >= MAX_TOGETHER:
+            self._together = None
+        answers = await asyncio.shield(task)
+        return await self._ask(own) if answers is None else answers[first : first + len(own)]
+
+    async def _ask_collected(self, requests: Sequence[Sequence[_Asked]]) -> list[Any] | None:
+        """The answers to `requests`, complete when this task has its first turn, after all that is asked for in the same moment.
+
+        None when the server refuses several of them, because what it says need not hold for all.
+        """
+        if self._together is not None and self._together[0] is requests:
+            self._together = None
+        try:
+            return await self._ask([each for request in requests for each in request])
+        except EngineRefusal:
+            if len(requests) == 1:
+                raise
+            return None
 
     async def score(self, token_ids: Ints) -> Scores:
         """Log-probs at temperature 1 of the sequence `token_ids` [T] under the current weights. Raises what `generate` raises."""

@@ -1,22 +1,22 @@
-"""Whether the samples of a group are drawn independently: groups whose samples are all the same, more often than chance allows."""
+"""Whether the trajectories of a group are drawn independently: groups in which all are the same, more often than chance allows."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.types import Group
+from megatron_rl.types import Group, Sample, trajectories
 
 LIMIT = math.log(1e15)
 """Nats of evidence at which chance is ruled out: one wrong alarm in 10^15 groups at most."""
 
 
 class IdenticalGroups:
-    """Collects evidence over the groups of a run that samples of one prompt are copies of each other. Legend: n samples of a group.
+    """Collects evidence over the groups of a run that samples of one prompt are copies of each other. Legend: n trajectories of a group.
 
-    Let y be the first sample of a group and p(y) its probability, which its rollout log-probs state. Drawn independently, the other
-    n - 1 samples are all equal to y with probability q = p(y)^(n - 1), whatever the lengths and the entropy. With X = 1 for such a group
-    and X = 0 for others, the factor (1 + X / q) / 2 has the expectation 1 given y. So the product of the factors of the groups since
+    Let y be the first trajectory of a group and p(y) its probability, which its rollout log-probs state. Drawn independently, the other
+    n - 1 are all equal to y with probability q = p(y)^(n - 1), whatever the lengths and the entropy. With X = 1 for such a group and
+    X = 0 for others, the factor (1 + X / q) / 2 has the expectation 1 given y. So the product of the factors of the groups since
     any given one is a martingale, and by Ville's inequality it ever reaches 1 / a with probability a at most. The evidence is the
     logarithm of that product, begun anew whenever it falls below 0 (the sum of CUSUM), so that a long healthy start hides nothing;
     beginning at each of N groups makes the probability of a wrong alarm N a at most.
@@ -30,13 +30,14 @@ class IdenticalGroups:
         self._num_identical = self._num_groups = 0
 
     def add(self, group: Group) -> None:
-        """Take the evidence of a group whose samples were drawn at a temperature above 0. One sample says nothing."""
-        if len(group.samples) < 2:
+        """Take the evidence of a group whose samples were drawn at a temperature above 0. One trajectory says nothing."""
+        attempts = trajectories(group.samples)
+        if len(attempts) < 2:
             return
         gain = -math.log(2)
-        if _all_equal(group):
+        if len({tuple(sample.response_ids.tobytes() for sample in attempt) for attempt in attempts}) == 1:
             self._num_identical += 1
-            gain += float(np.logaddexp(0.0, (len(group.samples) - 1) * _surprise(group)))
+            gain += float(np.logaddexp(0.0, (len(attempts) - 1) * _surprise(attempts[0])))
         self._num_groups += 1
         self._evidence += gain
         if self._evidence <= 0:
@@ -52,12 +53,6 @@ class IdenticalGroups:
         )
 
 
-def _all_equal(group: Group) -> bool:
-    responses: Sequence[bytes] = [sample.response_ids.tobytes() for sample in group.samples]
-    return len(set(responses)) == 1
-
-
-def _surprise(group: Group) -> float:
-    """-log p of the first sample's tokens that an engine made, in nats; what else is in a response only makes chance less likely."""
-    first = group.samples[0]
-    return max(0.0, -float(first.rollout_log_probs[first.weight_versions >= 0].sum(dtype=np.float64)))
+def _surprise(attempt: Sequence[Sample]) -> float:
+    """-log p of a trajectory's tokens that an engine made, in nats; what else is in its responses only makes chance less likely."""
+    return max(0.0, -sum(float(part.rollout_log_probs[part.weight_versions >= 0].sum(dtype=np.float64)) for part in attempt))

@@ -1,8 +1,10 @@
 """The nodes of a Ray cluster: what they have, and a place on them for every process before any of them starts."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.config.settings import ClusterSettings
@@ -20,6 +22,18 @@ def cluster_device_kind() -> DeviceKind:
     import ray
 
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
+
+
+def enter_directory(directory: Path) -> None:
+    """Work where the driver does, so that relative paths mean the same on every node. Raises UserError where it does not exist."""
+    import ray
+
+    if not directory.is_dir():
+        raise UserError(
+            f"{ray.util.get_node_ip_address()} has no directory {directory}, from which this run was started and to which its relative "
+            f"paths belong; start it from a directory that all nodes share"
+        )
+    os.chdir(directory)
 
 
 def no_gpu(gpu: str, where: str) -> str:

@@ -1,6 +1,11 @@
-"""All generation engines as one object, seen from the driver."""
+"""All generation engines as one object, seen from the driver, and the Ray actor that starts each of them and watches it.
 
-from collections.abc import Sequence
+Neither this module nor what it imports knows torch or Megatron: the actor needs none of it, and importing it takes ten times as long as
+everything else that the actor does, and ten times the memory.
+"""
+
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -9,19 +14,41 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.rollout.engine import Engine, EngineAddress
 from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.server_args import sent_prompt_tokens
-from megatron_rl.runtime.cluster import Places
-from megatron_rl.runtime.engine_worker import EngineWorker
+from megatron_rl.runtime.cluster import Places, enter_directory
 from megatron_rl.runtime.watchdog import Watchdog
 
-with quiet_megatron_imports():
-    from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.training.expert_load import check_routing_replay
-
 STOP_TIMEOUT_S = 30.0
+HEALTH_INTERVAL_S = 0.5
+
+
+@ray.remote(concurrency_groups={"watch": 1})
+class EngineWorker:
+    """One SGLang server, a child process of this actor, on the GPUs that Ray gave it or, beside ranks, on `shared_gpus`."""
+
+    def __init__(self, make_engine: Callable[..., Engine], *, directory: Path, shared_gpus: tuple[int, ...] = ()) -> None:
+        enter_directory(directory)
+        gpus = shared_gpus or tuple(int(gpu) for gpu in ray.get_gpu_ids())
+        self._engine = make_engine(host=ray.util.get_node_ip_address(), gpu_ids=gpus)
+        self._stopping = False
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> None:
+        """Beside the other calls: return when the engine was stopped on purpose; raise with the tail of its log when it died."""
+        while not self._stopping:
+            self._engine.check()
+            time.sleep(HEALTH_INTERVAL_S)
+
+    def start(self) -> EngineAddress:
+        """Start the server and wait until it serves."""
+        return self._engine.start()
+
+    def stop(self) -> None:
+        """Stop the server and reap it."""
+        self._stopping = True
+        self._engine.stop()
 
 
 class EngineGroup:
@@ -61,13 +88,16 @@ class EngineGroup:
         return [worker.start.remote() for worker in self._workers]
 
     def finish_start(self, refs: list[ray.ObjectRef]) -> list[EngineAddress]:
-        """Wait until every engine serves and watch them from now on."""
-        addresses: list[EngineAddress] = self._watchdog.wait_refs(
-            refs, name="starting the engines", timeout_s=self._settings.rollout.startup_timeout_s + STOP_TIMEOUT_S, owner="engine"
+        """Wait until every engine serves."""
+        addresses: list[EngineAddress] = self._watchdog.wait(
+            refs, name="starting the engines", owner="engine", timeout_s=self._settings.rollout.startup_timeout_s + STOP_TIMEOUT_S
         )
-        for number, worker in enumerate(self._workers):
-            self._watchdog.watch(f"engine {number}", worker.watch.remote().future())
         return addresses
+
+    def watch(self, addresses: Sequence[EngineAddress], *, goes_on: Callable[[EngineAddress, Exception], bool]) -> None:
+        """Watch every engine from now on; `goes_on` says whether the run goes on without one that has died."""
+        for number, (worker, address) in enumerate(zip(self._workers, addresses, strict=True)):
+            self._watchdog.watch(f"engine {number}", worker.watch.remote().future(), goes_on=partial(goes_on, address))
 
     def stop(self) -> None:
         """Stop the servers and reap them. An actor that is dead, or too slow, takes its server down with it when Ray ends."""
@@ -84,6 +114,10 @@ def recorded_mixture(settings: Settings) -> MixtureShape | None:
     """The experts of the model, when the engines are to record to which of them they route tokens."""
     if not settings.training.routing_replay:
         return None
+    # The driver has imported them already; the actor never does.
+    from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.training.expert_load import check_routing_replay
+
     spec = read_model_spec(settings.model.path)
     check_routing_replay(settings.model, settings.training, spec)
     assert spec.moe is not None, "checked right above"

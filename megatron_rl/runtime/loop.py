@@ -1,4 +1,18 @@
-"""The training loop. It reads like the sentence it implements."""
+"""The training loop. It reads like the sentence it implements.
+
+       prompts ──► RolloutManager ──(token ids)──► engines, which serve the weights of version v
+                        │    rollout/manager: groups with rewards, kept in the buffer until their step comes
+       next_batch       ▼
+                   TrainBatch        one flat record: tokens, masks, rewards, log-probs and versions of the engines
+                        │    data/packing: one shard for each data-parallel rank
+       train            ▼
+                   TrainerGroup      training/trainer on every Megatron rank: advantages, then training/policy_step
+                        │
+       publish          ▼
+                   WeightSync ──(version v + 1)──► engines
+
+Read next: rollout_run (what the calls below do with engines), or training_run.SupervisedRun (a run without any).
+"""
 
 from megatron_rl.runtime.training_run import TrainingRun
 

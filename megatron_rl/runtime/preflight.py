@@ -27,15 +27,15 @@ from megatron_rl.plugins import load
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.groups import load_rollout
 from megatron_rl.rollout.server_args import check_environment, check_records_routing, validate_server_args
-from megatron_rl.runtime.checkpoint import newest_checkpoint
 from megatron_rl.runtime.cluster import no_gpu
 from megatron_rl.runtime.resources import available_memory_bytes
+from megatron_rl.runtime.run_checkpoint import newest_checkpoint
 
 with quiet_megatron_imports():
     from megatron_rl.models.hf_files import Checkpoint
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.weight_table import tensor_shapes
-    from megatron_rl.runtime.placement_table import crossing_notes
+    from megatron_rl.runtime.launch_plan import crossing_notes
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
     from megatron_rl.training.model_check import check_layout, check_model

@@ -1,45 +1,60 @@
-"""From settings to a finished run: everything is checked, then placed, then started, and stopped whatever happens."""
+"""From settings to a finished run: everything is checked, then placed, then started, and stopped whatever happens.
+
+Ray reads its environment when it is imported, which this module does: `ray_session.prepare_environment` comes before its import.
+"""
 
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
 
 from megatron_rl.config.checks import gpu_contradictions
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.run_prompts import RunPrompts
+from megatron_rl.data.source import PromptSource
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import chosen_row_maths, quiet_megatron_imports
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.files import write_atomic
-from megatron_rl.leftovers import remove_leftovers
+from megatron_rl.leftovers import remove_leftovers, scratch_directory
 from megatron_rl.observe.console import RL_COLUMNS, RL_COLUMNS_WITHOUT_REFERENCE, SUPERVISED_COLUMNS, Column, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.summary import SUMMARY_FILE
 from megatron_rl.observe.timing import PhaseTimer
-from megatron_rl.runtime.background import BackgroundLoop
-from megatron_rl.runtime.checkpoint import newest_checkpoint
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.manager import RolloutManager, reward_log
 from megatron_rl.runtime.cluster import DeviceKind, Places, cluster_device_kind, no_gpu, reserved_places
+from megatron_rl.runtime.colocation import SharedDevices, Turn
 from megatron_rl.runtime.engines import EngineGroup, engine_dtype, ranks_per_engine
+from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
-from megatron_rl.runtime.samples import GeneratedSamples, SampleSource, SupervisedSamples
-from megatron_rl.runtime.start_report import StartReport
+from megatron_rl.runtime.rollout_run import CONTROL_TIMEOUT_S, RolloutRun, generation_deadline_s
+from megatron_rl.runtime.run_checkpoint import newest_checkpoint
 from megatron_rl.runtime.trainers import TrainerGroup
-from megatron_rl.runtime.training_run import SETTINGS_FILE, TrainingRun
-from megatron_rl.runtime.turns import NoTurns, SharedDevices, Turn, Turns
+from megatron_rl.runtime.training_run import SETTINGS_FILE, RunRecords, SupervisedRun, TrainingRun
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.weights.interface import Surroundings, WeightTransport
-from megatron_rl.weights.sync import TRANSPORTS
+from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
 with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.weights.manifest import make_manifest
 
 PLACE_TIMEOUT_S = 120.0
+OPEN_TIMEOUT_S = 300.0
 BUFFER_FILE = "buffer.sqlite"
 
 
@@ -51,8 +66,10 @@ def _columns(settings: Settings) -> tuple[Column, ...]:
 
 
 def train(settings: Settings, *, resume: bool) -> None:
-    """Train; see `run.run_training`."""
-    directory = settings.run.directory
+    """Train as the settings say, or continue with `resume` from the run's newest checkpoint.
+
+    Raises UserError for what the user can mend and the failing process's own error otherwise; nothing keeps running.
+    """
     timer = PhaseTimer()
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(settings.run.num_steps, columns=_columns(settings)))
@@ -61,20 +78,19 @@ def train(settings: Settings, *, resume: bool) -> None:
             _clean_up(console)
             start = StartReport(console, timer)
             with timer.measure("start"), console.phase("start"):
-                samples, trainers, turns = _start(settings, stack, start)
+                make_run = (_start_supervised if settings.supervised else _start_with_engines)(settings, stack, start)
             console.say(str(start))
             console.say(f"statistics of logits: {_row_maths(settings)}")
-            if isinstance(samples, GeneratedSamples):
-                console.say(f"what the reward function prints is in {samples.rollouts.reward_log}")
-            write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
+            if not settings.supervised:
+                console.say(f"what the reward function prints is in {reward_log(settings)}")
+            write_atomic(settings.run.directory / SETTINGS_FILE, dump_settings(settings))
             # An earlier life of the run may have ended, but this one has not.
-            (directory / SUMMARY_FILE).unlink(missing_ok=True)
+            (settings.run.directory / SUMMARY_FILE).unlink(missing_ok=True)
             sinks = stack.enter_context(_open_sinks(settings, resume=resume))
-            run = TrainingRun(
-                settings, samples=samples, trainers=trainers, turns=turns, console=console, sinks=sinks, memory=memory, timer=timer
-            )
+            run = make_run(records=RunRecords(console=console, sinks=sinks, memory=memory, timer=timer))
             with _keeping_what_it_has(run, console):
                 first_step = run.resume() if resume else 0
+                spare_what_is_loaded()
                 train_loop(run, first_step=first_step)
                 run.finish()
 
@@ -126,34 +142,47 @@ def _announcing_failure(console: RunConsole, settings: Settings) -> Iterator[Non
 
 
 def evaluate(settings: Settings) -> None:
-    """Evaluate; see `run.run_evaluation`."""
+    """Evaluate the model at model.path on data.eval with engines alone, and print the result. Raises as `train`."""
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(1))
+        watchdog = stack.enter_context(Watchdog())
         start = StartReport(console, PhaseTimer())
         with console.phase("start"):
-            samples = _open_samples(settings, stack, watchdog := Watchdog(), start, buffer=False)
-            places = _reserve(settings, stack, start, trains=False)
-            engines = EngineGroup(settings, places=places, watchdog=watchdog)
+            # Nothing is trained on, so nothing has to be kept.
+            buffer = stack.enter_context(scratch_directory()).path / BUFFER_FILE
+            manager = _open_manager(settings, stack, watchdog, start, buffer=buffer)
+            engines = EngineGroup(settings, places=_reserve(settings, stack, start, trains=False), watchdog=watchdog)
             stack.callback(engines.stop)
             with start.part("engines"):
-                samples.connect(engines.finish_start(engines.begin_start()))
+                # What they have started with is what is evaluated.
+                _join(manager, engines, engines.begin_start(), watchdog, start, serve_current=True)
         console.say(str(start))
-        with console.phase("eval", total=2 * samples.num_eval_prompts, unit="prompts") as progress:
-            metrics = samples.evaluate(progress=progress)
+        num_prompts = len(manager.prompts.held_out)
+        with console.phase("eval", total=2 * num_prompts, unit="prompts") as progress:
+            timeout_s = 2 * generation_deadline_s(settings, num_prompts)
+            metrics = watchdog.wait(manager.evaluate(progress=progress), name="evaluation", owner="the engines", timeout_s=timeout_s)
         for name, value in metric_values(metrics).items():
             console.say(f"{name:<28} {value:.4f}")
 
 
-def _start(settings: Settings, stack: ExitStack, start: StartReport) -> tuple[SampleSource, TrainerGroup, Turns]:
-    """Check what is cheap to check, then start every process and wait for all: at once, or in turns on shared devices."""
-    watchdog = Watchdog()
-    if settings.supervised:
-        samples = SupervisedSamples(settings)
-        trainers = TrainerGroup(settings, places=_reserve(settings, stack, start), watchdog=watchdog)
-        with start.part("ranks"):
-            trainers.finish_start(trainers.begin_start())
-        return samples, trainers, NoTurns()
-    generated = _open_samples(settings, stack, watchdog, start, buffer=True)
+def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport") -> Callable[..., TrainingRun]:
+    """Check what is cheap to check, then start the ranks and wait for them. What is returned makes the run from its `records`."""
+    tokenizer = load_tokenizer(settings.model.path)
+    source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed, need_response=True)
+    watchdog = stack.enter_context(Watchdog())
+    trainers = TrainerGroup(settings, places=_reserve(settings, stack, start), watchdog=watchdog)
+    with start.part("ranks"):
+        trainers.finish_start(trainers.begin_start())
+    return partial(SupervisedRun, settings, source=source, trainers=trainers)
+
+
+def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartReport") -> Callable[..., TrainingRun]:
+    """Check what is cheap to check, then start every process and wait for all: at once, or in turns on shared devices.
+
+    What is returned makes the run from its `records`.
+    """
+    watchdog = stack.enter_context(Watchdog())
+    manager = _open_manager(settings, stack, watchdog, start, buffer=settings.run.directory / BUFFER_FILE)
     places = _reserve(settings, stack, start)
     if places.device_kind == "cuda" and (wrong := gpu_contradictions(settings)):
         raise joined_error(wrong, origin="on GPUs")
@@ -168,35 +197,82 @@ def _start(settings: Settings, stack: ExitStack, start: StartReport) -> tuple[Sa
             trainers.finish_start(trainers.begin_start())
             trainers.put_away(Turn.TRAINING.trainer_parts)
         with start.part("engines"):
-            generated.connect(engines.finish_start(engines.begin_start()))
+            _join(manager, engines, engines.begin_start(), watchdog, start)
     else:
         engines_starting = engines.begin_start()
         start.follow("engines", [ref.future() for ref in engines_starting])
         with start.part("ranks"):
             trainers.finish_start(trainers.begin_start())
-        generated.connect(engines.finish_start(engines_starting))
-    turns = SharedDevices(trainers, generated) if settings.runtime.colocate else NoTurns()
-    # The group of a transport takes memory on the devices, which is there in no other turn.
-    turns.take(Turn.SYNC)
+        _join(manager, engines, engines_starting, watchdog, start)
+    devices = SharedDevices(trainers, manager, watchdog=watchdog) if settings.runtime.colocate else None
+    if devices is not None:
+        # The group of a transport takes memory on the devices, which is there in no other turn.
+        devices.take(Turn.SYNC)
     with start.part("weight transport"):
-        make_transport = partial(_make_transport, settings, trainers, places.device_kind)
-        generated.attach(make_transport, trainers, dtype=engine_dtype(settings, device_kind=places.device_kind))
-    return generated, trainers, turns
+        sync = _open_sync(settings, manager, trainers, watchdog, device_kind=places.device_kind)
+    dtype = engine_dtype(settings, device_kind=places.device_kind)
+    return partial(RolloutRun, settings, manager=manager, sync=sync, dtype=dtype, watchdog=watchdog, devices=devices, trainers=trainers)
 
 
-def _open_samples(settings: Settings, stack: ExitStack, watchdog: Watchdog, start: StartReport, *, buffer: bool) -> GeneratedSamples:
-    background = BackgroundLoop()
-    stack.callback(background.close)
-    samples = GeneratedSamples(settings, background=background, watchdog=watchdog)
-    stack.callback(samples.close)
-    for note in samples.rollouts.label_notes:
+def _open_manager(settings: Settings, stack: ExitStack, watchdog: Watchdog, start: "StartReport", *, buffer: Path) -> RolloutManager:
+    prompts = RunPrompts.read(settings)
+    for note in prompts.notes:
         start.note(note)
+    opening = RolloutManager.open(settings, prompts=prompts, buffer=buffer)
     with start.part("reward workers"):
-        samples.open(settings.run.directory / BUFFER_FILE if buffer else None)
-    return samples
+        name = "checking the reward function and opening the buffer"
+        return stack.enter_context(watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=OPEN_TIMEOUT_S))
 
 
-def _reserve(settings: Settings, stack: ExitStack, start: StartReport, *, trains: bool = True) -> Places:
+def _join(
+    manager: RolloutManager,
+    engines: EngineGroup,
+    starting: list[ray.ObjectRef],
+    watchdog: Watchdog,
+    start: "StartReport",
+    *,
+    serve_current: bool = False,
+) -> None:
+    """Wait for the engines that are `starting`, give them to the manager, and let it lose those that die, but not the last."""
+    addresses = engines.finish_start(starting)
+    joining = manager.join(addresses, serve_current=serve_current)
+    watchdog.wait(joining, name="connecting to the engines", owner="the engines", timeout_s=CONTROL_TIMEOUT_S)
+
+    def goes_on(address: EngineAddress, error: Exception) -> bool:
+        leaving = manager.leave(address, error)
+        left = watchdog.wait(leaving, name="going on without an engine", owner="the engines", timeout_s=CONTROL_TIMEOUT_S)
+        if left:
+            start.note(f"the run goes on with {len(manager.clients)} of {len(addresses)} engines, because one ended: {error}")
+        return left
+
+    engines.watch(addresses, goes_on=goes_on)
+
+
+def _open_sync(
+    settings: Settings, manager: RolloutManager, trainers: TrainerGroup, watchdog: Watchdog, *, device_kind: DeviceKind
+) -> WeightSync:
+    timeout_s = settings.weights.sync_timeout_s
+    manifest = make_manifest(read_model_spec(settings.model.path), dtype=engine_dtype(settings, device_kind=device_kind))
+
+    def make_transport(num_engines: int) -> WeightTransport:
+        surroundings = Surroundings(
+            manifest=manifest,
+            directory=settings.run.directory / "weights",
+            free_address=trainers.free_address,
+            backend="nccl" if device_kind == "cuda" else "gloo",
+            num_engines=num_engines,
+            ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
+            timeout_s=timeout_s,
+        )
+        return TRANSPORTS[settings.weights.transport](surroundings)
+
+    sync = WeightSync(make_transport, ranks=trainers, pool=manager.pool, timeout_s=timeout_s)
+    name = "joining trainer and engines"
+    watchdog.wait(sync.connect(), name=name, owner="the weight transport", timeout_s=timeout_s + CONTROL_TIMEOUT_S)
+    return sync
+
+
+def _reserve(settings: Settings, stack: ExitStack, start: "StartReport", *, trains: bool = True) -> Places:
     on_cpu, runtime = Needs.of(settings, device_kind="cpu", trains=trains), settings.runtime
     with start.part("Ray"):
         stack.enter_context(ray_cluster(address=runtime.ray_address, num_processes=on_cpu.num_ranks + on_cpu.num_engines))
@@ -209,14 +285,45 @@ def _reserve(settings: Settings, stack: ExitStack, start: StartReport, *, trains
     return places
 
 
-def _make_transport(settings: Settings, trainers: TrainerGroup, device_kind: DeviceKind, num_engines: int) -> WeightTransport:
-    surroundings = Surroundings(
-        manifest=make_manifest(read_model_spec(settings.model.path), dtype=engine_dtype(settings, device_kind=device_kind)),
-        directory=settings.run.directory / "weights",
-        free_address=trainers.free_address,
-        backend="nccl" if device_kind == "cuda" else "gloo",
-        num_engines=num_engines,
-        ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
-        timeout_s=settings.weights.sync_timeout_s,
-    )
-    return TRANSPORTS[settings.weights.transport](surroundings)
+class StartReport:
+    """Shows every part as a phase of its own and measures it as `start_PART`. Parts may overlap; `str` gives the seconds of all."""
+
+    def __init__(self, console: RunConsole, timer: PhaseTimer) -> None:
+        self._console, self._timer = console, timer
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """The body waits for `name`."""
+        start_s = time.perf_counter()
+        with self._console.phase(f"start: {name}"):
+            yield
+        self._ended(name, time.perf_counter() - start_s)
+
+    def follow(self, name: str, futures: "Sequence[Future[Any]]") -> None:
+        """Somebody waits for all of `futures`, which make up `name`; returns at once."""
+        phase = self.part(name)
+        phase.__enter__()
+        waiting = set(futures)
+
+        def finished(future: "Future[Any]") -> None:
+            with self._lock:
+                waiting.discard(future)
+                last = not waiting
+            if last:
+                phase.__exit__(None, None, None)
+
+        for future in futures:
+            future.add_done_callback(finished)
+
+    def note(self, text: str) -> None:
+        """Say what is worth knowing before the run goes on."""
+        self._console.say(f"note: {text}")
+
+    def _ended(self, name: str, seconds: float) -> None:
+        self._timer.add(f"start_{name.lower().replace(' ', '_')}", seconds)
+        self._seconds[name] = seconds
+
+    def __str__(self) -> str:
+        return f"started: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in self._seconds.items())}"

@@ -1,5 +1,6 @@
-"""All Megatron ranks as one object, seen from the driver."""
+"""All Megatron ranks as one object, seen from the driver, and the Ray actor that each of them is."""
 
+import threading
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
@@ -9,15 +10,92 @@ import ray
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe.metrics import Metric, merge_metrics
-from megatron_rl.runtime.cluster import Places
+from megatron_rl.rollout.engine import free_port
+from megatron_rl.runtime.cluster import Places, enter_directory
+from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.watchdog import Watchdog
-from megatron_rl.runtime.workers import TrainerWorker
 from megatron_rl.training.offload import Part
+from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.whole_batch import divide
-from megatron_rl.types import Floats, TrainBatch
-from megatron_rl.weights.interface import SenderPlan
+from megatron_rl.types import Floats, Shard, TrainBatch
+from megatron_rl.weights.interface import SenderPlan, WeightSender
 
 START_TIMEOUT_S = 600.0
+OWNER = "Megatron rank"
+"""What a rank is called in messages, before its number."""
+
+
+@ray.remote(concurrency_groups={"watch": 1})
+class TrainerWorker:
+    """The process of one Megatron rank, thin: it forwards to one object of the training room."""
+
+    def __init__(self) -> None:
+        # Which rank it is follows from the GPUs that Ray gives to it and its neighbours, which are only known once they all run.
+        self._rank: int
+        self._trainer: Trainer
+        self._sender: WeightSender
+
+    @ray.method(concurrency_group="watch")
+    def hold(self) -> None:
+        """Never return, beside the other calls: the caller learns of this actor's death."""
+        threading.Event().wait()
+
+    def take_place(self, directory: Path) -> tuple[int, ...]:
+        """Work in `directory` from now on; return the GPUs that Ray gave this process, by the numbers of its node."""
+        enter_directory(directory)
+        return tuple(int(gpu) for gpu in ray.get_gpu_ids())
+
+    def address(self) -> tuple[str, int]:
+        """An address of this node and a free port on it, for a rendezvous that this rank will serve."""
+        address = ray.util.get_node_ip_address()
+        return address, free_port(address)
+
+    def start(self, settings: Settings, *, rank: int, init_method: str) -> int:
+        """Build the model and the optimizer as this rank; return its data-parallel rank."""
+        self._rank = rank
+        self._trainer = Trainer.of(settings, rank=self._rank, init_method=init_method)
+        spare_what_is_loaded()
+        return self._trainer.dp_rank
+
+    def train(self, shard: Shard) -> list[dict[str, Metric]]:
+        """One rollout batch; this rank's share of the metrics, one dict per optimizer step."""
+        return self._trainer.train_shard(shard)
+
+    def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
+        """Log-probs [T] of the batch's tokens under the current weights."""
+        return self._trainer.own_log_probs(batch, temperature=temperature)
+
+    def put_away(self, parts: frozenset[Part]) -> None:
+        """Move these parts of this rank's models to host memory."""
+        self._trainer.put_away(parts)
+
+    def take_back(self, parts: frozenset[Part]) -> None:
+        """Move these parts of this rank's models back to the device."""
+        self._trainer.take_back(parts)
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of a checkpoint that `load` continues from."""
+        self._trainer.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Continue from a checkpoint."""
+        self._trainer.load(directory)
+
+    def save_hf(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face directory (rank 0 writes, all gather)."""
+        self._trainer.save_hf(directory)
+
+    def open_sender(self, plan: SenderPlan) -> None:
+        """Open this rank's end of the transport to the engines."""
+        self._sender = plan.open(self._trainer, rank=self._rank)
+
+    def close_sender(self) -> None:
+        """Close this rank's end of the transport."""
+        self._sender.close()
+
+    def send(self, *, version: int) -> None:
+        """Send the current weights to the engines."""
+        self._sender.send(version=version)
 
 
 class TrainerGroup:
@@ -26,6 +104,8 @@ class TrainerGroup:
     def __init__(self, settings: Settings, *, places: Places, watchdog: Watchdog) -> None:
         self._settings = settings
         self._watchdog = watchdog
+        # Of every rank, once all have started.
+        self._dp_ranks: list[int] = []
         self._nodes = [
             [TrainerWorker.options(**places.rank_options(node)).remote() for _ in share.ranks]  # type: ignore[attr-defined]
             for node, share in enumerate(places.placement.nodes)
@@ -36,7 +116,7 @@ class TrainerGroup:
         """The actor of every rank and the GPUs that Ray gave it: on each node in the order of the GPUs, which Ray deals out in any."""
         workers = [worker for node in self._nodes for worker in node]
         refs = [worker.take_place.remote(Path.cwd()) for worker in workers]
-        answers = self._watchdog.wait_refs(refs, name="starting the processes of the ranks", timeout_s=START_TIMEOUT_S)
+        answers = self._watchdog.wait(refs, name="starting the processes of the ranks", owner=OWNER, timeout_s=START_TIMEOUT_S)
         gpus = dict(zip(workers, answers, strict=True))
         seated = [(worker, gpus[worker]) for node in self._nodes for worker in sorted(node, key=gpus.__getitem__)]
         for rank, (worker, _) in enumerate(seated):
@@ -61,7 +141,7 @@ class TrainerGroup:
 
     def finish_start(self, refs: list[ray.ObjectRef]) -> None:
         """Wait until every rank has built its model."""
-        self._dp_ranks = self._watchdog.wait_refs(refs, name="starting the Megatron ranks", timeout_s=START_TIMEOUT_S)
+        self._dp_ranks = self._watchdog.wait(refs, name="starting the Megatron ranks", owner=OWNER, timeout_s=START_TIMEOUT_S)
 
     @property
     def dp(self) -> int:
@@ -70,7 +150,7 @@ class TrainerGroup:
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         refs = [getattr(worker, method).remote(*args, **kwargs) for worker in self.workers]
-        return self._watchdog.wait_refs(refs, name=method, timeout_s=self._settings.training.step_timeout_s)
+        return self._watchdog.wait(refs, name=method, owner=OWNER, timeout_s=self._settings.training.step_timeout_s)
 
     def train(self, batch: TrainBatch, *, step: int) -> list[dict[str, Metric]]:
         """Train on one rollout batch; the merged metrics of each optimizer step."""
@@ -78,7 +158,7 @@ class TrainerGroup:
         shards = divide(batch, training, seed=self._settings.run.seed + step)
         stored = [ray.put(shard) for shard in shards]
         refs = [worker.train.remote(stored[dp_rank]) for worker, dp_rank in zip(self.workers, self._dp_ranks, strict=True)]
-        results = self._watchdog.wait_refs(refs, name=f"training of step {step + 1}", timeout_s=training.step_timeout_s)
+        results = self._watchdog.wait(refs, name=f"training of step {step + 1}", owner=OWNER, timeout_s=training.step_timeout_s)
         return [merge_metrics(shares) for shares in zip(*results, strict=True)]
 
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
@@ -107,7 +187,8 @@ class TrainerGroup:
 
     def free_address(self) -> tuple[str, int]:
         """An address of rank 0's node and a free port on it."""
-        return self._watchdog.wait_refs([self.workers[0].address.remote()], name="finding a free port", timeout_s=START_TIMEOUT_S)[0]
+        asked = [self.workers[0].address.remote()]
+        return self._watchdog.wait(asked, name="finding a free port", owner=OWNER, timeout_s=START_TIMEOUT_S)[0]
 
     def begin_open_sender(self, plan: SenderPlan) -> list[Future[None]]:
         """Let every rank open its end of the transport to the engines."""

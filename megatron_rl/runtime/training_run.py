@@ -1,13 +1,20 @@
-"""A training run: what the loop calls by name, with its clock, its console and its metrics."""
+"""A training run: what the loop calls by name, with its clock, its console, its metrics and its checkpoints.
+
+Runs differ in where batches come from: `SupervisedRun`, below, reads them from a file; `rollout_run.RolloutRun` has engines make them.
+"""
 
 import os
 import sys
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.batch import make_train_batch
+from megatron_rl.data.source import PromptSource
 from megatron_rl.errors import UserError
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
@@ -16,38 +23,65 @@ from megatron_rl.observe.report import has_curves, write_report
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.summary import FINISHED, Summary, facts_of, status_of, write_summary
 from megatron_rl.observe.timing import PhaseTimer
-from megatron_rl.runtime.checkpoint import RunState, checkpoint_paths, newest_checkpoint, oldest_step, save_checkpoint
-from megatron_rl.runtime.samples import SampleSource
+from megatron_rl.runtime.colocation import SharedDevices, Turn
+from megatron_rl.runtime.run_checkpoint import RunState, checkpoint_paths, newest_checkpoint, oldest_step, save_checkpoint
 from megatron_rl.runtime.trainers import TrainerGroup
-from megatron_rl.runtime.turns import Turn, Turns
 from megatron_rl.types import TrainBatch
 
 SETTINGS_FILE = "settings.yaml"
 POLICY_LINK = "huggingface"
 
 
-class TrainingRun:
-    """The methods that `train_loop` calls."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecords:
+    """Where a run writes down what it does: console, sinks of metrics, peak of memory and clock."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        samples: SampleSource,
-        trainers: TrainerGroup,
-        turns: Turns,
-        console: RunConsole,
-        sinks: Sinks,
-        memory: PeakMemory,
-        timer: PhaseTimer,
-    ) -> None:
-        self._settings, self._samples, self._trainers, self._turns = settings, samples, trainers, turns
-        self._console, self._sinks, self._memory, self._timer = console, sinks, memory, timer
+    console: RunConsole
+    sinks: Sinks
+    memory: PeakMemory
+    timer: PhaseTimer
+
+
+class TrainingRun(ABC):
+    """The methods that `train_loop` calls. `devices` are those that ranks and engines share, where they do."""
+
+    def __init__(self, settings: Settings, *, trainers: TrainerGroup, records: RunRecords, devices: SharedDevices | None = None) -> None:
+        self._settings, self._trainers, self._devices = settings, trainers, devices
+        self._console, self._sinks, self._memory, self._timer = records.console, records.sinks, records.memory, records.timer
         self._metrics: list[dict[str, Metric]] = []
         self._first_evaluation: dict[str, float] = {}
         self._last_evaluation: dict[str, float] = {}
-        self._busy_logged_s = 0.0
         self._trained_steps = self._logged_steps = 0
+
+    # What runs differ in
+
+    @abstractmethod
+    def begin(self, *, step: int) -> None:
+        """Do what has to be done before the first step, which follows on `step` steps."""
+
+    @abstractmethod
+    def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
+        """The sequences of this step, and what they say of the rollout."""
+
+    @abstractmethod
+    def publish(self, *, version: int) -> None:
+        """Give the trainer's weights to whatever serves them."""
+
+    @abstractmethod
+    def evaluate(self, *, step: int) -> None:
+        """Evaluate the weights that `step` steps have made."""
+
+    @abstractmethod
+    def _position(self) -> dict[str, Any]:
+        """Where the data continue, as JSON values, on disk before this returns."""
+
+    @abstractmethod
+    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
+        """Continue where the checkpoint after `step` steps stood; None: at the start of the data, before any checkpoint."""
+
+    @abstractmethod
+    def _forget(self, *, before_step: int) -> None:
+        """Free what only a checkpoint older than `before_step` could come back to."""
 
     @property
     def directory(self) -> Path:
@@ -67,21 +101,21 @@ class TrainingRun:
 
     def _turn(self, turn: Turn) -> None:
         """Have what is needed on the devices, where ranks and engines share them."""
-        if self._turns.changes(turn):
+        if self._devices is not None and self._devices.changes(turn):
             with self._phase("swap"):
-                self._turns.take(turn)
+                self._devices.take(turn)
 
     def resume(self) -> int:
         """Load the newest checkpoint and return the number of steps done, 0 when there is none."""
         found = newest_checkpoint(self.directory)
         if found is None:
-            self._samples.rewind(step=0, state=None)
+            self._rewind(step=0, position=None)
             return 0
         path, state = found
         self._turn(Turn.TRAINING)
         with self._phase("load"):
             self._trainers.load(path / "megatron")
-            self._samples.rewind(step=state.step, state=state.source)
+            self._rewind(step=state.step, position=state.source)
         self._first_evaluation = state.first_evaluation
         self._trained_steps = self._logged_steps = state.step
         self._console.say(f"resumed from {path} after {state.step} steps")
@@ -92,50 +126,16 @@ class TrainingRun:
         self._check_directory()
         self._turn(Turn.GENERATION)
         with self._phase("rollout", clock="rollout_wait", total=self._settings.data.prompts_per_step, unit="groups") as progress:
-            batch, metrics = self._samples.next_batch(step, progress=progress)
+            batch, metrics = self._make_batch(step, progress=progress)
         self._metrics.append(metrics)
         return batch
 
     def train(self, batch: TrainBatch, *, step: int) -> None:
         """Optimizer steps on one batch."""
         self._turn(Turn.TRAINING)
-        start_s, busy_before_s = time.perf_counter(), self._samples.busy_s
         with self._phase("train"):
-            results = self._trainers.train(batch, step=step)
-        self._metrics += results
+            self._metrics += self._trainers.train(batch, step=step)
         self._trained_steps = step + 1
-        if self._samples.generates:
-            overlap_s, train_s = self._samples.busy_s - busy_before_s, time.perf_counter() - start_s
-            self._metrics.append({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
-
-    def begin(self, *, step: int) -> None:
-        """Before the first step, engines get the trainer's weights, must agree with the trainer about them, and are evaluated."""
-        if self._samples.generates:
-            self.publish(version=step)
-            self._check_parity()
-            self.evaluate(step=step)
-            self.log(step=step)
-
-    def publish(self, *, version: int) -> None:
-        """Sync the engines' weights."""
-        if not self._samples.generates:
-            return
-        self._turn(Turn.SYNC)
-        with self._phase("sync"):
-            self._metrics.append(self._samples.publish(version=version))
-
-    def _check_parity(self) -> None:
-        self._turn(Turn.GENERATION)
-        with self._phase("parity probe"):
-            scored = self._samples.score_probe()
-        self._turn(Turn.SYNC)
-        with self._phase("parity probe"):
-            metrics = self._samples.check_parity(scored)
-        values = metric_values(metrics)
-        free = values.get("weights/parity_mean_without_replay")
-        note = "" if free is None else f", {free:.1e} without routing replay"
-        self._console.say(f"parity of engine and trainer: mean |Δ log-prob| {values['weights/parity_mean']:.1e} nats{note}")
-        self._metrics.append(metrics)
 
     def evaluates_after(self, step: int) -> bool:
         """True for every eval_interval-th step and the last."""
@@ -149,27 +149,15 @@ class TrainingRun:
     def _due(interval: int, step: int) -> bool:
         return interval > 0 and (step + 1) % interval == 0
 
-    def evaluate(self, *, step: int) -> None:
-        """Evaluate the weights that `step` steps have made."""
-        if not self._samples.num_eval_prompts or not self._settings.run.eval_interval:
-            return
-        self._turn(Turn.GENERATION)
-        with self._phase("eval", total=2 * self._samples.num_eval_prompts, unit="prompts") as progress:
-            metrics = self._samples.evaluate(progress=progress)
-        self._last_evaluation = metric_values(metrics)
-        self._first_evaluation = self._first_evaluation or self._last_evaluation
-        self._metrics.append(metrics)
-
     def save(self, *, step: int) -> None:
         """Write a checkpoint that `--resume` continues from, with the policy as a Hugging Face directory. Raises as `next_batch`."""
         self._check_directory()
         self._turn(Turn.TRAINING)
         with self._phase("save"):
-            state = RunState(
-                step=step, source=self._samples.state(), first_evaluation=self._first_evaluation, metrics=metric_values(self._measured())
-            )
+            metrics = metric_values(self._measured())
+            state = RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics)
             path = save_checkpoint(self.directory, state=state, trainers=self._trainers, keep=self._settings.run.keep_checkpoints)
-            self._samples.forget(before_step=oldest_step(self.directory))
+            self._forget(before_step=oldest_step(self.directory))
             _link(self.directory / POLICY_LINK, path / "hf")
 
     def _check_directory(self) -> None:
@@ -183,10 +171,6 @@ class TrainingRun:
     def _measured(self) -> dict[str, Metric]:
         """Everything measured since the last log. It stays, and what is measured from now on adds to it."""
         self._metrics.append({"memory/peak_bytes": Max(self._memory.peak_bytes)})
-        if self._samples.generates:
-            busy_s = self._samples.busy_s
-            self._timer.add("rollout", busy_s - self._busy_logged_s)
-            self._busy_logged_s = busy_s
         metrics = merge_metrics([*self._metrics, self._timer.take()])
         self._metrics = [metrics]
         tokens, seconds = metrics.get("train/num_tokens"), metrics.get("time/train")
@@ -242,6 +226,36 @@ class TrainingRun:
             if has_curves(self.directory):
                 write_report(self.directory, facts=facts_of(summary), commands=[go_on])
         write_summary(self.directory, summary)
+
+
+class SupervisedRun(TrainingRun):
+    """A run whose batches are the rows of data.train with their answers. It has no engines: nothing serves its weights."""
+
+    def __init__(self, settings: Settings, *, source: PromptSource, trainers: TrainerGroup, records: RunRecords) -> None:
+        super().__init__(settings, trainers=trainers, records=records)
+        self._source = source
+
+    def begin(self, *, step: int) -> None:
+        """Nothing has to be done before the first step."""
+
+    def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
+        return make_train_batch(self._source.next_supervised(self._settings.data.prompts_per_step)), {}
+
+    def publish(self, *, version: int) -> None:
+        """Nothing serves the weights."""
+
+    def evaluate(self, *, step: int) -> None:
+        """Nothing answers held-out prompts."""
+
+    def _position(self) -> dict[str, Any]:
+        return self._source.state()
+
+    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
+        if position is not None:
+            self._source.restore(position)
+
+    def _forget(self, *, before_step: int) -> None:
+        """Nothing is kept."""
 
 
 def _link(link: Path, target: Path) -> None:

@@ -1,14 +1,20 @@
-"""Waiting with a name and a deadline, while watching that everybody who must live does.
+"""Waiting with a name, owners and a deadline, while watching that every process lives that must.
 
-Ray reports the death of an actor only to who asks it something. So every actor has one call that never returns; when it
-does, the actor is dead, and whoever waits for anything at all learns it at once.
+The loop of a run is plain code in the main thread. What it waits for are calls of Ray's actors and coroutines of the rollout side, which
+run on an event loop in a thread of its own. Ray reports the death of an actor only to who asks it something. So every actor has one call
+that never returns; when it does, the actor is dead, and any wait for anything at all ends at once.
 """
 
+import asyncio
 import concurrent.futures
 import re
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias, TypeVar, overload
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -16,19 +22,177 @@ from ray.exceptions import RayActorError, RayTaskError
 from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, WorkerDiedError
 
 Future = concurrent.futures.Future[Any]
+GoesOn = Callable[[Exception], bool]
+Work: TypeAlias = Future | Coroutine[Any, Any, Any] | ray.ObjectRef
+Result = TypeVar("Result")
 
 CAUSE_S = 5.0
-"""How long a failure waits for the death of a watched actor that explains it. Whoever talks to a dead engine learns of a refused
-connection at once; its watcher, which has the exit code and the log, looks twice a second."""
+"""How long a failure waits for the death of a watched actor that explains it. A call to a dead engine fails at once with a refused
+connection; the engine's watcher, which has the exit code and the log, looks twice a second."""
+CLOSE_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
 
 
-def _raise_own(error: BaseException, *, owner: str) -> None:
-    """Raise what an actor raised as itself where it is ours, so that a user's mistake prints as one sentence; `owner` names the actor."""
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """An actor: its name, and what says whether the run goes on without it."""
+
+    name: str
+    goes_on: GoesOn | None
+
+
+class Watchdog:
+    """Waits for work; the death of a watched actor ends every wait with that actor's own error. Use in a `with` block."""
+
+    def __init__(self) -> None:
+        self._vital: dict[Future, Watched] = {}
+        # Also the making of a transport, in a thread of its own, waits.
+        self._lock = threading.RLock()
+        self._loop = asyncio.new_event_loop()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run_loop, name="rollout-loop", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Watchdog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Cancel the coroutines that still run, and end their thread."""
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=STOP_TIMEOUT_S)
+        self._closing.set()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=STOP_TIMEOUT_S)
+        self._loop.close()
+
+    def _run_loop(self) -> None:
+        while not self._closing.is_set():
+            # A plug-in that calls sys.exit() ends `run_forever`. The wait for it must not outlast that, and ends with this exception.
+            with suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+
+    def watch(self, name: str, future: Future, *, goes_on: GoesOn | None = None) -> None:
+        """Watch an actor through the future of a call that returns only when the actor fails.
+
+        `goes_on` is asked with the actor's error when it has died before any work failed: True ends no wait, and the actor is forgotten.
+        """
+        self._vital[future] = Watched(name, goes_on)
+
+    def forget(self) -> None:
+        """Watch nobody any more, because they are about to be stopped on purpose."""
+        self._vital.clear()
+
+    @overload
+    def wait(self, work: Coroutine[Any, Any, Result], *, name: str, owner: str, timeout_s: float) -> Result: ...
+
+    @overload
+    def wait(self, work: Sequence[Work], *, name: str, owner: str, timeout_s: float) -> list[Any]: ...
+
+    def wait(self, work: Coroutine[Any, Any, Any] | Sequence[Work], *, name: str, owner: str, timeout_s: float) -> Any:
+        """Wait for a coroutine and return its result, or for several pieces of work and return their results in order.
+
+        `name` says what is waited for, `owner` who does it: of several, each has its number behind that.
+
+        Raises:
+            DeadlineError: `timeout_s` seconds went by; the message names who is still missing.
+            Exception: whatever the first failing piece of work or watched actor raised.
+        """
+        if isinstance(work, Sequence):
+            owners = {self._begin(item): f"{owner} {number}" for number, item in enumerate(work)}
+            self._wait(owners, name=name, timeout_s=timeout_s)
+            return [future.result() for future in owners]
+        future = self._begin(work)
+        self._wait({future: owner}, name=name, timeout_s=timeout_s)
+        return future.result()
+
+    @contextmanager
+    def entered(self, context: AbstractAsyncContextManager[Result], *, name: str, owner: str, timeout_s: float) -> Iterator[Result]:
+        """The block inside an asynchronous context, which is entered within `timeout_s` seconds, and left whatever happens."""
+        value = self.wait(_enter(context), name=name, owner=owner, timeout_s=timeout_s)
+        try:
+            yield value
+        finally:
+            self._begin(_leave(context)).result(timeout=CLOSE_TIMEOUT_S)
+
+    def _begin(self, work: Work) -> Future:
+        """Start the work, where it is a coroutine; the future is cancelled to abandon it."""
+        if isinstance(work, concurrent.futures.Future):
+            return work
+        if isinstance(work, Coroutine):
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return work.future()
+
+    def _wait(self, owners: dict[Future, str], *, name: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        pending = set(owners)
+        while pending:
+            done, _ = concurrent.futures.wait(
+                pending | set(self._vital), timeout=max(0.0, deadline - time.monotonic()), return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            if not done:
+                for item in pending:
+                    item.cancel()
+                missing = ", ".join(owner for item, owner in owners.items() if item in pending)
+                raise DeadlineError(f"{name} did not finish within {timeout_s:.0f} s, still waiting for: {missing}")
+            with self._lock:
+                if any(self._has_consequence(item) for item in done & pending):
+                    done |= concurrent.futures.wait(self._vital, timeout=CAUSE_S, return_when=concurrent.futures.FIRST_COMPLETED).done
+                else:
+                    done = {item for item in done if item in pending or not self._goes_on_without(item)}
+                # What another thread has gone on without in the meantime is no longer watched.
+                done &= pending | set(self._vital)
+                for item in sorted(done, key=lambda item: item in pending):
+                    self._check(item, owner=owners[item] if item in pending else self._vital[item].name)
+            pending -= done
+
+    @staticmethod
+    def _has_consequence(item: Future) -> bool:
+        """Whether `item` failed in a way that the death of an actor may have caused; a user's mistake is its own cause."""
+        return item.exception() is not None and not _is_user_error(item.exception())
+
+    def _goes_on_without(self, item: Future) -> bool:
+        """Whether no wait ends because of this watched actor, which has ended."""
+        watched = self._vital.pop(item, None)
+        if watched is None:
+            return True
+        error = item.exception()
+        if watched.goes_on is not None and error is not None:
+            own = _own_error(error, owner=watched.name)
+            if isinstance(own, Exception) and watched.goes_on(own):
+                return True
+        self._vital[item] = watched
+        return False
+
+    def _check(self, item: Future, *, owner: str) -> None:
+        error = item.exception()
+        if error is not None:
+            own = _own_error(error, owner=owner)
+            raise own from (error if own is not error else error.__cause__)
+        if item in self._vital:
+            raise WorkerDiedError(f"{owner} ended although nobody asked it to")
+
+
+async def _enter(context: AbstractAsyncContextManager[Result]) -> Result:
+    return await context.__aenter__()
+
+
+async def _leave(context: AbstractAsyncContextManager[Any]) -> None:
+    await context.__aexit__(None, None, None)
+
+
+async def _cancel_all() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _own_error(error: BaseException, *, owner: str) -> BaseException:
+    """What an actor raised as itself where it is ours, so that a user's mistake prints as one sentence; `owner` names the actor."""
     if isinstance(error, RayActorError):
-        raise WorkerDiedError(f"{owner} died: its process {_exit_of(error)}") from error
+        return WorkerDiedError(f"{owner} died: its process {_exit_of(error)}")
     if isinstance(error, RayTaskError) and isinstance(error.cause, MegatronRLError):
-        raise error.cause from error
-    raise error
+        return error.cause
+    return error
 
 
 def _is_user_error(error: BaseException | None) -> bool:
@@ -39,66 +203,3 @@ def _exit_of(error: RayActorError) -> str:
     """Why the process of an actor ended, from Ray's long account of it."""
     found = re.search(r"Worker exit type: (\S+) Worker exit detail: ([^.]+)", str(error))
     return f"ended ({found[1]}: {found[2]})" if found else "is gone"
-
-
-class Watchdog:
-    """Waits for futures; the death of any watched actor ends every wait with that actor's own error."""
-
-    def __init__(self) -> None:
-        self._vital: dict[Future, str] = {}
-
-    def watch(self, name: str, future: Future) -> None:
-        """Watch an actor through the future of a call that returns only when the actor fails."""
-        self._vital[future] = name
-
-    def forget(self) -> None:
-        """Watch nobody any more, because they are about to be stopped on purpose."""
-        self._vital.clear()
-
-    def wait(self, futures: Sequence[Future], *, name: str, timeout_s: float, blame: Mapping[int, str] | None = None) -> list[Any]:
-        """Wait for all futures and return their results in order.
-
-        `name` says what is waited for; `blame` names the owner of each future by position, for the message at the deadline.
-
-        Raises:
-            DeadlineError: `timeout_s` seconds went by; the message names who is still missing.
-            Exception: whatever the first failing future or watched actor raised.
-        """
-        deadline = time.monotonic() + timeout_s
-        pending = set(futures)
-        while pending:
-            done, _ = concurrent.futures.wait(
-                pending | set(self._vital), timeout=max(0.0, deadline - time.monotonic()), return_when=concurrent.futures.FIRST_COMPLETED
-            )
-            if not done:
-                for item in pending:
-                    item.cancel()
-                missing = [self._blamed(futures, item, blame) for item in futures if item in pending]
-                raise DeadlineError(f"{name} did not finish within {timeout_s:.0f} s, still waiting for: {', '.join(missing)}")
-            if any(self._has_consequence(item) for item in done):
-                done |= concurrent.futures.wait(self._vital, timeout=CAUSE_S, return_when=concurrent.futures.FIRST_COMPLETED).done
-            for item in sorted(done, key=lambda item: item not in self._vital):
-                self._check(item, owner=self._vital.get(item) or self._blamed(futures, item, blame))
-            pending -= done
-        return [item.result() for item in futures]
-
-    @staticmethod
-    def _blamed(futures: Sequence[Future], item: Future, blame: Mapping[int, str] | None) -> str:
-        position = list(futures).index(item)
-        return (blame or {}).get(position, f"part {position}")
-
-    def _has_consequence(self, item: Future) -> bool:
-        """Whether `item` failed in a way that somebody else's death may have caused; a user's mistake is its own cause."""
-        return item not in self._vital and item.exception() is not None and not _is_user_error(item.exception())
-
-    def _check(self, item: Future, *, owner: str) -> None:
-        error = item.exception()
-        if error is not None:
-            _raise_own(error, owner=owner)
-        if item in self._vital:
-            raise WorkerDiedError(f"{owner} ended although nobody asked it to")
-
-    def wait_refs(self, refs: Sequence[ray.ObjectRef], *, name: str, timeout_s: float, owner: str = "Megatron rank") -> list[Any]:
-        """Wait for Ray calls, one per actor; the actors are called `owner` in messages, with their number."""
-        blame = {position: f"{owner} {position}" for position in range(len(refs))}
-        return self.wait([ref.future() for ref in refs], name=name, timeout_s=timeout_s, blame=blame)

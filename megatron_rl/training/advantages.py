@@ -1,6 +1,6 @@
 """What the loss needs of each token besides the model's own output, as token-aligned arrays of a shard's batch.
 
-Legend: T tokens of the shard's batch, B its sequences.
+Legend: T tokens of the shard's batch, B its sequences; B_all sequences of the whole batch.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import last_trainable
 from megatron_rl.algorithms.token_advantage import sample_scores, token_advantages, without_signal
 from megatron_rl.data.baseline import GREEDY_BASELINE
+from megatron_rl.data.trajectories import Trajectories
 from megatron_rl.errors import UserError
 from megatron_rl.training.collectives import sum_over_data_parallel
 from megatron_rl.types import Bools, Doubles, Floats, Ints, Shard, TrainBatch
@@ -30,7 +31,9 @@ class TokenData:
     `rollout_log_probs` None: those of the generator are not known. `old_log_probs` None: the old policy is the current one.
     `ref_log_probs` None: no reference is used. `kl_mask` None: the KL of every token counts. `token_keys` name a token within the whole
     batch, the same under every layout. `old_values`, of the states in which the tokens were chosen, and `returns` are for a critic, None
-    without one; `teacher_log_probs` likewise for a teacher.
+    without one; `teacher_log_probs` likewise for a teacher. `trajectory_ids` [B] name the trajectory of each of the shard's sequences
+    within the whole batch, and `trajectory_tokens` [B] count the trainable tokens of all its sequences, on whatever rank; None where each
+    sequence is a trajectory.
     """
 
     rollout_log_probs: Floats | None
@@ -43,6 +46,8 @@ class TokenData:
     old_values: Floats | None = None
     returns: Floats | None = None
     teacher_log_probs: Floats | None = None
+    trajectory_ids: Ints | None = None
+    trajectory_tokens: Ints | None = None
 
 
 def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:
@@ -65,11 +70,14 @@ def make_token_data(
 ) -> TokenData:
     """The data [T] of `shard`, with advantages by the groups of the whole batch; advantages are zero for supervised training.
 
+    A baseline counts each trajectory once, whatever number of sequences it has, and all its sequences get its advantage.
+
     `state_values` [T], for ppo, are a critic's of the states behind each token, `teacher` [T] a teacher's log-probs for distillation;
     `kl_reward_coef` is the present coefficient. What the batch brings itself takes the place of these, and its advantages are used as
     they are. Collective over data-parallel ranks.
     """
-    batch = shard.batch
+    batch, trajectories = shard.batch, Trajectories.of(shard.all_trajectory_ids)
+    own = trajectories.index[shard.rows]
     old, reference = _own_or(batch.old_log_probs, old, batch), _own_or(batch.ref_log_probs, reference, batch)
     old_values = _own_or(batch.values, None if state_values is None else values_before(state_values), batch)
     advantages, returns, kl_mask = np.zeros(len(batch.tokens)), None, None
@@ -77,14 +85,14 @@ def make_token_data(
         advantages = np.where(batch.loss_mask, batch.advantages, 0.0)
     elif objective.trains_by_rewards:
         log_ratio = None
-        rewards = _sample_rewards(objective, shard)
+        rewards = _trajectory_rewards(objective, shard, trajectories)
         if objective.zero_variance == "mask_kl":
-            nothing = without_signal(objective.advantage, **rewards).numpy()[shard.rows]
+            nothing = without_signal(objective.advantage, **rewards).numpy()[own]
             kl_mask = np.repeat(~nothing, batch.lengths)
         if objective.distillation_coef:
             assert old is not None and teacher is not None, "distillation needs old and teacher log-probs"
             log_ratio = _tensor(old).double() - _tensor(teacher).double()
-        scores = sample_scores(objective.advantage, **rewards)[_tensor(shard.rows)]
+        scores = sample_scores(objective.advantage, **rewards)[_tensor(own)]
         kl = None
         if kl_reward_coef:
             assert old is not None and reference is not None, "a KL in the rewards needs old and reference log-probs"
@@ -103,6 +111,8 @@ def make_token_data(
         old_values=old_values,
         returns=None if returns is None else returns.astype(np.float32),
         teacher_log_probs=teacher,
+        trajectory_ids=None if trajectories.single else own,
+        trajectory_tokens=None if trajectories.single else trajectories.sum(shard.all_trainable_tokens)[own],
     )
 
 
@@ -158,8 +168,8 @@ def _advantages(
     return np.asarray(advantages.numpy(), np.float64), None if returns is None else np.asarray(returns.numpy(), np.float64)
 
 
-class _SampleRewards(TypedDict):
-    """The whole batch's samples as the estimator compares them: arguments of `sample_scores` and `without_signal`."""
+class _TrajectoryRewards(TypedDict):
+    """The whole batch's trajectories as the estimator compares them: arguments of `sample_scores` and `without_signal`."""
 
     rewards: Tensor
     group_ids: Tensor
@@ -167,13 +177,13 @@ class _SampleRewards(TypedDict):
     baselines: Tensor | None
 
 
-def _sample_rewards(objective: Objective, shard: Shard) -> _SampleRewards:
-    by_component = objective.advantage.estimator == "gdpo"
+def _trajectory_rewards(objective: Objective, shard: Shard, trajectories: Trajectories) -> _TrajectoryRewards:
+    first, by_component = trajectories.first, objective.advantage.estimator == "gdpo"
     return {
-        "rewards": _tensor(_components(objective, shard) if by_component else shard.all_rewards),
-        "group_ids": _tensor(shard.all_group_ids),
-        "lengths": _tensor(shard.all_trainable_tokens),
-        "baselines": _tensor(_greedy_baselines(shard)) if objective.advantage.estimator == "remax" else None,
+        "rewards": _tensor((_components(objective, shard) if by_component else shard.all_rewards)[first]),
+        "group_ids": _tensor(shard.all_group_ids[first]),
+        "lengths": _tensor(trajectories.sum(shard.all_trainable_tokens)),
+        "baselines": _tensor(_greedy_baselines(shard)[first]) if objective.advantage.estimator == "remax" else None,
     }
 
 

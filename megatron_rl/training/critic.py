@@ -78,7 +78,7 @@ class Critic:
                 self._objective,
                 value_inputs(micro_batches[number], values.squeeze(-1), data),
                 num_tokens=totals.num_tokens,
-                num_sequences=totals.num_sequences,
+                num_sequences=totals.num_trajectories,
                 sequence_sum=sequence_sum,
             )
             return output.loss, Report(output.loss.detach(), output.metrics)

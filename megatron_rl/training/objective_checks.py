@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.algorithms.arguments import PPOArguments
+from megatron_rl.algorithms.arguments import DiscountedArguments, PPOArguments
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.errors import UserError
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.training.expert_load import check_record
-from megatron_rl.types import Doubles, TrainBatch
+from megatron_rl.types import Doubles, Ints, TrainBatch
 
 _OWN = ("old_log_probs", "ref_log_probs", "values", "advantages")
 _MORE_THAN_REWARDS = {"ppo": "a critic's returns", "remax": "the rewards of greedy responses", "gdpo": "components of the rewards"}
@@ -60,8 +60,11 @@ def check_fits(batch: TrainBatch, spec: ModelSpec) -> None:
     check_record(batch, spec)
 
 
-def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles) -> None:
-    """Raise UserError when `objective` would not use what `batch` brings, or lacks what it needs. `rewards` [B] are the whole batch's."""
+def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles, trajectory_ids: Ints) -> None:
+    """Raise UserError when `objective` would not use what `batch` brings, or lacks what it needs.
+
+    `rewards` and `trajectory_ids` [B] are the whole batch's.
+    """
     given = [name for name in _OWN if getattr(batch, name) is not None]
     if not objective.trains_by_rewards:
         if given:
@@ -80,6 +83,24 @@ def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles) ->
         raise UserError(
             f"{int((~np.isfinite(rewards)).sum())} of {len(rewards)} sequences have no finite reward, and the batch has no advantages of "
             "its own; give TrainBatch rewards for all of them, or advantages"
+        )
+    if batch.advantages is None and len(np.unique(trajectory_ids)) < len(trajectory_ids):
+        _check_returns(objective)
+
+
+def _check_returns(objective: Objective) -> None:
+    """Returns run from token to token of one sequence: nothing carries them on to the trajectory's next one."""
+    estimator = objective.advantage.estimator
+    cause = None
+    if estimator == "ppo":
+        cause = "the returns and values of ppo"
+    elif estimator == "reinforce_plus_plus" and (objective.kl_reward_coef or objective.advantage.arguments(DiscountedArguments).gamma < 1):
+        cause = "the returns of reinforce_plus_plus with gamma below 1 or a KL in the rewards"
+    if cause is not None:
+        raise UserError(
+            f"objective.advantage.estimator {estimator} got trajectories of several sequences, and {cause} end with each sequence "
+            "instead of the trajectory; choose an estimator that scores whole trajectories, such as grpo, or let the rollout return each "
+            "trajectory as one sample"
         )
 
 

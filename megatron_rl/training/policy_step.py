@@ -24,7 +24,7 @@ from megatron_rl.training.expert_load import ExpertLoad
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.trained_model import TrainedModel
 from megatron_rl.training.weight_update import Gradients, Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
-from megatron_rl.types import StepTotals
+from megatron_rl.types import Ints, StepTotals
 
 _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
     "kl_k3": ("train/kl_k3", "train/kl_reference"),
@@ -77,6 +77,8 @@ class StepRunner:
         """Compute the whole step's gradient, for `apply` to update the weights by. Begins the next optimizer step; no weight changes."""
         self._num_steps += 1
         counts = {"train/num_tokens": Sum(totals.num_tokens), "train/num_sequences": Sum(totals.num_sequences)}
+        if totals.num_trajectories != totals.num_sequences:
+            counts["train/num_trajectories"] = Sum(totals.num_trajectories)
         if not totals.num_tokens:
             return StepGradients(None, micro_batches, totals, data, _agreed_metrics(policy, counts))
         objective, coefficients, loss = self._prepare(policy, micro_batches, totals, data)
@@ -107,7 +109,9 @@ class StepRunner:
         if done.sound and not frozen:
             means = waiting.gradients.means
             measured = StepMeasurements(entropy=means["entropy"], kl_per_sequence=means["kl_per_sequence"])
-            self._controls = controls.updated_state(self._objective, self._controls, measured, num_sequences=waiting.totals.num_sequences)
+            self._controls = controls.updated_state(
+                self._objective, self._controls, measured, num_sequences=waiting.totals.num_trajectories
+            )
         dump_suspects(self._dump_directory, f"optimizer-step-{self._num_steps:06d}", waiting, done, temperature=policy.temperature)
         metrics = {
             "train/grad_norm": Mean(done.grad_norm, 1.0),
@@ -138,7 +142,7 @@ class StepRunner:
                 objective,
                 inputs,
                 num_tokens=totals.num_tokens,
-                num_sequences=totals.num_sequences,
+                num_sequences=totals.num_trajectories,
                 coefficients=coefficients,
                 sequence_sum=sequence_sum,
                 statistics=statistics,
@@ -202,6 +206,10 @@ def loss_inputs(
     """Inputs [N] of trainable tokens only, so that every mask entry is True; `seen` are the statistics of the pass before the step."""
     current = statistics.log_prob.detach()
     rollout = data.rollout_log_probs
+
+    def of_sequences(values: Ints | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values[micro_batch.rows]).to(current.device)
+
     return LossInputs(
         log_probs=statistics.log_prob,
         entropy=statistics.entropy,
@@ -217,6 +225,8 @@ def loss_inputs(
         token_keys=micro_batch.pick(data.token_keys, dtype=torch.int64),
         selection_log_probs=None if seen is None else seen.log_prob,
         selection_entropy=None if seen is None else seen.entropy,
+        trajectory_ids=of_sequences(data.trajectory_ids),
+        trajectory_tokens=of_sequences(data.trajectory_tokens),
     )
 
 

@@ -239,7 +239,7 @@ class Trainer:
     def train(self, batch: TrainBatch) -> list[dict[str, float]]:
         """Train on the whole rollout batch, which every rank passes and of which it takes its share; metrics of each optimizer step.
 
-        Makes `training.optimizer_steps_per_batch` optimizer steps, each on a random part of the sequences. The metrics are of all ranks
+        Makes `training.optimizer_steps_per_batch` optimizer steps, each on a random part of the trajectories. The metrics are of all ranks
         together and equal on every rank; `megatron_rl/observe/metrics.py` says what each means and its unit. A step with a non-finite
         loss or gradient changes no weights and has `train/skipped_steps` 1. Raises UserError for a batch that does not fit the
         objective or that differs between ranks.
@@ -315,7 +315,7 @@ class Trainer:
     def _prepare(self, shard: Shard) -> tuple[list[list[MicroBatch]], TokenData]:
         """The micro-batches of each optimizer step on the shard, and its tokens' data. Raises UserError for what does not fit."""
         check_fits(shard.batch, self._spec)
-        check_batch(self._objective, shard.batch, rewards=shard.all_rewards)
+        check_batch(self._objective, shard.batch, rewards=shard.all_rewards, trajectory_ids=shard.all_trajectory_ids)
         parts = [self._micro_batches.of_parts(shard.batch, step.micro_batches) for step in shard.steps]
         return parts, self._token_data(shard, [micro_batch for part in parts for micro_batch in part], num_steps=len(parts))
 

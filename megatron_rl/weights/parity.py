@@ -1,13 +1,26 @@
-"""The parity gate: engine and trainer must give the same probability to the same tokens, or training is silently off-policy."""
+"""The parity gate: engine and trainer must give the same probability to the same tokens, or training is silently off-policy.
 
-from collections.abc import Sequence
+make_probe ──► score_probe (every engine) ──► check_probe (the trainer scores the same tokens, and the two are compared)
+
+Legend: T tokens of the probe.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl.data.batch import with_records
 from megatron_rl.errors import ParityError
+from megatron_rl.observe.metrics import Last, Metric
+from megatron_rl.rollout.client import EngineClient
 from megatron_rl.types import Bools, Floats, Ints, Prompt, TrainBatch
 
+PROBE_SEQUENCES = 8
+PROBE_TOKENS = 64
+"""At most; half the context of an engine where that is less."""
+PARITY_THRESHOLDS = {"float32": 1e-4, "bfloat16": 2e-2}
+"""Mean |difference| in nats that rounding explains, by the engines' dtype."""
 CAUSES = (
     "temperature or sampling transform applied on one side only",
     "another dtype on one side",
@@ -29,7 +42,17 @@ class ParityReport:
         return f"mean |Δ| {self.mean:.2e}, max {self.maximum:.2e}, {self.num_outliers} outliers of {self.num_tokens} tokens"
 
 
-def make_probe(prompts: Sequence[Prompt], *, vocab_size: int, num_sequences: int, length: int, seed: int) -> TrainBatch:
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredProbe:
+    """The probe, and from each engine its log-probs [T] with the probe as that engine has routed it."""
+
+    batch: TrainBatch
+    by_engines: list[tuple[Floats, TrainBatch]]
+
+
+def make_probe(
+    prompts: Sequence[Prompt], *, vocab_size: int, seed: int, num_sequences: int = PROBE_SEQUENCES, length: int = PROBE_TOKENS
+) -> TrainBatch:
     """Fixed sequences to compare on: real prompts, each continued to `length` tokens by seeded random ids below `vocab_size`."""
     rng = np.random.default_rng(seed)
     rows = [prompts[row % len(prompts)].token_ids[: length - 1] for row in range(num_sequences)]
@@ -51,6 +74,39 @@ def make_probe(prompts: Sequence[Prompt], *, vocab_size: int, num_sequences: int
 def sequences(batch: TrainBatch) -> list[Ints]:
     """The token ids of each sequence of the batch."""
     return [batch.tokens[start:end] for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
+
+
+async def score_probe(prompts: Sequence[Prompt], clients: Sequence[EngineClient], *, vocab_size: int, seed: int) -> ScoredProbe:
+    """Let every engine score the probe that begins with `prompts`, at temperature 1; `vocab_size` is the tokenizer's."""
+    address = clients[0].address
+    length = min(PROBE_TOKENS, address.context_length // 2)
+    probe = make_probe(prompts, vocab_size=min(vocab_size, address.vocab_size), seed=seed, length=length)
+    by_engines = []
+    for client in clients:
+        scores = [await client.score(tokens) for tokens in sequences(probe)]
+        recorded = with_records(probe, [score.routed_experts for score in scores])
+        by_engines.append((np.concatenate([score.log_probs for score in scores]), recorded))
+    return ScoredProbe(probe, by_engines)
+
+
+def check_probe(scored: ScoredProbe, log_probs: Callable[[TrainBatch], Floats], *, threshold: float, replays: bool) -> dict[str, Metric]:
+    """Compare every engine with `log_probs`, the trainer's [T] of a batch at temperature 1; the metrics are those of the worst engine.
+
+    With `replays` the trainer takes the experts that the engine took; what the two differ by without that is told as well.
+    Raises ParityError as `check_parity`.
+    """
+    free = log_probs(scored.batch)
+    mask_T = scored.batch.loss_mask
+    reports = [
+        check_parity(by_engine, log_probs(recorded) if replays else free, mask_T=mask_T, threshold=threshold)
+        for by_engine, recorded in scored.by_engines
+    ]
+    worst = max(reports, key=lambda report: report.mean)
+    metrics: dict[str, Metric] = {"weights/parity_mean": Last(worst.mean), "weights/parity_max": Last(worst.maximum)}
+    if replays:
+        by_engine, _ = scored.by_engines[0]
+        metrics["weights/parity_mean_without_replay"] = Last(float(np.abs(by_engine - free)[mask_T].mean()))
+    return metrics
 
 
 def check_parity(engine_T: Floats, trainer_T: Floats, *, mask_T: Bools, threshold: float) -> ParityReport:

@@ -58,6 +58,16 @@ async def without_experts(**arguments):
     return [replace(sample, routed_experts=None) for sample in await single_turn(**arguments)]
 
 
+async def another_history(*, prompt, **arguments):
+    """What the engine was not asked with stands before what it made."""
+    other = replace(prompt, token_ids=[1, 2, 3, 4])
+    return [replace(sample, prompt=other) for sample in await single_turn(prompt=prompt, **arguments)]
+
+
+async def without_label(*, prompt, **arguments):
+    return [replace(sample, prompt=replace(prompt, label=None)) for sample in await single_turn(prompt=prompt, **arguments)]
+
+
 def keeps_by_true(*, group):
     return True
 

@@ -22,6 +22,7 @@ OURS = [
     ("reward", "megatron_rl.rewards.math:score"),
     ("rollout", "megatron_rl.rollout.single_turn:single_turn"),
     ("rollout", "two_turns:rollout"),
+    ("rollout", "cut_history:rollout"),
 ]
 
 
@@ -63,7 +64,9 @@ def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
         ("rollout", "trains_on_a_tool", "which came with"),
         ("rollout", "masked_with_a_version", "no engine made, needs False and -1"),
         ("rollout", "without_experts", "no routed_experts"),
-        ("rollout", "one_too_few", "returned 0 samples for prompt contract, needs 1"),
+        ("rollout", "another_history", "before trained token 0, 4 tokens in all, needs the"),
+        ("rollout", "without_label", "a prompt whose label is None, needs '4'"),
+        ("rollout", "one_too_few", "returned 0 samples of 0 trajectories for prompt contract, needs 1"),
         ("filter", "keeps_by_true", "returned True of type bool for the group of prompt contract, needs None to keep it"),
         ("filter", "needs_rewards", "failed for the group of prompt contract: TypeError"),
         ("advantage", "by_position", "for samples in another order, needs"),

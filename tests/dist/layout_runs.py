@@ -28,8 +28,15 @@ MASKED, ONE_TOKEN_RESPONSE, LONGEST = 1, 2, 5
 Outcome = dict[str, Any]
 
 
-def make_batch(seed: int, *, vocab: int = 32, lengths: Sequence[int] = LENGTHS, prompts: Sequence[int] = PROMPTS) -> Any:
-    """A TrainBatch of ragged sequences in two groups of four.
+def make_batch(
+    seed: int,
+    *,
+    vocab: int = 32,
+    lengths: Sequence[int] = LENGTHS,
+    prompts: Sequence[int] = PROMPTS,
+    trajectories: Sequence[int] | None = None,
+) -> Any:
+    """A TrainBatch of ragged sequences in two groups of four, each a trajectory unless `trajectories` numbers them.
 
     One is fully masked, one has a response of one token, one is a single token, one is longer than the others together; the
     latter two come with `LENGTHS` only.
@@ -44,6 +51,7 @@ def make_batch(seed: int, *, vocab: int = 32, lengths: Sequence[int] = LENGTHS, 
         mask[cu_seqlens[row] : cu_seqlens[row] + prompt] = False
     mask[cu_seqlens[MASKED] : cu_seqlens[MASKED + 1]] = False
     mask[cu_seqlens[ONE_TOKEN_RESPONSE + 1] - 1] = True
+    owners = np.arange(len(lengths)) if trajectories is None else np.array(trajectories)
     return TrainBatch(
         tokens=random.integers(0, vocab, total),
         cu_seqlens=cu_seqlens,
@@ -51,9 +59,10 @@ def make_batch(seed: int, *, vocab: int = 32, lengths: Sequence[int] = LENGTHS, 
         loss_mask=mask,
         rollout_log_probs=np.where(mask, random.normal(-3.4, 0.3, total), 0.0),
         weight_versions=np.where(mask, 0, -1),
-        rewards=random.random(len(lengths)),
+        rewards=random.random(len(lengths))[owners],
         group_ids=np.array([0, 0, 0, 0, 1, 1, 1, 1]),
         truncated=np.array([True, False] * 4),
+        trajectory_ids=owners,
     )
 
 
@@ -112,11 +121,13 @@ def shards_of(batch: Any, settings: Any, *, seed: int = 0) -> Sequence[Any]:
     )
 
 
-def train_batches(trainer: Any, settings: Any, seeds: Sequence[int] = SEEDS) -> list[dict[str, Any]]:
+def train_batches(
+    trainer: Any, settings: Any, seeds: Sequence[int] = SEEDS, *, trajectories: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
     """This rank's share of the metrics of every optimizer step, on one batch for each seed."""
     steps = []
     for seed in seeds:
-        steps += trainer.train_shard(shards_of(make_batch(seed), settings, seed=seed)[trainer.dp_rank])
+        steps += trainer.train_shard(shards_of(make_batch(seed, trajectories=trajectories), settings, seed=seed)[trainer.dp_rank])
     return steps
 
 
@@ -209,7 +220,7 @@ def run_cases(
         )
         trainer = make_trainer(settings, rank, f"{init_method}-{number}")
         before = trainer.log_probs(make_batch(7))
-        metrics = train_batches(trainer, settings)
+        metrics = train_batches(trainer, settings, trajectories=wanted.trajectories)
         outcomes[case] = outcome_of(trainer, metrics, log_probs=[before, trainer.log_probs(make_batch(7))], whole=rank == 0)
         shutdown()
     return outcomes

@@ -104,10 +104,11 @@ EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """An objective, and the `training` settings that go with it."""
+    """An objective, the `training` settings that go with it, and the trajectories of the batch's sequences; each its own when None."""
 
     objective: Mapping[str, Any]
     training: Mapping[str, Any] = field(default_factory=lambda: {"optimizer_steps_per_batch": 2})
+    trajectories: tuple[int, ...] | None = None
 
 
 # Two optimizer steps on a batch make ratios other than 1, so that clipping has something to do.
@@ -176,6 +177,16 @@ OBJECTIVES: dict[str, Training] = {
     "geometric mean": Training(
         {"policy_loss": "gmpo", "aggregation": "sequence_mean_token_sum_norm", "zero_variance": "mask_kl", "kl_loss_coef": 0.1}
     ),
+    # Of one to three sequences each, which ranks and micro-batches divide.
+    "trajectories": Training(
+        {
+            "advantage": {"estimator": "opo"},
+            "off_policy_correction": {"mode": "mask", "low": 0.8, "high": 1.25, "keep_rejected_in_denominator": False},
+            "kl_loss_coef": 0.1,
+            "kl_control": {"target": 0.01, "horizon": 100},
+        },
+        trajectories=(4, 0, 0, 1, 3, 2, 2, 2),
+    ),
 }
 WITHOUT_CLIP = ("grpo without clip", "gspo without clip")
 WHOLE_STEP = ("rejection", "top entropy", "KL in the rewards", "geometric mean")
@@ -227,6 +238,7 @@ GATE = (
     Case("dp2 cp2 distopt", "tied", "ppo"),
     Case("tp2 dp2 sp distopt", "tied", "grpo"),
     *(Case(layout, "small", objective) for objective in WHOLE_STEP for layout in ("dp2 distopt", "cp2")),
+    Case("dp2", "small", "trajectories"),
 )
 
 

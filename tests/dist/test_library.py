@@ -59,7 +59,7 @@ def run(rank: int, world_size: int, init_method: str, model: str, topologies: li
     from megatron_rl import ModelSettings, Objective, TopologySettings, Trainer, TrainingSettings, UserError
     from megatron_rl.algorithms.objective import AdvantageSettings
 
-    ppo = Objective(kl_loss_coef=0.1, advantage=AdvantageSettings(estimator="ppo", lam=0.9))
+    ppo = Objective(kl_loss_coef=0.1, advantage=AdvantageSettings(estimator="ppo", args={"lam": 0.9}))
     said = []
     for number, topology in enumerate(topologies):
         training = TrainingSettings(

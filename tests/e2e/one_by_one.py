@@ -1,5 +1,6 @@
 """A rollout whose requests never meet in a batch, so that a seeded server answers two equal runs alike, to the last bit."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,3 +22,9 @@ def score(*, sample: Sample) -> float:
     """Something to learn for a model that cannot calculate yet: the share of even digits."""
     digits = [int(character) for character in sample.response_text if character.isdigit()]
     return sum(digit % 2 == 0 for digit in digits) / max(1, len(digits))
+
+
+async def slow_score(*, sample: Sample) -> float:
+    """The same, after a moment."""
+    await asyncio.sleep(0.2)
+    return score(sample=sample)

@@ -12,9 +12,8 @@ import pytest
 from megatron_rl.config.settings import RolloutSettings, Settings
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.rollout.engine import Engine, EngineAddress, free_port
 from megatron_rl.rollout.engine_pool import EnginePool
-from megatron_rl.runtime.workers import free_port
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Prompt, TrainBatch

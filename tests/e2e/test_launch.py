@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.load import load_settings
+from megatron_rl.config.settings import Settings
 from megatron_rl.planning.gpus import GPUS
+from megatron_rl.runtime.target import find_target
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"
@@ -146,6 +148,27 @@ def test_shell_scripts_are_sound(path: Path) -> None:
 def test_scripts_stop_nothing_by_name() -> None:
     for path in [*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"]:
         assert re.search(r"\b(pkill|killall|ray stop|scancel)\b(?! or)", _code(path)) is None, f"{path} may stop what it did not start"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_multiple_of_the_nodes_is_filled(name: str, environment: dict[str, str], tmp_path: Path) -> None:
+    _executable(tmp_path / "venv" / "bin" / "python", "printf '%s\\n' \"$@\"")
+
+    def settings_of(*arguments: str) -> Settings:
+        words = run(f"{name}.sh", "--dry-run", *arguments, environment=environment).stdout.splitlines()
+        return load_settings(LAUNCH / f"{name}.yaml", [word for word in words if "=" in word])
+
+    planned = settings_of()
+    nodes, ranks, engines = planned.runtime.cluster.num_nodes, planned.training.topology.num_ranks, planned.rollout.num_engines
+    assert nodes is not None
+    grown = settings_of("--nodes", str(3 * nodes))
+    assert (grown.training.topology.num_ranks, grown.rollout.num_engines) == (3 * ranks, 3 * engines)
+    placement = find_target(grown, config_only=True).placement(grown)
+    assert placement is not None and len(placement.nodes) == 3 * nodes
+    # What the user says goes, and what no multiple fills is left to the check.
+    assert settings_of("--nodes", str(2 * nodes), "rollout.num_engines=1").rollout.num_engines == 1
+    for other in {2 * nodes + 1, nodes} - {3 * nodes}:
+        assert settings_of("--nodes", str(other)).training.topology.num_ranks == ranks
 
 
 def _code(path: Path) -> str:

@@ -18,12 +18,11 @@ from megatron_rl.errors import EngineError
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.plugins import load
 from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.rollout.engine import Engine, EngineAddress, free_port
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.rollout.generator import PoolGenerator
 from megatron_rl.rollout.groups import GroupMaker
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.runtime.workers import free_port
 from megatron_rl.types import Prompt
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender, WeightTransport
 from megatron_rl.weights.manifest import make_manifest

@@ -114,6 +114,22 @@ def test_death_of_a_process_surfaces_and_leaves_nothing(
     assert re.match(f"failed: .*{message}", json.loads((tmp_path / "run" / "summary.json").read_text())["status"])
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_without_an_engine_that_dies(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    """Killed in the middle of a rollout, which its reward function keeps going."""
+    words = ("run.num_steps=4", "run.save_interval=0", "rollout.num_engines=2", "reward.function=tests.e2e.one_by_one:slow_score")
+    run = start(*rl_arguments(task, tmp_path / "run", *words))
+    run.wait_for("  1/4")
+    servers = [process for process in run.descendants() if "megatron_rl.rollout.sglang_server" in " ".join(process.cmdline())]
+    min(servers, key=psutil.Process.create_time).kill()
+    assert run.wait() == 0, run.output
+    assert re.search(r"the run goes on with 1 of 2 engines, because one ended: .*killed by signal 9", run.output), run.output
+    steps = metrics(tmp_path / "run")
+    assert [steps[step]["weights/version"] for step in range(5)] == [0, 1, 2, 3, 4]
+    assert all(steps[step]["train/log_prob_diff"] <= 1e-4 for step in range(1, 5)), "the engine that is left gets every version"
+    assert run.survivors() == []
+
+
 def test_killed_run_resumes_and_loses_no_finished_group(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     directory = tmp_path / "run"
     run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=2"))

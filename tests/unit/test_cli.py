@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rl import runtime
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings_reference import setting_fields
@@ -29,7 +30,8 @@ def config(tmp_path: Path) -> str:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """What the command line asks of the runtime, which is replaced: these tests are about the command line alone."""
     made: list[tuple[str, Any]] = []
-    preflight, run = ModuleType("megatron_rl.runtime.preflight"), ModuleType("megatron_rl.runtime.run")
+    names = ("preflight", "ray_session", "session")
+    preflight, ray_session, session = (ModuleType(f"megatron_rl.runtime.{name}") for name in names)
 
     def record(name: str) -> Callable[..., list[str]]:
         def call(settings: Any, **keywords: Any) -> list[str]:
@@ -39,9 +41,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         return call
 
     vars(preflight).update(preflight=record("preflight"))
-    vars(run).update(run_training=record("run_training"), run_evaluation=record("run_evaluation"))
-    monkeypatch.setitem(sys.modules, "megatron_rl.runtime.preflight", preflight)
-    monkeypatch.setitem(sys.modules, "megatron_rl.runtime.run", run)
+    vars(ray_session).update(prepare_environment=record("prepare_environment"))
+    vars(session).update(train=record("train"), evaluate=record("evaluate"))
+    for module in (preflight, ray_session, session):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(runtime, module.__name__.rpartition(".")[2], module, raising=False)
     return made
 
 
@@ -59,8 +63,10 @@ def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config
         "10.0.0.1:6379",
     ]
     assert main(words) == 0
-    (first, _), (second, (settings, keywords)) = calls
-    assert (first, second, keywords) == ("preflight", "run_training", {"resume": True})
+    (first, _), (second, (runtime_settings, _)), (third, (settings, keywords)) = calls
+    # Ray reads its environment when it is imported.
+    assert (first, second, third, keywords) == ("preflight", "prepare_environment", "train", {"resume": True})
+    assert runtime_settings == settings.runtime
     overrides = ["run.seed=2", "training.optimizer.lr=2e-6", "reward.function=my.module:score", "runtime.ray_address=10.0.0.1:6379"]
     assert settings == load_settings(Path(config), overrides)
     assert "note: mind the gap" in capsys.readouterr().err
@@ -89,8 +95,8 @@ def test_what_a_function_prints_while_it_is_tried_is_no_part_of_the_settings(
 
 def test_eval_hands_over_resolved_settings(calls: list[tuple[str, Any]], config: str) -> None:
     assert main(["eval", config, "model.path=other"]) == 0
-    (name, (settings, _)), *rest = calls
-    assert (name, settings.model.path, rest) == ("run_evaluation", Path("other"), [])
+    (first, _), (name, (settings, _)), *rest = calls
+    assert (first, name, settings.model.path, rest) == ("prepare_environment", "evaluate", Path("other"), [])
 
 
 def test_eval_without_data_is_refused(calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +125,7 @@ def test_every_end_has_its_status(
     def fail(settings: Any, *, resume: bool) -> None:
         raise error
 
-    vars(sys.modules["megatron_rl.runtime.run"])["run_training"] = fail
+    vars(sys.modules["megatron_rl.runtime.session"])["train"] = fail
     assert main(["train", config]) == status
     text = capsys.readouterr().err
     assert part in text
@@ -170,15 +176,15 @@ def test_help_starts_nothing_heavy() -> None:
 SLEEPER = """
 import sys, time, types
 from megatron_rl.cli import main
-def run_training(settings, *, resume):
+def train(settings, *, resume):
     try:
         print("started", flush=True)
         time.sleep(60)
     finally:
         print("cleaned up", flush=True)
-preflight, run = types.ModuleType("preflight"), types.ModuleType("run")
-preflight.preflight, run.run_training = (lambda settings, **keywords: []), run_training
-sys.modules |= {"megatron_rl.runtime.preflight": preflight, "megatron_rl.runtime.run": run}
+preflight, session = types.ModuleType("preflight"), types.ModuleType("session")
+preflight.preflight, session.train = (lambda settings, **keywords: []), train
+sys.modules |= {"megatron_rl.runtime.preflight": preflight, "megatron_rl.runtime.session": session}
 sys.exit(main(["train", sys.argv[1]]))
 """
 
@@ -237,7 +243,11 @@ async def rollout(**arguments):
         (["good", "--args", "weight=2"], 0, "ok      the same response gets the same reward again"),
         (["good", "--args", "weight=x"], 2, "BROKEN  .*called with its arguments: reward.args.weight is 'x', .* needs weight: float"),
         (["infinite"], 2, "BROKEN  any response gets a finite reward: .*plugins_of_user:infinite .* inf, needs a finite number"),
-        (["rollout", "--kind", "rollout"], 2, "BROKEN  one prompt becomes .* returned 0 samples for prompt contract, needs 1"),
+        (
+            ["rollout", "--kind", "rollout"],
+            2,
+            "BROKEN  one prompt becomes .* returned 0 samples of 0 trajectories for prompt contract, needs 1",
+        ),
     ],
 )
 def test_a_plugin_is_checked_with_a_line_for_each_promise(

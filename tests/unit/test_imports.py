@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 
 # Lower tiers first. A room imports itself and rooms of lower tiers; `files` and `versions` are as basic as the records.
 TIERS = (
-    ("types", "errors", "files", "versions", "leftovers", "plugins", "typed_arguments"),
+    ("types", "frozen_arrays", "errors", "files", "versions", "leftovers", "plugins", "typed_arguments"),
     ("algorithms", "data", "rewards", "config", "observe"),
     ("device", "rendezvous", "models", "rollout", "training", "weights"),
     ("planning", "contracts"),
@@ -22,7 +22,7 @@ TIERS = (
 )
 # Within a tier rooms stand side by side, except for these uses.
 SIDEWAYS = {
-    "types": {"errors"},
+    "types": {"errors", "frozen_arrays"},
     "files": {"errors"},
     "plugins": {"errors", "typed_arguments"},
     "typed_arguments": {"errors"},
@@ -40,6 +40,7 @@ SIDEWAYS = {
 # Rooms that can be used and tested without a GPU stack.
 LIGHT = (
     "types",
+    "frozen_arrays",
     "errors",
     "files",
     "versions",

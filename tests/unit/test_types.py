@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.types import TrainBatch
+from megatron_rl.types import Prompt, Sample, StopReason, TrainBatch, last_samples, trajectories
 
 PROMPTS, RESPONSES = [[5, 6], [5, 6], [9]], [[7], [8, 9, 1], [2, 3]]
 
@@ -91,3 +91,74 @@ def test_fields_of_a_batch_are_checked_however_it_is_made(name: str) -> None:
         dataclasses.replace(make(), **{name: np.zeros(10)})
     with pytest.raises(ValueError, match=rf"TrainBatch\.{name} is inf on trainable token 2 of sequence 0"):
         dataclasses.replace(make(), **{name: np.full(11, np.inf)})
+
+
+def test_sequences_of_one_trajectory_share_a_group_by_its_first_prompt() -> None:
+    batch = TrainBatch.from_sequences(
+        prompts=[[5, 6], [5, 6], [9], [5, 6], [8]],
+        responses=[[7], [8, 9, 1], [2, 3], [4], [4]],
+        rewards=[1, 0, 0, 1, 3],
+        trajectory_ids=["x", "y", "y", "x", "z"],
+    )
+    assert batch.trajectory_ids.tolist() == [0, 1, 1, 0, 2] and batch.group_ids.tolist() == [0, 0, 0, 0, 1]
+    assert make().trajectory_ids.tolist() == [0, 1, 2]
+    chosen = batch.select(np.array([4, 2, 1]))
+    assert chosen.trajectory_ids.tolist() == [2, 1, 1]
+    with pytest.raises(ValueError, match="rows without 3, needs all sequences of trajectory 0 or none"):
+        batch.select(np.array([0, 4]))
+    assert batch.select(np.array([0]), may_cut=True).trajectory_ids.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rewards": [1, 0, 1]}, r"rewards is 0.0 for sequence 1 and 1.0 for sequence 0, needs the same for both, .* of trajectory 0"),
+        ({"rewards": [1, np.nan, 1]}, "rewards is nan for sequence 1"),
+        ({"group_ids": [0, 0, 1], "trajectory_ids": [0, 1, 1]}, "group_ids is 1 for sequence 2 and 0 for sequence 1"),
+        ({"trajectory_ids": [0, 0]}, "2 trajectory_ids, needs one for each of 3 responses"),
+    ],
+)
+def test_a_trajectory_has_one_group_and_one_reward(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**{"trajectory_ids": [0, 0, 2], **fields})
+    make(trajectory_ids=[0, 0, 2], rewards=[np.nan, np.nan, 1])
+
+
+def test_components_of_one_trajectory_are_the_same() -> None:
+    fields: dict[str, Any] = {"component_names": ("a", "b"), "trajectory_ids": [0, 0, 1]}
+    dataclasses.replace(make(), reward_components=np.array([[1, np.nan], [1, np.nan], [0, 0]]), **fields)
+    with pytest.raises(ValueError, match=r"reward_components is .* for sequence 1"):
+        dataclasses.replace(make(), reward_components=np.array([[1, 2], [1, 3], [0, 0]]), **fields)
+
+
+def sample_of(index: int, trajectory: int | None, *, group_id: str = "a", versions: tuple[int, ...] = (0,)) -> Sample:
+    return Sample(
+        group_id=group_id,
+        index=index,
+        prompt=Prompt(id="a", token_ids=[1], text=""),
+        response_ids=np.zeros(len(versions)),
+        loss_mask=[version >= 0 for version in versions],
+        rollout_log_probs=np.zeros(len(versions)),
+        weight_versions=versions,
+        stop_reason=StopReason.STOP,
+        trajectory=trajectory,
+    )
+
+
+def test_samples_are_gathered_by_trajectory_and_those_without_one_stand_alone() -> None:
+    samples = [sample_of(3, 7), sample_of(0, None), sample_of(1, 7), sample_of(1, None), sample_of(2, 0), sample_of(4, 7, group_id="b")]
+    assert [[sample.index for sample in parts] for parts in trajectories(samples)] == [[1, 3], [0], [1], [2], [4]]
+    assert [sample.index for sample in last_samples(samples)] == [3, 0, 1, 2, 4]
+
+
+def test_a_trajectory_is_a_whole_number_whatever_counted_it() -> None:
+    assert type(sample_of(0, np.int64(3)).trajectory) is int  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        sample_of(0, 1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("versions", "turns"), [((), 0), ((-1,), 0), ((2, 2), 1), ((2, 3), 1), ((1, -1, -1, 1, 2, -1), 2), ((-1, 0, -1, 0), 2)]
+)
+def test_turns_are_runs_of_tokens_that_an_engine_made(versions: tuple[int, ...], turns: int) -> None:
+    assert sample_of(0, None, versions=versions).num_turns == turns

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,3 +78,35 @@ def test_a_sample_without_any_reward_is_a_programming_error() -> None:
 def test_masked_tokens_may_hold_anything(make_group: Any) -> None:
     batch = make_train_batch([make_group("x", num_samples=1)])
     assert np.isnan(batch.rollout_log_probs[~batch.loss_mask]).any()
+
+
+def test_samples_of_a_trajectory_stand_together_with_prompts_of_their_own() -> None:
+    """Trajectory 4 is the first and the third sample; in the second group the same number is another trajectory."""
+    first = group_of("a", [1, 2], [[10, 11], [12], [13, 14, 15]], [scored(1.0), scored(0.5), scored(1.0)])
+    longer = replace(first.prompt, token_ids=np.array([1, 2, 10, 99]), text="a, and what was answered")
+    opening, alone, end = first.samples
+    experts = [np.full((count, 1, 1), count, np.uint8) for count in (3, 2, 6)]
+    samples = (
+        replace(opening, trajectory=4, routed_experts=experts[0]),
+        replace(alone, trajectory=0, stop_reason=StopReason.STOP, routed_experts=experts[1]),
+        replace(end, trajectory=4, prompt=longer, routed_experts=experts[2]),
+    )
+    second = group_of("b", [3], [[20], [21]], [scored(2.0), FAILED])
+    second = replace(second, samples=tuple(replace(each, trajectory=4 + each.index) for each in second.samples))
+    batch = make_train_batch([replace(first, samples=samples), second])
+    assert batch.tokens.tolist() == [1, 2, 10, 11, 1, 2, 10, 99, 13, 14, 15, 1, 2, 12, 3, 20]
+    assert batch.prompt_lengths.tolist() == [2, 4, 2, 1] and batch.rewards.tolist() == [1.0, 1.0, 0.5, 2.0]
+    assert batch.group_ids.tolist() == [0, 0, 0, 1] and len(set(batch.trajectory_ids)) == 3
+    assert batch.trajectory_ids[0] == batch.trajectory_ids[1]
+    assert batch.truncated.tolist() == [True, True, False, False], "the whole trajectory is, whose second sample was cut"
+    assert batch.routed_experts is not None
+    assert batch.routed.tolist() == [*[True] * 3, False, *[True] * 6, False, *[True] * 2, False, False, False]
+    assert batch.routed_experts[batch.routed, 0, 0].tolist() == [3] * 3 + [6] * 6 + [2] * 2
+
+
+def test_samples_of_a_trajectory_with_other_rewards_are_refused() -> None:
+    group = group_of("a", [1], [[2], [3], [4]], [scored(1.0), scored(0.5), FAILED])
+    for others in ((0, 1), (0, 2)):
+        samples = tuple(replace(group.samples[index], trajectory=0) for index in others)
+        with pytest.raises(ValueError, match=r"of group 'a' are of one trajectory and have the rewards \[1.0, (0.5|None)\], needs one"):
+            make_train_batch([replace(group, samples=samples)])

@@ -195,13 +195,55 @@ def test_a_step_notes_what_it_trained_on_and_why_not(buffer: Buffer, make_group:
     assert buffer._connection.execute(query).fetchall() == [(name, None, None, None) for name in "abc"]
 
 
+def of_trajectories(group: Group) -> Group:
+    """The group's five samples as two trajectories, the last three with a prompt of their own: other tokens, another text, or both."""
+    tokens, text = dataclasses.replace(group.prompt, token_ids=[1, 2, 3]), dataclasses.replace(group.prompt, text="what came before")
+    parts: list[dict[str, Any]] = [{"trajectory": 5}, {"trajectory": 0}, {"trajectory": 5, "prompt": tokens}, {"prompt": text}]
+    parts.append({"trajectory": 0, "prompt": dataclasses.replace(tokens, text="both")})
+    samples = tuple(dataclasses.replace(sample, **part) for sample, part in zip(group.samples, parts, strict=True))
+    return dataclasses.replace(group, samples=samples)
+
+
+def test_trajectories_and_prompts_of_samples_come_back_and_only_differing_prompts_are_stored(buffer: Buffer, make_group: Any) -> None:
+    group = of_trajectories(make_group("a", num_samples=5))
+    buffer.add_prompts([group.prompt])
+    (prompt,) = buffer.take_pending(1)
+    for sample in group.samples:
+        buffer.put_sample(sample)
+    assert_same(buffer.finished_samples(prompt), group.samples)
+    buffer.put_done(group)
+    query = "SELECT own_prompt_text, own_prompt_ids IS NULL FROM samples ORDER BY sample_index"
+    texts = ["text of a", "what came before", "both"]
+    assert buffer._connection.execute(query).fetchall() == [(None, 1), (None, 1), *((text, 0) for text in texts)]
+    assert_same(tuple(buffer.take_done(1, step=1)), (group,))
+    buffer.prune(1)
+    assert buffer._connection.execute(query).fetchall() == [(None, 1), (None, 1), *((text, 1) for text in texts)]
+
+
+def test_a_buffer_from_before_there_were_trajectories_goes_on(tmp_path: Path, make_group: Any) -> None:
+    path, old, new = tmp_path / "buffer.sqlite", make_group("a"), of_trajectories(make_group("b", num_samples=5))
+    with Buffer(path) as buffer:
+        fill(buffer, [old])
+    with sqlite3.connect(path) as connection:
+        for column in ("trajectory", "own_prompt_text", "own_prompt_ids"):
+            connection.execute(f"ALTER TABLE samples DROP COLUMN {column}")
+        connection.execute("PRAGMA user_version = 3")
+    with Buffer(path) as buffer:
+        fill(buffer, [new])
+        assert_same(tuple(buffer.take_done(2, step=1)), (old, new))
+    with Buffer(path):
+        pass
+
+
 def test_a_buffer_that_counted_steps_from_0_goes_on(tmp_path: Path, make_group: Any) -> None:
     path, groups = tmp_path / "buffer.sqlite", [make_group("a"), make_group("b"), make_group("c")]
     with sqlite3.connect(path) as old:
         old.executescript(Path(__file__).with_name("schema_2.sql").read_text())
         for step, group in enumerate(groups):
             old.execute(buffer_rows.INSERT_GROUP, buffer_rows.prompt_row(group.prompt))
-            old.executemany(buffer_rows.INSERT_SAMPLE, map(buffer_rows.sample_row, group.samples))
+            columns, _, _ = buffer_rows.SAMPLE_COLUMNS.partition(", trajectory")
+            rows = [buffer_rows.sample_row(sample, prompt=group.prompt)[:19] for sample in group.samples]
+            old.executemany(f"INSERT INTO samples ({columns}) VALUES ({', '.join('?' * 19)})", rows)
             old.execute("UPDATE groups SET state = 'consumed', consumed_step = ? WHERE id = ?", (step, group.id))
         old.execute("UPDATE samples SET response_ids = NULL WHERE group_id = 'a'")
     with Buffer(path) as buffer:
@@ -213,7 +255,8 @@ def test_a_buffer_that_counted_steps_from_0_goes_on(tmp_path: Path, make_group: 
     schemas = []
     for file in (path, tmp_path / "new.sqlite"):
         with Buffer(file) as buffer:
-            columns = buffer._connection.execute("SELECT name, type, [notnull], dflt_value FROM pragma_table_info('groups')").fetchall()
+            query = "SELECT name, type, [notnull], dflt_value FROM pragma_table_info('groups') UNION ALL {} pragma_table_info('samples')"
+            columns = buffer._connection.execute(query.format("SELECT name, type, [notnull], dflt_value FROM")).fetchall()
             indices = buffer._connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'index' ORDER BY name").fetchall()
             schemas.append((columns, indices))
     assert schemas[0] == schemas[1]

@@ -113,3 +113,22 @@ def test_failed_evaluations_are_counted_and_not_averaged() -> None:
     values = metric_values(evaluation_metrics([sample(scored(0.5)), *failed], kind="sampled"))
     assert (values["eval/accuracy_sampled"], values["eval/reward_sampled"]) == (0.5, 0.5)
     assert (values["eval/reward_errors"], values["eval/num_samples"]) == (2, 3)
+
+
+def test_rewards_and_ends_count_trajectories_and_lengths_samples() -> None:
+    """Two samples of a trajectory of which the first was cut, and one of another."""
+    cut, end = (replace(sample(scored(1.0, accuracy=1.0)), trajectory=0, index=index) for index in range(2))
+    cut = replace(cut, stop_reason=StopReason.LENGTH)
+    failed = replace(sample(Reward(RewardOutcome.ERROR, message="boom"), length=5), trajectory=1, index=2)
+    third = replace(sample(scored(0.0, accuracy=0.0), length=3), index=3)
+    values = metric_values(rollout_metrics([Group("p", PROMPT, (cut, end, failed, third))], version=4))
+    assert values["rollout/reward"] == values["rollout/reward_component/accuracy"] == 0.5 and values["rollout/reward_errors"] == 1
+    assert values["rollout/truncated_fraction"] == pytest.approx(1 / 3)
+    assert (values["rollout/num_samples"], values["rollout/response_length"]) == (4, 3)
+    assert values["rollout/samples_per_trajectory"] == pytest.approx(4 / 3)
+    assert "rollout/samples_per_trajectory" not in rollout_metrics([Group("p", PROMPT, (third,))], version=4)
+    found = evaluation_metrics([cut, end, failed, third], kind="greedy")
+    check_metrics(found)
+    values = metric_values(found)
+    assert (values["eval/accuracy_greedy"], values["eval/reward_errors"]) == (0.5, 1)
+    assert values["eval/truncated_fraction"] == pytest.approx(1 / 3)

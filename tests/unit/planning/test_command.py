@@ -42,24 +42,6 @@ def test_a_config_json_alone_is_a_model(tmp_path: Path) -> None:
         read_spec(broken)
 
 
-@pytest.mark.usefixtures("shared_process")
-def test_a_layout_is_planned_and_what_was_assumed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a settings file the engine gets the GPUs that it needs, and half of all GPUs are for engines."""
-    from megatron_rl.cli import main
-
-    model = str(CONFIGS / "Qwen3-4B.json")
-    assert main(["plan", model, "--gpus", "4", "--tp", "2", "--sequence-parallel"]) == 0
-    assumed, layout, *lines = capsys.readouterr().out.strip().splitlines()
-    assert assumed == (
-        "training.topology.num_ranks=2 training.topology.tp=2 training.topology.sequence_parallel=true rollout.num_engines=2 "
-        "training.optimizer.use_distributed_optimizer=true runtime.num_gpus_per_engine=1"
-    )
-    assert layout == "2 ranks = tp 2 × pp 1 × cp 1 × dp 1 (sequence parallel)"
-    assert lines[-1].startswith("fits: ")
-    engine = lines[lines.index("SGLang engines, GiB per GPU") + 2].split()
-    assert engine[:2] == ["2", "1"]
-
-
 def test_what_does_not_fit_is_told_to_scripts_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_rl.cli import main
     from megatron_rl.planning import command

@@ -1,19 +1,16 @@
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.errors import UserError
 from megatron_rl.planning import levers
 from megatron_rl.planning.gpus import GIB, GPUS
-from megatron_rl.planning.search import Candidate, best_layouts, candidates
+from megatron_rl.planning.search import Candidate, candidates
 from megatron_rl.training.topology import Topology
 
 GPU = GPUS["H100-80"]
-pytestmark = pytest.mark.usefixtures("shared_process")
 
 
 def listed(spec: Any, settings: Settings, num_gpus: int) -> list[tuple[Candidate, Topology]]:
@@ -48,11 +45,7 @@ def test_recompute_that_the_user_set_is_not_varied(model_spec: Callable[[str], A
 
 
 def test_a_number_of_gpus_that_divides_nothing(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
-    """With 31 GPUs every size is 1, so a model that one GPU cannot hold has no layout."""
     assert {(topology.tp, topology.pp, topology.cp) for _, topology in listed(model_spec("Qwen3-4B"), run_settings(), 31)} == {(1, 1, 1)}
-    with pytest.raises(UserError, match=r"no layout of 1 GPUs of type H100-80 fits; by estimate the smallest, 1 ranks = tp 1") as caught:
-        best_layouts(run_settings(), model_spec("Qwen3-8B"), gpu=GPU, num_gpus=1)
-    assert "tried on top of each other without success: training.max_tokens_per_micro_batch=8192; or use more GPUs" in str(caught.value)
 
 
 def test_what_makes_a_layout_fit_is_found_by_trying(
@@ -84,12 +77,3 @@ def test_what_makes_a_layout_fit_is_found_by_trying(
     assert [one.training.topology.tp for one in tried] == [2, 2, 2, 4]
     sizes = [200] * 4
     assert levers.remedy(settings, model_spec("Qwen3-8B"), gpu=GPU) == f"tried on top of each other without success: {', '.join(words)}"
-
-
-def test_the_best_layouts_fit_and_come_in_order(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
-    said: list[str] = []
-    spec = replace(model_spec("Qwen3-8B"), num_layers=4)
-    found = best_layouts(run_settings(), spec, gpu=GPU, num_gpus=8, keep=1, say=said.append)
-    assert said[0].startswith("8 ranks: building layouts 1-4 of ")
-    [(settings, plan)] = found
-    assert plan.fits and plan.layout == str(Topology.of(settings.training.topology))

@@ -217,12 +217,85 @@ def test_an_engine_that_keeps_failing_is_an_error() -> None:
 
 
 def test_a_refused_request_is_not_tried_again() -> None:
+    calls = 0
+
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
         return web.json_response({"error": {"message": "too long"}}, status=400)
 
     with pytest.raises(EngineRefusal, match=r"refused /generate: too long \(HTTP 400\)") as caught:
         talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
     assert caught.value.status == 400
+    assert calls == 1
+
+
+def ask_for_several(client: EngineClient, prompts: list[list[int]], *, sampling: Sampling = ONE, num_samples: int = 2) -> Awaitable[Any]:
+    calls = (client.generate(np.array(prompt), sampling=sampling, num_samples=num_samples) for prompt in prompts)
+    return asyncio.gather(*calls, return_exceptions=True)
+
+
+async def echoes(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Answer with the last token of the prompt."""
+    answers = []
+    for prompt in body["input_ids"]:
+        scored = [[-1.0, prompt[-1], None]]
+        answers.append({"output_ids": prompt[-1:], "meta_info": {**answer()["meta_info"], "output_token_logprobs": scored}})
+    return web.json_response(answers)
+
+
+def test_short_requests_of_one_moment_share_an_http_call_and_get_their_own_answers() -> None:
+    prompts = [[token, token + 1] for token in range(7)]
+    sampling = Sampling(max_tokens=32, seed=5)
+    groups, seen = talk(echoes, lambda client: ask_for_several(client, prompts, sampling=sampling, num_samples=16))
+    assert [{int(each.token_ids[0]) for each in group} for group in groups] == [{prompt[1]} for prompt in prompts]
+    assert [len(body["input_ids"]) for _, body in seen] == [64, 48], "64 samples are enough for one"
+    assert all(len(body["rid"]) == len(set(body["rid"])) == len(body["input_ids"]) for _, body in seen)
+    assert [each["sampling_seed"] for each in seen[0][1]["sampling_params"]] == [*range(5, 21)] * 4
+
+
+def test_long_requests_and_those_of_later_moments_go_by_themselves() -> None:
+    async def work(client: EngineClient) -> None:
+        await ask_for_several(client, [[1], [2]], sampling=Sampling(max_tokens=33))
+        for token in (3, 4):
+            await client.generate(np.array([token]), sampling=ONE)
+
+    _, seen = talk(echoes, work)
+    assert [body["input_ids"] for _, body in seen] == [[[1], [1]], [[2], [2]], [[3]], [[4]]]
+
+
+def test_of_requests_that_are_refused_together_only_the_one_at_fault_fails() -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if [3] in body["input_ids"]:
+            return web.json_response({"error": {"message": "no threes"}}, status=400)
+        return await echoes(request, body)
+
+    (first, refused, last), seen = talk(handler, lambda client: ask_for_several(client, [[2], [3], [4]]))
+    assert [int(group[0].token_ids[0]) for group in (first, last)] == [2, 4]
+    assert isinstance(refused, EngineRefusal) and "no threes" in str(refused)
+    assert [len(body["input_ids"]) for _, body in seen] == [6, 2, 2, 2]
+
+
+def test_cancelling_one_of_several_calls_that_went_together_leaves_the_others_alone() -> None:
+    started, aborted = asyncio.Event(), asyncio.Event()
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if request.path == "/abort_request":
+            aborted.set()
+            return web.Response()
+        started.set()
+        await aborted.wait()
+        return await echoes(request, body)
+
+    async def work(client: EngineClient) -> Any:
+        kept, dropped = (asyncio.create_task(client.generate(np.array([token]), sampling=ONE)) for token in (1, 2))
+        await started.wait()
+        dropped.cancel()
+        return await asyncio.gather(kept, dropped, return_exceptions=True)
+
+    (kept, dropped), seen = talk(handler, work)
+    assert kept[0].token_ids.tolist() == [1] and isinstance(dropped, asyncio.CancelledError)
+    assert [body["rid"] for _, body in seen[1:]] == [seen[0][1]["rid"][1]]
 
 
 def test_control_calls_are_made_once() -> None:

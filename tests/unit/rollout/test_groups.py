@@ -210,8 +210,39 @@ def test_a_slot_that_is_given_up_goes_to_the_next() -> None:
     assert client.running == 0
 
 
+def test_a_trajectory_is_scored_once_by_its_last_sample_for_all_of_them() -> None:
+    """Samples come in any order; trajectory 9 is those of index 3, 0 and 1, trajectory 2 the one of index 2."""
+    scored: list[int] = []
+
+    async def score(sample: Sample) -> Reward:
+        scored.append(sample.index)
+        return Reward(outcome=RewardOutcome.SCORED, value=10.0 * sample.index)
+
+    async def four(*, prompt: Prompt, num_samples: int, **arguments: Any) -> list[Sample]:
+        made = await single_turn(prompt=prompt, num_samples=4, **arguments)
+        own = replace(prompt, token_ids=np.array([4, 5]), text="4 5")
+        return [replace(made[index], trajectory=2 if index == 2 else 9, prompt=own if index == 1 else prompt) for index in (3, 0, 2, 1)]
+
+    (group,) = asyncio.run(collect(make_prompts(1), [FakeClient()], score=score, rollout=four))
+    assert sorted(scored) == [2, 3]
+    assert [(sample.index, sample.reward.value) for sample in group.samples if sample.reward] == [(3, 30), (0, 30), (2, 20), (1, 30)]
+    assert group.samples[3].prompt.token_ids.tolist() == [4, 5]
+
+
 async def too_few(*, prompt: Prompt, **arguments: Any) -> list[Sample]:
     return []
+
+
+async def one_trajectory(*, prompt: Prompt, **arguments: Any) -> list[Sample]:
+    return [replace(sample, trajectory=0) for sample in await single_turn(prompt=prompt, **arguments)]
+
+
+async def nothing(**arguments: Any) -> None:
+    return None
+
+
+async def of_dicts(**arguments: Any) -> list[dict[str, str]]:
+    return [{"text": "4"}]
 
 
 async def of_another_group(*, prompt: Prompt, **arguments: Any) -> tuple[Sample, ...]:
@@ -242,13 +273,22 @@ OTHER_PROMPT = Prompt(id="000", token_ids=np.array([0, 1]), text="0", metadata={
     [
         (changed(index=0), r"rollout.function returned samples with the index \[0, 0\] for prompt 000, needs each of 0 to 1 once"),
         (changed(index=2), r"the index \[0, 2\] for prompt 000"),
-        (changed(prompt=OTHER_PROMPT), "returned sample 1 of prompt 000 with a prompt of its own .*, needs that which it was given"),
-        (changed(prompt=replace(OTHER_PROMPT, token_ids=np.array([0, 1, 2]), metadata={})), r"own \(3 tokens, .* given \(2 tokens"),
+        (changed(prompt=OTHER_PROMPT), r"sample 1 of prompt 000 with a prompt whose metadata is {'turn': 2}, needs {}, .*Sample.metadata"),
+        (
+            changed(prompt=replace(OTHER_PROMPT, metadata={}, label="1")),
+            "a prompt whose label is '1', needs None, that of the prompt which",
+        ),
+        (changed(prompt=replace(OTHER_PROMPT, metadata={}, id="1")), "a prompt whose id is '1', needs '000'"),
+        (changed(prompt=replace(OTHER_PROMPT, metadata={}, token_ids=[-1, 1])), "token ids -1 to 1 in prompt.token_ids, needs 0 to 99"),
+        (changed(trajectory=1, index=0), r"the index \[0, 0\]"),
         (changed(weight_versions=[2, -1]), "weight_versions -1 at token 1, which loss_mask trains on, needs the version"),
         (changed(rollout_log_probs=[-1.0, 0.5]), "the rollout log-prob 0.5 at token 1, needs at most 0"),
-        (too_few, "returned 0 samples for prompt 000, needs 2"),
+        (too_few, "returned 0 samples of 0 trajectories for prompt 000, needs 2 trajectories; samples that belong together"),
+        (one_trajectory, "returned 2 samples of 1 trajectories for prompt 000, needs 2"),
+        (nothing, "rollout.function returned None of type NoneType for prompt 000, needs a list of Sample"),
+        (of_dicts, r"rollout.function returned a list with {'text': '4'} of type dict for prompt 000, needs Sample"),
         (of_another_group, "group_id 'other', needs '000'"),
-        (beyond_the_vocabulary, "token ids 100 to 100, needs 0 to 99"),
+        (beyond_the_vocabulary, "token ids 100 to 100 in response_ids, needs 0 to 99"),
     ],
 )
 def test_a_rollout_that_breaks_its_contract_is_one_sentence(rollout: Rollout, message: str) -> None:
@@ -263,6 +303,7 @@ def test_a_rollout_that_breaks_its_contract_is_one_sentence(rollout: Rollout, me
         {"rollout_log_probs": [0.0, 1e-6]},
         {"rollout_log_probs": [0.0, np.nan], "loss_mask": [True, False]},
         {"prompt": replace(OTHER_PROMPT, metadata={})},
+        {"prompt": replace(OTHER_PROMPT, token_ids=[5, 6, 7], text="what came before", metadata={})},
     ],
 )
 def test_what_is_not_trained_on_and_what_rounding_explains_is_taken(changes: dict[str, Any]) -> None:

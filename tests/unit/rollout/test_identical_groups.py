@@ -1,6 +1,7 @@
 """When copies are told from chance: by drawing, and by the probability of each group computed apart."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,3 +76,20 @@ def test_tokens_that_no_engine_drew_are_no_evidence() -> None:
     for _ in range(50):
         identical.add(make_group([np.arange(3)] * 8, [0.0, -50.0, -50.0], made=[True, False, False]))
     assert identical.problem() is None
+
+
+def test_evidence_is_that_of_whole_trajectories() -> None:
+    """Four copies of a trajectory of two samples; each is half as likely as the other three are by chance."""
+    samples = make_group([np.array([3, 4])] * 8, [math.log(0.5)] * 2).samples
+    copies = tuple(replace(sample, trajectory=sample.index // 2) for sample in samples)
+    identical = IdenticalGroups()
+    identical.add(replace(make_group([], []), samples=copies))
+    assert identical._evidence == pytest.approx(np.logaddexp(0.0, 3 * 4 * math.log(2)) - math.log(2))
+    # Samples of one trajectory may be the same: only trajectories are drawn independently.
+    one = tuple(replace(sample, trajectory=0) for sample in samples)
+    alone = IdenticalGroups()
+    alone.add(replace(make_group([], []), samples=one))
+    assert alone._evidence == 0.0
+    different = tuple(replace(sample, response_ids=[3, 5]) if sample.index == 7 else sample for sample in copies)
+    alone.add(replace(make_group([], []), samples=different))
+    assert alone._evidence == 0.0

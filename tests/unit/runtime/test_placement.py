@@ -7,8 +7,8 @@ from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import ClusterSettings, TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.cluster import usable_nodes
+from megatron_rl.runtime.launch_plan import crossing_notes, placement_rows
 from megatron_rl.runtime.placement import Needs, NodeShare, Placement, match_bundles, nodes_needed, place
-from megatron_rl.runtime.placement_table import crossing_notes, placement_rows
 from megatron_rl.training.topology import Topology
 
 

@@ -1,20 +1,16 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.config.load import dump_settings, load_settings
+from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
-from megatron_rl.planning import run_plan as planning_module
-from megatron_rl.planning.gpus import Gpu
-from megatron_rl.planning.measurement import Answer, Job, measure
-from megatron_rl.runtime import launch_plan as plan_module
 from megatron_rl.runtime import preflight as module
 from megatron_rl.runtime.launch_plan import launch_plan
 from megatron_rl.runtime.preflight import GIB, check_cpu_memory, check_disk, check_run_directory, preflight, preflight_config
@@ -436,28 +432,3 @@ def test_a_run_for_gpus_is_refused_where_there_are_none(elsewhere: Callable[...,
 def test_config_only_belongs_to_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--config-only", "run.directory=x"]) == 2
     assert "--config-only was given without --check" in capsys.readouterr().err
-
-
-def test_the_plan_decides_how_a_config_only_check_ends(
-    elsewhere: Callable[..., Settings], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, measured = tmp_path / "elsewhere.yaml", list[Answer]()
-
-    def measure_once(jobs: Sequence[Job]) -> list[Answer]:
-        """What does not depend on the GPU's memory is measured once for both GPUs."""
-        measured.extend([] if measured else measure(jobs))
-        return measured
-
-    monkeypatch.setattr(planning_module, "measure", measure_once)
-    for tokens, gib, status, part in (
-        (4096, 80, 0, "# fits: "),
-        (4096, 1, 2, "megatron-rl: does not fit: "),
-        (10**9, 80, 2, "1000000000 tokens × cp 1 = 1000000000 tokens is more than the 4194304 that a plan measures"),
-    ):
-        monkeypatch.setattr(plan_module, "find_gpu", lambda name, gib=gib: Gpu(name, gib * GIB))
-        config.write_text(dump_settings(elsewhere(f"training.max_tokens_per_micro_batch={tokens}")))
-        assert main(["train", str(config), "--check", "--config-only"]) == status
-        captured = capsys.readouterr()
-        assert part in captured.out + captured.err
-        assert captured.out.endswith("nothing was written.\n") == (status == 0)
-    assert len(measured) == 1

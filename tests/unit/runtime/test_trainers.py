@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +98,17 @@ class Actor(types.SimpleNamespace):
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> TrainerGroup:
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerGroup]:
     """Four ranks on two nodes, data- and context-parallel size 2, two optimizer steps per batch."""
     Worker.made = []
     monkeypatch.setattr(module, "TrainerWorker", types.SimpleNamespace(options=lambda **_: types.SimpleNamespace(remote=make_actor)))
     monkeypatch.setattr(module, "ray", types.SimpleNamespace(put=lambda value: value))
     nodes = [types.SimpleNamespace(ranks=(0, 1)), types.SimpleNamespace(ranks=(2, 3))]
     places: Any = types.SimpleNamespace(rank_options=lambda _: {}, placement=types.SimpleNamespace(nodes=nodes))
-    made = TrainerGroup(load_settings(None, SETTINGS), places=places, watchdog=Watchdog())
-    made.finish_start(made.begin_start())
-    return made
+    with Watchdog() as watchdog:
+        made = TrainerGroup(load_settings(None, SETTINGS), places=places, watchdog=watchdog)
+        made.finish_start(made.begin_start())
+        yield made
 
 
 def make_batch(lengths: list[int]) -> TrainBatch:

@@ -1,74 +1,86 @@
-"""The run object between stand-ins of its samples, its ranks and its console: what it asks of them, and what it leaves behind."""
+"""The run object between stand-ins of its engines, its ranks and its console: what it asks of them, and what it leaves behind."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_rl.config.load import dump_settings, load_settings
-from megatron_rl.errors import EngineError, UserError
+from megatron_rl.errors import EngineError, ParityError, UserError
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.observe.report import report_run
 from megatron_rl.observe.sinks import METRICS_FILE, Sinks, read_metrics
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.observe.timing import PhaseTimer
-from megatron_rl.runtime.checkpoint import newest_checkpoint
+from megatron_rl.rollout.client import Scores
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.runtime.colocation import Turn
 from megatron_rl.runtime.loop import train_loop
-from megatron_rl.runtime.training_run import SETTINGS_FILE, TrainingRun
-from megatron_rl.runtime.turns import NoTurns
+from megatron_rl.runtime.rollout_run import RolloutRun, generation_deadline_s
+from megatron_rl.runtime.run_checkpoint import newest_checkpoint
+from megatron_rl.runtime.training_run import SETTINGS_FILE, RunRecords, SupervisedRun, TrainingRun
+from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.types import Floats, Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 
 Calls = list[tuple[Any, ...]]
 
 
-class Samples:
-    """Samples that engines generate. `fails_at` is the step whose rollout raises `error`."""
+class Manager:
+    """Engines that generate; they score a probe as `Ranks` do. `fails_at` is the step whose rollout raises `error`."""
 
-    generates = True
     busy_s = 0.0
 
     def __init__(self, calls: Calls, *, held_out: int, fails_at: int | None, error: BaseException | None) -> None:
-        self.calls, self.num_eval_prompts = calls, held_out
+        self.calls, self.clients = calls, [self]
+        prompt = Prompt(id="p", token_ids=np.array([1, 2, 3]), text="abc")
+        self.prompts = SimpleNamespace(held_out=(prompt,) * held_out, tokenizer=range(30), for_parity=lambda count: [prompt])
+        self.address = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
         self._fails_at, self._error = fails_at, error
 
-    def next_batch(self, step: int, *, progress: object) -> tuple[str, dict[str, Metric]]:
+    async def next_batch(self, step: int, *, progress: object) -> tuple[str, dict[str, Metric]]:
         self.calls.append(("rollout", step))
         if step == self._fails_at and self._error is not None:
             raise self._error
         return f"batch {step}", {"rollout/reward": Last(step / 10)}
 
-    def publish(self, *, version: int) -> dict[str, Metric]:
-        self.calls.append(("publish", version))
-        return {"weights/version": Last(version)}
+    async def score(self, token_ids: Ints) -> Scores:
+        if ("probe",) not in self.calls:
+            self.calls.append(("probe",))
+        return Scores(np.zeros(len(token_ids), np.float32))
 
-    def score_probe(self) -> str:
-        self.calls.append(("probe",))
-        return "scored"
-
-    def check_parity(self, scored: str) -> dict[str, Metric]:
-        self.calls.append(("parity", scored))
-        return {"weights/parity_mean": Last(1e-6)}
-
-    def evaluate(self, *, progress: object) -> dict[str, Metric]:
+    async def evaluate(self, *, progress: object) -> dict[str, Metric]:
         trained = sum(call[0] == "train" for call in self.calls)
         self.calls.append(("evaluate",))
         return {"eval/accuracy_greedy": Last(trained / 10), "eval/accuracy_sampled": Last(0.0)}
 
-    def state(self) -> dict[str, Any]:
+    async def position(self) -> dict[str, Any]:
         return {"cursor": 7}
 
-    def rewind(self, *, step: int, state: dict[str, Any] | None) -> None:
-        self.calls.append(("rewind", step, state))
+    async def rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
+        self.calls.append(("rewind", step, position))
 
-    def forget(self, *, before_step: int) -> None:
+    async def forget(self, *, before_step: int) -> None:
         self.calls.append(("forget", before_step))
 
 
+class Sync:
+    """The way of the weights to the engines."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    async def run(self, *, version: int) -> dict[str, Metric]:
+        self.calls.append(("publish", version))
+        return {"weights/version": Last(version)}
+
+
 class Ranks:
-    """Megatron ranks. `fails_at` is the save that raises `error`."""
+    """Megatron ranks."""
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
@@ -76,6 +88,11 @@ class Ranks:
     def train(self, batch: str, *, step: int) -> list[dict[str, Metric]]:
         self.calls.append(("train", batch, step))
         return [{"train/loss": Last(1.0 - step / 10), "train/num_tokens": Sum(8)}]
+
+    def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
+        assert temperature == 1.0
+        self.calls.append(("parity",))
+        return np.zeros(len(batch.tokens), np.float32)
 
     def save(self, directory: Path) -> None:
         self.calls.append(("save", directory.parent.name))
@@ -99,16 +116,29 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls() -> Calls:
-    """What was asked of samples and ranks, in order."""
+    """What was asked of engines and ranks, in order."""
     return []
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, calls: Calls) -> MakeRun:
-    """`make_run("run.num_steps=3", resume=True)`, in the directory tmp_path/run."""
+def watchdog() -> Iterator[Watchdog]:
+    """One that watches nobody."""
+    with Watchdog() as made:
+        yield made
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog) -> MakeRun:
+    """`make_run("run.num_steps=3", resume=True)`, in the directory tmp_path/run; with `source` a supervised one of its rows."""
 
     def make(
-        *overrides: str, resume: bool = False, held_out: int = 0, fails_at: int | None = None, error: BaseException | None = None
+        *overrides: str,
+        resume: bool = False,
+        held_out: int = 0,
+        fails_at: int | None = None,
+        error: BaseException | None = None,
+        devices: Any = None,
+        source: Any = None,
     ) -> TrainingRun:
         directory = tmp_path / "run"
         directory.mkdir(exist_ok=True)
@@ -116,15 +146,19 @@ def make_run(tmp_path: Path, calls: Calls) -> MakeRun:
         (directory / SETTINGS_FILE).write_text(dump_settings(settings))
         found = newest_checkpoint(directory) if resume else None
         step, row = (found[1].step, found[1].metrics) if found else (0, {})
-        return TrainingRun(
-            settings,
-            samples=Samples(calls, held_out=held_out, fails_at=fails_at, error=error),  # type: ignore[arg-type]
-            trainers=Ranks(calls),  # type: ignore[arg-type]
-            turns=NoTurns(),
+        records = RunRecords(
             console=RunConsole(settings.run.num_steps),
             sinks=Sinks(directory, settings.observe, first_step=step, row=row),
             memory=SimpleNamespace(peak_bytes=5),  # type: ignore[arg-type]
             timer=PhaseTimer(),
+        )
+        ranks: Any = Ranks(calls)
+        if source is not None:
+            return SupervisedRun(settings, source=source, trainers=ranks, records=records)
+        manager: Any = Manager(calls, held_out=held_out, fails_at=fails_at, error=error)
+        sync: Any = Sync(calls)
+        return RolloutRun(
+            settings, manager=manager, sync=sync, dtype="float32", watchdog=watchdog, devices=devices, trainers=ranks, records=records
         )
 
     return make
@@ -138,7 +172,7 @@ def test_the_order_of_a_run(make_run: MakeRun, calls: Calls, tmp_path: Path) -> 
     run = make_run("run.num_steps=3", "run.save_interval=2", "run.eval_interval=2", "data.eval=held_out.jsonl", held_out=4)
     train_loop(run, first_step=0)
     assert calls == [
-        ("publish", 0), ("probe",), ("parity", "scored"), ("evaluate",),
+        ("publish", 0), ("probe",), ("parity",), ("evaluate",),
         ("rollout", 0), ("train", "batch 0", 0), ("publish", 1),
         ("rollout", 1), ("train", "batch 1", 1), ("save", ".step-000002.partial"), ("forget", 2), ("publish", 2), ("evaluate",),
         ("rollout", 2), ("train", "batch 2", 2), ("save", ".step-000003.partial"), ("forget", 2), ("publish", 3), ("evaluate",),
@@ -257,3 +291,109 @@ def test_a_report_can_be_made_at_any_time(make_run: MakeRun, tmp_path: Path) -> 
     (tmp_path / "run" / "summary.json").write_text('{"accuracy": 1}')
     with pytest.raises(UserError, match=r"summary\.json is not the summary of a run"):
         report_run(tmp_path / "run")
+
+
+class Devices:
+    """Shared devices: a turn is taken when it is another than the last."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls, self.turn = calls, Turn.SYNC
+
+    def changes(self, turn: Turn) -> bool:
+        return turn is not self.turn
+
+    def take(self, turn: Turn) -> None:
+        self.calls.append(("turn", turn.name))
+        self.turn = turn
+
+
+def test_a_run_measures_how_long_engines_were_busy_and_how_much_of_that_the_training_hid(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(self: Ranks, batch: str, *, step: int) -> list[dict[str, Metric]]:
+        Manager.busy_s += 3600.0 if step == 0 else 0.0
+        return []
+
+    monkeypatch.setattr(Manager, "busy_s", 5.0)
+    monkeypatch.setattr(Ranks, "train", train)
+    train_loop(make_run("run.num_steps=2", "run.save_interval=0"), first_step=0)
+    rows = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert [rows[step]["time/rollout"] for step in (0, 1, 2)] == [5.0, 3600.0, 0.0]
+    assert [rows[step]["rollout/overlap_fraction"] for step in (1, 2)] == [1.0, 0.0]
+
+
+def test_the_parity_that_is_needed_is_the_one_that_was_set(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def log_probs(self: Ranks, batch: TrainBatch, *, temperature: float) -> Floats:
+        return np.full(len(batch.tokens), 1e-3, np.float32)
+
+    monkeypatch.setattr(Ranks, "log_probs", log_probs)
+    with pytest.raises(ParityError, match="needs a mean of at most 1e-04"):
+        make_run().begin(step=0)
+    make_run("weights.parity_threshold=2e-3").begin(step=0)
+
+
+def test_shared_devices_are_taken_before_who_needs_them(make_run: MakeRun, calls: Calls) -> None:
+    run = make_run("run.num_steps=1", "data.eval=held_out.jsonl", held_out=1, devices=Devices(calls))
+    train_loop(run, first_step=0)
+    assert calls == [
+        ("publish", 0), ("turn", "GENERATION"), ("probe",), ("turn", "SYNC"), ("parity",), ("turn", "GENERATION"), ("evaluate",),
+        ("rollout", 0), ("turn", "TRAINING"), ("train", "batch 0", 0), ("save", ".step-000001.partial"), ("forget", 1),
+        ("turn", "SYNC"), ("publish", 1), ("turn", "GENERATION"), ("evaluate",),
+    ]  # fmt: skip
+
+
+class Rows:
+    """The rows of a file; a position is where the next one is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def next_supervised(self, count: int) -> list[Group]:
+        self.at += count
+        return [row(str(number)) for number in range(self.at - count, self.at)]
+
+    def state(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def row(name: str) -> Group:
+    prompt = Prompt(id=name, token_ids=np.array([int(name) + 1]), text=name)
+    arrays = {"response_ids": [1], "loss_mask": [True], "rollout_log_probs": [0.0], "weight_versions": [-1]}
+    reward = Reward(RewardOutcome.SCORED, 0.0)
+    sample = Sample(
+        group_id=name, index=0, prompt=prompt, stop_reason=StopReason.STOP, reward=reward,
+        **{field: np.array(values) for field, values in arrays.items()},
+    )  # fmt: skip
+    return Group(name, prompt, (sample,))
+
+
+def test_a_supervised_run_trains_on_its_rows_and_asks_no_engine(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+    words = ("objective.policy_loss=sft", "run.save_interval=2", "data.prompts_per_step=3")
+    rows = Rows()
+    train_loop(make_run(*words, "run.num_steps=3", source=rows), first_step=0)
+    assert [(call[0], call[-1]) for call in calls if call[0] == "train"] == [("train", step) for step in range(3)]
+    assert [call[1].tokens[::2].tolist() for call in calls if call[0] == "train"] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert {call[0] for call in calls} == {"train", "save"}
+    assert steps_of(tmp_path / "run") == [1, 2, 3]
+    again = Rows()
+    run = make_run(*words, "run.num_steps=5", source=again, resume=True)
+    assert (run.resume(), again.at) == (3, 9)
+
+
+def test_a_supervised_run_without_checkpoint_starts_at_its_first_row(make_run: MakeRun) -> None:
+    rows = Rows()
+    assert make_run("objective.policy_loss=sft", source=rows, resume=True).resume() == 0
+    assert rows.at == 0
+
+
+def test_a_batch_of_many_waves_gets_the_time_of_all_its_waves() -> None:
+    paths = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
+    limits = ("rollout.max_concurrent_requests=256", "rollout.request_timeout_s=600.0", "reward.timeout_s=2.0", "reward.num_workers=4")
+    one = load_settings(None, [*paths, *limits])
+    assert generation_deadline_s(one, 256) == 2 * 600 + 64 * 2
+    assert generation_deadline_s(one, 2048) == 9 * 600 + 512 * 2
+    two = load_settings(None, [*paths, *limits, "rollout.num_engines=2"])
+    assert generation_deadline_s(two, 2048) == 5 * 600 + 512 * 2

@@ -1,5 +1,9 @@
+import asyncio
 import concurrent.futures
+import sys
 import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -9,75 +13,192 @@ from megatron_rl.runtime.watchdog import Watchdog
 Future = concurrent.futures.Future
 
 
+@pytest.fixture
+def watchdog() -> Iterator[Watchdog]:
+    """One that watches nobody yet."""
+    with Watchdog() as made:
+        yield made
+
+
 def finished(value: object) -> Future:
     future: Future = Future()
     future.set_result(value)
     return future
 
 
-def test_results_come_in_order() -> None:
-    assert Watchdog().wait([finished(1), finished(2)], name="work", timeout_s=1) == [1, 2]
+class Call:
+    """What stands for a call of an actor: it has a future."""
+
+    def __init__(self, future: Future) -> None:
+        self.future = lambda: future
 
 
-def test_the_deadline_names_the_wait_and_who_is_missing() -> None:
-    with pytest.raises(DeadlineError, match="weight sync did not finish within 0 s, still waiting for: engine 1"):
-        Watchdog().wait([finished(1), Future()], name="weight sync", timeout_s=0.05, blame={0: "engine 0", 1: "engine 1"})
+async def answer(value: int) -> int:
+    await asyncio.sleep(0)
+    return value
 
 
-def test_the_death_of_a_watched_actor_ends_a_wait_for_somebody_else_at_once() -> None:
-    watchdog, vital = Watchdog(), Future()
+def test_results_come_in_order_whatever_they_come_from(watchdog: Watchdog) -> None:
+    assert watchdog.wait([finished(1), answer(2), Call(finished(3))], name="work", owner="part", timeout_s=1) == [1, 2, 3]
+    assert watchdog.wait(answer(4), name="work", owner="part", timeout_s=1) == 4
+
+
+def test_the_deadline_names_the_wait_and_who_is_missing(watchdog: Watchdog) -> None:
+    with pytest.raises(DeadlineError, match=r"weight sync did not finish within 0 s, still waiting for: engine 1, engine 2$"):
+        watchdog.wait([finished(1), Future(), Future()], name="weight sync", owner="engine", timeout_s=0.05)
+
+
+def test_a_coroutine_past_its_deadline_is_named_and_cancelled(watchdog: Watchdog) -> None:
+    ended = threading.Event()
+
+    async def endless() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    with pytest.raises(DeadlineError, match=r"rollout of step 3 did not finish within 0 s, still waiting for: the engines$"):
+        watchdog.wait(endless(), name="rollout of step 3", owner="the engines", timeout_s=0.05)
+    assert ended.wait(5)
+
+
+def test_code_that_exits_on_the_event_loop_ends_the_wait_for_it(watchdog: Watchdog) -> None:
+    async def leave() -> None:
+        sys.exit(3)
+
+    with pytest.raises(SystemExit):
+        watchdog.wait(leave(), name="rollout", owner="the engines", timeout_s=30)
+    assert watchdog.wait(answer(4), name="work", owner="part", timeout_s=30) == 4
+
+
+def test_the_end_cancels_what_nobody_waits_for_any_more() -> None:
+    ended = threading.Event()
+
+    async def endless() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    with Watchdog() as watchdog:
+        vital: Future = Future()
+        watchdog.watch("engine 0", vital)
+        threading.Timer(0.05, vital.set_exception, [EngineError("boom")]).start()
+        with pytest.raises(EngineError):
+            watchdog.wait(endless(), name="rollout", owner="the engines", timeout_s=30)
+        assert not ended.is_set()
+    assert ended.is_set()
+
+
+def test_the_death_of_a_watched_actor_ends_a_wait_for_somebody_else_at_once(watchdog: Watchdog) -> None:
+    vital: Future = Future()
     watchdog.watch("engine 0", vital)
     threading.Timer(0.1, vital.set_exception, [EngineError("engine died, its log ends with: boom")]).start()
     # Otherwise the wait would end in a DeadlineError.
     with pytest.raises(EngineError, match="boom"):
-        watchdog.wait([Future()], name="rollout", timeout_s=30)
+        watchdog.wait([Future()], name="rollout", owner="part", timeout_s=30)
 
 
-def test_the_death_behind_a_failed_call_is_told_although_the_call_fails_first() -> None:
-    watchdog, vital = Watchdog(), Future()
+def test_the_death_behind_a_failed_call_is_told_although_the_call_fails_first(watchdog: Watchdog) -> None:
+    vital: Future = Future()
     watchdog.watch("engine 0", vital)
     refused: Future = Future()
     refused.set_exception(EngineError("the engine cannot be reached for /pause_generation"))
     threading.Timer(0.3, vital.set_exception, [EngineError("engine died (killed by signal 9)")]).start()
     with pytest.raises(EngineError, match="killed by signal 9"):
-        watchdog.wait([refused], name="weight sync", timeout_s=30)
+        watchdog.wait([refused], name="weight sync", owner="engine", timeout_s=30)
 
 
-def test_a_failed_call_without_a_death_behind_it_is_told_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_call_without_a_death_behind_it_is_told_itself(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.runtime.watchdog.CAUSE_S", 0.05)
-    watchdog, refused = Watchdog(), Future()
+
+    async def refused() -> None:
+        raise EngineError("cannot be reached")
+
     watchdog.watch("engine 0", Future())
-    refused.set_exception(EngineError("cannot be reached"))
     with pytest.raises(EngineError, match="cannot be reached"):
-        watchdog.wait([refused], name="weight sync", timeout_s=30)
+        watchdog.wait(refused(), name="weight sync", owner="engine", timeout_s=30)
 
 
 @pytest.mark.timeout(60)
-def test_a_mistake_of_the_user_is_told_without_looking_for_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_of_the_user_is_told_without_looking_for_a_death(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.runtime.watchdog.CAUSE_S", 3600.0)
-    watchdog, mistaken = Watchdog(), Future()
+
+    async def mistaken() -> None:
+        raise UserError("no such reward")
+
     watchdog.watch("engine 0", Future())
-    mistaken.set_exception(UserError("no such reward"))
     with pytest.raises(UserError, match="no such reward"):
-        watchdog.wait([mistaken], name="rollout", timeout_s=30)
+        watchdog.wait(mistaken(), name="rollout", owner="the engines", timeout_s=30)
 
 
-def test_a_watched_actor_that_ends_quietly_is_an_error_too() -> None:
-    watchdog = Watchdog()
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_death_ends_the_wait_unless_the_run_goes_on_without_the_actor(watchdog: Watchdog, goes_on: bool) -> None:
+    """What is asked may itself wait, and is asked once."""
+    asked: list[str] = []
+
+    def go_on(error: Exception) -> bool:
+        asked.append(f"{type(error).__name__}: {error}")
+        return bool(watchdog.wait(answer(goes_on), name="leaving", owner="the engines", timeout_s=5))
+
+    vital: Future = Future()
+    watchdog.watch("engine 0", vital, goes_on=go_on)
+    vital.set_exception(EngineError("boom"))
+    work: Future = Future()
+    threading.Timer(0.1, work.set_result, [7]).start()
+    if goes_on:
+        assert watchdog.wait([work], name="rollout", owner="part", timeout_s=30) == [7]
+        assert watchdog.wait(answer(4), name="rollout", owner="part", timeout_s=30) == 4
+    else:
+        with pytest.raises(EngineError, match="boom"):
+            watchdog.wait([work], name="rollout", owner="part", timeout_s=30)
+    assert asked == ["EngineError: boom"]
+
+
+def test_work_that_a_death_has_failed_ends_with_that_death_whoever_could_go_on(watchdog: Watchdog) -> None:
+    vital, refused = Future(), Future()
+    watchdog.watch("engine 0", vital, goes_on=lambda error: True)
+    refused.set_exception(EngineError("the engine cannot be reached for /pause_generation"))
+    threading.Timer(0.1, vital.set_exception, [EngineError("engine died (killed by signal 9)")]).start()
+    with pytest.raises(EngineError, match="killed by signal 9"):
+        watchdog.wait([refused], name="weight sync", owner="engine", timeout_s=30)
+
+
+def test_nobody_is_asked_about_an_actor_that_ends_quietly(watchdog: Watchdog) -> None:
+    watchdog.watch("engine 0", finished(None), goes_on=lambda error: True)
+    with pytest.raises(WorkerDiedError, match="engine 0 ended although nobody asked it to"):
+        watchdog.wait([Future()], name="rollout", owner="part", timeout_s=30)
+
+
+def test_a_watched_actor_that_ends_quietly_is_an_error_too(watchdog: Watchdog) -> None:
     watchdog.watch("Megatron rank 3", finished(None))
     with pytest.raises(WorkerDiedError, match="Megatron rank 3 ended"):
-        watchdog.wait([Future()], name="training", timeout_s=30)
+        watchdog.wait([Future()], name="training", owner="Megatron rank", timeout_s=30)
 
 
-def test_the_first_failure_does_not_wait_for_the_others() -> None:
+def test_the_first_failure_does_not_wait_for_the_others(watchdog: Watchdog) -> None:
     broken: Future = Future()
     broken.set_exception(RuntimeError("rank 1 broke"))
     with pytest.raises(RuntimeError, match="rank 1 broke"):
-        Watchdog().wait([Future(), broken], name="training", timeout_s=30)
+        watchdog.wait([Future(), broken], name="training", owner="Megatron rank", timeout_s=30)
 
 
-def test_nobody_is_watched_after_forget() -> None:
-    watchdog = Watchdog()
+def test_nobody_is_watched_after_forget(watchdog: Watchdog) -> None:
     watchdog.watch("engine 0", finished(None))
     watchdog.forget()
-    assert watchdog.wait([finished(5)], name="stop", timeout_s=1) == [5]
+    assert watchdog.wait([finished(5)], name="stop", owner="engine", timeout_s=1) == [5]
+
+
+def test_an_asynchronous_context_is_left_whatever_happens_in_the_block(watchdog: Watchdog) -> None:
+    log: list[str] = []
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[str]:
+        log.append(f"opened in {threading.current_thread().name}")
+        yield "value"
+        log.append("closed")
+
+    with pytest.raises(KeyboardInterrupt), watchdog.entered(opened(), name="opening", owner="it", timeout_s=5) as value:
+        assert value == "value" and log == ["opened in rollout-loop"]
+        raise KeyboardInterrupt
+    assert log[1:] == ["closed"]

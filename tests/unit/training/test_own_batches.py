@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from megatron_rl import ModelSettings, Objective, TrainBatch, Trainer, TrainingSettings, UserError
+from megatron_rl.algorithms.kl import KLControl
 from megatron_rl.algorithms.objective import AdvantageSettings, OffPolicyCorrection
 from megatron_rl.training.whole_batch import divide
 
@@ -255,7 +256,7 @@ def test_contradictions_of_batch_and_objective_are_refused(objective: Objective,
 
     batch = batch_of(**fields)
     with pytest.raises(UserError, match=message):
-        check_batch(objective, batch, rewards=batch.rewards)
+        check_batch(objective, batch, rewards=batch.rewards, trajectory_ids=batch.trajectory_ids)
 
 
 def test_tokens_outside_the_vocabulary_are_refused_before_a_pass(make: Make) -> None:
@@ -311,3 +312,47 @@ def test_trainers_say_what_they_lack(make: Make) -> None:
         Trainer(model=first._model_settings, objective=Objective(aggregation="sequence_mean_token_sum_norm"))
     with pytest.raises(UserError, match=r"distillation_coef is 0\.1, but model\.teacher is not set"):
         make(Objective(distillation_coef=0.1))
+
+
+OWNERS = ("x", "y", "z", "z", "x")
+
+
+def test_means_are_those_of_trajectories(make: Make) -> None:
+    """On policy the loss is minus the mean over trajectories of the mean advantage of all their tokens, in whatever micro-batch."""
+    advantages = per_token(6, -2, 2)
+    batch = batch_of(advantages=advantages, trajectory_ids=OWNERS, group_ids=[0] * 5)
+    trainer = make(training={"optimizer": {"lr": 1e-3}, "max_tokens_per_micro_batch": 10})
+    got = trainer.forward_backward(batch)
+    joined = [np.concatenate([row for row, owner in zip(advantages, OWNERS, strict=True) if owner == each]) for each in "xyz"]
+    assert got["train/loss"] == pytest.approx(-np.mean([row.mean() for row in joined]), rel=1e-5)
+    assert (got["train/num_sequences"], got["train/num_trajectories"]) == (5, 3)
+    trainer = make(Objective(kl_loss_coef=0.1, kl_control=KLControl(target=1.0, horizon=50)))
+    first, second = (trainer.train(batch)[0]["train/kl_loss_coef"] for _ in range(2))
+    assert (first, second) == (0.1, pytest.approx(0.1 * (1 - 0.2 * 3 / 50))), "the policy is the reference in the first step"
+
+
+def test_a_batch_whose_trajectories_have_one_sequence_each_trains_as_one_without(make: Make) -> None:
+    objective = Objective(kl_loss_coef=0.1, entropy_coef=0.01)
+    got = []
+    for owners in (None, ["e", "a", "d", "b", "c"]):
+        trainer = make(objective, training={"optimizer_steps_per_batch": 2})
+        got.append((trainer.train(batch_of(rewards=REWARDS, trajectory_ids=owners)), weights_of(trainer)))
+    assert got[0][0] == got[1][0]
+    assert all(torch.equal(tensor, got[1][1][name]) for name, tensor in got[0][1].items())
+
+
+def test_a_trainer_refuses_returns_of_trajectories(make: Make) -> None:
+    batch = batch_of(rewards=[1.0, 0.0, 0.25, 0.25, 1.0], trajectory_ids=OWNERS, group_ids=[0] * 5)
+    with pytest.raises(UserError, match="estimator ppo got trajectories of several sequences"):
+        make(PPO).train(batch)
+
+
+def test_routers_are_balanced_by_what_the_model_sees_in_one_piece(make: Make, tiny_model: Callable[..., Path]) -> None:
+    model = ModelSettings(path=tiny_model(family="qwen3_moe", name="balanced"), megatron={"moe_aux_loss_coeff": 0.1})
+    with Trainer(model=model, training=TrainingSettings(optimizer={"lr": 1e-3})) as trainer:
+        losses = []
+        for owners in (None, OWNERS):
+            batch = batch_of(advantages=[0.0] * 5, trajectory_ids=owners, group_ids=[0] * 5)
+            losses.append(trainer.forward_backward(batch)["train/aux_loss"])
+            trainer._waiting = None
+    assert losses[0] == losses[1] > 0

@@ -215,7 +215,8 @@ def test_huge_rewards_train_as_small_ones_of_the_same_proportions(
     path = tiny_model()
     norms = []
     for factor in (1.0, 1e38, 1e200):
-        trainer = make_trainer(path, {"advantage": {"estimator": estimator, "args": {"std_epsilon": 0.0} if estimator == "grpo" else {}}})
+        args = {"std_epsilon": 0.0} if estimator in ("grpo", "pass@k") else {}
+        trainer = make_trainer(path, {"advantage": {"estimator": estimator, "args": args}})
         batch = replace(make_batch(ROWS), rewards=np.array([1.0, -1.0, 0.5, -0.25]) * factor)
         norms.append(train(trainer, batch)[0]["train/grad_norm"])
     assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-6)

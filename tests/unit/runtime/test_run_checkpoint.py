@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import UserError
-from megatron_rl.runtime.checkpoint import RunState, checkpoint_paths, newest_checkpoint, oldest_step, save_checkpoint
+from megatron_rl.runtime.run_checkpoint import RunState, checkpoint_paths, newest_checkpoint, oldest_step, save_checkpoint
 
 
 class Trainers:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.admission import Admission
+from megatron_rl.rollout.production import Admission
 
 
 def test_synchronous_runs_make_nothing_ahead() -> None:

@@ -1,15 +1,18 @@
 """Who has the devices when ranks and engines share them: one side puts its memory away before the other takes its own back.
 
 The weight sync is in between: it needs the trainer's parameters and the engines' weights at once, but neither the optimizer nor the
-key-value cache, so that the four never add up. What runs on devices of its own needs no turns.
+key-value cache, so that the four never add up. A run whose engines have devices of their own has none of this.
 """
 
+from collections.abc import Coroutine
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_rl.rollout.client import ENGINE_PARTS, EnginePart
-from megatron_rl.runtime.trainers import TrainerGroup
+from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.training.offload import PARTS, Part
+
+MEMORY_TIMEOUT_S = 60.0
 
 
 class Turn(Enum):
@@ -31,37 +34,26 @@ class Turn(Enum):
         return frozenset(self.value[1])
 
 
-class Turns(Protocol):
-    """Where the run stands, and how it goes on."""
+class TrainerMemory(Protocol):
+    """The ranks' side of a turn."""
 
-    def changes(self, turn: Turn) -> bool:
-        """Whether anything has to move for `turn`."""
+    def put_away(self, parts: frozenset[Part]) -> None:
+        """Move these parts of the models to host memory."""
         ...
 
-    def take(self, turn: Turn) -> None:
-        """Have on the devices what `turn` needs."""
+    def take_back(self, parts: frozenset[Part]) -> None:
+        """Move these parts of the models back to the device."""
         ...
-
-
-class NoTurns:
-    """For ranks and engines with devices of their own: everything is always there."""
-
-    def changes(self, turn: Turn) -> bool:
-        """Never."""
-        return False
-
-    def take(self, turn: Turn) -> None:
-        """Nothing moves."""
 
 
 class EngineMemory(Protocol):
     """The engines' side of a turn. No request may be running."""
 
-    def release_memory(self, parts: frozenset[EnginePart]) -> None:
+    def release_memory(self, parts: frozenset[EnginePart]) -> Coroutine[Any, Any, None]:
         """Free these parts of every engine; their content is lost."""
         ...
 
-    def restore_memory(self, parts: frozenset[EnginePart]) -> None:
+    def restore_memory(self, parts: frozenset[EnginePart]) -> Coroutine[Any, Any, None]:
         """Allocate these parts of every engine again; they have been released before."""
         ...
 
@@ -69,8 +61,8 @@ class EngineMemory(Protocol):
 class SharedDevices:
     """Turns on shared devices, of which the engines have just been started while the trainer was away."""
 
-    def __init__(self, trainers: TrainerGroup, engines: EngineMemory) -> None:
-        self._trainers, self._engines = trainers, engines
+    def __init__(self, trainers: TrainerMemory, engines: EngineMemory, *, watchdog: Watchdog) -> None:
+        self._trainers, self._engines, self._watchdog = trainers, engines, watchdog
         self._trainer_parts: frozenset[Part] = frozenset()
         self._engine_parts: frozenset[EnginePart] = frozenset(ENGINE_PARTS)
 
@@ -84,9 +76,12 @@ class SharedDevices:
         if leaving := self._trainer_parts - turn.trainer_parts:
             self._trainers.put_away(leaving)
         if released := self._engine_parts - turn.engine_parts:
-            self._engines.release_memory(released)
+            self._wait(self._engines.release_memory(released), name="releasing the engines' memory")
         if restored := turn.engine_parts - self._engine_parts:
-            self._engines.restore_memory(restored)
+            self._wait(self._engines.restore_memory(restored), name="restoring the engines' memory")
         if coming := turn.trainer_parts - self._trainer_parts:
             self._trainers.take_back(coming)
         self._trainer_parts, self._engine_parts = turn.trainer_parts, turn.engine_parts
+
+    def _wait(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        self._watchdog.wait(work, name=name, owner="the engines", timeout_s=MEMORY_TIMEOUT_S)

@@ -6,7 +6,8 @@ import itertools
 import json
 import random
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ import pytest
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.run_prompts import RunPrompts
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import check_metrics, metric_values
+from megatron_rl.rollout import manager as module
 from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.group_choice import NO_SIGNAL
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.runtime import rollouts as module
-from megatron_rl.runtime.rollouts import Rollouts
 from megatron_rl.types import Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 
 PROMPTS_PER_STEP = 4
@@ -61,7 +64,7 @@ class Engine:
 
 
 class Client:
-    """What `Rollouts` sees of the engine."""
+    """What the manager sees of the engine."""
 
     engine: Engine
 
@@ -118,13 +121,11 @@ def make_settings(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[.
     return make
 
 
-async def opened(settings: Settings, path: Path) -> Rollouts:
-    rollouts = Rollouts(settings)
-    await rollouts.start_rewards()
-    await rollouts.open_buffer(path)
-    await rollouts.connect([ADDRESS])
-    await rollouts.begin_production()
-    return rollouts
+@asynccontextmanager
+async def opened(settings: Settings, path: Path) -> AsyncIterator[RolloutManager]:
+    async with RolloutManager.open(settings, prompts=RunPrompts.read(settings), buffer=path) as manager:
+        await manager.join([ADDRESS], serve_current=True)
+        yield manager
 
 
 def test_a_control_call_may_take_as_long_as_a_weight_sync(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
@@ -133,18 +134,56 @@ def test_a_control_call_may_take_as_long_as_a_weight_sync(make_settings: Callabl
     settings = make_settings("weights.sync_timeout_s=7200", "rollout.request_timeout_s=50")
 
     async def work() -> tuple[float, float]:
-        rollouts = await opened(settings, tmp_path / "buffer.sqlite")
-        (client,) = rollouts.clients
-        await rollouts.close()
-        return client.timeouts  # type: ignore[attr-defined,no-any-return]
+        async with opened(settings, tmp_path / "buffer.sqlite") as manager:
+            (client,) = manager.clients
+            return client.timeouts  # type: ignore[attr-defined,no-any-return]
 
     assert asyncio.run(work()) == (50, 7200)
 
 
-async def step_of(rollouts: Rollouts, engine: Engine, step: int) -> tuple[TrainBatch, dict[str, float]]:
+def test_the_manager_is_whole_before_an_engine_joins(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    """A step that is asked for before waits for the first engine that serves the current weights."""
+    Client.engine = engine = Engine(seed=0)
+    settings = make_settings()
+
+    async def run() -> int:
+        async with RolloutManager.open(settings, prompts=RunPrompts.read(settings), buffer=tmp_path / "buffer.sqlite") as manager:
+            assert manager.busy_s == 0 and await manager.position() == manager.prompts.source.state()
+            step = asyncio.create_task(step_of(manager, engine, 0))
+            await asyncio.sleep(0.01)
+            await manager.join([ADDRESS])
+            await asyncio.sleep(0.01)
+            assert not engine.started and not step.done(), "nothing is known yet of its weights"
+            manager.pool.admit(manager.clients)
+            batch, _ = await step
+            # One that was too slow for a step gets requests of the next.
+            manager.pool.retire(manager.clients[0], EngineError("too slow"))
+            await step_of(manager, engine, 1)
+            return batch.num_sequences
+
+    assert asyncio.run(run()) == 2 * PROMPTS_PER_STEP
+
+
+def test_a_run_whose_reward_function_fails_on_its_probe_leaves_no_buffer(
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(self: Rewards, prompt: Prompt) -> None:
+        raise UserError(f"no reward for {prompt.id}")
+
+    async def run() -> None:
+        async with opened(make_settings(), tmp_path / "buffer.sqlite"):
+            raise AssertionError("it opens nothing")
+
+    monkeypatch.setattr(Rewards, "probe", refuse)
+    with pytest.raises(UserError, match="no reward for eval-0"):
+        asyncio.run(run())
+    assert not (tmp_path / "buffer.sqlite").exists()
+
+
+async def step_of(manager: RolloutManager, engine: Engine, step: int) -> tuple[TrainBatch, dict[str, float]]:
     """A step as the loop does it: the engines get version `step`, the batch is taken, and training takes a while."""
     engine.version = step
-    batch, metrics = await rollouts.next_batch(step, progress=PhaseProgress("rollout", total=None, unit=""))
+    batch, metrics = await manager.next_batch(step, progress=PhaseProgress("rollout", total=None, unit=""))
     check_metrics(metrics)
     for _ in range(engine.random.randrange(12)):
         await asyncio.sleep(0)
@@ -175,17 +214,16 @@ def test_every_staleness_trains_on_the_groups_of_the_synchronous_run(
     async def run(max_staleness: int, seed: int) -> tuple[list[Any], list[dict[str, float]]]:
         Client.engine = engine = Engine(seed=seed)
         settings = make_settings(f"rollout.max_staleness={max_staleness}", f"objective.zero_variance={zero_variance}")
-        rollouts = await opened(settings, tmp_path / f"{zero_variance}-{max_staleness}-{seed}.sqlite")
-        batches, metrics = [], []
-        for step in range(settings.run.num_steps):
-            batch, values = await step_of(rollouts, engine, step)
-            assert_young(batch, step=step, max_staleness=max_staleness)
-            batches.append(prompts_of(batch))
-            metrics.append(values)
-            if max_staleness == 0:
-                assert engine.running == 0, "nothing is made while a synchronous run trains"
-        await rollouts.close()
-        return batches, metrics
+        async with opened(settings, tmp_path / f"{zero_variance}-{max_staleness}-{seed}.sqlite") as manager:
+            batches, metrics = [], []
+            for step in range(settings.run.num_steps):
+                batch, values = await step_of(manager, engine, step)
+                assert_young(batch, step=step, max_staleness=max_staleness)
+                batches.append(prompts_of(batch))
+                metrics.append(values)
+                if max_staleness == 0:
+                    assert engine.running == 0, "nothing is made while a synchronous run trains"
+            return batches, metrics
 
     expected, metrics = asyncio.run(run(0, 0))
     assert all(values["rollout/staleness_max"] == 0 for values in metrics)
@@ -199,20 +237,20 @@ def test_every_staleness_trains_on_the_groups_of_the_synchronous_run(
     assert mixed > 0, "some responses go on across a weight sync"
 
 
-@pytest.mark.parametrize("max_staleness", (0, 1))
+@pytest.mark.parametrize("override", ("rollout.max_staleness=0", "rollout.max_staleness=1", "rollout.function=cut_history:rollout"))
 def test_rewards_that_keep_failing_end_the_step_with_the_first_traceback(
-    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, max_staleness: int
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, override: str
 ) -> None:
+    """A trajectory of two samples is one call."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "contract")
+
     async def fail(self: Rewards, sample: Sample) -> Reward:
         return Reward(RewardOutcome.ERROR, message="Traceback: the grader is broken")
 
     async def run() -> None:
         Client.engine = engine = Engine(seed=0)
-        rollouts = await opened(make_settings(f"rollout.max_staleness={max_staleness}"), tmp_path / "failing.sqlite")
-        try:
-            await step_of(rollouts, engine, 0)
-        finally:
-            await rollouts.close()
+        async with opened(make_settings(override), tmp_path / "failing.sqlite") as manager:
+            await step_of(manager, engine, 0)
 
     monkeypatch.setattr(Rewards, "score", fail)
     with pytest.raises(UserError, match=r"8 errors and 0 timeouts in 8 reward calls(.|\n)*the grader is broken"):
@@ -229,31 +267,28 @@ def test_a_killed_run_goes_on_with_its_finished_groups_under_the_same_rule(
 
     async def first() -> tuple[list[Any], dict[str, Any]]:
         Client.engine = engine = Engine(seed=seed)
-        rollouts = await opened(settings, path)
-        batches, state = [], {}
-        for step in range(killed_step):
-            if step == checkpoint_step:
-                await rollouts.flush()
-                state = rollouts.source.state()
-            batches.append(prompts_of((await step_of(rollouts, engine, step))[0]))
-        # What `kill -9` leaves of the file at this moment.
-        with sqlite3.connect(path) as source, sqlite3.connect(killed) as copy:
-            source.backup(copy)
-        await rollouts.close()
-        return batches, state
+        async with opened(settings, path) as manager:
+            batches, state = [], {}
+            for step in range(killed_step):
+                if step == checkpoint_step:
+                    state = await manager.position()
+                batches.append(prompts_of((await step_of(manager, engine, step))[0]))
+            # What `kill -9` leaves of the file at this moment.
+            with sqlite3.connect(path) as source, sqlite3.connect(killed) as copy:
+                source.backup(copy)
+            return batches, state
 
     async def second(state: dict[str, Any]) -> list[Any]:
         Client.engine = engine = Engine(seed=seed + 10)
-        rollouts = await opened(settings, killed)
-        await rollouts.rewind(step=checkpoint_step, source_state=state)
-        batches = []
-        for step in range(checkpoint_step, settings.run.num_steps):
-            batch, values = await step_of(rollouts, engine, step)
-            assert_young(batch, step=step, max_staleness=2)
-            assert values["rollout/renewed_groups"] == 0
-            batches.append(prompts_of(batch))
-        await rollouts.close()
-        return batches
+        async with opened(settings, killed) as manager:
+            await manager.rewind(step=checkpoint_step, position=state)
+            batches = []
+            for step in range(checkpoint_step, settings.run.num_steps):
+                batch, values = await step_of(manager, engine, step)
+                assert_young(batch, step=step, max_staleness=2)
+                assert values["rollout/renewed_groups"] == 0
+                batches.append(prompts_of(batch))
+            return batches
 
     before, state = asyncio.run(first())
     finished = finished_by_old_weights(killed, version=checkpoint_step)
@@ -280,19 +315,17 @@ def test_a_resume_with_less_staleness_makes_what_is_too_old_anew(make_settings: 
 
     async def run(max_staleness: int, steps: range, state: dict[str, Any] | None) -> tuple[dict[str, Any], list[dict[str, float]]]:
         Client.engine = engine = Engine(seed=0)
-        rollouts = await opened(make_settings(f"rollout.max_staleness={max_staleness}"), path)
-        if state is not None:
-            await rollouts.rewind(step=steps.start, source_state=state)
-        metrics = []
-        for step in steps:
-            batch, values = await step_of(rollouts, engine, step)
-            assert_young(batch, step=step, max_staleness=max_staleness)
-            metrics.append(values)
-        while rollouts._production._tasks:
-            await asyncio.sleep(0)
-        state = rollouts.source.state()
-        await rollouts.close()
-        return state, metrics
+        async with opened(make_settings(f"rollout.max_staleness={max_staleness}"), path) as manager:
+            if state is not None:
+                await manager.rewind(step=steps.start, position=state)
+            metrics = []
+            for step in steps:
+                batch, values = await step_of(manager, engine, step)
+                assert_young(batch, step=step, max_staleness=max_staleness)
+                metrics.append(values)
+            while manager._production._tasks:
+                await asyncio.sleep(0)
+            return manager.prompts.source.state(), metrics
 
     state, _ = asyncio.run(run(2, range(3), None))
     _, metrics = asyncio.run(run(0, range(3, 6), state))
@@ -302,11 +335,12 @@ def test_a_resume_with_less_staleness_makes_what_is_too_old_anew(make_settings: 
 def test_greedy_baselines_come_with_the_groups_of_later_steps(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     async def run() -> list[TrainBatch]:
         Client.engine = engine = Engine(seed=3)
-        rollouts = await opened(make_settings("rollout.max_staleness=1", "objective.advantage.estimator=remax"), tmp_path / "buffer.sqlite")
-        batches = [(await step_of(rollouts, engine, step))[0] for step in range(4)]
-        assert sum(greedy for greedy, _ in engine.started) >= 4 * PROMPTS_PER_STEP
-        await rollouts.close()
-        return batches
+        async with opened(
+            make_settings("rollout.max_staleness=1", "objective.advantage.estimator=remax"), tmp_path / "buffer.sqlite"
+        ) as manager:
+            batches = [(await step_of(manager, engine, step))[0] for step in range(4)]
+            assert sum(greedy for greedy, _ in engine.started) >= 4 * PROMPTS_PER_STEP
+            return batches
 
     for batch in asyncio.run(run()):
         assert batch.component_names == ("greedy_baseline",)
@@ -316,16 +350,13 @@ def test_greedy_baselines_come_with_the_groups_of_later_steps(make_settings: Cal
 def test_a_failure_while_nobody_waits_is_raised_by_the_next_step(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     async def run() -> None:
         Client.engine = engine = Engine(seed=1)
-        rollouts = await opened(make_settings("rollout.max_staleness=2"), tmp_path / "buffer.sqlite")
-        try:
-            await step_of(rollouts, engine, 0)
+        async with opened(make_settings("rollout.max_staleness=2"), tmp_path / "buffer.sqlite") as manager:
+            await step_of(manager, engine, 0)
             engine.broken = True
             for _ in range(100):
                 await asyncio.sleep(0)
             with pytest.raises(EngineError, match="gone"):
-                await step_of(rollouts, engine, 1)
-        finally:
-            await rollouts.close()
+                await step_of(manager, engine, 1)
 
     asyncio.run(run())
 
@@ -333,10 +364,9 @@ def test_a_failure_while_nobody_waits_is_raised_by_the_next_step(make_settings: 
 def test_closing_in_the_middle_aborts_what_is_being_made(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     async def run() -> int:
         Client.engine = engine = Engine(seed=2)
-        rollouts = await opened(make_settings("rollout.max_staleness=5"), tmp_path / "buffer.sqlite")
-        await rollouts.next_batch(0, progress=PhaseProgress("rollout", total=None, unit=""))
-        assert engine.running
-        await rollouts.close()
+        async with opened(make_settings("rollout.max_staleness=5"), tmp_path / "buffer.sqlite") as manager:
+            await manager.next_batch(0, progress=PhaseProgress("rollout", total=None, unit=""))
+            assert engine.running
         return engine.running
 
     assert asyncio.run(run()) == 0
@@ -354,9 +384,8 @@ def test_evaluation_asks_every_prompt_greedily_and_then_at_the_training_temperat
 
     async def run() -> tuple[dict[str, float], list[tuple[bool, int]]]:
         Client.engine = engine = Engine(seed=0)
-        rollouts = await opened(make_settings(f"data.eval={tmp_path}/eval.jsonl"), tmp_path / "buffer.sqlite")
-        metrics = await rollouts.evaluate(progress=PhaseProgress("eval", total=6, unit="prompts"))
-        await rollouts.close()
+        async with opened(make_settings(f"data.eval={tmp_path}/eval.jsonl"), tmp_path / "buffer.sqlite") as manager:
+            metrics = await manager.evaluate(progress=PhaseProgress("eval", total=6, unit="prompts"))
         check_metrics(metrics)
         return metric_values(metrics), engine.started
 
@@ -376,16 +405,14 @@ def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_the_buffer_sa
 
     async def run() -> TrainBatch:
         Client.engine = engine = Engine(seed=0)
-        rollouts = await opened(make_settings("objective.zero_variance=drop"), tmp_path / "buffer.sqlite")
-        batch, _ = await step_of(rollouts, engine, 0)
-        await rollouts.close()
-        return batch
+        async with opened(make_settings("objective.zero_variance=drop"), tmp_path / "buffer.sqlite") as manager:
+            return (await step_of(manager, engine, 0))[0]
 
     monkeypatch.setattr(Rewards, "score", same)
     batch = asyncio.run(run())
     assert batch.num_sequences == 2 * PROMPTS_PER_STEP
     assert not batch.loss_mask.any()
-    assert consumed(tmp_path / "buffer.sqlite") == [(1, 0, module.NO_SIGNAL)] * PROMPTS_PER_STEP
+    assert consumed(tmp_path / "buffer.sqlite") == [(1, 0, NO_SIGNAL)] * PROMPTS_PER_STEP
 
 
 def test_the_buffer_tells_what_each_step_trained_on_from_what_resampling_threw_away(
@@ -393,17 +420,16 @@ def test_the_buffer_tells_what_each_step_trained_on_from_what_resampling_threw_a
 ) -> None:
     async def run() -> None:
         Client.engine = engine = Engine(seed=0)
-        rollouts = await opened(make_settings("objective.zero_variance=resample"), tmp_path / "buffer.sqlite")
-        for step in range(3):
-            await step_of(rollouts, engine, step)
-        await rollouts.close()
+        async with opened(make_settings("objective.zero_variance=resample"), tmp_path / "buffer.sqlite") as manager:
+            for step in range(3):
+                await step_of(manager, engine, step)
 
     asyncio.run(run())
     rows = consumed(tmp_path / "buffer.sqlite")
     assert {step for step, _, _ in rows} == {1, 2, 3}, "as the console counts"
     assert [sum(trained for at, trained, _ in rows if at == step) for step in (1, 2, 3)] == [PROMPTS_PER_STEP] * 3
     rejected = [reason for _, trained, reason in rows if not trained]
-    assert rejected and set(rejected) == {module.NO_SIGNAL}
+    assert rejected and set(rejected) == {NO_SIGNAL}
 
 
 FILTERS = """
@@ -412,25 +438,18 @@ def keep(*, group, digit: int):
 """
 
 
-@pytest.fixture
-def filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "filters_of_user.py").write_text(FILTERS)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.mark.usefixtures("filters")
 @pytest.mark.parametrize("zero_variance", ["keep", "resample"])
 def test_a_group_that_the_filter_leaves_out_is_noted_counted_and_replaced_where_groups_are_resampled(
-    make_settings: Callable[..., Settings], tmp_path: Path, zero_variance: str
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zero_variance: str
 ) -> None:
+    (tmp_path / "filters_of_user.py").write_text(FILTERS)
+    monkeypatch.syspath_prepend(tmp_path)
     words = (f"objective.zero_variance={zero_variance}", "rollout.filter={function: filters_of_user:keep, args: {digit: 1}}")
 
     async def run() -> list[tuple[TrainBatch, dict[str, float]]]:
         Client.engine = engine = Engine(seed=0)
-        rollouts = await opened(make_settings(*words), tmp_path / "buffer.sqlite")
-        steps = [await step_of(rollouts, engine, step) for step in range(6)]
-        await rollouts.close()
-        return steps
+        async with opened(make_settings(*words), tmp_path / "buffer.sqlite") as manager:
+            return [await step_of(manager, engine, step) for step in range(6)]
 
     steps = asyncio.run(run())
     reason = "rollout.filter.function filters_of_user:keep: its number ends with the digit"
@@ -454,15 +473,10 @@ def test_samples_that_share_a_seed_stop_the_run(make_settings: Callable[..., Set
     async def run() -> None:
         Client.engine = engine = SharedSeed(seed=0)
         settings = make_settings("data.prompts_per_step=16", "data.samples_per_prompt=4", "rollout.max_concurrent_requests=64")
-        rollouts = await opened(settings, tmp_path / "buffer.sqlite")
-        try:
-            await step_of(rollouts, engine, 0)
-        finally:
-            await rollouts.close()
+        async with opened(settings, tmp_path / "buffer.sqlite") as manager:
+            await step_of(manager, engine, 0)
 
-    with pytest.raises(
-        UserError, match=r"step 1: in 16 of the last 16 groups all samples are the same tokens.* rollout\.function single_turn"
-    ):
+    with pytest.raises(UserError, match=r"step 1: in 16 of the last 16 groups all samples are the same.* rollout\.function single_turn"):
         asyncio.run(run())
 
 
@@ -471,14 +485,13 @@ def test_an_engine_that_fails_is_told_once(
 ) -> None:
     async def run() -> None:
         Client.engine = engine = Engine(seed=1)
-        rollouts = await opened(make_settings("data.prompts_per_step=30"), tmp_path / "buffer.sqlite")
-        engine.broken = True
-        with pytest.raises(EngineError, match="gone"):
-            await step_of(rollouts, engine, 0)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        await rollouts.close()
-        gc.collect()
+        async with opened(make_settings("data.prompts_per_step=30"), tmp_path / "buffer.sqlite") as manager:
+            engine.broken = True
+            with pytest.raises(EngineError, match="gone"):
+                await step_of(manager, engine, 0)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            gc.collect()
 
     asyncio.run(run())
     gc.collect()

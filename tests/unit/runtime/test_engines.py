@@ -13,7 +13,7 @@ from megatron_rl.rollout.routing_record import MixtureShape
 # What a Ray process does when it becomes this actor: import the class, then read the arguments of its constructor.
 BECOME_THE_ACTOR = """
 import pickle, sys
-import megatron_rl.runtime.engine_worker
+import megatron_rl.runtime.engines
 pickle.load(sys.stdin.buffer)
 print(*sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron", "sglang", "transformers", "ray"}))
 """

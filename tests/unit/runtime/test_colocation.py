@@ -1,11 +1,12 @@
 """What lies on shared devices at every moment of a run, in the order in which the loop takes its turns."""
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 
 import pytest
 
-from megatron_rl.runtime.turns import NoTurns, SharedDevices, Turn
+from megatron_rl.runtime.colocation import SharedDevices, Turn
+from megatron_rl.runtime.watchdog import Watchdog
 
 
 class Memory:
@@ -19,25 +20,37 @@ class Memory:
         assert set(parts) <= self.present
         self._move(self.present - set(parts))
 
-    release_memory = put_away
+    async def release_memory(self, parts: Collection[str]) -> None:
+        self.put_away(parts)
 
     def take_back(self, parts: Collection[str]) -> None:
         assert not set(parts) & self.present, "an engine dies when it takes what it has"
         self._move(self.present | set(parts))
 
-    restore_memory = take_back
+    async def restore_memory(self, parts: Collection[str]) -> None:
+        self.take_back(parts)
 
     def _move(self, present: set[str]) -> None:
         self.present = present
         self.seen.append(frozenset(present))
 
 
-def make_turns() -> tuple[SharedDevices, Memory]:
-    memory = Memory()
-    return SharedDevices(memory, memory), memory  # type: ignore[arg-type]
+MakeTurns = Callable[[], tuple[SharedDevices, Memory]]
 
 
-def test_a_synchronous_step_goes_from_weights_to_cache_to_training() -> None:
+@pytest.fixture
+def make_turns() -> Iterator[MakeTurns]:
+    """Devices that one memory stands for on both sides."""
+    with Watchdog() as watchdog:
+
+        def make() -> tuple[SharedDevices, Memory]:
+            memory = Memory()
+            return SharedDevices(memory, memory, watchdog=watchdog), memory
+
+        yield make
+
+
+def test_a_synchronous_step_goes_from_weights_to_cache_to_training(make_turns: MakeTurns) -> None:
     turns, memory = make_turns()
     order = []
     for turn in (Turn.SYNC, Turn.GENERATION, Turn.TRAINING, Turn.SYNC, Turn.GENERATION):
@@ -53,7 +66,7 @@ def test_a_synchronous_step_goes_from_weights_to_cache_to_training() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_order_of_turns_ever_has_more_there_than_a_turn_needs(seed: int) -> None:
+def test_no_order_of_turns_ever_has_more_there_than_a_turn_needs(make_turns: MakeTurns, seed: int) -> None:
     turns, memory = make_turns()
     needs = {turn: set(turn.trainer_parts | turn.engine_parts) for turn in Turn}
     last = Turn.GENERATION
@@ -73,12 +86,8 @@ def test_no_order_of_turns_ever_has_more_there_than_a_turn_needs(seed: int) -> N
         assert not there & {"gradients", "optimizer"} or "weights" not in there
 
 
-def test_engines_never_generate_with_weights_that_were_released() -> None:
+def test_engines_never_generate_with_weights_that_were_released(make_turns: MakeTurns) -> None:
     turns, _ = make_turns()
     turns.take(Turn.TRAINING)
     with pytest.raises(AssertionError, match="a sync goes first"):
         turns.take(Turn.GENERATION)
-
-
-def test_devices_of_their_own_need_no_turns() -> None:
-    assert not any(NoTurns().changes(turn) for turn in Turn)

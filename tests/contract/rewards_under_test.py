@@ -40,6 +40,12 @@ def echo_metadata(*, sample):
     return float(metadata["a"] * 10 + metadata["b"])
 
 
+def waits(*, sample):
+    """As many seconds as the response says."""
+    time.sleep(float(sample.response_text))
+    return 0.0
+
+
 def heavy_modules(*, sample):
     return float(sum(name in sys.modules for name in ("torch", "sglang", "ray", "megatron", "transformers")))
 

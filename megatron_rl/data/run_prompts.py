@@ -1,0 +1,44 @@
+"""The prompts of a run: those to train on, in order, and those held out for evaluation."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.data.source import PromptSource
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPrompts:
+    """The `source` of data.train, the prompts `held_out` in data.eval, and `notes` about the rows of both."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    source: PromptSource
+    held_out: tuple[Prompt, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def read(cls, settings: Settings) -> "RunPrompts":
+        """Read the tokenizer and both files. Raises UserError, with file and line, for what cannot be used."""
+        data, seed = settings.data, settings.run.seed
+        tokenizer = load_tokenizer(settings.model.path)
+        source = PromptSource(data.train, tokenizer, settings=data, seed=seed)
+        held_out = [] if data.eval is None else [PromptSource(data.eval, tokenizer, settings=data, seed=seed)]
+        return cls(
+            tokenizer=tokenizer,
+            source=source,
+            held_out=tuple(prompt for file in held_out for prompt in file.all()),
+            notes=tuple(note for file in (source, *held_out) if (note := file.label_note()) is not None),
+        )
+
+    def for_reward(self) -> list[Prompt]:
+        """The prompts on which a reward function is tried: the first held-out one, and of data.train one with and one without a label."""
+        return [*self.held_out[:1], *self.source.probes()]
+
+    def for_parity(self, count: int) -> list[Prompt]:
+        """At most `count` prompts, at least one: held-out ones, or without data.eval those of the training file."""
+        return list(self.held_out[:count]) or self.source.first(count)

@@ -1,0 +1,73 @@
+"""Arrays as records hold them: of one type and shape, read-only, out of reach of who gave them.
+
+Legend: L mixture layers, K experts of a token.
+"""
+
+import itertools
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = TypeVar("Array", bound=NDArray[Any])
+
+
+def freeze(owner: object, name: str, dtype: type[np.generic]) -> None:
+    """Replace the field `name` by a read-only one-dimensional array of `dtype` that nobody else can write to."""
+    array = np.array(getattr(owner, name), dtype=dtype)
+    if array.ndim != 1:
+        raise ValueError(f"{type(owner).__name__}.{name} has {array.ndim} dimensions, needs 1")
+    array.setflags(write=False)
+    object.__setattr__(owner, name, array)
+
+
+def freeze_table(owner: object, name: str, *, num_rows: int, num_columns: int) -> None:
+    """Replace the field `name` by a read-only float64 array [num_rows, num_columns]; an empty one of any shape stands for no columns."""
+    array = np.array(getattr(owner, name), dtype=np.float64)
+    if not array.size and not num_rows * num_columns:
+        array = array.reshape(num_rows, num_columns)
+    if array.shape != (num_rows, num_columns):
+        raise ValueError(f"{type(owner).__name__}.{name} has shape {array.shape}, needs ({num_rows}, {num_columns})")
+    array.setflags(write=False)
+    object.__setattr__(owner, name, array)
+
+
+def read_only(array: Array) -> Array:
+    """`array`, which nobody else holds, so that it need not be copied when it is put into a record."""
+    array.setflags(write=False)
+    return array
+
+
+def freeze_experts(owner: object, name: str) -> None:
+    """Replace the field `name` by a read-only array [tokens, L, K] of experts; it is not copied when nobody else can write to it."""
+    array = np.asarray(getattr(owner, name))
+    what = f"{type(owner).__name__}.{name}"
+    if array.dtype not in (np.uint8, np.uint16) or array.ndim != 3 or 0 in array.shape[1:]:
+        raise ValueError(f"{what} has type {array.dtype}, shape {array.shape}, needs uint8 or uint16 [tokens, layers, experts of a token]")
+    if array.flags.writeable:
+        array = array.copy()
+        array.setflags(write=False)
+    object.__setattr__(owner, name, array)
+
+
+def check_distinct(owner: object, experts: NDArray[Any]) -> None:
+    """Raise ValueError where `experts` [tokens, L, K] name one expert twice."""
+    _, num_layers, top_k = experts.shape
+    # Pairs of whole columns, so that nothing has to be sorted.
+    columns = np.ascontiguousarray(experts.reshape(-1, top_k).T)
+    for column, other in itertools.combinations(range(top_k), 2):
+        twice = columns[column] == columns[other]
+        if twice.any():
+            token, layer = divmod(int(twice.argmax()), num_layers)
+            raise ValueError(
+                f"{type(owner).__name__}.routed_experts names expert {experts[token, layer, other]} twice for token {token} in mixture "
+                f"layer {layer}, needs {top_k} different ones"
+            )
+
+
+def check_lengths(owner: object, names: tuple[str, ...], length: int) -> None:
+    """Raise ValueError where one of the fields `names` does not have `length` entries."""
+    for name in names:
+        got = len(getattr(owner, name))
+        if got != length:
+            raise ValueError(f"{type(owner).__name__}.{name} has length {got}, needs {length}")

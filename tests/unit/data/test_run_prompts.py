@@ -1,0 +1,41 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.load import load_settings
+from megatron_rl.data.run_prompts import RunPrompts
+
+TRAIN = [{"prompt": "1"}, {"prompt": "2", "label": "2"}, {"prompt": "3", "label": "3"}]
+HELD_OUT = [{"prompt": "7", "label": "7"}, {"prompt": "8"}]
+
+
+@pytest.fixture
+def read(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., RunPrompts]:
+    """The prompts 1, 2, 3 to train on, of which the first has no label, and 7 and 8 if they are to be held out."""
+
+    def make(*, held_out: bool) -> RunPrompts:
+        for name, rows in (("train", TRAIN), ("held_out", HELD_OUT)):
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths = [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"]
+        return RunPrompts.read(load_settings(None, paths + [f"data.eval={tmp_path}/held_out.jsonl"] * held_out))
+
+    return make
+
+
+def test_held_out_prompts_are_tried_first_and_the_source_stays_where_it_is(read: Callable[..., RunPrompts]) -> None:
+    prompts = read(held_out=True)
+    assert [prompt.text for prompt in prompts.held_out] == ["7", "8"]
+    assert [prompt.text for prompt in prompts.for_parity(1)] == ["7"] and len(prompts.for_parity(9)) == 2
+    assert [prompt.text for prompt in prompts.for_reward()] == ["7", "1", "2"]
+    assert prompts.source.num_taken == 0
+    assert [note.partition(" ")[0] for note in prompts.notes] == ["1", "1"], "a note about each file"
+
+
+def test_without_held_out_prompts_those_to_train_on_are_tried(read: Callable[..., RunPrompts]) -> None:
+    prompts = read(held_out=False)
+    assert prompts.held_out == ()
+    assert [prompt.text for prompt in prompts.for_parity(9)] == ["1", "2", "3"]
+    assert [prompt.text for prompt in prompts.for_reward()] == ["1", "2"]
+    assert len(prompts.notes) == 1

@@ -1,0 +1,143 @@
+"""What a start says before, while and after it waits, and what the console of a run shows."""
+
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.load import load_settings
+from megatron_rl.data.buffer import Buffer
+from megatron_rl.errors import EngineError
+from megatron_rl.observe.console import RunConsole
+from megatron_rl.observe.timing import PhaseTimer
+from megatron_rl.rollout import manager as manager_module
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.runtime.session import StartReport, _columns, _join, _open_manager
+from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.types import Prompt
+
+PATHS = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [("run.seed=0", False), ("objective.kl_loss_coef=0.1", True), ("training.reference_interval=2", True)],
+)
+def test_the_console_has_a_column_of_the_kl_where_there_is_a_reference(override: str, shown: bool) -> None:
+    columns = [column.title for column in _columns(load_settings(None, [*PATHS, override]))]
+    assert ("KL ref" in columns) == shown and "reward" in columns
+
+
+class Rewards:
+    """Stands for reward workers that come and go."""
+
+    def __init__(self, _: object, *, log_path: Path) -> None:
+        pass
+
+    def __enter__(self) -> "Rewards":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def probe(self, prompt: Prompt) -> None:
+        return None
+
+
+def test_a_start_says_which_rows_lack_a_label_before_it_starts_anything(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
+    rows = [{"prompt": "1", "label": "1"}, {"prompt": "2"}, {"prompt": "3", "label": "3"}, {"prompt": "4"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "held_out.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    data = [f"data.train={tmp_path}/train.jsonl", f"data.eval={tmp_path}/held_out.jsonl"]
+    settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", *data])
+    stream = io.StringIO()
+    with ExitStack() as stack:
+        start = StartReport(RunConsole(1, stream=stream), PhaseTimer())
+        _open_manager(settings, stack, stack.enter_context(Watchdog()), start, buffer=tmp_path / "buffer.sqlite")
+    before = stream.getvalue().partition("start: ")[0]
+    assert f"note: 2 of 4 rows have not the field 'label', the first is {tmp_path}/train.jsonl:2" in before
+    assert f"note: no row of {tmp_path}/held_out.jsonl has the field 'label'" in before
+
+
+class Engines:
+    """A group of two servers that have started; `goes_on` is what was to be asked when one dies."""
+
+    def __init__(self) -> None:
+        self.addresses = [EngineAddress(f"url-{number}", "key", 32, 64, 64, has_tokenizer=False) for number in range(2)]
+        self.goes_on: Callable[[EngineAddress, Exception], bool]
+
+    def finish_start(self, starting: list[Any]) -> list[EngineAddress]:
+        return self.addresses
+
+    def watch(self, addresses: Sequence[EngineAddress], *, goes_on: Callable[[EngineAddress, Exception], bool]) -> None:
+        assert addresses == self.addresses
+        self.goes_on = goes_on
+
+
+def test_a_run_goes_on_without_an_engine_that_dies_but_not_without_the_last(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
+    settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"])
+    stream, engines = io.StringIO(), Engines()
+    with ExitStack() as stack:
+        watchdog, start = stack.enter_context(Watchdog()), StartReport(RunConsole(1, stream=stream), PhaseTimer())
+        manager = _open_manager(settings, stack, watchdog, start, buffer=tmp_path / "buffer.sqlite")
+        _join(manager, engines, [], watchdog, start)  # type: ignore[arg-type]
+        assert [client.address for client in manager.clients] == engines.addresses
+        assert engines.goes_on(engines.addresses[0], EngineError("killed by signal 9"))
+        assert [client.address for client in manager.clients] == engines.addresses[1:]
+        assert "note: the run goes on with 1 of 2 engines, because one ended: killed by signal 9" in stream.getvalue()
+        printed = stream.getvalue()
+        assert not engines.goes_on(engines.addresses[1], EngineError("killed, too"))
+        assert [client.address for client in manager.clients] == engines.addresses[1:]
+        assert stream.getvalue() == printed
+
+
+def test_a_checkpoint_gets_a_position_that_the_buffer_on_disk_knows(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[Buffer] = []
+    monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
+    monkeypatch.setattr(Buffer, "flush", lambda buffer: flushed.append(buffer))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
+    settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"])
+    with ExitStack() as stack:
+        watchdog, start = stack.enter_context(Watchdog()), StartReport(RunConsole(1, stream=io.StringIO()), PhaseTimer())
+        manager = _open_manager(settings, stack, watchdog, start, buffer=tmp_path / "buffer.sqlite")
+        assert not flushed
+        position = watchdog.wait(manager.position(), name="position", owner="the buffer", timeout_s=10)
+        assert len(flushed) == 1 and position == manager.prompts.source.state()
+
+
+def test_every_part_is_named_while_it_is_waited_for_and_measured() -> None:
+    stream, timer = io.StringIO(), PhaseTimer()
+    report = StartReport(RunConsole(1, stream=stream), timer)
+    engines: list[Future[None]] = [Future(), Future()]
+    report.follow("engines", engines)
+    with report.part("weight transport"):
+        assert re.findall(r"start: ([a-z ]+) \.\.\.", stream.getvalue()) == ["engines", "weight transport"]
+        engines[1].set_result(None)
+        assert timer.totals().keys() == set()
+        engines[0].set_result(None)
+        assert timer.totals().keys() == {"start_engines"}
+    assert timer.totals().keys() == {"start_engines", "start_weight_transport"}
+    assert re.fullmatch(r"started: engines \d+\.\d s, weight transport \d+\.\d s", str(report))
+
+
+def test_a_part_that_fails_is_not_said_to_have_started() -> None:
+    stream = io.StringIO()
+    report = StartReport(RunConsole(1, stream=stream), PhaseTimer())
+    with pytest.raises(ValueError, match="boom"), report.part("Ray"):
+        raise ValueError("boom")
+    assert "start: Ray ..." in stream.getvalue() and str(report) == "started: "

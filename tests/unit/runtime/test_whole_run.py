@@ -1,0 +1,186 @@
+"""`train` and `evaluate` from settings to the last file, with stand-ins for Ray's actors, the servers and the reward workers alone."""
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.config.load import load_settings
+from megatron_rl.config.settings import Settings
+from megatron_rl.observe.metrics import Last, Metric, Sum
+from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
+from megatron_rl.observe.summary import read_summary
+from megatron_rl.rollout import manager as manager_module
+from megatron_rl.rollout.client import Generation, Scores
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.engine_pool import EnginePool
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.runtime import session
+from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
+
+ADDRESS = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
+
+
+class Ranks:
+    """Ranks whose weights do not change: one token has log-prob -1."""
+
+    gpus = ()
+
+    def __init__(self, settings: Settings, **_: object) -> None:
+        self.batches: list[TrainBatch] = []
+
+    def begin_start(self) -> list[Any]:
+        return []
+
+    def finish_start(self, starting: list[Any]) -> None:
+        return None
+
+    def train(self, batch: TrainBatch, *, step: int) -> list[dict[str, Metric]]:
+        return [{"train/num_tokens": Sum(float(batch.loss_mask.sum()))}]
+
+    def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
+        return np.full(len(batch.tokens), -1.0, np.float32)
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir()
+
+    save_hf = save
+
+
+class Engines:
+    """A group of one server."""
+
+    stopped = 0
+
+    def __init__(self, settings: Settings, **_: object) -> None:
+        pass
+
+    def begin_start(self) -> list[Any]:
+        return []
+
+    def finish_start(self, starting: list[Any]) -> list[EngineAddress]:
+        return [ADDRESS]
+
+    def watch(self, addresses: list[EngineAddress], *, goes_on: object) -> None:
+        assert addresses == [ADDRESS]
+
+    def stop(self) -> None:
+        Engines.stopped += 1
+
+
+class Client:
+    """An engine that gives token 2 + k as the k-th response, and log-prob -1 to everything."""
+
+    version = 0
+
+    def __init__(self, address: EngineAddress, **_: object) -> None:
+        self.address = address
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
+        made = np.array([Client.version])
+        return tuple(Generation(np.array([2 + k]), np.full(1, -1.0, np.float32), made, StopReason.STOP) for k in range(num_samples))
+
+    async def score(self, token_ids: Ints) -> Scores:
+        return Scores(np.full(len(token_ids), -1.0, np.float32))
+
+
+class Sync:
+    """The way of the weights."""
+
+    def __init__(self, make_transport: object, *, pool: EnginePool, **_: object) -> None:
+        self._pool = pool
+
+    async def connect(self) -> None:
+        return None
+
+    async def run(self, *, version: int) -> dict[str, Metric]:
+        Client.version = version
+        self._pool.admit(self._pool.membership.members)
+        return {"weights/version": Last(version)}
+
+
+class Rewards:
+    """The reward is the token."""
+
+    def __init__(self, _: object, *, log_path: Path) -> None:
+        pass
+
+    def __enter__(self) -> "Rewards":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def probe(self, prompt: Prompt) -> None:
+        return None
+
+    def note_failures(self, rewards: Sequence[Reward], *, step: int) -> None:
+        return None
+
+    async def score(self, sample: Sample) -> Reward:
+        return Reward(RewardOutcome.SCORED, float(sample.response_ids[0]))
+
+
+@pytest.fixture
+def make_settings(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
+    """Settings of a run of two steps of two prompts, and everything outside of this process replaced."""
+    monkeypatch.setattr(session, "TrainerGroup", Ranks)
+    monkeypatch.setattr(session, "EngineGroup", Engines)
+    monkeypatch.setattr(session, "WeightSync", Sync)
+    monkeypatch.setattr(session, "cluster_device_kind", lambda: "cpu")
+    monkeypatch.setattr(session, "ray_cluster", lambda **_: contextlib.nullcontext())
+    places = SimpleNamespace(device_kind="cpu", placement=SimpleNamespace(needs=SimpleNamespace(colocated=False)))
+    monkeypatch.setattr(session, "reserved_places", lambda needs, **_: contextlib.nullcontext(places))
+    monkeypatch.setattr(session, "remove_leftovers", lambda: [])
+    monkeypatch.setattr(manager_module, "EngineClient", Client)
+    monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
+    monkeypatch.setattr("megatron_rl.observe.report.draw_curves", lambda steps, *, title: b"picture")
+    monkeypatch.setattr(Engines, "stopped", 0)
+    rows = [json.dumps({"prompt": str(number), "label": "1", "response": "1"}) for number in range(1, 9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    paths = (f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/rows.jsonl", "run.num_steps=2")
+
+    def make(*overrides: str) -> Settings:
+        return load_settings(None, [*paths, "data.prompts_per_step=2", *overrides])
+
+    return make
+
+
+def test_a_run_with_engines(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    session.train(make_settings("data.samples_per_prompt=2", f"data.eval={tmp_path}/rows.jsonl", "run.eval_interval=2"), resume=False)
+    rows = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert list(rows) == [0, 1, 2]
+    assert [rows[step]["weights/version"] for step in rows] == [0, 1, 2]
+    assert [rows[step].get("train/num_tokens") for step in rows] == [None, 4, 4]
+    assert [rows[step].get("rollout/reward") for step in rows] == [None, 2.5, 2.5]
+    assert rows[0]["weights/parity_mean"] == 0 and rows[1]["rollout/staleness_max"] == 0
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and summary.status == "finished" and summary.checkpoint is not None
+    assert Engines.stopped == 1
+
+
+def test_a_supervised_run_starts_no_engine(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    session.train(make_settings("objective.policy_loss=sft"), resume=False)
+    rows = read_metrics(tmp_path / "run" / METRICS_FILE)
+    # "1" and the end of the sequence.
+    assert {step: row["train/num_tokens"] for step, row in rows.items()} == {1: 4, 2: 4}
+    assert not (tmp_path / "run" / "buffer.sqlite").exists() and Engines.stopped == 0
+
+
+def test_an_evaluation_leaves_nothing_in_the_run_directory(
+    make_settings: Callable[..., Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.evaluate(make_settings(f"data.eval={tmp_path}/rows.jsonl"))
+    assert "eval/num_samples" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists() and Engines.stopped == 1
