@@ -77,9 +77,9 @@ class TrainerWorker:
         """Write this rank's part of a checkpoint that `load` continues from."""
         self._trainer.save(directory)
 
-    def load(self, directory: Path) -> None:
-        """Continue from a checkpoint."""
-        self._trainer.load(directory)
+    def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
+        """Continue from a checkpoint; what has changed since it was made."""
+        return self._trainer.load(directory, weights_only=weights_only)
 
     def save_hf(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory (rank 0 writes, all gather)."""
@@ -177,9 +177,10 @@ class TrainerGroup:
         """Write a checkpoint that `load` continues from."""
         self._call("save", directory)
 
-    def load(self, directory: Path) -> None:
-        """Continue from a checkpoint."""
-        self._call("load", directory)
+    def load(self, directory: Path, *, weights_only: bool = False) -> tuple[str, ...]:
+        """Continue from a checkpoint, as `Trainer.load`; a sentence for each setting that has changed since it was made."""
+        changes: tuple[str, ...] = self._call("load", directory, weights_only=weights_only)[0]
+        return changes
 
     def save_hf(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory."""

@@ -105,8 +105,8 @@ class TrainingRun(ABC):
             with self._phase("swap"):
                 self._devices.take(turn)
 
-    def resume(self) -> int:
-        """Load the newest checkpoint and return the number of steps done, 0 when there is none."""
+    def resume(self, *, weights_only: bool = False) -> int:
+        """Load the newest checkpoint and return the number of steps done, 0 when there is none; see `Trainer.load` for `weights_only`."""
         found = newest_checkpoint(self.directory)
         if found is None:
             self._rewind(step=0, position=None)
@@ -114,11 +114,13 @@ class TrainingRun(ABC):
         path, state = found
         self._turn(Turn.TRAINING)
         with self._phase("load"):
-            self._trainers.load(path / "megatron")
+            changes = self._trainers.load(path / "megatron", weights_only=weights_only)
             self._rewind(step=state.step, position=state.source)
         self._first_evaluation = state.first_evaluation
         self._trained_steps = self._logged_steps = state.step
-        self._console.say(f"resumed from {path} after {state.step} steps")
+        self._console.say(f"resumed from {path} after {state.step} steps" + (", with a new optimizer" if weights_only else ""))
+        for change in changes:
+            self._console.say(change)
         return state.step
 
     def next_batch(self, step: int) -> TrainBatch:

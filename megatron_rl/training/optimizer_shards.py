@@ -153,6 +153,11 @@ def _stored(held: _Held) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
+def has_optimizer(keys: Collection[str]) -> bool:
+    """Whether a checkpoint of a model with the tensors `keys` has the moments of its optimizer."""
+    return any(key.startswith(_key("exp_avg")) for key in keys)
+
+
 class OptimizerTarget:
     """This rank's optimizer state, to be filled from a checkpoint that has the tensors `keys`.
 
@@ -160,13 +165,18 @@ class OptimizerTarget:
     in another precision. Main weights that the checkpoint lacks, because its model was in fp32, come from the model's.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, model_state: Mapping[str, Any], *, keys: Collection[str]) -> None:
+    def __init__(
+        self, optimizer: MegatronOptimizer, model_state: Mapping[str, Any], *, keys: Collection[str], main_only: bool = False
+    ) -> None:
+        """`main_only`: the moments are no part of it, and stay those of a new optimizer."""
         parameters = _sharded_parameters(model_state)
         self._held = list(_held(optimizer))
         self._optimizer = optimizer
         self.shards: list[ShardedTensor] = []
         for held in self._held:
             for name, tensor in _stored(held):
+                if main_only and name != _MAIN:
+                    continue
                 shards = list(_boxes_of(held, tensor, parameters[id(held.parameter)], _key(name)))
                 if name == _MAIN:
                     plain = _boxes_of(held, tensor, parameters[id(held.parameter)], "")

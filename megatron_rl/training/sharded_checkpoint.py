@@ -7,62 +7,34 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor, distributed
-from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, disk_errors, partial_path, start_partial
 from megatron_rl.models.hf_files import save_hf
+from megatron_rl.training.checkpoint_manifest import MANIFEST, check_manifest, write_manifest
 from megatron_rl.training.checkpoint_pickles import reading_records_only
-from megatron_rl.training.optimizer_shards import OptimizerTarget, from_main_weights, parts_of, sharded_optimizer
+from megatron_rl.training.checkpoint_writer import TwoHalves
+from megatron_rl.training.collectives import reports_of_ranks
+from megatron_rl.training.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
 
 POLICY = "policy"
 """Name of the model whose weights have no prefix in a checkpoint."""
+HYPERPARAMETERS = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+"""Fields of megatron-core's OptimizerConfig whose values a checkpoint remembers, to say which of them have changed."""
 _MODEL_METADATA = {"non_homogeneous_layers": True}
 """Each layer has its own names: stacked, all of them would need an optimizer state, which frozen ones do not have."""
-
-
-class InProcessSave(TorchDistSaveShardedStrategy):
-    """megatron-core's format written by torch's own writer, in this process.
-
-    Upstream's writer forks a process for every file and keeps a manager process for the results, which would outlive a rank
-    that is killed.
-    """
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
-        """Write this rank's shards. Collective."""
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        with disk_errors(Path(checkpoint_dir)), _ordinary_errors():
-            torch_checkpoint.save(
-                mcore_to_pyt_state_dict(state, False),
-                storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True),
-                planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
-            )
-
-
-@contextmanager
-def _ordinary_errors() -> Iterator[None]:
-    """Raise torch's CheckpointException, which is no subclass of Exception and so would not be handled, as a RuntimeError."""
-    try:
-        yield
-    except CheckpointException as error:
-        raise RuntimeError(str(error)) from error
 
 
 @contextmanager
@@ -145,7 +117,7 @@ def _model_state(model: TrainedModel) -> dict[str, Any]:
 def _written_state(name: str, model: TrainedModel) -> dict[str, Any]:
     """The weights and the optimizer of the model `name`, to be written."""
     state = _model_state(model)
-    state["optimizer"] = sharded_optimizer(model.optimizer, state)
+    state["optimizer"] = dict(enumerate(sharded_optimizer(model.optimizer, state)))
     add_prefix_for_sharding(state, _prefix(name))
     return state
 
@@ -164,49 +136,97 @@ def _complete(models: Mapping[str, TrainedModel]) -> Iterator[None]:
         yield
 
 
-def _steps_of(model: TrainedModel) -> int:
-    """Updates that the model has had: the optimizer's count and the schedule's, which move together."""
-    steps: int = model.scheduler.num_steps
-    counted = {int(group["step"]) for part in parts_of(model.optimizer) for group in part.param_groups if "step" in group}
-    assert counted <= {steps}, f"the optimizer counts {counted} steps, its schedule {steps}"
-    return steps
+def _progress(model: TrainedModel) -> dict[str, Any]:
+    """What stands in a checkpoint about a model besides its tensors: numbers of steps, and what a user may set otherwise."""
+    groups = [group for part in parts_of(model.optimizer) for group in part.param_groups]
+    return {
+        "scheduler_steps": model.scheduler.num_steps,
+        "optimizer_steps": max((int(group.get("step", 0)) for group in groups), default=model.scheduler.num_steps),
+        "hyperparameters": _hyperparameters(model),
+    }
+
+
+def _hyperparameters(model: TrainedModel) -> dict[str, float]:
+    config = model.optimizer.config
+    return {name: float(vars(config)[name] or 0.0) for name in HYPERPARAMETERS}
+
+
+class Saving:
+    """A checkpoint that is being written. `finish` has to be called by all ranks, before the next one begins."""
+
+    def __init__(self, directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any], stage: bool) -> None:
+        """Take hold of everything that `load` continues from, with `counters`, plain numbers and strings that all ranks agree on.
+
+        `models` by their names, among them the `POLICY`. With `stage` the models may go on at once: what is written is a copy in host
+        memory. Collective. Raises UserError when the directory cannot be written.
+        """
+        self._directory = directory
+        on_rank_zero(start_partial, directory)
+        self._writer = TwoHalves(stage=stage)
+        with _complete(models), _without_torch_notices():
+            state: dict[str, Any] = {name: _written_state(name, model) for name, model in models.items()}
+            state["rng"] = _rng_object()
+            state["counters"] = dict(counters)
+            state["progress"] = {
+                "num_ranks": distributed.get_world_size(),
+                "models": {name: _progress(model) for name, model in models.items()},
+            }
+            # torch's planner looks whether the boxes of all ranks fill their tensors; megatron-core's own look knows regular grids alone.
+            dist_checkpointing.save(state, str(partial_path(directory)), sharded_strategy=self._writer, validate_access_integrity=False)
+
+    def finish(self) -> None:
+        """Wait for the files of all ranks; the directory then has its name. Collective. Raises UserError when it could not be written."""
+        self._writer.finish()
+        on_rank_zero(self._commit, self._directory)
+
+    def _commit(self, directory: Path) -> None:
+        with disk_errors(directory):
+            write_manifest(partial_path(directory))
+        commit_partial(directory)
 
 
 def save(directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any]) -> None:
-    """Write everything that `load` continues from, with `counters`, plain numbers and strings that all ranks agree on.
-
-    `models` by their names, among them the `POLICY`. Collective. Raises UserError when the directory cannot be written.
-    """
-    on_rank_zero(start_partial, directory)
-    with _complete(models), _without_torch_notices():
-        state: dict[str, Any] = {name: _written_state(name, model) for name, model in models.items()}
-        state["rng"] = _rng_object()
-        state["counters"] = dict(counters)
-        state["progress"] = {
-            "num_ranks": distributed.get_world_size(),
-            "models": {name: {"scheduler_steps": _steps_of(model)} for name, model in models.items()},
-        }
-        # torch's planner looks whether the boxes of all ranks fill their tensors; megatron-core's own look knows regular grids alone.
-        strategy = InProcessSave("torch_dist", 1)
-        dist_checkpointing.save(state, str(partial_path(directory)), sharded_strategy=strategy, validate_access_integrity=False)
-    distributed.barrier()
-    on_rank_zero(commit_partial, directory)
+    """Write everything that `load` continues from; see `Saving`. Collective. Raises UserError when the directory cannot be written."""
+    Saving(directory, models, counters=counters, stage=False).finish()
 
 
-def load(directory: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
-    """Continue from a checkpoint of `save`, under this or another layout; its counters are returned.
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The `counters` of a checkpoint, and a sentence for each hyperparameter that was another when it was saved."""
+
+    counters: dict[str, Any]
+    changes: tuple[str, ...]
+
+
+def load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool = False) -> Loaded:
+    """Continue from a checkpoint of `save`, under this or another layout, with this or another kind of optimizer or precision.
 
     Hyperparameters (learning rate, weight decay, betas) stay those of the current settings. Models of the checkpoint that are not
-    among `models` are left alone. Collective. Raises UserError when there is no checkpoint, or not one of these models.
+    among `models` are left alone. With `weights_only` the optimizer starts anew from the checkpoint's weights. Nothing is read from a
+    checkpoint whose files are not those of its manifest. Collective. Raises UserError when there is no checkpoint, not one of these
+    models, or one without the optimizer's state.
     """
-    missing = [name for name in ("metadata.json", ".metadata") if not (directory / name).is_file()]
-    if missing:
-        raise UserError(f"{directory} is not a complete checkpoint: it has no {missing[0]}; resume from another one")
+    _check_files(directory)
     with reading_records_only(directory):
-        return _load(directory, models)
+        return _load(directory, models, weights_only=weights_only)
 
 
-def _load(directory: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
+def _check_files(directory: Path) -> None:
+    """Raise UserError, on every rank, when a file is not the one that was saved. Collective."""
+    message: str | None = None
+    try:
+        missing = [name for name in ("metadata.json", ".metadata", MANIFEST) if not (directory / name).is_file()]
+        if missing:
+            raise UserError(f"{directory} is not a complete checkpoint: it has no {missing[0]}; resume from another one")
+        check_manifest(directory, share=distributed.get_rank(), num_shares=distributed.get_world_size())
+    except UserError as error:
+        message = str(error)
+    for report in reports_of_ranks(message):
+        if report is not None:
+            raise UserError(report)
+
+
+def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool) -> Loaded:
     progress = dist_checkpointing.load_common_state_dict(str(directory))["progress"]
     for name in models:
         if name not in progress["models"]:
@@ -221,23 +241,35 @@ def _load(directory: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]
         optimizers, shards = {}, {}
         for name, model in models.items():
             own, state = {key.removeprefix(_prefix(name)) for key in keys if key.startswith(_prefix(name))}, _model_state(model)
-            optimizers[name] = OptimizerTarget(model.optimizer, state, keys=own)
-            weights[name], shards[name] = from_main_weights(state, own), optimizers[name].shards
+            if not weights_only and not has_optimizer(own):
+                raise UserError(
+                    f"checkpoint {directory} has the weights of {name} alone, without the optimizer's state; give --weights-only to go on "
+                    "with a new optimizer, or resume from another one"
+                )
+            optimizers[name] = OptimizerTarget(model.optimizer, state, keys=own, main_only=weights_only)
+            weights[name], shards[name] = from_main_weights(state, own), dict(enumerate(optimizers[name].shards))
             add_prefix_for_sharding([weights[name], shards[name]], _prefix(name))
         state = _read(directory, weights)
         # Apart, because main weights can come from the model's tensors under the same names.
-        _read(directory, shards)
+        _read(directory, {"optimizers": shards})
         for name, model in models.items():
             for index, chunk in enumerate(model.chunks):
                 chunk.module.load_state_dict(state[name][_chunk_key(index, len(model.chunks))])
-            steps = progress["models"][name]["scheduler_steps"]
-            optimizers[name].finish(step=steps)
+            saved = progress["models"][name]
+            optimizers[name].finish(step=0 if weights_only else saved["optimizer_steps"])
             model.scheduler.num_steps = 0
-            model.scheduler.step(steps)
+            model.scheduler.step(saved["scheduler_steps"])
     if same_ranks:
         _set_rng_state(state["rng"])
-    counters: dict[str, Any] = state["counters"]
-    return counters
+    changes = [change for name, model in models.items() for change in _changes(name, model, progress["models"][name]["hyperparameters"])]
+    return Loaded(state["counters"], tuple(changes))
+
+
+def _changes(name: str, model: TrainedModel, saved: Mapping[str, float]) -> Iterator[str]:
+    section = "training.optimizer" if name == POLICY else f"training.{name}.optimizer"
+    for field, value in _hyperparameters(model).items():
+        if value != saved[field]:
+            yield f"{section}.{field} is {value:g} from now on, was {saved[field]:g} in the checkpoint"
 
 
 def _read(directory: Path, wanted: dict[str, Any]) -> dict[str, Any]:

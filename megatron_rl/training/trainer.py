@@ -386,13 +386,17 @@ class Trainer:
         self._refuse_waiting("save")
         sharded_checkpoint.save(Path(directory), self.trained_models(), counters=self._steps.state())
 
-    def load(self, directory: Path | str) -> None:
+    def load(self, directory: Path | str, *, weights_only: bool = False) -> tuple[str, ...]:
         """Continue from a checkpoint of `save`, of this layout or another. The reference stays the model of the settings.
 
-        A gradient of `forward_backward` that waits is dropped. Raises UserError when there is no checkpoint, or not one of this model.
+        Returns a sentence for each hyperparameter of the optimizer that was another then; those of the settings are taken. With
+        `weights_only` the optimizer starts anew. A gradient of `forward_backward` that waits is dropped. Raises UserError when there is
+        no checkpoint, one whose files have changed since, one of another model, or one without the optimizer's state.
         """
         self._waiting = None
-        self._steps.restore(sharded_checkpoint.load(Path(directory), self.trained_models()))
+        loaded = sharded_checkpoint.load(Path(directory), self.trained_models(), weights_only=weights_only)
+        self._steps.restore(loaded.counters)
+        return loaded.changes
 
     def save_hf(self, directory: Path | str, *, max_shard_bytes: int = MAX_SHARD_BYTES, durable: bool = True) -> None:
         """Write the policy as a Hugging Face directory, in files of at most `max_shard_bytes`.

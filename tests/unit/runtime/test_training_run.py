@@ -101,8 +101,9 @@ class Ranks:
     def save_hf(self, directory: Path) -> None:
         directory.mkdir()
 
-    def load(self, directory: Path) -> None:
-        self.calls.append(("load", directory.parent.name))
+    def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
+        self.calls.append(("load", directory.parent.name, weights_only))
+        return ("training.optimizer.lr is 2 from now on, was 1 in the checkpoint",)
 
 
 MakeRun = Callable[..., TrainingRun]
@@ -225,7 +226,9 @@ def test_a_step_that_was_trained_on_is_logged_although_its_save_fails(make_run: 
     assert steps_of(tmp_path / "run") == [0, 1]
 
 
-def test_a_resumed_run_goes_on_after_its_checkpoint(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_after_its_checkpoint(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = make_run("run.num_steps=9", "run.save_interval=2", fails_at=5, error=EngineError("gone"))
     with pytest.raises(EngineError):
         train_loop(first, first_step=0)
@@ -233,7 +236,8 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(make_run: MakeRun, calls: Ca
     calls.clear()
     again = make_run("run.num_steps=6", resume=True)
     step = again.resume()
-    assert (step, calls) == (4, [("load", "step-000004"), ("rewind", 4, {"cursor": 7})])
+    assert "training.optimizer.lr is 2 from now on, was 1 in the checkpoint" in " ".join(capsys.readouterr().out.split())
+    assert (step, calls) == (4, [("load", "step-000004", False), ("rewind", 4, {"cursor": 7})])
     again.break_off(KeyboardInterrupt())
     summary = read_summary(tmp_path / "run")
     assert summary is not None and summary.steps == 4
