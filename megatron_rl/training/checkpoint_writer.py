@@ -80,6 +80,11 @@ class TwoHalves(TorchDistSaveShardedStrategy):
         except BaseException as error:  # handed to the thread that waits
             self._error = error
 
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's thread has ended."""
+        return not self._thread.is_alive()
+
     def finish(self) -> None:
         """Wait for the files of all ranks and write their index. Collective. Raises what made a rank's writing fail, on every rank."""
 

@@ -5,7 +5,7 @@ A checkpoint directory is there as a whole or not at all. That format has pickle
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +16,17 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from torch import Tensor, distributed
+from torch import distributed
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, disk_errors, partial_path, start_partial
-from megatron_rl.models.hf_files import save_hf
 from megatron_rl.training.checkpoint_manifest import MANIFEST, check_manifest, write_manifest
 from megatron_rl.training.checkpoint_pickles import reading_records_only
 from megatron_rl.training.checkpoint_writer import TwoHalves
 from megatron_rl.training.collectives import reports_of_ranks
 from megatron_rl.training.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
+from megatron_rl.training.rank_zero import on_rank_zero
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
 
 POLICY = "policy"
@@ -43,47 +43,6 @@ def _without_torch_notices() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(load_state_dict|ShardedTensor|deprecat).*", category=FutureWarning)
         yield
-
-
-def _nothing() -> None:
-    """What the other ranks do while rank 0 works alone."""
-
-
-def on_rank_zero(function: Callable[[Path], object], path: Path, *, meanwhile: Callable[[], None] = _nothing) -> None:
-    """Run `function(path)` on rank 0 and `meanwhile()` on the others; a UserError of rank 0 is raised on every rank. Collective."""
-    message: list[str | None] = [None]
-    if distributed.get_rank() == 0:
-        try:
-            function(path)
-        except UserError as error:
-            message[0] = str(error)
-    else:
-        meanwhile()
-    distributed.broadcast_object_list(message, src=0)
-    if message[0] is not None:
-        raise UserError(message[0])
-
-
-def save_weights(directory: Path, weights: Iterator[tuple[str, Tensor]], *, source: Path, max_shard_bytes: int, durable: bool) -> None:
-    """Write `weights`, gathered one by one on all ranks, as a Hugging Face directory with the other files of `source`, on rank 0.
-
-    See `hf_files.save_hf` for `max_shard_bytes` and `durable`.
-
-    Collective. Raises UserError, on every rank, when the directory cannot be written.
-    """
-
-    def take_the_rest() -> None:
-        """Take part in gathering the tensors that are left, without keeping them."""
-        for _ in weights:
-            pass
-
-    def write(path: Path) -> None:
-        try:
-            save_hf(path, weights, source=source, max_shard_bytes=max_shard_bytes, durable=durable)
-        finally:
-            take_the_rest()
-
-    on_rank_zero(write, directory, meanwhile=take_the_rest)
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
@@ -173,6 +132,11 @@ class Saving:
             }
             # torch's planner looks whether the boxes of all ranks fill their tensors; megatron-core's own look knows regular grids alone.
             dist_checkpointing.save(state, str(partial_path(directory)), sharded_strategy=self._writer, validate_access_integrity=False)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish` would find this rank's files written. Not collective."""
+        return self._writer.is_written
 
     def finish(self) -> None:
         """Wait for the files of all ranks; the directory then has its name. Collective. Raises UserError when it could not be written."""
