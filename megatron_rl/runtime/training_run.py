@@ -145,8 +145,7 @@ class TrainingRun(ABC):
 
     def train(self, batch: TrainBatch, *, step: int) -> None:
         """Optimizer steps on one batch."""
-        if self._checkpoints.is_writing and self._checkpoints.is_written():
-            self._finish_save()
+        self._finish_written_save()
         self._turn(Turn.TRAINING)
         with self._phase("train"):
             self._metrics += self._trainers.train(batch, step=step)
@@ -167,8 +166,8 @@ class TrainingRun(ABC):
     def save(self, *, step: int) -> None:
         """Begin a checkpoint that `--resume` continues from, with the policy as a Hugging Face directory. Raises as `next_batch`.
 
-        It is written while the run goes on, and in its place before a later batch is trained on. Raises UserError when the one before
-        could not be written.
+        It is written while the run goes on, and in its place at the latest when the next one begins or the run ends. Raises UserError when
+        the one before could not be written.
         """
         self._check_directory()
         self._finish_save()
@@ -176,6 +175,11 @@ class TrainingRun(ABC):
         with self._phase("save"):
             metrics = metric_values(self._measured())
             self._checkpoints.begin(RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics))
+
+    def _finish_written_save(self) -> None:
+        """Put a checkpoint in its place as soon as that takes no waiting: until then a run that is killed goes back to the one before."""
+        if self._checkpoints.is_writing and self._checkpoints.is_written():
+            self._finish_save()
 
     def _finish_save(self) -> None:
         """Wait until the checkpoint that has begun, if any, is in its place."""
@@ -206,6 +210,7 @@ class TrainingRun(ABC):
 
     def log(self, *, step: int) -> None:
         """Write and show everything measured since the last call, as that of the first `step` steps."""
+        self._finish_written_save()
         values = metric_values(self._measured())
         self._metrics, self._logged_steps = [], step
         self._sinks.log(step, values)

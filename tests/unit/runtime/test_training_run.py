@@ -188,7 +188,8 @@ def test_the_order_of_a_run(make_run: MakeRun, calls: Calls, tmp_path: Path) -> 
         ("publish", 0), ("probe",), ("parity",), ("evaluate",),
         ("rollout", 0), ("train", "batch 0", 0), ("publish", 1),
         ("rollout", 1), ("train", "batch 1", 1), ("save", ".step-000002.partial"), ("publish", 2), ("evaluate",),
-        ("rollout", 2), ("saved",), ("forget", 2), ("train", "batch 2", 2), ("save", ".step-000003.partial"), ("publish", 3), ("evaluate",),
+        ("saved",), ("forget", 2),
+        ("rollout", 2), ("train", "batch 2", 2), ("save", ".step-000003.partial"), ("publish", 3), ("evaluate",), ("saved",), ("forget", 2),
     ]  # fmt: skip
     rows = read_metrics(tmp_path / "run" / METRICS_FILE)
     # Everything of a step stands in the row of the number of steps done.
@@ -355,11 +356,9 @@ def test_shared_devices_are_taken_before_who_needs_them(make_run: MakeRun, calls
     assert calls == [
         ("publish", 0), ("turn", "GENERATION"), ("probe",), ("turn", "SYNC"), ("parity",), ("turn", "GENERATION"), ("evaluate",),
         ("rollout", 0), ("turn", "TRAINING"), ("train", "batch 0", 0), ("save", ".step-000001.partial"),
-        ("turn", "SYNC"), ("publish", 1), ("turn", "GENERATION"), ("evaluate",),
+        # The devices stay with whom they are while files are waited for.
+        ("turn", "SYNC"), ("publish", 1), ("turn", "GENERATION"), ("evaluate",), ("saved",), ("forget", 1),
     ]  # fmt: skip
-    # The devices stay with whom they are while files are waited for.
-    run.finish()
-    assert calls[-2:] == [("saved",), ("forget", 1)]
 
 
 class Rows:
@@ -442,7 +441,7 @@ def test_a_failed_save_ends_the_run_and_is_told_once(make_run: MakeRun, calls: C
 
 
 def test_a_failed_save_does_not_hide_why_a_run_ended(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run("run.save_interval=1", fails_at=1, error=EngineError("gone"), save_error=UserError("the disk is full"))
+    run = make_run("run.save_interval=1", fails_at=1, error=EngineError("gone"), written=False, save_error=UserError("the disk is full"))
     with pytest.raises(EngineError, match="gone") as caught:
         train_loop(run, first_step=0)
     run.break_off(caught.value)
