@@ -111,6 +111,7 @@ def test_weights_alone_are_resumed_only_when_asked_for(
         assert torch.equal(tensor, want[name]), name
     for parameter in resumed._model.chunks[0].parameters():
         assert torch.equal(parameter.main_param, parameter.float())
+    assert {group["step"] for group in resumed._model.optimizer.param_groups} == {0}
 
 
 def test_hyperparameters_of_the_settings_are_taken_and_both_values_told(
