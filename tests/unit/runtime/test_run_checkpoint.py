@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rl import files
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.run_checkpoint import (
     CheckpointWriter,
@@ -114,3 +115,13 @@ def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
     (save(tmp_path, 2) / "run.json").write_text(text)
     with pytest.raises(UserError, match=r"run\.json is not the state of a run"):
         newest_checkpoint(tmp_path)
+
+
+def test_the_old_goes_only_when_the_new_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 2, keep=1)
+    order: list[str] = []
+    sync, remove = files.sync_directory, shutil.rmtree
+    monkeypatch.setattr(files, "sync_directory", lambda path: (order.append(f"sync {path.name}"), sync(path)))
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: (order.append(f"remove {path.name}"), remove(path, **options)))
+    save(tmp_path, 4, keep=1)
+    assert order[-2:] == ["sync checkpoints", "remove step-000002"]
