@@ -54,9 +54,18 @@ def cli() -> None:
 @click.option("--check", is_flag=True, help="Resolve and check everything, print what would be launched, start nothing.")
 @click.option("--config-only", is_flag=True, help="With --check: for machines elsewhere, from the model's config.json; plan the memory.")
 @click.option("--resume", is_flag=True, help="Continue the run in run.directory from its last checkpoint.")
+@click.option("--weights-only", is_flag=True, help="With --resume: go on with the checkpoint's weights and a new optimizer.")
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Short for reward.function=MODULE:FUNCTION.")
 @click.option("--ray-address", metavar="ADDRESS", help="Short for runtime.ray_address=ADDRESS: use a running Ray cluster.")
-def train(words: tuple[str, ...], check: bool, config_only: bool, resume: bool, reward: str | None, ray_address: str | None) -> int:
+def train(
+    words: tuple[str, ...],
+    check: bool,
+    config_only: bool,
+    resume: bool,
+    weights_only: bool,
+    reward: str | None,
+    ray_address: str | None,
+) -> int:
     """Train a policy.
 
     Settings come from CONFIG.yaml and from overrides, whose values are YAML; a later override wins. Example:
@@ -65,6 +74,8 @@ def train(words: tuple[str, ...], check: bool, config_only: bool, resume: bool, 
     """
     if config_only and not check:
         raise UserError("--config-only was given without --check, but a run needs weights, data and machines; add --check")
+    if weights_only and not resume:
+        raise UserError("--weights-only was given without --resume, but a new run has no checkpoint to take weights from; add --resume")
     settings = _settings(words, reward=reward, ray_address=ray_address)
     # Heavy from here on: megatron-core and transformers are asked what they know.
     from megatron_rl.runtime.preflight import preflight
@@ -73,7 +84,7 @@ def train(words: tuple[str, ...], check: bool, config_only: bool, resume: bool, 
         return _check(settings, resume=resume, config_only=config_only)
     print("checking settings, model and data ...", flush=True)
     _print_notes(preflight(settings, resume=resume, probe=False))
-    _session(settings).train(settings, resume=resume)
+    _session(settings).train(settings, resume=resume, weights_only=weights_only)
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from megatron_rl.convert.changes import Adapter, Changes, quantization_config
-from megatron_rl.convert.resumable import crc32_of, locked_partial, write_files
+from megatron_rl.convert.resumable import locked_partial, write_files
 from megatron_rl.convert.sources import HuggingFaceSource, MegatronSource, Source, Unit, open_source
 from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, without_sums_of_torch, write_index, write_metadata
 from megatron_rl.errors import UserError
@@ -24,11 +24,11 @@ from megatron_rl.models.families import MTP_KEYS
 from megatron_rl.models.hf_files import MAX_SHARD_BYTES, copy_model_files
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
+from megatron_rl.training.checkpoint_manifest import MANIFEST, sha256
 
 if TYPE_CHECKING:
     from megatron_rl.convert.comparison import Comparison
 
-MANIFEST = "manifest.json"
 Format = Literal["hf", "megatron"]
 _REPORT_EVERY_S = 5.0
 
@@ -145,11 +145,11 @@ def _most_common_dtype(source: Source) -> str:
 
 
 def _write_manifest(partial: Path, source: Source, units: list[Unit], records: dict[str, dict[str, Any]]) -> None:
-    """Bytes and CRC-32 of every file, and which tensors are older than the weights around them."""
-    files = {name: {"num_bytes": record["num_bytes"], "crc32": record["crc32"]} for name, record in records.items()}
+    """The manifest, as a run writes that of its checkpoints, with the model and which tensors are older than the weights around them."""
+    files = {name: {"bytes": record["num_bytes"], "sha256": record["sha256"]} for name, record in records.items()}
     for file in sorted(partial.iterdir()):
         if file.is_file() and file.name not in files:
-            files[file.name] = {"num_bytes": file.stat().st_size, "crc32": crc32_of(file)}
+            files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
     stale = sorted(tensor.name for unit in units if _is_mtp(unit) for tensor in unit.tensors)
     content = {
         "model": dataclasses.asdict(_written_spec(partial, source)),

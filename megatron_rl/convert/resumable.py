@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -33,18 +32,18 @@ Report = Callable[[int], None]
 
 
 class Summed:
-    """A file that is written from its start to its end: bytes and CRC-32 so far, and a report of each piece."""
+    """A file that is written from its start to its end: bytes and SHA-256 so far, and a report of each piece."""
 
     def __init__(self, stream: BinaryIO, report: Report) -> None:
         self._stream, self._report = stream, report
-        self.num_bytes = self.crc32 = 0
+        self.num_bytes, self.digest = 0, hashlib.sha256()
 
     def write(self, data: Any) -> int:
         """Write bytes of any buffer."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
-            self.crc32 = zlib.crc32(piece, self.crc32)
+            self.digest.update(piece)
             self._stream.write(piece)
             self._report(len(piece))
         self.num_bytes += len(view)
@@ -107,7 +106,7 @@ def _start(partial: Path, identity: Mapping[str, Any]) -> None:
 
 
 def write_files(partial: Path, jobs: Sequence[FileJob], *, report: Report) -> dict[str, dict[str, Any]]:
-    """Write what is not there yet and return the record of each file: its bytes, its CRC-32 and what its job says.
+    """Write what is not there yet and return the record of each file: its bytes, its SHA-256 and what its job says.
 
     `report` is called with every number of bytes that is done. Raises UserError before the first byte when the disk has too little room.
     """
@@ -142,7 +141,7 @@ def _write(partial: Path, job: FileJob, report: Report) -> dict[str, Any]:
             told = job.write(summed)
         sync_file(unfinished)
         os.replace(unfinished, path)
-    record = {"num_bytes": summed.num_bytes, "crc32": summed.crc32, "content": told}
+    record = {"num_bytes": summed.num_bytes, "sha256": summed.digest.hexdigest(), "content": told}
     write_atomic(_record_path(partial, job), json.dumps(record))
     return record
 
@@ -167,12 +166,3 @@ def _check_room(partial: Path, needed: int) -> None:
             f"the target needs {needed / 1e9:,.2f} GB more, but {partial.parent} has {free / 1e9:,.2f} GB free; free space on this disk or "
             "give another target"
         )
-
-
-def crc32_of(path: Path) -> int:
-    """The CRC-32 of a file."""
-    total = 0
-    with path.open("rb") as stream:
-        while piece := stream.read(_PIECE):
-            total = zlib.crc32(piece, total)
-    return total

@@ -142,7 +142,7 @@ def _parameter(piece: Piece, rule: Rule, spec: ModelSpec) -> Tensor:
 
 @contextmanager
 def without_sums_of_torch() -> Iterator[None]:
-    """Let torch.save leave out the CRC-32 of what it writes: the manifest has that of each file."""
+    """Let torch.save leave out the CRC-32 of what it writes: the manifest has a hash of each file."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.settings import TopologySettings
-from megatron_rl.convert.conversion import MANIFEST
-from megatron_rl.convert.resumable import crc32_of
 from megatron_rl.convert.sources import MegatronSource, Source, config_dtype, open_source
 from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
@@ -24,6 +22,7 @@ from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import combine, rules
 from megatron_rl.planning.meta import rank_without_memory
+from megatron_rl.training.checkpoint_manifest import MANIFEST, sha256
 from megatron_rl.training.topology import Topology
 
 
@@ -73,11 +72,11 @@ def check_manifest(path: Path) -> None:
             # Compared field by field below.
             continue
         size = file.stat().st_size
-        if size != written["num_bytes"]:
-            cut = "is cut off: it has" if size < written["num_bytes"] else "was changed: it has"
-            raise UserError(f"{file} {cut} {size:,} bytes, the manifest says {written['num_bytes']:,}; copy the checkpoint again")
-        if crc32_of(file) != written["crc32"]:
-            raise UserError(f"{file} was changed since it was written: its CRC-32 is not the manifest's; copy the checkpoint again")
+        if size != written["bytes"]:
+            cut = "is cut off: it has" if size < written["bytes"] else "was changed: it has"
+            raise UserError(f"{file} {cut} {size:,} bytes, the manifest says {written['bytes']:,}; copy the checkpoint again")
+        if sha256(file) != written["sha256"]:
+            raise UserError(f"{file} was changed since it was written: its SHA-256 is not the manifest's; copy the checkpoint again")
 
 
 def _read_manifest(file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: one directory per saved step, complete or absent.
+"""Checkpoints of a run: one directory per saved step, complete or absent, written while the run goes on.
 
 checkpoints/step-000050/megatron/   what the ranks continue from
                         hf/         the policy as a Hugging Face directory
@@ -8,12 +8,15 @@ checkpoints/step-000050/megatron/   what the ranks continue from
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import atomic_directory, write_atomic
+from megatron_rl.files import commit_partial, partial_path, start_partial, write_atomic
+from megatron_rl.training.checkpoint_manifest import MANIFEST
 
 if TYPE_CHECKING:
     # Ray must not be imported before the environment that it reads is set, and preflight looks at checkpoints earlier.
@@ -36,9 +39,23 @@ class RunState:
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
-    """Complete checkpoints of the run in `directory`, oldest first."""
-    found = [path for path in (directory / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_step)
+    """Complete checkpoints of the run in `directory`, oldest first; of two of one step the one that was written later comes last."""
+    return sorted((path for path in _named(directory) if _is_complete(path)), key=lambda path: (_step(path), path.stat().st_mtime_ns))
+
+
+def _named(directory: Path) -> list[Path]:
+    return [path for path in (directory / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)]
+
+
+def _is_complete(path: Path) -> bool:
+    """A directory gets its name when all of it is on the disk, but somebody may have copied or deleted a part of it since."""
+    return (path / "run.json").is_file() and (path / "megatron" / MANIFEST).is_file()
+
+
+def incomplete_checkpoints(directory: Path) -> list[Path]:
+    """What is no checkpoint, because its writing or copying ended half-way: it is never resumed from."""
+    partial = (directory / "checkpoints").glob(".step-*.partial")
+    return sorted([*partial, *(path for path in _named(directory) if not _is_complete(path))])
 
 
 def _step(path: Path) -> int:
@@ -50,17 +67,58 @@ def oldest_step(directory: Path) -> int:
     return min(map(_step, checkpoint_paths(directory)), default=0)
 
 
-def save_checkpoint(directory: Path, *, state: RunState, trainers: "TrainerGroup", keep: int) -> Path:
-    """Write the checkpoint of `state.step`, then delete all but the `keep` newest ones; return its path."""
-    path = directory / "checkpoints" / f"step-{state.step:06d}"
-    path.parent.mkdir(exist_ok=True)
-    with atomic_directory(path) as partial:
-        trainers.save(partial / "megatron")
-        trainers.save_hf(partial / "hf")
-        write_atomic(partial / "run.json", json.dumps(asdict(state)))
-    for old in checkpoint_paths(directory)[:-keep]:
-        shutil.rmtree(old)
-    return path
+class CheckpointWriter:
+    """Writes the checkpoints of the run in `directory`, one at a time, while the run goes on."""
+
+    def __init__(self, directory: Path, *, trainers: "TrainerGroup", keep: int, keep_interval: int) -> None:
+        """The `keep` newest checkpoints are kept, and those of every `keep_interval`-th step, 0 for none of them."""
+        self._directory, self._trainers = directory, trainers
+        self._keep, self._keep_interval = keep, keep_interval
+        self._begun: Path | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint has begun that `finish` has not put in its place."""
+        return self._begun is not None
+
+    def begin(self, state: RunState) -> None:
+        """Begin the checkpoint of `state.step`: when this returns, training may go on. None may be on its way."""
+        assert self._begun is None, f"{self._begun} is still being written"
+        path = self._directory / "checkpoints" / f"step-{state.step:06d}"
+        path.parent.mkdir(exist_ok=True)
+        self._begun = path
+        with self._nothing_left_of(path):
+            partial = start_partial(path)
+            self._trainers.begin_save(partial / "megatron")
+            self._trainers.begin_save_hf(partial / "hf")
+            write_atomic(partial / "run.json", json.dumps(asdict(state)))
+
+    def is_written(self) -> bool:
+        """Whether `finish` would not wait for the disk."""
+        return self._trainers.saves_are_written()
+
+    def finish(self) -> Path:
+        """Wait until the checkpoint that has begun is on the disk, then delete those that it supersedes; its path."""
+        assert self._begun is not None, "no checkpoint has begun"
+        path = self._begun
+        with self._nothing_left_of(path):
+            self._trainers.finish_saves()
+            commit_partial(path)
+        self._begun = None
+        for old in checkpoint_paths(self._directory)[: -self._keep]:
+            if not self._keep_interval or _step(old) % self._keep_interval:
+                shutil.rmtree(old)
+        return path
+
+    @contextmanager
+    def _nothing_left_of(self, path: Path) -> Iterator[None]:
+        """When the body raises, that checkpoint is given up."""
+        try:
+            yield
+        except BaseException:
+            self._begun = None
+            shutil.rmtree(partial_path(path), ignore_errors=True)
+            raise
 
 
 def newest_checkpoint(directory: Path) -> tuple[Path, RunState] | None:

@@ -68,8 +68,8 @@ def _columns(settings: Settings) -> tuple[Column, ...]:
     return RL_COLUMNS if settings.training.keeps_reference(settings.objective) else RL_COLUMNS_WITHOUT_REFERENCE
 
 
-def train(settings: Settings, *, resume: bool) -> None:
-    """Train as the settings say, or continue with `resume` from the run's newest checkpoint.
+def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> None:
+    """Train as the settings say, or continue with `resume` from the run's newest checkpoint, with `weights_only` by a new optimizer.
 
     Raises UserError for what the user can mend and the failing process's own error otherwise; nothing keeps running.
     """
@@ -93,7 +93,7 @@ def train(settings: Settings, *, resume: bool) -> None:
             sinks = stack.enter_context(_open_sinks(settings, resume=resume))
             run = make_run(records=RunRecords(console=console, sinks=sinks, memory=memory, timer=timer))
             with _keeping_what_it_has(run, console):
-                first_step = run.resume() if resume else 0
+                first_step = run.resume(weights_only=weights_only) if resume else 0
                 spare_what_is_loaded()
                 train_loop(run, first_step=first_step)
                 run.finish()

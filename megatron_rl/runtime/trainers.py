@@ -73,17 +73,25 @@ class TrainerWorker:
         """Move these parts of this rank's models back to the device."""
         self._trainer.take_back(parts)
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint that `load` continues from."""
-        self._trainer.save(directory)
+    def begin_save(self, directory: Path) -> None:
+        """Begin this rank's part of a checkpoint that `load` continues from."""
+        self._trainer.begin_save(directory)
 
-    def load(self, directory: Path) -> None:
-        """Continue from a checkpoint."""
-        self._trainer.load(directory)
+    def begin_save_hf(self, directory: Path) -> None:
+        """Begin a Hugging Face directory of the policy (rank 0 writes, all gather)."""
+        self._trainer.begin_save_hf(directory)
 
-    def save_hf(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face directory (rank 0 writes, all gather)."""
-        self._trainer.save_hf(directory)
+    def saves_are_written(self) -> bool:
+        """Whether `finish_saves` would not wait for this rank."""
+        return self._trainer.saves_are_written
+
+    def finish_saves(self) -> None:
+        """Wait for what has begun."""
+        self._trainer.finish_saves()
+
+    def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
+        """Continue from a checkpoint; what has changed since it was made."""
+        return self._trainer.load(directory, weights_only=weights_only)
 
     def open_sender(self, plan: SenderPlan) -> None:
         """Open this rank's end of the transport to the engines."""
@@ -173,17 +181,26 @@ class TrainerGroup:
         """Move these parts of the models back to the device."""
         self._call("take_back", parts)
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint that `load` continues from."""
-        self._call("save", directory)
+    def begin_save(self, directory: Path) -> None:
+        """Begin a checkpoint that `load` continues from, as `Trainer.begin_save`."""
+        self._call("begin_save", directory)
 
-    def load(self, directory: Path) -> None:
-        """Continue from a checkpoint."""
-        self._call("load", directory)
+    def begin_save_hf(self, directory: Path) -> None:
+        """Begin a Hugging Face directory of the policy, as `Trainer.begin_save_hf`."""
+        self._call("begin_save_hf", directory)
 
-    def save_hf(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face directory."""
-        self._call("save_hf", directory)
+    def saves_are_written(self) -> bool:
+        """Whether `finish_saves` would not wait for the disk."""
+        return all(self._call("saves_are_written"))
+
+    def finish_saves(self) -> None:
+        """Wait for what has begun, which is then in its place."""
+        self._call("finish_saves")
+
+    def load(self, directory: Path, *, weights_only: bool = False) -> tuple[str, ...]:
+        """Continue from a checkpoint, as `Trainer.load`; a sentence for each setting that has changed since it was made."""
+        changes: tuple[str, ...] = self._call("load", directory, weights_only=weights_only)[0]
+        return changes
 
     def free_address(self) -> tuple[str, int]:
         """An address of rank 0's node and a free port on it."""

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.source import PromptSource
-from megatron_rl.errors import UserError
+from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
@@ -24,7 +24,14 @@ from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.summary import FINISHED, Summary, facts_of, status_of, write_summary
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.colocation import SharedDevices, Turn
-from megatron_rl.runtime.run_checkpoint import RunState, checkpoint_paths, newest_checkpoint, oldest_step, save_checkpoint
+from megatron_rl.runtime.run_checkpoint import (
+    CheckpointWriter,
+    RunState,
+    checkpoint_paths,
+    incomplete_checkpoints,
+    newest_checkpoint,
+    oldest_step,
+)
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.types import TrainBatch
 
@@ -48,6 +55,8 @@ class TrainingRun(ABC):
     def __init__(self, settings: Settings, *, trainers: TrainerGroup, records: RunRecords, devices: SharedDevices | None = None) -> None:
         self._settings, self._trainers, self._devices = settings, trainers, devices
         self._console, self._sinks, self._memory, self._timer = records.console, records.sinks, records.memory, records.timer
+        run = settings.run
+        self._checkpoints = CheckpointWriter(run.directory, trainers=trainers, keep=run.keep_checkpoints, keep_interval=run.keep_interval)
         self._metrics: list[dict[str, Metric]] = []
         self._first_evaluation: dict[str, float] = {}
         self._last_evaluation: dict[str, float] = {}
@@ -105,8 +114,10 @@ class TrainingRun(ABC):
             with self._phase("swap"):
                 self._devices.take(turn)
 
-    def resume(self) -> int:
-        """Load the newest checkpoint and return the number of steps done, 0 when there is none."""
+    def resume(self, *, weights_only: bool = False) -> int:
+        """Load the newest checkpoint and return the number of steps done, 0 when there is none; see `Trainer.load` for `weights_only`."""
+        for path in incomplete_checkpoints(self.directory):
+            self._console.say(f"{path} is not complete and is passed over; it can be deleted")
         found = newest_checkpoint(self.directory)
         if found is None:
             self._rewind(step=0, position=None)
@@ -114,11 +125,13 @@ class TrainingRun(ABC):
         path, state = found
         self._turn(Turn.TRAINING)
         with self._phase("load"):
-            self._trainers.load(path / "megatron")
+            changes = self._trainers.load(path / "megatron", weights_only=weights_only)
             self._rewind(step=state.step, position=state.source)
         self._first_evaluation = state.first_evaluation
         self._trained_steps = self._logged_steps = state.step
-        self._console.say(f"resumed from {path} after {state.step} steps")
+        self._console.say(f"resumed from {path} after {state.step} steps" + (", with a new optimizer" if weights_only else ""))
+        for change in changes:
+            self._console.say(change)
         return state.step
 
     def next_batch(self, step: int) -> TrainBatch:
@@ -132,6 +145,7 @@ class TrainingRun(ABC):
 
     def train(self, batch: TrainBatch, *, step: int) -> None:
         """Optimizer steps on one batch."""
+        self._finish_written_save()
         self._turn(Turn.TRAINING)
         with self._phase("train"):
             self._metrics += self._trainers.train(batch, step=step)
@@ -150,15 +164,31 @@ class TrainingRun(ABC):
         return interval > 0 and (step + 1) % interval == 0
 
     def save(self, *, step: int) -> None:
-        """Write a checkpoint that `--resume` continues from, with the policy as a Hugging Face directory. Raises as `next_batch`."""
+        """Begin a checkpoint that `--resume` continues from, with the policy as a Hugging Face directory. Raises as `next_batch`.
+
+        It is written while the run goes on, and in its place at the latest when the next one begins or the run ends. Raises UserError when
+        the one before could not be written.
+        """
         self._check_directory()
+        self._finish_save()
         self._turn(Turn.TRAINING)
         with self._phase("save"):
             metrics = metric_values(self._measured())
-            state = RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics)
-            path = save_checkpoint(self.directory, state=state, trainers=self._trainers, keep=self._settings.run.keep_checkpoints)
-            self._forget(before_step=oldest_step(self.directory))
+            self._checkpoints.begin(RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics))
+
+    def _finish_written_save(self) -> None:
+        """Put a checkpoint in its place as soon as that takes no waiting: until then a run that is killed goes back to the one before."""
+        if self._checkpoints.is_writing and self._checkpoints.is_written():
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Wait until the checkpoint that has begun, if any, is in its place."""
+        if not self._checkpoints.is_writing:
+            return
+        with self._phase("save"):
+            path = self._checkpoints.finish()
             _link(self.directory / POLICY_LINK, path / "hf")
+            self._forget(before_step=oldest_step(self.directory))
 
     def _check_directory(self) -> None:
         """Raise UserError when nothing that this run makes would be kept any more."""
@@ -180,13 +210,15 @@ class TrainingRun(ABC):
 
     def log(self, *, step: int) -> None:
         """Write and show everything measured since the last call, as that of the first `step` steps."""
+        self._finish_written_save()
         values = metric_values(self._measured())
         self._metrics, self._logged_steps = [], step
         self._sinks.log(step, values)
         self._console.row(step, values)
 
     def finish(self) -> None:
-        """Write the curves, the page and last of all the summary."""
+        """Wait for the last checkpoint; write the curves, the page and last of all the summary."""
+        self._finish_save()
         # Half as many steps again.
         more = f" run.num_steps={self.num_steps + max(1, self.num_steps // 2)}"
         self._write_outcome(FINISHED, go_on=self._resume_command + more)
@@ -194,10 +226,15 @@ class TrainingRun(ABC):
     def break_off(self, error: BaseException) -> None:
         """Keep what a run that `error` ends early has: the row of a step that was trained on, the curves, the page, the summary.
 
-        Nothing is written where the run directory is gone. Raises UserError when the disk is full.
+        A checkpoint that is still being written is waited for; that this fails is said, and does not hide `error`. Nothing is written
+        where the run directory is gone. Raises UserError when the disk is full.
         """
         if not (self.directory / SETTINGS_FILE).exists():
             return
+        try:
+            self._finish_save()
+        except (MegatronRLError, OSError, RuntimeError) as second:
+            self._console.say(f"the checkpoint that was being written when the run ended is lost: {second}")
         if self._trained_steps > self._logged_steps:
             self.log(step=self._trained_steps)
         self._write_outcome(status_of(error), go_on=self._resume_command)

@@ -5,66 +5,36 @@ A checkpoint directory is there as a whole or not at all. That format has pickle
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from torch import Tensor, distributed
-from torch.distributed import checkpoint as torch_checkpoint
+from torch import distributed
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, disk_errors, partial_path, start_partial
-from megatron_rl.models.hf_files import save_hf
+from megatron_rl.training.checkpoint_manifest import MANIFEST, check_manifest, write_manifest
 from megatron_rl.training.checkpoint_pickles import reading_records_only
-from megatron_rl.training.gathered_states import states_at_padded_offsets
+from megatron_rl.training.checkpoint_writer import TwoHalves
+from megatron_rl.training.collectives import reports_of_ranks
+from megatron_rl.training.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
+from megatron_rl.training.rank_zero import on_rank_zero
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
 
 POLICY = "policy"
 """Name of the model whose weights have no prefix in a checkpoint."""
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+HYPERPARAMETERS = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+"""Fields of megatron-core's OptimizerConfig whose values a checkpoint remembers, to say which of them have changed."""
 _MODEL_METADATA = {"non_homogeneous_layers": True}
 """Each layer has its own names: stacked, all of them would need an optimizer state, which frozen ones do not have."""
-_FIXED_IN_GROUPS = ("params", "step")
-
-
-class InProcessSave(TorchDistSaveShardedStrategy):
-    """megatron-core's format written by torch's own writer, in this process.
-
-    Upstream's writer forks a process for every file and keeps a manager process for the results, which would outlive a rank
-    that is killed.
-    """
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
-        """Write this rank's shards. Collective."""
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        with disk_errors(Path(checkpoint_dir)), _ordinary_errors():
-            torch_checkpoint.save(
-                mcore_to_pyt_state_dict(state, False),
-                storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True),
-                planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
-            )
-
-
-@contextmanager
-def _ordinary_errors() -> Iterator[None]:
-    """Raise torch's CheckpointException, which is no subclass of Exception and so would not be handled, as a RuntimeError."""
-    try:
-        yield
-    except CheckpointException as error:
-        raise RuntimeError(str(error)) from error
 
 
 @contextmanager
@@ -73,47 +43,6 @@ def _without_torch_notices() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(load_state_dict|ShardedTensor|deprecat).*", category=FutureWarning)
         yield
-
-
-def _nothing() -> None:
-    """What the other ranks do while rank 0 works alone."""
-
-
-def on_rank_zero(function: Callable[[Path], object], path: Path, *, meanwhile: Callable[[], None] = _nothing) -> None:
-    """Run `function(path)` on rank 0 and `meanwhile()` on the others; a UserError of rank 0 is raised on every rank. Collective."""
-    message: list[str | None] = [None]
-    if distributed.get_rank() == 0:
-        try:
-            function(path)
-        except UserError as error:
-            message[0] = str(error)
-    else:
-        meanwhile()
-    distributed.broadcast_object_list(message, src=0)
-    if message[0] is not None:
-        raise UserError(message[0])
-
-
-def save_weights(directory: Path, weights: Iterator[tuple[str, Tensor]], *, source: Path, max_shard_bytes: int, durable: bool) -> None:
-    """Write `weights`, gathered one by one on all ranks, as a Hugging Face directory with the other files of `source`, on rank 0.
-
-    See `hf_files.save_hf` for `max_shard_bytes` and `durable`.
-
-    Collective. Raises UserError, on every rank, when the directory cannot be written.
-    """
-
-    def take_the_rest() -> None:
-        """Take part in gathering the tensors that are left, without keeping them."""
-        for _ in weights:
-            pass
-
-    def write(path: Path) -> None:
-        try:
-            save_hf(path, weights, source=source, max_shard_bytes=max_shard_bytes, durable=durable)
-        finally:
-            take_the_rest()
-
-    on_rank_zero(write, directory, meanwhile=take_the_rest)
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
@@ -131,28 +60,31 @@ def _chunk_key(index: int, count: int) -> str:
     return "model" if count == 1 else f"model{index}"
 
 
-def _sharded_state(name: str, model: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
-    """What megatron shards of the model `name`: weights and optimizer."""
-    state: dict[str, Any] = {
+def _prefix(name: str) -> str:
+    """What stands before the names of a model's tensors: models of one architecture have one set of names between them."""
+    return "" if name == POLICY else f"{name}."
+
+
+def _model_state(model: TrainedModel) -> dict[str, Any]:
+    """What megatron shards of the model without its optimizer."""
+    return {
         _chunk_key(index, len(model.chunks)): chunk.module.sharded_state_dict(metadata=dict(_MODEL_METADATA))
         for index, chunk in enumerate(model.chunks)
     }
-    weights = state if len(model.chunks) > 1 else state["model"]
-    with states_at_padded_offsets(model.optimizer):
-        state["optimizer"] = model.optimizer.sharded_state_dict(dict(weights), is_loading=is_loading, metadata=dict(_METADATA))
-    if name != POLICY:
-        # Models of one architecture have one set of names between them.
-        add_prefix_for_sharding(state, f"{name}.")
+
+
+def _written_state(name: str, model: TrainedModel) -> dict[str, Any]:
+    """The weights and the optimizer of the model `name`, to be written."""
+    state = _model_state(model)
+    state["optimizer"] = dict(enumerate(sharded_optimizer(model.optimizer, state)))
+    add_prefix_for_sharding(state, _prefix(name))
     return state
 
 
-def _sharded_states(models: Mapping[str, TrainedModel], *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
-    """What megatron shards of all models, whose parameters are complete, and one random generator state for each rank."""
-    state: dict[str, Any] = {name: _sharded_state(name, model, is_loading=is_loading) for name, model in models.items()}
-    if with_rng:
-        rank, world = distributed.get_rank(), distributed.get_world_size()
-        state["rng"] = ShardedObject("rng", _rng_state(), (world,), (rank,), replica_id=0)
-    return state
+def _rng_object() -> ShardedObject:
+    """One random generator state for each rank."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    return ShardedObject("rng", _rng_state(), (world,), (rank,), replica_id=0)
 
 
 @contextmanager
@@ -164,111 +96,154 @@ def _complete(models: Mapping[str, TrainedModel]) -> Iterator[None]:
 
 
 def _progress(model: TrainedModel) -> dict[str, Any]:
-    """What stands in a checkpoint about a model besides its state."""
+    """What stands in a checkpoint about a model besides its tensors: numbers of steps, and what a user may set otherwise."""
+    groups = [group for part in parts_of(model.optimizer) for group in part.param_groups]
     return {
         "scheduler_steps": model.scheduler.num_steps,
-        "distributed_optimizer": model.optimizer.config.use_distributed_optimizer,
-        "expert_parallel": model.chunks[0].config.expert_model_parallel_size > 1,
+        "optimizer_steps": max((int(group.get("step", 0)) for group in groups), default=model.scheduler.num_steps),
+        "hyperparameters": _hyperparameters(model),
     }
 
 
-def _param_groups(state: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
-    """The parameter groups in a loaded optimizer state, of one optimizer or of a chain, in the order of the optimizer's own."""
-    for key, value in state.items():
-        if key == "param_groups":
-            yield from value
-        elif isinstance(value, dict) and key not in ("state", "param_state"):
-            yield from _param_groups(value)
+def _hyperparameters(model: TrainedModel) -> dict[str, float]:
+    config = model.optimizer.config
+    return {name: float(vars(config)[name] or 0.0) for name in HYPERPARAMETERS}
+
+
+class Saving:
+    """A checkpoint that is being written. `finish` has to be called by all ranks, before the next one begins."""
+
+    def __init__(self, directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any], stage: bool) -> None:
+        """Take hold of everything that `load` continues from, with `counters`, plain numbers and strings that all ranks agree on.
+
+        `models` by their names, among them the `POLICY`. With `stage` the models may go on at once: what is written is a copy in host
+        memory. Collective. Raises UserError when the directory cannot be written.
+        """
+        self._directory = directory
+        on_rank_zero(start_partial, directory)
+        self._writer = TwoHalves(stage=stage)
+        with _complete(models), _without_torch_notices():
+            state: dict[str, Any] = {name: _written_state(name, model) for name, model in models.items()}
+            state["rng"] = _rng_object()
+            state["counters"] = dict(counters)
+            state["progress"] = {
+                "num_ranks": distributed.get_world_size(),
+                "models": {name: _progress(model) for name, model in models.items()},
+            }
+            # torch's planner looks whether the boxes of all ranks fill their tensors; megatron-core's own look knows regular grids alone.
+            dist_checkpointing.save(state, str(partial_path(directory)), sharded_strategy=self._writer, validate_access_integrity=False)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish` would find this rank's files written. Not collective."""
+        return self._writer.is_written
+
+    def finish(self) -> None:
+        """Wait for the files of all ranks; the directory then has its name. Collective. Raises UserError when it could not be written."""
+        self._writer.finish()
+        on_rank_zero(self._commit, self._directory)
+
+    def _commit(self, directory: Path) -> None:
+        with disk_errors(directory):
+            write_manifest(partial_path(directory))
+        commit_partial(directory)
 
 
 def save(directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any]) -> None:
-    """Write everything that `load` continues from, with `counters`, plain numbers and strings that all ranks agree on.
-
-    `models` by their names, among them the `POLICY`. Collective. Raises UserError when the directory cannot be written.
-    """
-    on_rank_zero(start_partial, directory)
-    with _complete(models), _without_torch_notices():
-        state = _sharded_states(models, is_loading=False, with_rng=True)
-    state["counters"] = dict(counters)
-    state["progress"] = {
-        "num_ranks": distributed.get_world_size(),
-        "models": {name: _progress(model) for name, model in models.items()},
-    }
-    strategy = InProcessSave("torch_dist", 1)
-    with _without_torch_notices():
-        dist_checkpointing.save(state, str(partial_path(directory)), sharded_strategy=strategy, content_metadata=dict(_METADATA))
-    distributed.barrier()
-    on_rank_zero(commit_partial, directory)
+    """Write everything that `load` continues from; see `Saving`. Collective. Raises UserError when the directory cannot be written."""
+    Saving(directory, models, counters=counters, stage=False).finish()
 
 
-def load(directory: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
-    """Continue from a checkpoint of `save`, under this or another layout; its counters are returned.
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The `counters` of a checkpoint, and a sentence for each hyperparameter that was another when it was saved."""
+
+    counters: dict[str, Any]
+    changes: tuple[str, ...]
+
+
+def load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool = False) -> Loaded:
+    """Continue from a checkpoint of `save`, under this or another layout, with this or another kind of optimizer or precision.
 
     Hyperparameters (learning rate, weight decay, betas) stay those of the current settings. Models of the checkpoint that are not
-    among `models` are left alone. Collective. Raises UserError when there is no checkpoint, or not one of these models.
+    among `models` are left alone. With `weights_only` the optimizer starts anew from the checkpoint's weights. Nothing is read from a
+    checkpoint whose files are not those of its manifest. Collective. Raises UserError when there is no checkpoint, not one of these
+    models, or one without the optimizer's state.
     """
-    missing = [name for name in ("metadata.json", ".metadata") if not (directory / name).is_file()]
-    if missing:
-        raise UserError(f"{directory} is not a complete checkpoint: it has no {missing[0]}; resume from another one")
+    _check_files(directory)
     with reading_records_only(directory):
-        return _load(directory, models)
+        return _load(directory, models, weights_only=weights_only)
 
 
-def _load(directory: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
+def _check_files(directory: Path) -> None:
+    """Raise UserError, on every rank, when a file is not the one that was saved. Collective."""
+    message: str | None = None
+    try:
+        missing = [name for name in ("metadata.json", ".metadata", MANIFEST) if not (directory / name).is_file()]
+        if missing:
+            raise UserError(f"{directory} is not a complete checkpoint: it has no {missing[0]}; resume from another one")
+        check_manifest(directory, share=distributed.get_rank(), num_shares=distributed.get_world_size())
+    except UserError as error:
+        message = str(error)
+    for report in reports_of_ranks(message):
+        if report is not None:
+            raise UserError(report)
+
+
+def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool) -> Loaded:
     progress = dist_checkpointing.load_common_state_dict(str(directory))["progress"]
-    for name, model in models.items():
-        _check_progress(directory, name, model, progress["models"].get(name))
+    for name in models:
+        if name not in progress["models"]:
+            raise UserError(
+                f"checkpoint {directory} has no {name}, which the objective needs; resume a run that trained one, or start a new run from "
+                "the policy's weights"
+            )
     same_ranks = progress["num_ranks"] == distributed.get_world_size()
     with _complete(models), _without_torch_notices():
-        wanted = _sharded_states(models, is_loading=True, with_rng=same_ranks)
-        try:
-            state = dist_checkpointing.load(wanted, str(directory))
-        except (CheckpointingException, CheckpointException) as error:
-            # torch gathers the errors of all ranks into one, with their tracebacks.
-            cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-            if isinstance(cause, pickle.UnpicklingError):
-                raise cause from error
-            raise UserError(f"checkpoint {directory} is not one of this model ({cause}); resume with the model it was made from") from error
+        keys = dist_checkpointing.load_tensors_metadata(str(directory))
+        weights: dict[str, Any] = {"rng": _rng_object()} if same_ranks else {}
+        optimizers, shards = {}, {}
         for name, model in models.items():
-            _restore(model, state[name], scheduler_steps=progress["models"][name]["scheduler_steps"])
+            own, state = {key.removeprefix(_prefix(name)) for key in keys if key.startswith(_prefix(name))}, _model_state(model)
+            if not weights_only and not has_optimizer(own):
+                raise UserError(
+                    f"checkpoint {directory} has the weights of {name} alone, without the optimizer's state; give --weights-only to go on "
+                    "with a new optimizer, or resume from another one"
+                )
+            optimizers[name] = OptimizerTarget(model.optimizer, state, keys=own, main_only=weights_only)
+            weights[name], shards[name] = from_main_weights(state, own), dict(enumerate(optimizers[name].shards))
+            add_prefix_for_sharding([weights[name], shards[name]], _prefix(name))
+        state = _read(directory, weights)
+        # Apart, because main weights can come from the model's tensors under the same names.
+        _read(directory, {"optimizers": shards})
+        for name, model in models.items():
+            for index, chunk in enumerate(model.chunks):
+                chunk.module.load_state_dict(state[name][_chunk_key(index, len(model.chunks))])
+            saved = progress["models"][name]
+            optimizers[name].finish(step=0 if weights_only else saved["optimizer_steps"])
+            model.scheduler.num_steps = 0
+            model.scheduler.step(saved["scheduler_steps"])
     if same_ranks:
         _set_rng_state(state["rng"])
-    counters: dict[str, Any] = state["counters"]
-    return counters
+    changes = [change for name, model in models.items() for change in _changes(name, model, progress["models"][name]["hyperparameters"])]
+    return Loaded(state["counters"], tuple(changes))
 
 
-def _check_progress(directory: Path, name: str, model: TrainedModel, saved: Mapping[str, Any] | None) -> None:
-    """Raise UserError when the checkpoint lacks the model `name`, or has another kind of optimizer for it."""
-    if saved is None:
-        raise UserError(
-            f"checkpoint {directory} has no {name}, which the objective needs; resume a run that trained one, or start a new run from "
-            "the policy's weights"
-        )
-    distributed_optimizer = model.optimizer.config.use_distributed_optimizer
-    if saved["distributed_optimizer"] != distributed_optimizer:
-        raise UserError(
-            f"checkpoint {directory} has use_distributed_optimizer {saved['distributed_optimizer']}, the settings have "
-            f"{distributed_optimizer}; set training.optimizer.use_distributed_optimizer as the checkpoint has it"
-        )
-    ep = model.chunks[0].config.expert_model_parallel_size
-    if saved["expert_parallel"] != (ep > 1):
-        # Under expert parallelism megatron-core has an optimizer for experts and one for the rest, otherwise one for all.
-        needed = "2 or more" if saved["expert_parallel"] else "1"
-        raise UserError(
-            f"checkpoint {directory} was saved {'with' if saved['expert_parallel'] else 'without'} expert parallelism, the settings have "
-            f"training.topology.ep {ep}, and the optimizer's state cannot move between the two; set training.topology.ep to {needed}, or "
-            "start a new run from the policy's weights"
-        )
+def _changes(name: str, model: TrainedModel, saved: Mapping[str, float]) -> Iterator[str]:
+    section = "training.optimizer" if name == POLICY else f"training.{name}.optimizer"
+    for field, value in _hyperparameters(model).items():
+        if value != saved[field]:
+            yield f"{section}.{field} is {value:g} from now on, was {saved[field]:g} in the checkpoint"
 
 
-def _restore(model: TrainedModel, state: dict[str, Any], *, scheduler_steps: int) -> None:
-    """Put a loaded state into the model, its optimizer and its schedule."""
-    current = [{name: value for name, value in group.items() if name not in _FIXED_IN_GROUPS} for group in model.optimizer.param_groups]
-    for index, chunk in enumerate(model.chunks):
-        chunk.module.load_state_dict(state[_chunk_key(index, len(model.chunks))])
-    # megatron-core 0.18 and later recognise a group by its hyperparameters, so these have to be the current ones already.
-    for saved, hyperparameters in zip(_param_groups(state["optimizer"]), current, strict=True):
-        saved.update(hyperparameters)
-    model.optimizer.load_state_dict(state["optimizer"])
-    model.scheduler.num_steps = 0
-    model.scheduler.step(scheduler_steps)
+def _read(directory: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Fill what is `wanted` from the checkpoint; it is returned with what the checkpoint has besides tensors. Collective."""
+    try:
+        state: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
+    except (CheckpointingException, CheckpointException) as error:
+        # torch gathers the errors of all ranks into one, with their tracebacks.
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if isinstance(cause, pickle.UnpicklingError):
+            raise cause from error
+        raise UserError(f"checkpoint {directory} is not one of this model ({cause}); resume with the model it was made from") from error
+    return state

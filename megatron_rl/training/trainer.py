@@ -34,6 +34,7 @@ from megatron_rl.training.micro_batch import MicroBatch, MicroBatches
 from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.objective_checks import check_batch, check_fits, check_objective, resolve_objective, teacher_path
 from megatron_rl.training.offload import PARTS, ModelMemory, Part
+from megatron_rl.training.policy_export import Exporting
 from megatron_rl.training.policy_step import StepRunner
 from megatron_rl.training.resting import RestingWeights, trained_tensors
 from megatron_rl.training.teacher import Teacher
@@ -104,6 +105,7 @@ class Trainer:
             seed=seed,
         )
         self._waiting: tuple[StepGradients, StepGradients | None] | None = None
+        self._writing: list[sharded_checkpoint.Saving | Exporting] = []
         with ExitStack() as undo:
             # A process that could not build its rank is not left in the groups.
             undo.callback(self.close)
@@ -385,16 +387,42 @@ class Trainer:
         The directory, on storage that all ranks share, appears complete or not at all. Raises UserError when it cannot be written, and
         while a gradient of `forward_backward` waits.
         """
-        self._refuse_waiting("save")
-        sharded_checkpoint.save(Path(directory), self.trained_models(), counters=self._steps.state())
+        self._saving(Path(directory), stage=False).finish()
 
-    def load(self, directory: Path | str) -> None:
+    def begin_save(self, directory: Path | str) -> None:
+        """As `save`, but return as soon as a copy is in host memory, which a thread of each rank writes while the training goes on.
+
+        `finish_saves` has to follow before the process ends; the directory appears there. Raises UserError as `save`.
+        """
+        self._writing.append(self._saving(Path(directory), stage=True))
+
+    def _saving(self, directory: Path, *, stage: bool) -> sharded_checkpoint.Saving:
+        self._refuse_waiting("save")
+        return sharded_checkpoint.Saving(directory, self.trained_models(), counters=self._steps.state(), stage=stage)
+
+    @property
+    def saves_are_written(self) -> bool:
+        """Whether `finish_saves` would not wait for this rank's files. Not collective."""
+        return all(saving.is_written for saving in self._writing)
+
+    def finish_saves(self) -> None:
+        """Wait for what `begin_save` and `begin_save_hf` write, which is then in its place. Raises UserError when it cannot be written."""
+        writing, self._writing = self._writing, []
+        with ExitStack() as all_of_them:
+            for saving in reversed(writing):
+                all_of_them.callback(saving.finish)
+
+    def load(self, directory: Path | str, *, weights_only: bool = False) -> tuple[str, ...]:
         """Continue from a checkpoint of `save`, of this layout or another. The reference stays the model of the settings.
 
-        A gradient of `forward_backward` that waits is dropped. Raises UserError when there is no checkpoint, or not one of this model.
+        Returns a sentence for each hyperparameter of the optimizer that was another then; those of the settings are taken. With
+        `weights_only` the optimizer starts anew. A gradient of `forward_backward` that waits is dropped. Raises UserError when there is
+        no checkpoint, one whose files have changed since, one of another model, or one without the optimizer's state.
         """
         self._waiting = None
-        self._steps.restore(sharded_checkpoint.load(Path(directory), self.trained_models()))
+        loaded = sharded_checkpoint.load(Path(directory), self.trained_models(), weights_only=weights_only)
+        self._steps.restore(loaded.counters)
+        return loaded.changes
 
     def save_hf(self, directory: Path | str, *, max_shard_bytes: int = MAX_SHARD_BYTES, durable: bool = True) -> None:
         """Write the policy as a Hugging Face directory, in files of at most `max_shard_bytes`.
@@ -402,5 +430,12 @@ class Trainer:
         One that is not `durable` need not survive a power failure, which saves waiting for the disk.
         Raises UserError when it cannot be written.
         """
+        self._exporting(Path(directory), max_shard_bytes=max_shard_bytes, durable=durable).finish()
+
+    def begin_save_hf(self, directory: Path | str) -> None:
+        """As `save_hf`, but return when the weights are gathered in host memory of rank 0, where a thread writes them; see `begin_save`."""
+        self._writing.append(self._exporting(Path(directory), max_shard_bytes=MAX_SHARD_BYTES, durable=True))
+
+    def _exporting(self, directory: Path, *, max_shard_bytes: int, durable: bool) -> Exporting:
         source = self._model_settings.path
-        sharded_checkpoint.save_weights(Path(directory), self.weights(), source=source, max_shard_bytes=max_shard_bytes, durable=durable)
+        return Exporting(directory, self.weights(), source=source, max_shard_bytes=max_shard_bytes, durable=durable)

@@ -21,6 +21,7 @@ POLL_S = 0.05
 GRACE_S = 2.0
 RunRanks = Callable[..., list[Any]]
 MATRIX = pytest.StashKey[list[Any]]()
+LAYOUT_CHANGES = pytest.StashKey[dict[tuple[str, str, str], float]]()
 
 
 class RankFailure(AssertionError):
@@ -96,19 +97,29 @@ def matrix(request: pytest.FixtureRequest) -> list[Any]:
     return request.config.stash.setdefault(MATRIX, [])
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the layout matrix, and write it to the file that MATRIX_FILE names."""
-    rows = config.stash.get(MATRIX, [])
-    if not rows:
-        return
-    from layout_report import markdown_table
+@pytest.fixture
+def layout_changes(request: pytest.FixtureRequest) -> dict[tuple[str, str, str], float]:
+    """The largest difference by (model, layout that saved, layout that went on), which the end of the session prints."""
+    return request.config.stash.setdefault(LAYOUT_CHANGES, {})
 
-    terminalreporter.section("layout matrix")
-    lines = markdown_table(rows)
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the tables, and write each to the file that MATRIX_FILE or LAYOUT_CHANGES_FILE names."""
+    from layout_report import changes_table, markdown_table
+
+    rows, changes = config.stash.get(MATRIX, []), config.stash.get(LAYOUT_CHANGES, {})
+    if rows:
+        _report(terminalreporter, "layout matrix", markdown_table(rows), file=os.environ.get("MATRIX_FILE"))
+    if changes:
+        _report(terminalreporter, "layout changes", changes_table(changes), file=os.environ.get("LAYOUT_CHANGES_FILE"))
+
+
+def _report(terminalreporter: pytest.TerminalReporter, title: str, lines: list[str], *, file: str | None) -> None:
+    terminalreporter.section(title)
     for line in lines:
         terminalreporter.write_line(line)
-    if path := os.environ.get("MATRIX_FILE"):
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if file:
+        Path(file).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _rank_main(directory: Path, rank: int) -> None:

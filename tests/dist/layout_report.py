@@ -1,6 +1,6 @@
-"""The layout matrix as a table."""
+"""The layout matrix, and the changes of layout, as tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from layout_runs import Differences
 from layout_table import CASES, Case
@@ -16,6 +16,26 @@ def markdown_table(rows: Sequence[tuple[Case, Differences]]) -> list[str]:
         model = case.model if case.dtype == "float32" else f"{case.model}, {case.dtype}"
         numbers = (found.loss, found.metrics, found.grad_norm, found.log_probs, found.weights)
         cells.append((case.layout, model, case.objective, *(f"{number:.0e}" for number in numbers)))
-    widths = [max(len(row[column]) for row in cells) for column in range(len(HEADER))]
+    return _aligned(cells)
+
+
+def changes_table(found: Mapping[tuple[str, str, str], float]) -> list[str]:
+    """Lines of one Markdown table for each model: a row for the layout that saved, a column for the one that went on."""
+    lines: list[str] = []
+    for model in dict.fromkeys(model for model, _, _ in found):
+        pairs = {(saved, loaded): value for (name, saved, loaded), value in found.items() if name == model}
+        columns = list(dict.fromkeys(loaded for _, loaded in pairs))
+        rows = [[saved, *_numbers(pairs, saved, columns)] for saved in dict.fromkeys(saved for saved, _ in pairs)]
+        lines += ["", *_aligned([[f"{model}: from, to", *columns], *rows])]
+    return lines[1:]
+
+
+def _numbers(pairs: Mapping[tuple[str, str], float], saved: str, columns: Sequence[str]) -> list[str]:
+    return [f"{pairs[saved, loaded]:.0e}" if (saved, loaded) in pairs else "" for loaded in columns]
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table whose first row is the header."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]

@@ -264,36 +264,6 @@ def test_a_resumed_training_goes_on(
         assert differences.largest <= (0.0 if case[1] == case[2] else TOLERANCE), f"{case}: {differences}"
 
 
-def load_elsewhere(rank: int, world_size: int, init_method: str, models: Models, directory: str) -> list[str]:
-    """What a trainer without expert parallelism says to a checkpoint of one with, and the other way round."""
-    from megatron_rl.errors import UserError
-    from megatron_rl.training.topology import shutdown
-
-    said = []
-    for saved_as, loaded_as in (("ep2", "dp2"), ("dp2", "ep2")):
-        path = Path(directory) / saved_as
-        for layout in (saved_as, loaded_as):
-            trainer = make_trainer(settings_of(models, ("qwen3_moe", layout), path), rank, f"{init_method}-{saved_as}-{layout}")
-            if layout == saved_as:
-                trainer.save(path / "checkpoint")
-            else:
-                with pytest.raises(UserError) as error:
-                    trainer.load(path / "checkpoint")
-                said.append(str(error.value))
-            shutdown()
-    return said
-
-
-@pytest.mark.timeout(200)
-def test_optimizer_state_stays_on_its_side_of_expert_parallelism(
-    models: Models, run_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    for with_experts, without in run_ranks(load_elsewhere, 2, models, str(tmp_path), timeout_s=150):
-        assert "was saved with expert parallelism, the settings have training.topology.ep 1" in with_experts
-        assert "set training.topology.ep to 2 or more" in with_experts
-        assert "was saved without expert parallelism, the settings have training.topology.ep 2" in without
-
-
 def keep_in_float32(rank: int, world_size: int, init_method: str, models: Models, directory: str) -> dict[str, torch.dtype]:
     """Dtypes of a bfloat16 model's exported tensors after a step."""
     grpo = OBJECTIVES["grpo"]

@@ -125,31 +125,3 @@ def send_freed(rank: int, world_size: int, init_method: str) -> list[float]:
 def test_freed_outputs_are_sent_after_their_memory_has_other_content(run_ranks: Callable[..., list[Any]]) -> None:
     received = run_ranks(send_freed, 2, timeout_s=60)[1]
     assert received != [1.0] * 6000, "gloo keeps what is sent: deallocate_pipeline_outputs can be left alone"
-
-
-def resume_unmended(rank: int, world_size: int, init_method: str, model: str, directory: str) -> dict[str, Outcome]:
-    """A batch after two, straight on and from a checkpoint that upstream wrote alone, with gradients in several buckets."""
-    from megatron_rl.training import sharded_checkpoint
-    from megatron_rl.training.topology import shutdown
-
-    sharded_checkpoint.states_at_padded_offsets = contextlib.nullcontext
-    settings = settings_of(model, Path(directory), "dp2 distopt overlap")
-    straight = make_trainer(settings, rank, f"{init_method}-straight")
-    train_batches(straight, settings, SEEDS[:2])
-    straight.save(Path(directory) / "checkpoint")
-    outcomes = {"straight": outcome_of(straight, train_batches(straight, settings, SEEDS[2:]))}
-    shutdown()
-    resumed = make_trainer(settings, rank, f"{init_method}-resumed")
-    resumed.load(Path(directory) / "checkpoint")
-    outcomes["resumed"] = outcome_of(resumed, train_batches(resumed, settings, SEEDS[2:]))
-    shutdown()
-    return outcomes
-
-
-@pytest.mark.slow
-def test_optimizer_states_are_saved_shifted_without_the_mend(
-    run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    ranks = run_ranks(resume_unmended, 2, str(tiny_model(layers=4)), str(tmp_path), timeout_s=120)
-    differences = compare([rank["resumed"] for rank in ranks], [rank["straight"] for rank in ranks])
-    assert differences.weights > NOTICED, f"the mend in training/gathered_states.py is not needed: {differences}"

@@ -144,7 +144,8 @@ def test_killed_run_resumes_and_loses_no_finished_group(task: Path, tmp_path: Pa
     session = re.search(r"removed what a run that was killed had left: .*?(/\S+/session_[^/,\s]+)", again.output)
     assert session and not Path(session[1]).exists(), again.output
     resumed_at = int(re.search(r"resumed from \S+ after (\d+) steps", again.output)[1])
-    assert resumed_at >= 4
+    # The checkpoint of step 4 may still have been on its way to the disk.
+    assert resumed_at >= 2
     assert steps_of(directory) == list(range(9))
     steps = metrics(directory)
     assert all("train/loss" in steps[step] for step in range(1, 9))

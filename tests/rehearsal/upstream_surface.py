@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+_DISTRIBUTED = "megatron/core/optimizer/distrib_optimizer.py:DistributedOptimizer"
 # File and name -> who relies on it here. A function stands for its parameters, a class for its fields.
 MEGATRON: Mapping[str, str] = {
     "megatron/core/parallel_state.py:initialize_model_parallel": "training/topology.py",
@@ -30,8 +31,8 @@ MEGATRON: Mapping[str, str] = {
     "megatron/core/distributed/finalize_model_grads.py:finalize_model_grads": "training/trained_model.py",
     "megatron/core/optimizer/__init__.py:get_megatron_optimizer": "training/optimizer.py",
     "megatron/core/optimizer/clip_grads.py:clip_grad_by_total_norm_fp32": "training/optimizer.py",
-    "megatron/core/optimizer/distrib_optimizer.py:DistributedOptimizer.get_parameter_state_dp_zero": "training/gathered_states.py",
-    "megatron/core/optimizer/distrib_optimizer.py:DistributedOptimizer._get_main_param_and_optimizer_states": "training/gathered_states.py",
+    f"{_DISTRIBUTED}._get_main_param_and_optimizer_states": "training/optimizer_shards.py",
+    f"{_DISTRIBUTED}._get_model_param_range_map": "training/optimizer_shards.py",
     "megatron/core/optimizer_param_scheduler.py:OptimizerParamScheduler.__init__": "training/optimizer.py",
     "megatron/core/dist_checkpointing/serialization.py:save": "training/sharded_checkpoint.py",
     "megatron/core/dist_checkpointing/serialization.py:load": "training/sharded_checkpoint.py",

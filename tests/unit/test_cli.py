@@ -57,6 +57,7 @@ def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config
         "--training.optimizer.lr",
         "2e-6",
         "--resume",
+        "--weights-only",
         "--reward",
         "my.module:score",
         "--ray-address",
@@ -65,7 +66,7 @@ def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config
     assert main(words) == 0
     (first, _), (second, (runtime_settings, _)), (third, (settings, keywords)) = calls
     # Ray reads its environment when it is imported.
-    assert (first, second, third, keywords) == ("preflight", "prepare_environment", "train", {"resume": True})
+    assert (first, second, third, keywords) == ("preflight", "prepare_environment", "train", {"resume": True, "weights_only": True})
     assert runtime_settings == settings.runtime
     overrides = ["run.seed=2", "training.optimizer.lr=2e-6", "reward.function=my.module:score", "runtime.ray_address=10.0.0.1:6379"]
     assert settings == load_settings(Path(config), overrides)
@@ -122,7 +123,7 @@ def test_every_end_has_its_status(
     status: int,
     part: str,
 ) -> None:
-    def fail(settings: Any, *, resume: bool) -> None:
+    def fail(settings: Any, *, resume: bool, weights_only: bool) -> None:
         raise error
 
     vars(sys.modules["megatron_rl.runtime.session"])["train"] = fail
@@ -179,7 +180,7 @@ def test_help_starts_nothing_heavy() -> None:
 SLEEPER = """
 import sys, time, types
 from megatron_rl.cli import main
-def train(settings, *, resume):
+def train(settings, *, resume, weights_only):
     try:
         print("started", flush=True)
         time.sleep(60)
@@ -268,3 +269,8 @@ def test_a_plugin_of_no_kind_is_one_sentence(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["check-plugin", "plugins_of_user:rollout"]) == 2
     assert "takes arguments, needs the arguments of one kind: reward(sample); rollout(prompt, " in capsys.readouterr().err
+
+
+def test_weights_only_needs_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--weights-only"]) == 2
+    assert "--weights-only was given without --resume" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import checkpoint as distributed_checkpoint
 
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.convert.conversion import Options, convert
@@ -22,8 +23,6 @@ def save_as_megatron(path, directory, *, change=None, **metadata):
     """The model of `path` by megatron-core's own dist_checkpointing, with what a training script keeps beside the weights."""
     from megatron.core import dist_checkpointing
 
-    from megatron_rl.training.sharded_checkpoint import InProcessSave
-
     spec = read_model_spec(path)
     config = transformer_config(spec, topology=TopologySettings(), dtype=torch.float32, overrides={})
     (model,) = build_model(spec, config, attention="torch")
@@ -32,7 +31,23 @@ def save_as_megatron(path, directory, *, change=None, **metadata):
     if change is not None:
         change(state["model"])
     directory.mkdir(parents=True)
-    dist_checkpointing.save(state, str(directory), sharded_strategy=InProcessSave("torch_dist", 1))
+    dist_checkpointing.save(state, str(directory), sharded_strategy=in_process_save())
+
+
+def in_process_save():
+    """megatron-core's format through torch's own writer: upstream's forks a process for every file."""
+    from megatron.core.dist_checkpointing.strategies import torch as upstream
+
+    class InProcessSave(upstream.TorchDistSaveShardedStrategy):
+        def save(self, sharded_state_dict, checkpoint_dir):
+            state, _, _ = upstream._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+            distributed_checkpoint.save(
+                upstream.mcore_to_pyt_state_dict(state, False),
+                storage_writer=distributed_checkpoint.FileSystemWriter(checkpoint_dir),
+                planner=upstream.MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
+            )
+
+    return InProcessSave("torch_dist", 1)
 
 
 STORED = {"stacked": {}, "one by one": {"non_homogeneous_layers": True}, "in single shards": {"singleton_local_shards": True}}

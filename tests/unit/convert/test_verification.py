@@ -55,7 +55,7 @@ def flip(path, pattern):
 
 DAMAGE = {
     "cut off": (lambda path, pattern: cut(path, pattern), "is cut off: it has"),
-    "one bit": (lambda path, pattern: flip(path, pattern), "was changed since it was written: its CRC-32"),
+    "one bit": (lambda path, pattern: flip(path, pattern), "was changed since it was written: its SHA-256"),
     "missing": (lambda path, pattern: sorted(path.glob(pattern))[-1].unlink(), "lacks the file"),
 }
 

@@ -39,10 +39,8 @@ def strict(*, sample):
 
 async def roll(*, prompt, generator, sampling, num_samples, tokenizer, budget: int):
     return []
-
 def advantages(*, rewards, group_ids, lengths, power: int):
     return None
-
 def keep(*, group):
     return True
 
@@ -308,7 +306,8 @@ def test_run_directory(tmp_path: Path) -> None:
 def test_nothing_left_to_resume(check: Callable[..., list[str]], words: list[str]) -> None:
     directory = load_settings(None, words).run.directory
     checkpoint = directory / "checkpoints" / "step-000008"
-    checkpoint.mkdir(parents=True)
+    (checkpoint / "megatron").mkdir(parents=True)
+    (checkpoint / "megatron" / "manifest.json").touch()
     (checkpoint / "run.json").write_text('{"step": 8, "source": {}, "first_evaluation": {}}')
     with pytest.raises(UserError, match=r"has done 8 steps, so nothing is left of run.num_steps 8"):
         check("run.num_steps=8", resume=True)

@@ -1,51 +1,108 @@
 import json
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_rl import files
 from megatron_rl.errors import UserError
-from megatron_rl.runtime.run_checkpoint import RunState, checkpoint_paths, newest_checkpoint, oldest_step, save_checkpoint
+from megatron_rl.runtime.run_checkpoint import (
+    CheckpointWriter,
+    RunState,
+    checkpoint_paths,
+    incomplete_checkpoints,
+    newest_checkpoint,
+    oldest_step,
+)
 
 
 class Trainers:
     """Writes what the ranks would write, or fails on the way."""
 
-    def __init__(self, *, fails: bool = False) -> None:
+    def __init__(self, *, fails: str = "") -> None:
         self._fails = fails
 
-    def save(self, directory: Path) -> None:
+    def begin_save(self, directory: Path) -> None:
         directory.mkdir()
-        (directory / "metadata.json").write_text("{}")
+        (directory / "manifest.json").write_text("{}")
 
-    def save_hf(self, directory: Path) -> None:
-        if self._fails:
+    def begin_save_hf(self, directory: Path) -> None:
+        if self._fails == "at once":
             raise UserError("cannot write: the disk is full")
         directory.mkdir()
+
+    def finish_saves(self) -> None:
+        if self._fails == "later":
+            raise UserError("cannot write: the disk is full")
 
 
 def state(step: int) -> RunState:
     return RunState(step=step, source={"epoch": 0, "cursor": 8 * step}, first_evaluation={"eval/accuracy_greedy": 0.25})
 
 
-def save(directory: Path, step: int, *, keep: int = 2, fails: bool = False) -> Path:
-    return save_checkpoint(directory, state=state(step), trainers=Trainers(fails=fails), keep=keep)  # type: ignore[arg-type]
+def save(directory: Path, step: int, *, keep: int = 2, keep_interval: int = 0, fails: str = "") -> Path:
+    trainers: Any = Trainers(fails=fails)
+    writer = CheckpointWriter(directory, trainers=trainers, keep=keep, keep_interval=keep_interval)
+    try:
+        writer.begin(state(step))
+        assert writer.is_writing and not (directory / "checkpoints" / f"step-{step:06d}").exists()
+        return writer.finish()
+    finally:
+        assert not writer.is_writing
+
+
+def names(directory: Path) -> list[str]:
+    return [path.name for path in checkpoint_paths(directory)]
 
 
 def test_the_newest_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
     for step in (2, 4, 1_000_002):
         save(tmp_path, step)
-    assert [path.name for path in checkpoint_paths(tmp_path)] == ["step-000004", "step-1000002"]
+    assert names(tmp_path) == ["step-000004", "step-1000002"]
     path, found = newest_checkpoint(tmp_path) or (None, None)
     assert path == tmp_path / "checkpoints" / "step-1000002"
     assert found == state(1_000_002)
     assert oldest_step(tmp_path) == 4
 
 
-def test_a_failed_save_keeps_the_old_checkpoint_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+def test_every_so_many_steps_are_kept_for_good(tmp_path: Path) -> None:
+    for step in range(1, 9):
+        save(tmp_path, step, keep=1, keep_interval=3)
+    assert names(tmp_path) == ["step-000003", "step-000006", "step-000008"]
+
+
+@pytest.mark.parametrize("fails", ["at once", "later"])
+def test_a_failed_save_keeps_the_old_checkpoint_and_leaves_nothing_half_written(tmp_path: Path, fails: str) -> None:
     save(tmp_path, 2, keep=1)
     with pytest.raises(UserError, match="disk is full"):
-        save(tmp_path, 4, keep=1, fails=True)
+        save(tmp_path, 4, keep=1, fails=fails)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_a_half_written_one_is_passed_over_and_named_and_supersedes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save(tmp_path, 2)
+    for step, part in ((4, "run.json"), (6, "megatron/manifest.json")):
+        (save(tmp_path, step, keep=9) / part).unlink()
+    (folder / ".step-000008.partial").mkdir()
+    (folder / "notes").mkdir()
+    path, _ = newest_checkpoint(tmp_path) or (None, None)
+    assert path == folder / "step-000002"
+    assert [path.name for path in incomplete_checkpoints(tmp_path)] == [".step-000008.partial", "step-000004", "step-000006"]
+    save(tmp_path, 7, keep=2)
+    assert names(tmp_path) == ["step-000002", "step-000007"]
+
+
+def test_of_two_checkpoints_of_one_step_the_newer_wins(tmp_path: Path) -> None:
+    first = save(tmp_path, 2)
+    copy = first.with_name("step-0000002")
+    shutil.copytree(first, copy)
+    for newer, older in ((copy, first), (first, copy)):
+        os.utime(older, (1, 1))
+        os.utime(newer, (2, 2))
+        assert (newest_checkpoint(tmp_path) or [None])[0] == newer
 
 
 def test_a_run_without_checkpoint_starts_anew(tmp_path: Path) -> None:
@@ -58,3 +115,13 @@ def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
     (save(tmp_path, 2) / "run.json").write_text(text)
     with pytest.raises(UserError, match=r"run\.json is not the state of a run"):
         newest_checkpoint(tmp_path)
+
+
+def test_the_old_goes_only_when_the_new_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 2, keep=1)
+    order: list[str] = []
+    sync, remove = files.sync_directory, shutil.rmtree
+    monkeypatch.setattr(files, "sync_directory", lambda path: (order.append(f"sync {path.name}"), sync(path)))
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: (order.append(f"remove {path.name}"), remove(path, **options)))
+    save(tmp_path, 4, keep=1)
+    assert order[-2:] == ["sync checkpoints", "remove step-000002"]

@@ -22,7 +22,7 @@ from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.runtime.colocation import Turn
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.rollout_run import RolloutRun, generation_deadline_s
-from megatron_rl.runtime.run_checkpoint import newest_checkpoint
+from megatron_rl.runtime.run_checkpoint import checkpoint_paths, newest_checkpoint
 from megatron_rl.runtime.training_run import SETTINGS_FILE, RunRecords, SupervisedRun, TrainingRun
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.types import Floats, Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
@@ -82,8 +82,9 @@ class Sync:
 class Ranks:
     """Megatron ranks."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, *, written: bool = True, save_error: Exception | None = None) -> None:
         self.calls = calls
+        self.written, self.save_error = written, save_error
 
     def train(self, batch: str, *, step: int) -> list[dict[str, Metric]]:
         self.calls.append(("train", batch, step))
@@ -94,15 +95,25 @@ class Ranks:
         self.calls.append(("parity",))
         return np.zeros(len(batch.tokens), np.float32)
 
-    def save(self, directory: Path) -> None:
+    def begin_save(self, directory: Path) -> None:
         self.calls.append(("save", directory.parent.name))
         directory.mkdir()
+        (directory / "manifest.json").touch()
 
-    def save_hf(self, directory: Path) -> None:
+    def begin_save_hf(self, directory: Path) -> None:
         directory.mkdir()
 
-    def load(self, directory: Path) -> None:
-        self.calls.append(("load", directory.parent.name))
+    def saves_are_written(self) -> bool:
+        return self.written
+
+    def finish_saves(self) -> None:
+        self.calls.append(("saved",))
+        if self.save_error is not None:
+            raise self.save_error
+
+    def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
+        self.calls.append(("load", directory.parent.name, weights_only))
+        return ("training.optimizer.lr is 2 from now on, was 1 in the checkpoint",)
 
 
 MakeRun = Callable[..., TrainingRun]
@@ -139,6 +150,8 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog) -> MakeRun:
         error: BaseException | None = None,
         devices: Any = None,
         source: Any = None,
+        written: bool = True,
+        save_error: Exception | None = None,
     ) -> TrainingRun:
         directory = tmp_path / "run"
         directory.mkdir(exist_ok=True)
@@ -152,7 +165,7 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog) -> MakeRun:
             memory=SimpleNamespace(peak_bytes=5),  # type: ignore[arg-type]
             timer=PhaseTimer(),
         )
-        ranks: Any = Ranks(calls)
+        ranks: Any = Ranks(calls, written=written, save_error=save_error)
         if source is not None:
             return SupervisedRun(settings, source=source, trainers=ranks, records=records)
         manager: Any = Manager(calls, held_out=held_out, fails_at=fails_at, error=error)
@@ -174,8 +187,9 @@ def test_the_order_of_a_run(make_run: MakeRun, calls: Calls, tmp_path: Path) -> 
     assert calls == [
         ("publish", 0), ("probe",), ("parity",), ("evaluate",),
         ("rollout", 0), ("train", "batch 0", 0), ("publish", 1),
-        ("rollout", 1), ("train", "batch 1", 1), ("save", ".step-000002.partial"), ("forget", 2), ("publish", 2), ("evaluate",),
-        ("rollout", 2), ("train", "batch 2", 2), ("save", ".step-000003.partial"), ("forget", 2), ("publish", 3), ("evaluate",),
+        ("rollout", 1), ("train", "batch 1", 1), ("save", ".step-000002.partial"), ("publish", 2), ("evaluate",),
+        ("saved",), ("forget", 2),
+        ("rollout", 2), ("train", "batch 2", 2), ("save", ".step-000003.partial"), ("publish", 3), ("evaluate",), ("saved",), ("forget", 2),
     ]  # fmt: skip
     rows = read_metrics(tmp_path / "run" / METRICS_FILE)
     # Everything of a step stands in the row of the number of steps done.
@@ -225,7 +239,9 @@ def test_a_step_that_was_trained_on_is_logged_although_its_save_fails(make_run: 
     assert steps_of(tmp_path / "run") == [0, 1]
 
 
-def test_a_resumed_run_goes_on_after_its_checkpoint(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_after_its_checkpoint(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = make_run("run.num_steps=9", "run.save_interval=2", fails_at=5, error=EngineError("gone"))
     with pytest.raises(EngineError):
         train_loop(first, first_step=0)
@@ -233,7 +249,8 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(make_run: MakeRun, calls: Ca
     calls.clear()
     again = make_run("run.num_steps=6", resume=True)
     step = again.resume()
-    assert (step, calls) == (4, [("load", "step-000004"), ("rewind", 4, {"cursor": 7})])
+    assert "training.optimizer.lr is 2 from now on, was 1 in the checkpoint" in " ".join(capsys.readouterr().out.split())
+    assert (step, calls) == (4, [("load", "step-000004", False), ("rewind", 4, {"cursor": 7})])
     again.break_off(KeyboardInterrupt())
     summary = read_summary(tmp_path / "run")
     assert summary is not None and summary.steps == 4
@@ -250,6 +267,7 @@ def test_a_run_that_is_killed_behind_its_checkpoint_has_the_row_of_its_step(make
         if step == 0:
             run.log(step=1)
     run.save(step=2)
+    run.train(run.next_batch(2), step=2)
     again = make_run("run.num_steps=9", resume=True)
     again.begin(step=again.resume())
     row = read_metrics(tmp_path / "run" / METRICS_FILE)[2]
@@ -337,8 +355,9 @@ def test_shared_devices_are_taken_before_who_needs_them(make_run: MakeRun, calls
     train_loop(run, first_step=0)
     assert calls == [
         ("publish", 0), ("turn", "GENERATION"), ("probe",), ("turn", "SYNC"), ("parity",), ("turn", "GENERATION"), ("evaluate",),
-        ("rollout", 0), ("turn", "TRAINING"), ("train", "batch 0", 0), ("save", ".step-000001.partial"), ("forget", 1),
-        ("turn", "SYNC"), ("publish", 1), ("turn", "GENERATION"), ("evaluate",),
+        ("rollout", 0), ("turn", "TRAINING"), ("train", "batch 0", 0), ("save", ".step-000001.partial"),
+        # The devices stay with whom they are while files are waited for.
+        ("turn", "SYNC"), ("publish", 1), ("turn", "GENERATION"), ("evaluate",), ("saved",), ("forget", 1),
     ]  # fmt: skip
 
 
@@ -373,10 +392,12 @@ def row(name: str) -> Group:
 def test_a_supervised_run_trains_on_its_rows_and_asks_no_engine(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
     words = ("objective.policy_loss=sft", "run.save_interval=2", "data.prompts_per_step=3")
     rows = Rows()
-    train_loop(make_run(*words, "run.num_steps=3", source=rows), first_step=0)
+    first = make_run(*words, "run.num_steps=3", source=rows)
+    train_loop(first, first_step=0)
+    first.finish()
     assert [(call[0], call[-1]) for call in calls if call[0] == "train"] == [("train", step) for step in range(3)]
     assert [call[1].tokens[::2].tolist() for call in calls if call[0] == "train"] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    assert {call[0] for call in calls} == {"train", "save"}
+    assert {call[0] for call in calls} == {"train", "save", "saved"}
     assert steps_of(tmp_path / "run") == [1, 2, 3]
     again = Rows()
     run = make_run(*words, "run.num_steps=5", source=again, resume=True)
@@ -397,3 +418,42 @@ def test_a_batch_of_many_waves_gets_the_time_of_all_its_waves() -> None:
     assert generation_deadline_s(one, 2048) == 9 * 600 + 512 * 2
     two = load_settings(None, [*paths, *limits, "rollout.num_engines=2"])
     assert generation_deadline_s(two, 2048) == 5 * 600 + 512 * 2
+
+
+def test_a_save_that_takes_long_is_waited_for_by_the_next_and_by_the_end(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+    run = make_run("run.num_steps=3", "run.save_interval=1", written=False)
+    train_loop(run, first_step=0)
+    around = [call[:2] for call in calls if call[0] in ("rollout", "train", "save", "saved")]
+    step = [[("rollout", n), ("train", f"batch {n}"), ("saved",), ("save", f".step-00000{n + 1}.partial")] for n in range(3)]
+    assert around == [call for number, part in enumerate(step) for call in part if number or call != ("saved",)]
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000001", "step-000002"]
+    run.finish()
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000002", "step-000003"]
+
+
+def test_a_failed_save_ends_the_run_and_is_told_once(make_run: MakeRun, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("run.num_steps=3", "run.save_interval=1", save_error=UserError("the disk is full"))
+    with pytest.raises(UserError, match="the disk is full") as caught:
+        train_loop(run, first_step=0)
+    run.break_off(caught.value)
+    assert calls.count(("saved",)) == 1
+    assert "the disk is full" not in capsys.readouterr().out
+
+
+def test_a_failed_save_does_not_hide_why_a_run_ended(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("run.save_interval=1", fails_at=1, error=EngineError("gone"), written=False, save_error=UserError("the disk is full"))
+    with pytest.raises(EngineError, match="gone") as caught:
+        train_loop(run, first_step=0)
+    run.break_off(caught.value)
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and summary.status == "failed: EngineError: gone"
+    assert capsys.readouterr().out.count("the disk is full") == 1
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_run_that_ends_early_keeps_the_checkpoint_on_its_way(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run("run.save_interval=1", fails_at=1, error=EngineError("gone"), written=False)
+    with pytest.raises(EngineError) as caught:
+        train_loop(run, first_step=0)
+    run.break_off(caught.value)
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000001"]

@@ -46,10 +46,17 @@ class Ranks:
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
         return np.full(len(batch.tokens), -1.0, np.float32)
 
-    def save(self, directory: Path) -> None:
+    def begin_save(self, directory: Path) -> None:
         directory.mkdir()
+        (directory / "manifest.json").touch()
 
-    save_hf = save
+    begin_save_hf = begin_save
+
+    def finish_saves(self) -> None:
+        return None
+
+    def saves_are_written(self) -> bool:
+        return True
 
 
 class Engines:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.errors import UserError
+from megatron_rl.training.checkpoint_manifest import MANIFEST, write_manifest
 from megatron_rl.training.checkpoint_pickles import RecordsUnpickler
 
 SUPERVISED = {"policy_loss": "sft"}
@@ -68,6 +69,9 @@ def test_planted_code_is_not_run(
     if unsafe:
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     plant(directory / name, trace)
+    # A forger who can write there can write the manifest, too.
+    (directory / MANIFEST).unlink()
+    write_manifest(directory)
     with pytest.raises(UserError, match="holds more than the records of a checkpoint"):
         trainer.load(directory)
     assert not trace.exists()
@@ -76,7 +80,13 @@ def test_planted_code_is_not_run(
 def test_every_file_of_a_checkpoint_is_known(make_trainer: Callable[..., Any], tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """A file that another release adds has to be looked at: it may be one more pickle."""
     make_trainer(tiny_model(), SUPERVISED).save(tmp_path / "checkpoint")
-    assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == {".metadata", "common.pt", "metadata.json", "__0_0.distcp"}
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == {
+        ".metadata",
+        "common.pt",
+        "metadata.json",
+        "__0_0.distcp",
+        MANIFEST,
+    }
 
 
 @pytest.mark.parametrize("name", ["torch.hub\nload", "os\nsystem", "builtins\neval", "torch.serialization\nload", "torch\nload"])
@@ -90,5 +100,7 @@ def test_the_format_of_the_checkpoint_is_ours(make_trainer: Callable[..., Any], 
     trainer.save(tmp_path / "checkpoint")
     file = tmp_path / "checkpoint" / "metadata.json"
     file.write_text(file.read_text().replace("torch_dist", "zarr"))
+    (tmp_path / "checkpoint" / MANIFEST).unlink()
+    write_manifest(tmp_path / "checkpoint")
     with pytest.raises(UserError, match="has the format 'zarr', needs 'torch_dist'"):
         trainer.load(tmp_path / "checkpoint")

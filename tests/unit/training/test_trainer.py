@@ -295,13 +295,6 @@ def saved(make_trainer: MakeTrainer, tiny_model: Callable[..., Path], tmp_path: 
     return path, tmp_path / "checkpoint"
 
 
-def test_checkpoint_of_another_kind_of_optimizer_is_refused(make_trainer: MakeTrainer, saved: tuple[Path, Path]) -> None:
-    model, checkpoint = saved
-    resumed = make_trainer(model, SUPERVISED, optimizer={**OPTIMIZER, "use_distributed_optimizer": True})
-    with pytest.raises(UserError, match=r"use_distributed_optimizer False, the settings have True"):
-        resumed.load(checkpoint)
-
-
 def test_checkpoint_of_another_model_is_refused(
     make_trainer: MakeTrainer, tiny_model: Callable[..., Path], saved: tuple[Path, Path]
 ) -> None:

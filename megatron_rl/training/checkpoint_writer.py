@@ -1,0 +1,120 @@
+"""Writing a checkpoint in two halves: a collective one that takes hold of the state, and files that a thread of each rank writes.
+
+The format is megatron-core's, written by torch's own writer. Upstream's asynchronous writer forks a process for every file and keeps a
+manager process for the results, which would outlive a rank that is killed.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch import distributed
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from megatron_rl.files import disk_errors
+from megatron_rl.training.checkpoint_manifest import write_part
+
+
+class TwoHalves(TorchDistSaveShardedStrategy):
+    """Strategy of `dist_checkpointing.save` that returns when a thread has begun to write; `finish` waits for all ranks' files."""
+
+    def __init__(self, *, stage: bool) -> None:
+        """`stage`: what is written is a copy in host memory, so that the state may change once `save` has returned."""
+        super().__init__("torch_dist", 1)
+        self._stage = stage
+        self._ranks = _DistWrapper(None, use_dist=True, coordinator_rank=0)
+        self._directory: Path
+        self._writer: FileSystemWriter
+        self._metadata: Metadata
+        self._thread: threading.Thread
+        self._written: list[WriteResult] = []
+        self._error: BaseException | None = None
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+        """Take hold of this rank's shards and begin to write them. Collective."""
+        self._directory = Path(checkpoint_dir)
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        if self._stage:
+            _copy_to_host(state)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._writer = FileSystemWriter(checkpoint_dir, sync_files=True)
+        with ordinary_errors():
+            plan = self._plan(planner, mcore_to_pyt_state_dict(state, False))
+        self._thread = threading.Thread(target=self._write, args=(planner, plan), name="checkpoint writer", daemon=True)
+        self._thread.start()
+
+    def _plan(self, planner: MCoreSavePlanner, state: dict[str, Any]) -> SavePlan:
+        """What this rank writes of its `state`; torch looks whether the boxes of all ranks fill their tensors. Collective."""
+
+        def plan_of_rank() -> SavePlan:
+            planner.set_up_planner(state, storage_meta=self._writer.storage_meta(), is_coordinator=self._ranks.is_coordinator)
+            self._writer.set_up_storage_writer(self._ranks.is_coordinator)
+            return self._writer.prepare_local_plan(planner.create_local_plan())
+
+        def plans_of_all(plans: list[SavePlan]) -> list[SavePlan]:
+            plans, self._metadata = planner.create_global_plan(plans)
+            return self._writer.prepare_global_plan(plans)
+
+        return planner.finish_plan(self._ranks.reduce_scatter("plan", plan_of_rank, plans_of_all))
+
+    def _write(self, planner: MCoreSavePlanner, plan: SavePlan) -> None:
+        """Body of the thread: no collective, and no error that nobody would see."""
+        try:
+            with disk_errors(self._directory):
+                self._written = self._writer.write_data(plan, planner).value()
+                rank = distributed.get_rank()
+                write_part(self._directory, sorted(self._directory.glob(f"__{rank}_*.distcp")), rank=rank)
+        except BaseException as error:  # handed to the thread that waits
+            self._error = error
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's thread has ended."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for the files of all ranks and write their index. Collective. Raises what made a rank's writing fail, on every rank."""
+
+        def results() -> list[WriteResult]:
+            self._thread.join()
+            if self._error is not None:
+                raise self._error
+            return self._written
+
+        def index(all_results: list[list[WriteResult]]) -> None:
+            self._writer.finish(self._metadata, all_results)
+
+        with disk_errors(self._directory), ordinary_errors():
+            self._ranks.all_reduce("write", results, index)
+
+
+def _copy_to_host(state: dict[str, list[ShardedTensor | ShardedObject]]) -> None:
+    for entries in state.values():
+        for entry in entries:
+            if isinstance(entry, ShardedTensor):
+                entry.data = entry.data.detach().to("cpu", copy=True)
+
+
+@contextmanager
+def ordinary_errors() -> Iterator[None]:
+    """Raise torch's CheckpointException, which is no subclass of Exception and so would not be handled, as the error of a rank."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, Exception):
+            raise cause from error
+        raise RuntimeError(str(error)) from error

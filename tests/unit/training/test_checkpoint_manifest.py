@@ -1,0 +1,130 @@
+"""A checkpoint with a file that is not the one that was saved is named as such, before anything of it is read."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.errors import UserError
+from megatron_rl.training import sharded_checkpoint
+from megatron_rl.training.checkpoint_manifest import MANIFEST, check_manifest, sha256, write_manifest, write_part
+from megatron_rl.training.trainer import Trainer
+
+SUPERVISED = {"policy_loss": "sft"}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    for name, content in (("a", b"first"), ("b", b""), ("c", b"third" * 2_000_000)):
+        (tmp_path / name).write_bytes(content)
+    write_part(tmp_path, [tmp_path / "c"], rank=3)
+    write_manifest(tmp_path)
+    return tmp_path
+
+
+def check(directory: Path, num_shares: int = 1) -> None:
+    for share in range(num_shares):
+        check_manifest(directory, share=share, num_shares=num_shares)
+
+
+def test_the_manifest_has_the_hash_of_every_file(saved: Path) -> None:
+    check(saved)
+    files = json.loads((saved / MANIFEST).read_text())["files"]
+    assert {path.name for path in saved.iterdir()} == {*files, MANIFEST} == {"a", "b", "c", MANIFEST}
+    assert files["b"] == {"bytes": 0, "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
+    assert sha256(saved / "a") == "a7937b64b8caa58f03721bb6bacf5c78cb235febe0e70b1b84cd99541461a08e"
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_one_changed_byte_is_found_by_exactly_one_rank(saved: Path, name: str) -> None:
+    content = bytearray((saved / name).read_bytes())
+    content[-1] ^= 1
+    (saved / name).write_bytes(content)
+    found = 0
+    for share in range(3):
+        try:
+            check_manifest(saved, share=share, num_shares=3)
+        except UserError as error:
+            assert f"the content of {name} is not that of its manifest" in str(error)
+            found += 1
+    assert found == 1
+
+
+def test_a_cut_a_missing_and_a_foreign_file_are_named(saved: Path) -> None:
+    (saved / "c").write_bytes(b"third")
+    with pytest.raises(UserError, match=r"c has 5 bytes, its manifest says 10000000"):
+        check(saved)
+    (saved / "c").unlink()
+    with pytest.raises(UserError, match="c is in its manifest, but not there"):
+        check(saved)
+    (saved / "c").write_bytes(b"third" * 2_000_000)
+    (saved / "d").touch()
+    with pytest.raises(UserError, match="d is there, but not in its manifest"):
+        check(saved)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"files": {"../a": {"bytes": 1, "sha256": ""}}}', '{"files": {"a": {}}}'])
+def test_a_manifest_that_is_none_is_an_error(saved: Path, text: str) -> None:
+    (saved / MANIFEST).write_text(text)
+    with pytest.raises(UserError, match="not a complete checkpoint"):
+        check(saved)
+
+
+def test_nothing_is_unpickled_from_a_checkpoint_that_does_not_fit(
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, directory = make_trainer(tiny_model(), SUPERVISED), tmp_path / "checkpoint"
+    trainer.save(directory)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a pickle was read")
+
+    for module, name in ((torch, "load"), (pickle, "load"), (pickle, "Unpickler")):
+        monkeypatch.setattr(module, name, never)
+    for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp"):
+        original = (directory / name).read_bytes()
+        (directory / name).write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+        with pytest.raises(UserError, match=r"the content of .* is not that of its manifest"):
+            trainer.load(directory)
+        (directory / name).write_bytes(original)
+
+
+def test_weights_alone_are_resumed_only_when_asked_for(
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model()
+    trainer = make_trainer(model, SUPERVISED, dtype="bfloat16")
+    want = {name: tensor.clone().mul_(2) for name, tensor in trainer.weights()}
+    with torch.no_grad():
+        for parameter in trainer._model.chunks[0].parameters():
+            parameter.mul_(2)
+    monkeypatch.setattr(sharded_checkpoint, "sharded_optimizer", lambda *_: [])
+    trainer.save(tmp_path / "checkpoint")
+    resumed = make_trainer(model, SUPERVISED, dtype="bfloat16")
+    with pytest.raises(UserError, match="has the weights of policy alone, without the optimizer's state; give --weights-only"):
+        resumed.load(tmp_path / "checkpoint")
+    resumed.load(tmp_path / "checkpoint", weights_only=True)
+    for name, tensor in resumed.weights():
+        assert torch.equal(tensor, want[name]), name
+    for parameter in resumed._model.chunks[0].parameters():
+        assert torch.equal(parameter.main_param, parameter.float())
+    assert {group["step"] for group in resumed._model.optimizer.param_groups} == {0}
+
+
+def test_hyperparameters_of_the_settings_are_taken_and_both_values_told(
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_model()
+    trainer = make_trainer(model, SUPERVISED, optimizer={"lr": 1e-3, "weight_decay": 0.1})
+    trainer.save(tmp_path / "checkpoint")
+    assert trainer.load(tmp_path / "checkpoint") == ()
+    resumed = make_trainer(model, SUPERVISED, optimizer={"lr": 2e-3, "weight_decay": 0.0})
+    assert resumed.load(tmp_path / "checkpoint") == (
+        "training.optimizer.lr is 0.002 from now on, was 0.001 in the checkpoint",
+        "training.optimizer.weight_decay is 0 from now on, was 0.1 in the checkpoint",
+    )
+    groups = resumed._model.optimizer.param_groups
+    assert {(group["lr"], group["weight_decay"]) for group in groups} == {(2e-3, 0.0)}
