@@ -1,0 +1,5 @@
+"""DeepSeek-V3 and R1: latent attention, sigmoid router with a bias and groups of experts, shared experts, dense first layers."""
+
+from megatron_rl.models.families.family import Family
+
+FAMILY = Family("DeepseekV3ForCausalLM", mla=True, router="sigmoid")

@@ -1,0 +1,5 @@
+"""Qwen3: norms on queries and keys, heads of 128 channels, sliding windows where config.json switches them on."""
+
+from megatron_rl.models.families.family import Family
+
+FAMILY = Family("Qwen3ForCausalLM", qk_norm=True, default_head_dim=128, sliding_window=True)
