@@ -82,6 +82,28 @@ FAMILIES = {
         "head_dim": 8,
         **SIGMOID_EXPERTS,
     },
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 5},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "router_jitter_noise": 0.0,
+    },
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "norm_topk_prob": False,
+    },
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "partial_rotary_factor": 0.75, "sliding_window": 70},
+    "glm": {"architectures": ["GlmForCausalLM"], "model_type": "glm", "attention_bias": True},
+    "glm4": {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
 }
 TINY_CHARACTERS = string.digits + "+-*= ()?.:\n"
 

@@ -89,7 +89,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, attention: Attentio
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     return PolicyModel(
         config=config,
-        transformer_layer_spec=layer_specs(config, attention=attention, vp_stage=vp_stage),
+        transformer_layer_spec=layer_specs(spec, config, attention=attention, vp_stage=vp_stage),
         vocab_size=spec.padded_vocab_size(config.tensor_model_parallel_size),
         max_sequence_length=spec.max_position_embeddings,
         pre_process=first,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megatron_rl.models.attention.attention_spec import MlaSpec
 from megatron_rl.models.attention.rotary import RotarySpec
 from megatron_rl.models.experts.moe_spec import MoeSpec
+from megatron_rl.models.tensor_names import USUAL_NAMES, TensorNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,7 @@ class ModelSpec:
     `head_dim` are channels of a query and of a key head; `rotary_fraction` of them are rotated, the first ones (with latent attention,
     `mla`, all of its rotary part is). Layers in `sliding_layers`, counted from 0, see the last `sliding_window` tokens only, the querying
     one included. `num_mtp_layers` layers of multi-token prediction may stand behind the last one in a checkpoint; they are not built.
+    With `qk_norm_over_heads` the norm of queries (and of keys) is over the channels of all heads together. `names` are of its files.
     """
 
     architecture: str
@@ -36,6 +38,8 @@ class ModelSpec:
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     num_mtp_layers: int = 0
+    qk_norm_over_heads: bool = False
+    names: TensorNames = USUAL_NAMES
 
     @property
     def rotary_dim(self) -> int:

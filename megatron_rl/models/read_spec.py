@@ -11,7 +11,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_spec import parse_mla, parse_sliding_window
 from megatron_rl.models.attention.rotary import parse_rotary, parse_rotary_fraction
 from megatron_rl.models.config_json import boolean, count, names, positive_int, positive_number, read_config
-from megatron_rl.models.experts.moe_spec import parse_moe
+from megatron_rl.models.experts.moe_spec import MoeSpec, parse_moe
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.families.config_keys import MTP_KEYS
 from megatron_rl.models.families.family import Family
@@ -38,8 +38,7 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
     num_layers = positive_int(config, "num_hidden_layers", origin)
     max_position_embeddings = positive_int(config, "max_position_embeddings", origin, default=32768)
     mla = parse_mla(config, origin) if family.mla else None
-    interleaved = mla is not None and boolean(config, "rope_interleave", origin, default=True)
-    window, windowed = parse_sliding_window(config, origin, num_layers=num_layers, supported=family.sliding_window)
+    window, windowed = parse_sliding_window(config, origin, num_layers=num_layers, windows=family.windows, default=family.default_window)
     head_dim = positive_int(config, "head_dim", origin, default=family.default_head_dim or hidden_size // num_heads)
     spec = ModelSpec(
         architecture=family.architecture,
@@ -53,16 +52,26 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
         ffn_hidden_size=positive_int(config, "intermediate_size", origin),
         norm_epsilon=positive_number(config, "rms_norm_eps", origin, default=family.default_norm_epsilon),
         tie_embeddings=boolean(config, "tie_word_embeddings", origin),
-        qkv_bias=boolean(config, "attention_bias", origin) if family.qkv_bias is None else family.qkv_bias,
+        qkv_bias=boolean(config, "attention_bias", origin, default=family.default_attention_bias)
+        if family.qkv_bias is None
+        else family.qkv_bias,
         qk_norm=boolean(config, "use_qk_norm", origin) if family.qk_norm is None else family.qk_norm,
         max_position_embeddings=max_position_embeddings,
-        rotary=parse_rotary(config, origin, max_position_embeddings=max_position_embeddings, interleaved=interleaved),
-        moe=parse_moe(config, origin, num_layers=num_layers, score_function=family.router) if family.router is not None else None,
+        rotary=parse_rotary(
+            config,
+            origin,
+            max_position_embeddings=max_position_embeddings,
+            interleaved=family.rotary_interleaved or (mla is not None and boolean(config, "rope_interleave", origin, default=True)),
+            default_theta=family.default_rope_theta,
+        ),
+        moe=_experts(config, family, origin, num_layers),
         mla=mla,
         rotary_fraction=parse_rotary_fraction(config, origin, default=family.default_rotary_fraction),
         sliding_window=window,
         sliding_layers=windowed,
         num_mtp_layers=max(count(config, key, origin, default=0) for key in sorted(MTP_KEYS)),
+        qk_norm_over_heads=family.qk_norm_over_heads,
+        names=family.names,
     )
     _check_rotated_channels(spec, origin)
     return spec
@@ -74,6 +83,20 @@ def _family(config: Mapping[str, Any], origin: str) -> Family:
     if not known:
         raise UserError(f"{origin} names architecture {', '.join(named)}, supported are {', '.join(FAMILIES)}; use one of them")
     return known[0]
+
+
+def _experts(config: Mapping[str, Any], family: Family, origin: str, num_layers: int) -> MoeSpec | None:
+    if family.router is None:
+        return None
+    return parse_moe(
+        config,
+        origin,
+        num_layers=num_layers,
+        score_function=family.router,
+        width_key=family.expert_width_key,
+        normalize_top_k=family.normalize_top_k,
+        shared_gate=family.shared_gate,
+    )
 
 
 def _check_rotated_channels(spec: ModelSpec, origin: str) -> None:

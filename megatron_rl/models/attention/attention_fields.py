@@ -54,6 +54,14 @@ def _latent_fields(mla: MlaSpec, spec: ModelSpec) -> dict[str, Any]:
 def _transformer_engine_fields(spec: ModelSpec, cp: int) -> dict[str, Any]:
     """There megatron rotates, without YaRN's factor on cosine and sine, and the windows are Transformer Engine's."""
     values: dict[str, Any] = {}
+    unusual = {
+        "norms behind attention and MLP": spec.names.has_output_norms,
+        "a norm over all heads": spec.qk_norm_over_heads,
+        "rotated pairs of neighbouring channels": spec.rotary.interleaved,
+    }
+    for what, needed in unusual.items():
+        if needed:
+            raise UserError(f"the checkpoint has {what}, not with Transformer Engine; set model.attention=torch")
     if spec.rotary.attention_factor != 1.0:
         if spec.rotary_fraction < 1:
             raise UserError("the checkpoint has YaRN on a part of the channels, not with Transformer Engine; set model.attention=torch")

@@ -89,7 +89,9 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def parse_rotary(config: Mapping[str, Any], origin: str, *, max_position_embeddings: int, interleaved: bool) -> RotarySpec:
+def parse_rotary(
+    config: Mapping[str, Any], origin: str, *, max_position_embeddings: int, interleaved: bool, default_theta: float = 10000.0
+) -> RotarySpec:
     """The rotary embedding of a config.json, in both spellings: `rope_parameters` (transformers 5, theta inside) and `rope_theta` with
     `rope_scaling` (transformers 4).
 
@@ -106,7 +108,7 @@ def parse_rotary(config: Mapping[str, Any], origin: str, *, max_position_embeddi
     extra = [name for name in scaling if name not in known]
     if extra:
         raise UserError(f"{origin} sets {extra[0]} = {scaling[extra[0]]!r} for rope type {kind}, which is not supported; correct the file")
-    theta = positive_number(scaling, "rope_theta", where, default=positive_number(config, "rope_theta", origin, default=10000.0))
+    theta = positive_number(scaling, "rope_theta", where, default=positive_number(config, "rope_theta", origin, default=default_theta))
     if theta <= 1:
         raise UserError(f"{origin} has rope_theta = {theta:g}, needs a number above 1; correct the file")
     values = _yarn(scaling, where, max_position_embeddings) if kind == "yarn" else _needed_values(scaling, where, kind)

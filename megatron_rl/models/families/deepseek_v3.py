@@ -2,4 +2,4 @@
 
 from megatron_rl.models.families.family import Family
 
-FAMILY = Family("DeepseekV3ForCausalLM", mla=True, router="sigmoid")
+FAMILY = Family(architecture="DeepseekV3ForCausalLM", mla=True, router="sigmoid")

@@ -1,8 +1,10 @@
 """What describes a family of models. Each file beside this one fills it in for one; no other module asks for a family's name."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_rl.models.attention.attention_spec import Windows
 from megatron_rl.models.families.config_keys import (
     FIXED_KEYS,
     IGNORED_KEYS,
@@ -13,38 +15,57 @@ from megatron_rl.models.families.config_keys import (
     SIGMOID_ROUTER_FIXED_KEYS,
     SIGMOID_ROUTER_KEYS,
 )
+from megatron_rl.models.tensor_names import USUAL_NAMES, TensorNames
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What sets one architecture apart. `default_head_dim` None means hidden size / heads where config.json gives none.
+    """What sets one architecture apart. Where config.json gives no value, `default_...` is what transformers takes for this family.
 
-    `default_rotary_fraction` is the rotated fraction of a head where config.json gives none; None says that all of it is rotated always.
-    `sliding_window` says that config.json can give layers a window, `mla` that attention is latent. `qkv_bias` and `qk_norm` None mean
-    that `attention_bias` and `use_qk_norm` in config.json say so. `router` is how a mixture of experts scores them, None without experts.
-    `default_norm_epsilon` is what transformers takes for this family where config.json gives none.
+    `ignored` are keys of config.json that only this family has and that say nothing about what the network computes,
+    `fixed` those of which only one value is supported. `names` are those of its tensors.
+
+    Attention: `qkv_bias` and `qk_norm` None mean that `attention_bias` and `use_qk_norm` in config.json say so; `qk_norm_over_heads` is one
+    norm over the channels of all heads. `default_head_dim` None means hidden size / heads. `default_rotary_fraction` None says that all of
+    a head is rotated always; `rotary_interleaved` pairs channels (2i, 2i + 1). `windows`: "never", "switched" on by `use_sliding_window`,
+    or "given" wherever `sliding_window` is not null, in every layer or in those that `layer_types` names; `default_window` is that of an
+    absent key. `mla` is latent attention.
+
+    Experts: `router` is how they are scored, None without experts; `expert_width_key` has their width; `normalize_top_k` None reads
+    `norm_topk_prob`; with `shared_gate` a gate weighs the shared expert.
     """
 
     architecture: str
-    qkv_bias: bool | None = False
-    qk_norm: bool | None = False
-    default_head_dim: int | None = None
-    router: Literal["softmax", "sigmoid"] | None = None
-    default_rotary_fraction: float | None = None
-    sliding_window: bool = False
-    mla: bool = False
+    ignored: frozenset[str] = frozenset()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    names: TensorNames = USUAL_NAMES
     default_norm_epsilon: float = 1e-6
+    qkv_bias: bool | None = False
+    default_attention_bias: bool = False
+    qk_norm: bool | None = False
+    qk_norm_over_heads: bool = False
+    default_head_dim: int | None = None
+    default_rope_theta: float = 10000.0
+    default_rotary_fraction: float | None = None
+    rotary_interleaved: bool = False
+    windows: Windows = "never"
+    default_window: int | None = None
+    mla: bool = False
+    router: Literal["softmax", "sigmoid"] | None = None
+    expert_width_key: str = "moe_intermediate_size"
+    normalize_top_k: bool | None = None
+    shared_gate: bool = False
 
     @property
     def fixed_keys(self) -> dict[str, Any]:
         """Keys of config.json of which only one value is supported."""
         fixed = {key: value for key, value in FIXED_KEYS.items() if key != "attention_bias" or self.qkv_bias is not None}
-        return fixed | (dict(SIGMOID_ROUTER_FIXED_KEYS) if self.router == "sigmoid" else {})
+        return fixed | (dict(SIGMOID_ROUTER_FIXED_KEYS) if self.router == "sigmoid" else {}) | dict(self.fixed)
 
     @property
     def known_keys(self) -> frozenset[str]:
         """Keys of config.json that are accounted for."""
-        known = IGNORED_KEYS | READ_KEYS | self.fixed_keys.keys()
+        known = IGNORED_KEYS | READ_KEYS | self.fixed_keys.keys() | self.ignored
         if self.qkv_bias is None:
             known |= {"attention_bias"}
         if self.qk_norm is None:
@@ -53,4 +74,6 @@ class Family:
             known |= MOE_KEYS
         if self.router == "sigmoid":
             known |= SIGMOID_ROUTER_KEYS | MTP_KEYS
+        if self.shared_gate:
+            known |= {"shared_expert_intermediate_size"}
         return known | (MLA_KEYS if self.mla else frozenset())

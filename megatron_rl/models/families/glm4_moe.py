@@ -3,7 +3,7 @@
 from megatron_rl.models.families.family import Family
 
 FAMILY = Family(
-    "Glm4MoeForCausalLM",
+    architecture="Glm4MoeForCausalLM",
     qkv_bias=None,
     qk_norm=None,
     router="sigmoid",

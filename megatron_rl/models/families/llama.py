@@ -2,4 +2,4 @@
 
 from megatron_rl.models.families.family import Family
 
-FAMILY = Family("LlamaForCausalLM")
+FAMILY = Family(architecture="LlamaForCausalLM")

@@ -2,4 +2,4 @@
 
 from megatron_rl.models.families.family import Family
 
-FAMILY = Family("Qwen2ForCausalLM", qkv_bias=True, sliding_window=True)
+FAMILY = Family(architecture="Qwen2ForCausalLM", qkv_bias=True, windows="switched")

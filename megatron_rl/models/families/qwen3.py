@@ -2,4 +2,4 @@
 
 from megatron_rl.models.families.family import Family
 
-FAMILY = Family("Qwen3ForCausalLM", qk_norm=True, default_head_dim=128, sliding_window=True)
+FAMILY = Family(architecture="Qwen3ForCausalLM", qk_norm=True, default_head_dim=128, windows="switched")

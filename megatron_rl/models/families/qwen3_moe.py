@@ -2,4 +2,4 @@
 
 from megatron_rl.models.families.family import Family
 
-FAMILY = Family("Qwen3MoeForCausalLM", qk_norm=True, router="softmax")
+FAMILY = Family(architecture="Qwen3MoeForCausalLM", qk_norm=True, router="softmax")

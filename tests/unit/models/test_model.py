@@ -71,6 +71,15 @@ FAMILIES = {
         "num_experts_per_tok": 2,
     },
     "deepseek v3": {"family": "deepseek_v3"},
+    "mistral": {"family": "mistral"},
+    "mistral without a window": {"family": "mistral", "sliding_window": None, "tied": False},
+    "mixtral": {"family": "mixtral"},
+    "qwen2 moe": {"family": "qwen2_moe", "tied": False},
+    "phi 3": {"family": "phi3"},
+    "phi 4": {"family": "phi3", "partial_rotary_factor": 1.0, "sliding_window": None, "tied": False},
+    "glm 4 of 2024": {"family": "glm"},
+    "glm 4": {"family": "glm4", "tied": False},
+    "olmo 2": {"family": "olmo2"},
     "deepseek v3 without a latent of queries": {"family": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 0},
 }
 
