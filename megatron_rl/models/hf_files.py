@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.files import atomic_directory
 from megatron_rl.models.config_json import read_config
-from megatron_rl.models.families.config_keys import MTP_KEYS
+from megatron_rl.models.families import MTP_KEYS
 
 MAX_SHARD_BYTES = 4 * 2**30
 

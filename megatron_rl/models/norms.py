@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -32,7 +30,14 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
         device = None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
         super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        self.zero_centered = config.layernorm_zero_centered_gamma
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - a mark that megatron reads, no attribute of Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, 1, width] times the weight, or 1 + the weight, over its root mean square."""
+        if not self.zero_centered:
+            return super().forward(x)
+        return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class NormOverHeads(torch.nn.Module):
@@ -51,7 +56,7 @@ class NormOverHeads(torch.nn.Module):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Every rank divides by the root mean square of the channels of all ranks. Collective over tensor parallel ranks."""
+        """x [T, 1, H, D] over the root mean square of the channels of all ranks. Collective over tensor parallel ranks."""
         wide = x.flatten(-2).float()
         squares = _SumOverRanks.apply(wide.square().sum(-1, keepdim=True), self.group)
         normalised = wide * torch.rsqrt(squares / self.width + self.eps)
@@ -87,30 +92,16 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
-class _NormedAttention(SelfAttention):
-    """Attention whose output is normalised before it is added to the residual stream."""
+class NormedRowParallelLinear(RowParallelLinear):
+    """The last projection of attention or an MLP, whose output is normalised before it is added to the residual stream."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
         self.output_layernorm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream's, with the norm; there is no bias to add."""
-        output, bias = super().forward(*args, **kwargs)
-        assert bias is None, "a bias would be added behind the norm"
-        return self.output_layernorm(output), None
-
-
-class _NormedMLP(MLP):
-    """An MLP whose output is normalised before it is added to the residual stream."""
-
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.output_layernorm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream's, with the norm; there is no bias to add."""
-        output, bias = super().forward(*args, **kwargs)
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """As upstream's [T, 1, hidden size], with the norm; there is no bias to add."""
+        output, bias = super().forward(input_)
         assert bias is None, "a bias would be added behind the norm"
         return self.output_layernorm(output), None
 
@@ -124,9 +115,11 @@ def with_norms(layer: ModuleSpec, spec: ModelSpec) -> ModuleSpec:
         norms = {name: ModuleSpec(NormOverHeads, params={"num_heads": count}) for name, count in heads.items()}
         attention = dataclasses.replace(attention, submodules=dataclasses.replace(attention.submodules, **norms))
     if names.attention_output_norm is not None:
-        attention = dataclasses.replace(attention, module=_NormedAttention)
+        attention = dataclasses.replace(
+            attention, submodules=dataclasses.replace(attention.submodules, linear_proj=NormedRowParallelLinear)
+        )
     if names.mlp_output_norm is not None:
-        mlp = dataclasses.replace(mlp, module=_NormedMLP)
+        mlp = dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, linear_fc2=NormedRowParallelLinear))
     absent = {"input_layernorm": names.attention_input_norm, "pre_mlp_layernorm": names.mlp_input_norm}
     return dataclasses.replace(
         layer,

@@ -118,7 +118,7 @@ def _attention_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Itera
     output = HfTensor(f"{original}o_proj.weight", (hidden, spec.num_heads * spec.value_dim))
     yield Rule(f"{attention}linear_proj.weight", (output,), Sharding.COLUMNS)
     if names.attention_output_norm is not None:
-        yield _norm(f"{attention}output_layernorm.weight", f"{hugging_face}{names.attention_output_norm}.weight", hidden)
+        yield _norm(f"{attention}linear_proj.output_layernorm.weight", f"{hugging_face}{names.attention_output_norm}.weight", hidden)
 
 
 def _grouped_query_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
@@ -171,7 +171,7 @@ def _mlp_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Iterator[Ru
         yield _norm(f"{megatron}pre_mlp_layernorm.weight", before, hidden, transformer_engine=fused)
     yield from _gated_rules(f"{megatron}mlp.", f"{hugging_face}mlp.", hidden=hidden, width=spec.ffn_hidden_size, stacked=names.gate_up)
     if names.mlp_output_norm is not None:
-        yield _norm(f"{megatron}mlp.output_layernorm.weight", f"{hugging_face}{names.mlp_output_norm}.weight", hidden)
+        yield _norm(f"{megatron}mlp.linear_fc2.output_layernorm.weight", f"{hugging_face}{names.mlp_output_norm}.weight", hidden)
 
 
 def _moe_rules(spec: ModelSpec, moe: MoeSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:

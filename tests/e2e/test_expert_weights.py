@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from layout_table import SYNCED
 
 from megatron_rl.config.settings import RolloutSettings, Settings
 from megatron_rl.models.read_spec import read_model_spec
@@ -86,7 +87,7 @@ async def sync_and_score(trainer: Trainer, address: EngineAddress, probe: TrainB
 # SGLang's latent attention does not run on a CPU.
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", ("qwen3_moe", "glm4_moe"))
+@pytest.mark.parametrize("family", SYNCED)
 def test_experts_reach_the_engine(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     # Many buckets, so that some begin and end among the experts of a layer.
     monkeypatch.setattr(broadcast, "make_buckets", partial(make_buckets, max_bytes=20_000))

@@ -21,7 +21,7 @@ def attention_fields(spec: ModelSpec, *, attention: Attention, cp: int) -> dict[
         "add_qkv_bias": spec.qkv_bias,
         "qk_layernorm": spec.qk_norm or spec.mla is not None,
         "attention_dropout": 0.0,
-        "softmax_scale": None,
+        "softmax_scale": spec.softmax_scale,
         "softmax_type": "vanilla",
         "window_size": None,
         "rotary_interleaved": False,
@@ -57,6 +57,8 @@ def _transformer_engine_fields(spec: ModelSpec, cp: int) -> dict[str, Any]:
     unusual = {
         "norms behind attention and MLP": spec.names.has_output_norms,
         "a norm over all heads": spec.qk_norm_over_heads,
+        "norms around 1, or another scale of embeddings or scores": spec.zero_centered_norms or spec.softmax_scale is not None,
+        "a rotary embedding of its own for layers with a window": spec.window_rotary is not None,
         "rotated pairs of neighbouring channels": spec.rotary.interleaved,
     }
     for what, needed in unusual.items():

@@ -43,14 +43,16 @@ Windows = Literal["never", "switched", "given"]
 
 
 def parse_sliding_window(
-    config: Mapping[str, Any], origin: str, *, num_layers: int, windows: Windows, default: int | None = None
+    config: Mapping[str, Any], origin: str, *, num_layers: int, windows: Windows, default: int | None = None, pattern: int | None = None
 ) -> tuple[int | None, tuple[int, ...]]:
     """Tokens that a layer with a window sees, the querying one included, and the layers that have it, counted from 0.
 
     `windows` is how the family says that there are any: "switched" on by `use_sliding_window`, or "given" by `sliding_window` itself, whose
-    value is `default` where the key is absent. `layer_types` names the layers where it is given; otherwise they start at
-    `max_window_layers` in the first case and are all in the second. Raises UserError for layer types that are not known, for windows in a
-    family that has "never" any, and for values of the wrong type, also where no layer uses them.
+    value is `default` where the key is absent. `layer_types` names the layers where it is given. Otherwise they start at
+    `max_window_layers` in the first case; in the second they are all, or all but every `pattern`-th.
+
+    Raises UserError for layer types that are not known, for windows in a family that has "never" any, and for values of the wrong type,
+    also where no layer uses them.
     """
     kinds = names(config, "layer_types", origin)
     strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -61,7 +63,10 @@ def parse_sliding_window(
     if windows == "given":
         if config.get("sliding_window", default) is None:
             return None, ()
-        layers = [layer for layer in range(num_layers) if not kinds or kinds[layer] == "sliding_attention"]
+        kinds = kinds or [
+            "sliding_attention" if pattern is None or (layer + 1) % pattern else "full_attention" for layer in range(num_layers)
+        ]
+        layers = [layer for layer in range(num_layers) if kinds[layer] == "sliding_attention"]
         window = positive_int(config, "sliding_window", origin, default=default)
         return (window, tuple(layers)) if layers else (None, ())
     if not boolean(config, "use_sliding_window", origin):

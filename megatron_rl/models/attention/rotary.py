@@ -115,6 +115,25 @@ def parse_rotary(
     return RotarySpec(theta=theta, kind=typing.cast(RotaryKind, kind), interleaved=interleaved, **values)
 
 
+def rotary_by_layer_type(
+    config: Mapping[str, Any], origin: str, *, window_theta_key: str, default_window_theta: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`config` as layers without and with a window see it, in families that rotate them differently, for `parse_rotary`.
+
+    `rope_parameters` has one object for each type of layer; the older spelling has `rope_theta` and `rope_scaling` for the former and
+    `window_theta_key` for the latter. Raises UserError, naming `origin`, for other keys in `rope_parameters`.
+    """
+    both = section(config, "rope_parameters", origin)
+    types = ("full_attention", "sliding_attention")
+    strange = sorted(set(both) - set(types))
+    if strange:
+        raise UserError(f"{origin} has {strange[0]} in rope_parameters, needs an object for each of {', '.join(types)}; correct the file")
+    full, window = (section(both, kind, f"rope_parameters in {origin}") for kind in types)
+    theta = config.get(window_theta_key)
+    older = {"rope_scaling": None, "rope_theta": default_window_theta if theta is None else theta}
+    return {**config, "rope_parameters": full}, {**config, **older, "rope_parameters": window}
+
+
 def parse_rotary_fraction(config: Mapping[str, Any], origin: str, *, default: float | None) -> float:
     """Fraction of a head's channels that are rotated; `default` is the family's, None where all are rotated whatever the file says.
 

@@ -1,10 +1,11 @@
 """Mixtral: Mistral with experts in every layer, whose taken scores sum to 1 and which have names of their own."""
 
-from megatron_rl.models.families.family import Family
+from megatron_rl.models.families.family import MIXTURE_LAYOUTS, Family
 from megatron_rl.models.tensor_names import TensorNames
 
 FAMILY = Family(
     architecture="MixtralForCausalLM",
+    proved=MIXTURE_LAYOUTS,
     default_norm_epsilon=1e-5,
     default_rope_theta=1e6,
     windows="given",

@@ -1,10 +1,11 @@
 """Phi-3 and Phi-4: Llama with queries, keys and values in one tensor, gate and up in another, and a window where config.json gives one."""
 
-from megatron_rl.models.families.family import Family
+from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 from megatron_rl.models.tensor_names import TensorNames
 
 FAMILY = Family(
     architecture="Phi3ForCausalLM",
+    proved=DENSE_LAYOUTS,
     default_norm_epsilon=1e-5,
     default_rotary_fraction=1.0,
     windows="given",
