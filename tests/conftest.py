@@ -35,6 +35,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def te_sources(request: pytest.FixtureRequest) -> Path:
+    """TransformerEngine's Python half, see `te_sources.unpacked_te`."""
+    from te_sources import unpacked_te
+
+    return unpacked_te(request.config.cache.mkdir("transformer_engine"))
+
+
 # What sets tiny models of other families than Qwen3 apart. Few and narrow experts, but every feature: groups of experts to choose from,
 # a bias that decides the choice, shared experts, a dense first layer.
 SIGMOID_EXPERTS = {

@@ -256,6 +256,11 @@ class TrainingSettings(Section):
         description="Rollout batches from one to the next that measures the KL to the initial policy (train/kl_*) although no term of the "
         "objective reads it; each costs a forward pass. 0 measures it only with such a term. Without both, no reference is kept.",
     )
+    cuda_allocator: str | None = Field(
+        None,
+        description="Options of torch's allocator on the ranks' GPUs, such as expandable_segments:True, as PYTORCH_CUDA_ALLOC_CONF has "
+        "them. Engines do not get that variable: options that suit ranks keep an engine's memory from being put away.",
+    )
     step_timeout_s: Seconds = Field(3600.0, description="Deadline of one training step and of a collective, in seconds.")
 
     def keeps_reference(self, objective: Objective) -> bool:
@@ -293,6 +298,11 @@ class RuntimeSettings(Section):
 
     ray_address: str | None = Field(None, description="Address of a running Ray cluster; a local one is started when not set.")
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
+    network_interface: str | None = Field(
+        None,
+        description="Network interface of every node, such as eth0 or ib0, on which ranks and engines meet (gloo, NCCL). Ray has to be "
+        "started with this interface's address (--node-ip-address). Each library chooses for itself when not set.",
+    )
     num_gpus_per_engine: int = Field(1, ge=1, le=2**10, description="GPUs of one engine where GPUs are used.")
     colocate: bool = Field(
         False,

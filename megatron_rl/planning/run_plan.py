@@ -169,7 +169,7 @@ def _tokens(settings: Settings) -> int:
 def _rank_host(settings: Settings, policy: "RankMemory", models: Sequence["RankMemory"]) -> int:
     """Main memory for a rank: the reference copy where one is kept, and weights and optimizer state while a colocated engine generates."""
     reference = policy.reference if settings.keeps_reference else 0
-    away = sum(model.parameters + model.optimizer for model in models) if settings.runtime.colocate else 0
+    away = sum(model.away for model in models) if settings.runtime.colocate else 0
     return reference + away + RANK_HOST_BYTES
 
 

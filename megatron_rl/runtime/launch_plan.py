@@ -14,6 +14,7 @@ from megatron_rl.rollout.server_args import sent_prompt_tokens, server_arguments
 from megatron_rl.runtime.placement import NodeShare, Placement
 
 with quiet_megatron_imports():
+    from megatron_rl.models.megatron_config import attention_name
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.planning.gpus import find_gpu
     from megatron_rl.planning.records import RunPlan
@@ -130,7 +131,7 @@ def _dtype_name(settings: Settings, device: Device) -> str:
 def _backends(settings: Settings, target: Target) -> dict[str, str]:
     chosen = {
         "device": f"{target.device.kind}, {_dtype_name(settings, target.device)}",
-        "attention": target.attention,
+        "attention": attention_name(target.attention, settings.model.megatron),
         "statistics of logits": chosen_row_maths(target.device.kind, _dtype_name(settings, target.device)),
     }
     if torch.cuda.is_available():

@@ -32,6 +32,7 @@ from megatron_rl.observe.metrics import metric_values
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.summary import SUMMARY_FILE
 from megatron_rl.observe.timing import PhaseTimer
+from megatron_rl.process_variables import shared_variables
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.manager import RolloutManager, reward_log
 from megatron_rl.runtime.cluster import DeviceKind, Places, cluster_device_kind, no_gpu, reserved_places
@@ -50,6 +51,7 @@ from megatron_rl.weights.interface import Surroundings, WeightTransport
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
 with quiet_megatron_imports():
+    from megatron_rl.models.megatron_config import attention_name, resolve_attention
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.weights.manifest import make_manifest
 
@@ -80,7 +82,7 @@ def train(settings: Settings, *, resume: bool) -> None:
             with timer.measure("start"), console.phase("start"):
                 make_run = (_start_supervised if settings.supervised else _start_with_engines)(settings, stack, start)
             console.say(str(start))
-            console.say(f"statistics of logits: {_row_maths(settings)}")
+            console.say(f"attention: {_attention(settings)}; statistics of logits: {_row_maths(settings)}")
             if not settings.supervised:
                 console.say(f"what the reward function prints is in {reward_log(settings)}")
             write_atomic(settings.run.directory / SETTINGS_FILE, dump_settings(settings))
@@ -120,6 +122,12 @@ def _keeping_what_it_has(run: TrainingRun, console: RunConsole) -> Iterator[None
         except (MegatronRLError, OSError) as second:
             console.say(f"the summary of this run could not be written: {second}")
         raise
+
+
+def _attention(settings: Settings) -> str:
+    """The attention of the ranks, and of Transformer Engine's the one that it may take."""
+    model = settings.model
+    return attention_name(resolve_attention(model.attention, device_kind=cluster_device_kind()), model.megatron)
 
 
 def _row_maths(settings: Settings) -> str:
@@ -280,9 +288,13 @@ def _reserve(settings: Settings, stack: ExitStack, start: "StartReport", *, trai
     if device_kind == "cpu" and runtime.cluster.gpu is not None:
         raise UserError(no_gpu(runtime.cluster.gpu, "the Ray cluster"))
     needs = on_cpu if device_kind == "cpu" else Needs.of(settings, device_kind=device_kind, trains=trains)
+    variables = shared_variables(os.environ, device_kind=device_kind, interface=runtime.network_interface)
+    if variables:
+        start.note(f"every rank and engine has {' '.join(f'{name}={value}' for name, value in variables.items())}")
     with start.part("places"):
-        places = stack.enter_context(reserved_places(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACE_TIMEOUT_S))
-    return places
+        return stack.enter_context(
+            reserved_places(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACE_TIMEOUT_S, variables=variables)
+        )
 
 
 class StartReport:

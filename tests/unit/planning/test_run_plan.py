@@ -21,8 +21,12 @@ def test_impossible_layouts_are_refused_in_the_topologys_words(
 
 
 def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Callable[..., Settings]) -> None:
-    policy = SimpleNamespace(reference=7 * GIB, parameters=GIB, optimizer=GIB)
+    policy = SimpleNamespace(reference=7 * GIB, away=2 * GIB)
     settings = run_settings()
     with_kl = settings.model_copy(update={"objective": Objective(kl_loss_coef=0.1)})
     without, kept = (_rank_host(variant, policy, [policy]) for variant in (settings, with_kl))  # type: ignore[arg-type, list-item]
     assert kept - without == 7 * GIB
+    colocated = settings.model_copy(update={"runtime": settings.runtime.model_copy(update={"colocate": True})})
+    # The policy and a critic, both away while engines generate.
+    shared = _rank_host(colocated, policy, [policy, policy])  # type: ignore[arg-type, list-item]
+    assert shared - without == 2 * 2 * GIB

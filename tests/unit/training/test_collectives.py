@@ -27,6 +27,7 @@ ELSEWHERE = {
     "_gathered: all_gather": "tensor- or expert-parallel ranks: while weights are exported, outside of steps",
     "_from_owner: broadcast": "pipeline or expert ranks: while weights are exported, outside of steps",
     "on_rank_zero: broadcast_object_list": "all ranks: what became of rank 0's files, outside of steps",
+    "gather_in_pieces: gather": "data-parallel ranks: before a checkpoint is written, outside of steps",
     "save: barrier": "all ranks: before a checkpoint gets its name, outside of steps",
 }
 
