@@ -92,7 +92,7 @@ FAMILIES = {
         "head_dim": 8,
         **SIGMOID_EXPERTS,
     },
-    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 5},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 48},
     "mixtral": {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",

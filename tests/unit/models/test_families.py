@@ -5,13 +5,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from layout_table import CASES, LAYOUTS, MODELS, SYNCED
+import transformers
+from layout_table import CASES, DENSE_FAMILIES, LAYOUTS, MODELS, SYNCED
 
 from megatron_rl.cli import main
 from megatron_rl.errors import UserError
 from megatron_rl.models.families import FAMILIES, REFUSED, family_table
 from megatron_rl.models.read_spec import parse_model_spec
 
+MODELS_OF_FAMILIES = (*DENSE_FAMILIES[2:], "mixtral")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "num_local_experts",
+)
+SIZES += ("num_experts_per_tok", "max_position_embeddings")
 README = Path(family_table.__file__).with_name("README.md")
 
 
@@ -42,6 +54,31 @@ def test_the_table_in_the_docs_is_the_one_that_is_printed(capsys):
     table = "\n".join(family_table.table())
     assert table in printed and table in README.read_text(encoding="utf-8"), f"write this into {README}:\n{table}"
     assert all(f"{name}: {reason}" in printed for name, reason in REFUSED.items())
+
+
+@pytest.mark.parametrize("family", MODELS_OF_FAMILIES)
+def test_defaults_of_absent_keys_are_those_of_transformers(family, tiny_model):
+    """Sizes are in every file; what else a file leaves out means what it means to transformers."""
+    given = json.loads((tiny_model(family=family) / "config.json").read_text())
+    kept = {key: value for key, value in given.items() if key in ("architectures", "model_type") or key in SIZES}
+    spec = parse_model_spec(kept, origin="config.json")
+    config = transformers.AutoConfig.for_model(**{key: value for key, value in kept.items() if key != "architectures"})
+    rope = config.rope_parameters
+    full, window = (rope["full_attention"], rope["sliding_attention"]) if "full_attention" in rope else (rope, rope)
+    assert (spec.norm_epsilon, spec.rotary.theta, spec.tie_embeddings) == (
+        config.rms_norm_eps,
+        full["rope_theta"],
+        config.tie_word_embeddings,
+    )
+    assert spec.window_rotary is None or spec.window_rotary.theta == window["rope_theta"]
+    assert spec.rotary_fraction == full.get("partial_rotary_factor", 1.0)
+    assert spec.sliding_window == (config.sliding_window if hasattr(config, "sliding_window") else None)
+    assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    assert spec.softmax_scale == (config.query_pre_attn_scalar**-0.5 if hasattr(config, "query_pre_attn_scalar") else None)
+    assert family not in ("glm", "glm4") or spec.qkv_bias == config.attention_bias
+    types = getattr(config, "layer_types", None)
+    if types and spec.sliding_window:
+        assert spec.sliding_layers == tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
 
 
 @pytest.mark.parametrize("name", REFUSED)

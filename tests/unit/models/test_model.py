@@ -72,7 +72,7 @@ FAMILIES = {
         "num_experts_per_tok": 2,
     },
     "deepseek v3": {"family": "deepseek_v3"},
-    "mistral": {"family": "mistral"},
+    "mistral": {"family": "mistral", "sliding_window": 5},
     "mistral without a window": {"family": "mistral", "sliding_window": None, "tied": False},
     "mixtral": {"family": "mixtral"},
     "qwen2 moe": {"family": "qwen2_moe", "tied": False},
