@@ -271,9 +271,10 @@ class TrainingSettings(Section):
 class WeightSettings(Section):
     """Trainer to engine."""
 
-    transport: Literal["broadcast", "disk"] = Field(
-        "broadcast",
-        description="broadcast sends tensors through a process group (gloo on CPU, NCCL on GPU); disk goes through a shared directory.",
+    transport: Literal["broadcast", "disk", "ipc"] | None = Field(
+        None,
+        description="broadcast sends tensors through a process group (gloo on CPU, NCCL on GPU), disk writes and reads files, ipc shares "
+        "the memory of the GPUs of runtime.colocate, or of the host on CPU. Not set: ipc with runtime.colocate, else broadcast.",
     )
     parity_threshold: float | None = Field(
         None,
@@ -335,6 +336,11 @@ class Settings(Section):
     def supervised(self) -> bool:
         """True when the targets come from the data file, so that no engine and no reward take part."""
         return self.objective.policy_loss == "sft"
+
+    @property
+    def weight_transport(self) -> Literal["broadcast", "disk", "ipc"]:
+        """How weights reach the engines: weights.transport, or where it is not set the one that suits runtime.colocate."""
+        return self.weights.transport or ("ipc" if self.runtime.colocate else "broadcast")
 
     @property
     def keeps_reference(self) -> bool:

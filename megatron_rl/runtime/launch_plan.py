@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
+from typing import Literal
 
 import torch
 
@@ -86,8 +87,21 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
         "SGLang": f"{settings.rollout.num_engines} servers{gpus}{', the same as those of the ranks, in turns' if runtime.colocate else ''}",
         "SGLang's arguments": _server_arguments(settings, device),
         "reward workers": f"{settings.reward.num_workers} processes, {settings.reward.function}",
-        "weight sync": f"{settings.weights.transport} ({device.backend})" if settings.weights.transport == "broadcast" else "disk",
+        "weight sync": weight_sync(settings, device_kind=device.kind),
     }
+
+
+def weight_sync(settings: Settings, *, device_kind: Literal["cpu", "cuda"]) -> str:
+    """How weights reach the engines, and what decides that."""
+    name = settings.weight_transport
+    means = {
+        "broadcast": "a process group of NCCL" if device_kind == "cuda" else "a process group of gloo",
+        "disk": "files in run.directory",
+        "ipc": "the memory of the shared GPU" if device_kind == "cuda" else "shared memory of the host",
+    }
+    colocate = format_value(settings.runtime.colocate)
+    why = "weights.transport" if settings.weights.transport is not None else f"weights.transport not set, runtime.colocate {colocate}"
+    return f"{name}: {means[name]} ({why})"
 
 
 def _ray(settings: Settings, target: Target) -> str:

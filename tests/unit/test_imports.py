@@ -18,7 +18,7 @@ TIERS = (
     ("device", "rendezvous", "models", "rollout", "training", "weights"),
     ("planning", "contracts"),
     ("runtime",),
-    ("cli", "__main__", "doctor"),
+    ("cli", "__main__", "doctor", "acceptance"),
 )
 # Within a tier rooms stand side by side, except for these uses.
 SIDEWAYS = {
@@ -34,7 +34,7 @@ SIDEWAYS = {
     "training": {"device", "models", "rendezvous"},
     "rollout": {"device", "rendezvous"},
     "weights": {"device", "models", "rendezvous", "rollout"},
-    "cli": {"doctor"},
+    "cli": {"doctor", "acceptance"},
     "__main__": {"cli"},
 }
 # Rooms that can be used and tested without a GPU stack.
@@ -65,6 +65,7 @@ ALLOWED_HEAVY = {
     "planning": {"megatron"},
     "contracts": set(),
     "runtime": {"ray"},
+    "acceptance": set(),
     "cli": set(),
     "doctor": HEAVY_PACKAGES,
 }

@@ -3,7 +3,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -12,7 +12,7 @@ from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import RuntimeSettings, Settings
 from megatron_rl.errors import UserError
 from megatron_rl.runtime import preflight as module
-from megatron_rl.runtime.launch_plan import launch_plan
+from megatron_rl.runtime.launch_plan import launch_plan, weight_sync
 from megatron_rl.runtime.preflight import (
     GIB,
     check_cpu_memory,
@@ -322,6 +322,19 @@ def test_plan_says_what_would_be_launched(words: list[str]) -> None:
     assert "api_key" not in processes["SGLang's arguments"]
     assert backends["torch here"]
     assert "critic" not in processes
+
+
+def test_plan_says_how_weights_reach_the_engines_and_what_decides_it(words: list[str]) -> None:
+    def said(*more: str, kind: Literal["cpu", "cuda"] = "cpu") -> str:
+        return weight_sync(load_settings(None, [*words, *more]), device_kind=kind)
+
+    assert said() == "broadcast: a process group of gloo (weights.transport not set, runtime.colocate false)"
+    assert said("runtime.colocate=true") == "ipc: shared memory of the host (weights.transport not set, runtime.colocate true)"
+    assert said("runtime.colocate=true", kind="cuda").startswith("ipc: the memory of the shared GPU (")
+    assert said("weights.transport=disk", "runtime.colocate=true") == "disk: files in run.directory (weights.transport)"
+    settings = load_settings(None, words)
+    processes = launch_plan(settings, find_target(settings, config_only=False))["What would be launched"]
+    assert processes["weight sync"] == said()
 
 
 def test_plan_has_the_critic(words: list[str]) -> None:

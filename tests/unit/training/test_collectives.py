@@ -13,6 +13,7 @@ AUDITED = ("training/collectives.py", "training/topology.py", "training/joining.
 # Rooms whose processes are not the ranks of a step.
 OTHER_ROOMS = {
     "weights": "sends between rank 0 and the engines, in a group of their own, between steps",
+    "acceptance": "starts ranks of its own to try a node",
     "planning": "plays one rank in a process alone, on a backend that sends nothing",
 }
 # Calls that ask this process alone.
