@@ -55,6 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **SIGMOID_EXPERTS,
     },
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 48},
+    "ministral": {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": 48},
     "mixtral": {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",

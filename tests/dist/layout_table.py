@@ -100,7 +100,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"family": "deepseek_v3", "layers": 4},
 }
 # Families of a feature each: windows, tensors of several projections, norms behind, norms over all heads; names of experts, a shared gate.
-DENSE_FAMILIES = ("qwen2", "llama", "mistral", "phi3", "glm", "glm4", "olmo2", "olmo3", "gemma3")
+DENSE_FAMILIES = ("qwen2", "llama", "mistral", "ministral", "phi3", "glm", "glm4", "olmo2", "olmo3", "gemma3")
 MIXTURE_FAMILIES = ("mixtral", "qwen2_moe")
 MODELS |= {family: {"family": family, "layers": 4} for family in (*DENSE_FAMILIES, *MIXTURE_FAMILIES)}
 # Families whose weights go to the real SGLang server, which generates with them on a CPU. Its latent attention does not run there: of

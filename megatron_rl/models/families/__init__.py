@@ -9,6 +9,7 @@ from megatron_rl.models.families import (
     glm4,
     glm4_moe,
     llama,
+    ministral,
     mistral,
     mixtral,
     olmo2,
@@ -24,7 +25,24 @@ from megatron_rl.models.families.family import Family
 
 __all__ = ["FAMILIES", "MTP_KEYS", "REFUSED", "Family"]
 
-_MODULES = (qwen3, qwen2, llama, mistral, phi3, glm, glm4, olmo2, olmo3, gemma3, qwen3_moe, qwen2_moe, mixtral, glm4_moe, deepseek_v3)
+_MODULES = (
+    qwen3,
+    qwen2,
+    llama,
+    mistral,
+    ministral,
+    phi3,
+    glm,
+    glm4,
+    olmo2,
+    olmo3,
+    gemma3,
+    qwen3_moe,
+    qwen2_moe,
+    mixtral,
+    glm4_moe,
+    deepseek_v3,
+)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 
 REFUSED: Mapping[str, str] = {

@@ -74,6 +74,7 @@ FAMILIES = {
     "deepseek v3": {"family": "deepseek_v3"},
     "mistral": {"family": "mistral", "sliding_window": 5},
     "mistral without a window": {"family": "mistral", "sliding_window": None, "tied": False},
+    "ministral": {"family": "ministral", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": {"family": "mixtral"},
     "qwen2 moe": {"family": "qwen2_moe", "tied": False},
     "phi 3": {"family": "phi3"},
