@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train`, `eval`, `report`, `plan`, `models`, `check-plugin` and `doctor`.
+"""The command line: `megatron-rl train`, `eval`, `report`, `plan`, `models`, `convert`, `verify-checkpoint`, `check-plugin` and `doctor`.
 
 Exit status: 0 done; 2 input that the user can mend, told in one sentence; 1 any other failure; 130 after Ctrl-C, 143 after
 SIGTERM. What is heavy is imported inside the command that needs it, so that help and mistakes answer at once.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
@@ -125,7 +125,7 @@ def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | boo
     from megatron_rl.planning.command import parse_request, plans
     from megatron_rl.planning.gpus import find_gpu
 
-    given = split_words(words, options=("gpu", "gpus", *(name.replace("_", "-") for name in layout), "help"))
+    given = split_words(words, options=_own_options())
     topology = {name: size for name, size in layout.items() if size is not None}
     status = 0
     request = parse_request(given, gpu=find_gpu(gpu), num_gpus=gpus, topology=topology)
@@ -135,6 +135,54 @@ def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | boo
         print("\n".join([overrides, *(line.rstrip() for line in found.lines()), *([advice] if advice else []), ""]), flush=True)
         status = status if found.fits else 2
     return status
+
+
+@cli.command(name="convert", short_help="Convert a checkpoint into another format.")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--to", type=click.Choice(["hf", "megatron"]), help="Format of TARGET; the other one than SOURCE's when not given.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Round weights to this; as they are when not given.")
+@click.option("--quantize", type=click.Choice(["fp8-block"]), help="Write float8 codes with a scale for each block of 128 x 128.")
+@click.option("--adapter", type=click.Path(path_type=Path), help="Merge this LoRA adapter, a directory that PEFT saved.")
+@click.option("--config", type=click.Path(path_type=Path), help="Hugging Face directory of the model, where SOURCE has no config.json.")
+@click.option("--max-shard-size", default="4GB", show_default=True, metavar="SIZE", help="Largest file, such as 500MB or 4GB.")
+@click.option("--copy-code", is_flag=True, help="Copy Python files of the source, too. They are never run here.")
+@click.option("--drop-mtp", is_flag=True, help="Leave out layers of multi-token prediction; they are kept as they are when not given.")
+@click.option("--verify", is_flag=True, help="Run both sides on fixed prompts in float32 and compare; needs memory for the model.")
+def convert_checkpoint(source: Path, target: Path, verify: bool, max_shard_size: str, **asked: Any) -> int:
+    """Convert the checkpoint SOURCE into the directory TARGET, tensor by tensor, without a GPU.
+
+    SOURCE is a Hugging Face directory (also a quantised one), a checkpoint of a run, or a distributed checkpoint of Megatron-LM, slime or
+    verl; its files say which. TARGET appears when it is complete; after a kill the same command goes on where it stopped.
+    The exit status is 2 when --verify finds that the two differ.
+    """
+    from megatron_rl.convert.conversion import convert, parse_options, say_on_terminal, verify_conversion
+
+    options = parse_options(max_shard_size=max_shard_size, **asked)
+    done = convert(source, target, options, say=say_on_terminal)
+    print(f"{target}: {done.to}, {done.num_bytes / 1e9:.2f} GB in {done.seconds:.1f} s ({done.num_bytes / 1e9 / done.seconds:.2f} GB/s)")
+    if not verify:
+        return 0
+    compared = verify_conversion(source, target, options)
+    print(compared.line(), flush=True)
+    return 0 if compared.same else 2
+
+
+@cli.command(name="verify-checkpoint", short_help="Look for damage in a checkpoint.")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--config", type=click.Path(path_type=Path), help="Hugging Face directory of the model, where PATH has no config.json.")
+def verify_checkpoint(path: Path, config: Path | None) -> int:
+    """Account for every tensor of the files and every parameter of the model, and print one line for each promise. Needs no GPU.
+
+    The exit status is 2 when one is broken.
+    """
+    from megatron_rl.convert.verification import verify
+
+    broken = 0
+    for found in verify(path, config=config):
+        broken += found.problem is not None
+        print(f"ok      {found.promise}" if found.problem is None else f"BROKEN  {found.promise}: {found.problem}", flush=True)
+    return 2 if broken else 0
 
 
 @cli.command(name="check-plugin", short_help="Try a plug-in of yours on its contract.")
@@ -250,8 +298,14 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+def _own_options() -> list[str]:
+    """The options of the command that runs, without dashes."""
+    context = click.get_current_context()
+    return [name.removeprefix("--") for option in context.command.get_params(context) for name in option.opts if name.startswith("--")]
+
+
 def _settings(words: Sequence[str], *, reward: str | None, ray_address: str | None) -> Settings:
-    given = split_words(words, options=("check", "config-only", "resume", "reward", "ray-address", "help"))
+    given = split_words(words, options=_own_options())
     short = {"reward.function": reward, "runtime.ray_address": ray_address}
     overrides = [*given.overrides, *(f"{key}={format_value(value)}" for key, value in short.items() if value is not None)]
     return load_settings(given.config, overrides)

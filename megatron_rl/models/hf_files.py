@@ -4,20 +4,17 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import atomic_directory
-from megatron_rl.models.config_json import read_config
 from megatron_rl.models.families import MTP_KEYS
+from megatron_rl.models.tensor_files import TensorFiles
 
 MAX_SHARD_BYTES = 4 * 2**30
 
@@ -33,6 +30,9 @@ _COPIED_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "tiktoken.model",
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
@@ -41,9 +41,8 @@ _COPIED_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """Where a tensor is stored: a whole tensor `name` of `file`, or part `part` of `num_parts` of the rows of one `expert` in it."""
+    """Where a tensor is stored: a whole tensor `name`, or part `part` of `num_parts` of the rows of one `expert` in it."""
 
-    file: Path
     name: str
     expert: int | None = None
     part: int = 0
@@ -53,96 +52,61 @@ class _StoredTensor:
 class Checkpoint:
     """The safetensors of a directory, one file or sharded with an index, read tensor by tensor. A context manager.
 
-    Experts have their own names, also where the file holds those of a layer in one tensor.
+    Experts have their own names, also where the file holds those of a layer in one tensor. Quantised tensors are given as the numbers
+    they mean, in `dequantised_dtype`.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Find the tensors. Raises UserError when there are none, or quantised ones."""
+    def __init__(self, path: Path, *, dequantised_dtype: torch.dtype = torch.float32) -> None:
+        """Find the tensors. Raises UserError when there are none, and for codes without scales or scales without codes."""
         self.path = path
-        _refuse_quantised(path)
-        self._stack = ExitStack()
-        self._open: dict[Path, Any] = {}
+        self._files = TensorFiles(path, dequantised_dtype=dequantised_dtype)
         self._stored: dict[str, _StoredTensor] = {}
-        for name, file in _tensor_files(path).items():
+        for name in self._files.names():
             suffix = next((suffix for suffix in _FUSED_EXPERTS if name.endswith(suffix)), None)
-            self._stored |= {name: _StoredTensor(file, name)} if suffix is None else self._experts(file, name, suffix)
+            self._stored |= {name: _StoredTensor(name)} if suffix is None else self._experts(name, suffix)
 
     def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        self._files.__exit__(*exception)
 
     def names(self) -> set[str]:
         """Names of all tensors."""
         return set(self._stored)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape [...], from the header of its file. Raises UserError when that is damaged."""
+        stored = self._stored[name]
+        shape = self._files.shape(stored.name)
+        return shape if stored.expert is None else (shape[1] // stored.num_parts, *shape[2:])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which `read` gives it. Raises UserError for codes without their scale."""
+        return self._files.dtype(self._stored[name].name)
+
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """One tensor, on the CPU. Raises UserError when its shape is not `shape` or its file is damaged."""
         stored = self._stored[name]
-        try:
-            tensor = self._read(stored)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"cannot read {name} from {stored.file}: {error}; download or save the model again") from error
-        if tuple(tensor.shape) != shape:
+        if self.shape(name) != shape:
             raise UserError(
-                f"tensor {name} in {stored.file} has shape {tuple(tensor.shape)}, config.json needs {shape}; "
+                f"tensor {name} in {self._files.file(stored.name)} has shape {self.shape(name)}, config.json needs {shape}; "
                 "use the config.json that belongs to these weights"
             )
-        return tensor
-
-    def _handle(self, file: Path) -> Any:
-        if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-        return self._open[file]
-
-    def _read(self, stored: _StoredTensor) -> Tensor:
-        handle = self._handle(stored.file)
         if stored.expert is None:
-            whole: Tensor = handle.get_tensor(stored.name)
-            return whole
-        experts = handle.get_slice(stored.name)
-        rows = experts.get_shape()[1] // stored.num_parts
-        one: Tensor = experts[stored.expert : stored.expert + 1, stored.part * rows : (stored.part + 1) * rows]
-        return one.squeeze(0)
+            return self._files.read(stored.name)
+        rows = shape[0]
+        return self._files.read(stored.name, expert=stored.expert, rows=slice(stored.part * rows, (stored.part + 1) * rows))
 
-    def _experts(self, file: Path, name: str, suffix: str) -> dict[str, _StoredTensor]:
+    def _experts(self, name: str, suffix: str) -> dict[str, _StoredTensor]:
         """Each expert's tensors in the tensor `name` of all experts of a layer."""
         parts = _FUSED_EXPERTS[suffix]
         prefix = name.removesuffix(suffix)
-        try:
-            num_experts = self._handle(file).get_slice(name).get_shape()[0]
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"cannot read {name} from {file}: {error}; download or save the model again") from error
         return {
-            f"{prefix}.mlp.experts.{expert}.{part}.weight": _StoredTensor(file, name, expert, index, len(parts))
-            for expert in range(num_experts)
+            f"{prefix}.mlp.experts.{expert}.{part}.weight": _StoredTensor(name, expert, index, len(parts))
+            for expert in range(self._files.shape(name)[0])
             for index, part in enumerate(parts)
         }
-
-
-def _refuse_quantised(path: Path) -> None:
-    quantization = read_config(path).get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UserError(
-            f"the weights in {path} are quantised (quantization_config in config.json, method {method}), which cannot be trained; "
-            "convert them to bfloat16 first and give that directory"
-        )
-
-
-def _tensor_files(path: Path) -> dict[str, Path]:
-    index = path / "model.safetensors.index.json"
-    try:
-        if index.exists():
-            return {name: path / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
-        single = path / "model.safetensors"
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except FileNotFoundError as error:
-        raise UserError(f"{path} has no model.safetensors; give a Hugging Face directory with safetensors weights") from error
-    except (json.JSONDecodeError, KeyError, AttributeError, OSError, SafetensorError) as error:
-        raise UserError(f"the safetensors in {path} cannot be read ({error}); download or save the model again") from error
 
 
 def save_hf(
@@ -162,20 +126,28 @@ def save_hf(
     if not (source / "config.json").is_file():
         raise UserError(f"model directory {source} has no config.json, which a saved model needs; give a Hugging Face model directory")
     with atomic_directory(path, durable=durable) as directory:
-        for name in _COPIED_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, directory / name)
+        copy_model_files(source, directory)
         dtype = _write_shards(directory, tensors.items() if isinstance(tensors, Mapping) else tensors, max_shard_bytes)
         _state_what_is_written(directory / "config.json", dtype)
 
 
+def copy_model_files(source: Path, directory: Path, *, code: bool = False) -> None:
+    """Copy configuration, tokenizer and chat templates of a model directory byte for byte, and its Python files when asked for `code`."""
+    for name in _COPIED_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+    for file in sorted(source.glob("*.py")) if code else ():
+        shutil.copyfile(file, directory / file.name)
+
+
 def _state_what_is_written(file: Path, dtype: torch.dtype) -> None:
-    """Let config.json name the dtype that was written, and no layers of multi-token prediction, which are not.
+    """Let config.json name the dtype that was written, and no layers of multi-token prediction and no codes, which are not.
 
     transformers casts to the dtype that it finds there, so a stale one would round the weights.
     """
     config = json.loads(file.read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config else "torch_dtype"
+    config.pop("quantization_config", None)
     config |= {key: str(dtype).removeprefix("torch.")} | {key: 0 for key in MTP_KEYS if config.get(key)}
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,12 +33,30 @@ _LOCAL_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.l
 def load_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, path: Path) -> None:
     """Fill this rank's chunks from the safetensors of the Hugging Face directory `path`, casting to the parameters' dtype.
 
-    Padded vocabulary rows become zero. Raises UserError when there are no safetensors or quantised ones, and for a tensor that is
-    missing, has another shape than config.json says, or is not known.
+    Padded vocabulary rows become zero. Raises UserError when there are no safetensors, and for a tensor that is missing,
+    has another shape than config.json says, or is not known.
     """
+    with Checkpoint(path) as checkpoint:
+        load_weights(chunks, spec, checkpoint)
+
+
+class NamedTensors(Protocol):
+    """Hugging Face tensors by name, of the directory or checkpoint `path`."""
+
+    path: Path
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor [...] of `shape`. Raises UserError for one of another shape."""
+
+
+def load_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, checkpoint: NamedTensors) -> None:
+    """Fill this rank's chunks from the tensors of `checkpoint`; see `load_hf_weights`."""
     parameters = global_parameters(chunks)
-    with Checkpoint(path) as checkpoint, torch.no_grad():
-        _check_names(checkpoint, spec)
+    check_names(checkpoint, spec)
+    with torch.no_grad():
         for rule in rules(spec):
             parameter = parameters.pop(held_name(rule, parameters), None)
             if parameter is None:
@@ -138,7 +157,8 @@ def _holders(held: list[str], group: dist.ProcessGroup) -> dict[str, int]:
     return {name: rank for rank, some in zip(reversed(ranks), reversed(names), strict=True) for name in some}
 
 
-def _check_names(checkpoint: Checkpoint, spec: ModelSpec) -> None:
+def check_names(checkpoint: NamedTensors, spec: ModelSpec) -> None:
+    """Raise UserError for a tensor of the model that is missing, and for one that is neither the model's nor may be left out."""
     expected, stored = {name for name, _ in tensor_shapes(spec)}, checkpoint.names()
     missing = sorted(expected - stored)
     if missing:

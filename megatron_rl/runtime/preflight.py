@@ -33,6 +33,7 @@ from megatron_rl.runtime.resources import available_memory_bytes
 from megatron_rl.runtime.run_checkpoint import newest_checkpoint
 
 with quiet_megatron_imports():
+    from megatron_rl.models.config_json import read_config
     from megatron_rl.models.hf_files import Checkpoint
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.weight_table import tensor_shapes
@@ -69,7 +70,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         partial(check_run_directory, settings.run.directory, resume=resume),
         partial(_check_steps_left, settings, resume=resume),
         *_config_checks(settings, find_target(settings, config_only=False)),
-        partial(_check_weights, settings.model.path),
+        partial(_check_weights, settings.model.path, generates=not settings.supervised),
         partial(_check_teacher, settings),
         partial(_check_sinks, settings),
         partial(check_interface, settings.runtime),
@@ -179,11 +180,16 @@ def _check_teacher(settings: Settings) -> list[str]:
     if teacher is None or not teacher.is_dir():
         return []
     check_vocabulary(settings.model.path, teacher)
-    return _check_weights(teacher)
+    return _check_weights(teacher, generates=False)
 
 
-def _check_weights(path: Path) -> list[str]:
+def _check_weights(path: Path, *, generates: bool) -> list[str]:
     spec = read_model_spec(path)
+    if generates and read_config(path).get("quantization_config"):
+        raise UserError(
+            f"the weights in {path} are quantised (quantization_config in config.json), and engines that hold codes cannot take the "
+            f"trainer's weights; run `megatron-rl convert {path} TARGET --to hf` and give TARGET as model.path"
+        )
     with Checkpoint(path) as checkpoint:
         missing = sorted({name for name, _ in tensor_shapes(spec)} - checkpoint.names())
     if missing:

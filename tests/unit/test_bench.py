@@ -68,3 +68,15 @@ def test_a_peer_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, str(GRPO), "--peer", peer], capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 1
         assert message in done.stderr
+
+
+@pytest.mark.slow
+def test_conversions_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_here(BENCH / "convert.py", "--small", "--layers", "2", "--turns", "1", monkeypatch=monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("0.00 GB, largest parameter") and [line[:7] for line in lines[1:]] == [
+        "cp and ",
+        "to ours",
+        "to Hugg",
+        "load at",
+    ]

@@ -17,6 +17,7 @@ TIERS = (
     ("algorithms", "data", "rewards", "config", "observe"),
     ("device", "rendezvous", "models", "rollout", "training", "weights"),
     ("planning", "contracts"),
+    ("convert",),
     ("runtime",),
     ("cli", "__main__", "doctor", "acceptance"),
 )
@@ -64,6 +65,7 @@ ALLOWED_HEAVY = {
     "weights": set(),
     "planning": {"megatron"},
     "contracts": set(),
+    "convert": set(),
     "runtime": {"ray"},
     "acceptance": set(),
     "cli": set(),

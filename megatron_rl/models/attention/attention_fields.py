@@ -19,7 +19,8 @@ def attention_fields(spec: ModelSpec, *, attention: Attention, cp: int) -> dict[
         "num_query_groups": spec.num_kv_heads,
         "kv_channels": spec.head_dim,
         "add_qkv_bias": spec.qkv_bias,
-        "qk_layernorm": spec.qk_norm or spec.mla is not None,
+        # It makes megatron-core sum the gradients of these norms over tensor parallel ranks, of which a norm over all heads is split.
+        "qk_layernorm": (spec.qk_norm and not spec.qk_norm_over_heads) or spec.mla is not None,
         "attention_dropout": 0.0,
         "softmax_scale": spec.softmax_scale,
         "softmax_type": "vanilla",

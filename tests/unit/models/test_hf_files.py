@@ -82,11 +82,3 @@ def test_multi_token_prediction_is_left_out_and_nothing_else(tiny_model, tmp_pat
     save_file(tensors | {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}, path / "model.safetensors")
     with pytest.raises(UserError, match=r"has 1 tensors that Glm4MoeForCausalLM does not, the first is model\.layers\.3\.eh_proj"):
         load(path)
-
-
-def test_quantised_weights_are_refused(tiny_model):
-    path = tiny_model(family="deepseek_v3")
-    change_config(path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    assert read_model_spec(path).moe is not None, "a plan needs no weights"
-    with pytest.raises(UserError, match=r"are quantised .*method fp8.*convert them to bfloat16 first"):
-        Checkpoint(path)

@@ -1,16 +1,17 @@
 """One gloo rank with megatron's parallel state, for tests that build the real model in this process."""
 
 import pytest
-import torch
-import torch.distributed as dist
-
-from megatron_rl.device import local_device, prepare_megatron
 
 
 @pytest.fixture(scope="module")
 def _groups_of_one(tmp_path_factory: pytest.TempPathFactory):
     """World size 1 and megatron's groups, which sleep at every start and end; everything is gone after the module."""
+    # Imported here: tests of rooms that need no model should not wait for megatron-core.
+    import torch
+    import torch.distributed as dist
     from megatron.core import parallel_state
+
+    from megatron_rl.device import local_device, prepare_megatron
 
     prepare_megatron(local_device())
     torch.set_num_threads(1)

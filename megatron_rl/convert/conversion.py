@@ -1,0 +1,212 @@
+"""`megatron-rl convert`: a source, what is changed on the way, and a target that appears as a whole or not at all."""
+
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from megatron_rl.convert.changes import Adapter, Changes, quantization_config
+from megatron_rl.convert.resumable import crc32_of, locked_partial, write_files
+from megatron_rl.convert.sources import HuggingFaceSource, MegatronSource, Source, Unit, open_source
+from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, without_sums_of_torch, write_index, write_metadata
+from megatron_rl.errors import UserError
+from megatron_rl.files import write_atomic
+from megatron_rl.models.config_json import read_config
+from megatron_rl.models.families import MTP_KEYS
+from megatron_rl.models.hf_files import MAX_SHARD_BYTES, copy_model_files
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.read_spec import parse_model_spec
+
+if TYPE_CHECKING:
+    from megatron_rl.convert.comparison import Comparison
+
+MANIFEST = "manifest.json"
+Format = Literal["hf", "megatron"]
+_REPORT_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a conversion is asked for beyond source and target. `to` None: the other format than the source's."""
+
+    to: Format | None = None
+    dtype: torch.dtype | None = None
+    quantise: bool = False
+    adapter: Path | None = None
+    config: Path | None = None
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    copy_code: bool = False
+    drop_mtp: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was written: format, bytes of weights, seconds."""
+
+    to: Format
+    num_bytes: int
+    seconds: float
+
+
+def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], None] = lambda words: None) -> Converted:
+    """Convert the checkpoint at `path` into the directory `target`; `say` hears of progress. Raises UserError.
+
+    A second call after a kill goes on where the first one stopped.
+    """
+    started = time.monotonic()
+    with closing(open_source(path, config=options.config)) as source:
+        to = _target_format(source, options)
+        units = [unit for unit in source.units() if not (options.drop_mtp and _is_mtp(unit))]
+        changes = _changes(source, units, options)
+        pieces = [_piece(source, unit, changes) for unit in units]
+        num_bytes = sum(piece.num_bytes for piece in pieces)
+        jobs = (
+            hugging_face_jobs(pieces, options.max_shard_bytes)
+            if to == "hf"
+            else megatron_jobs(pieces, source.spec, options.max_shard_bytes)
+        )
+        with locked_partial(target, _identity(source, options, to)) as partial:
+            with _progress(say, num_bytes) as report, without_sums_of_torch():
+                records = write_files(partial, jobs, report=report)
+            if to == "hf":
+                write_index(partial, records, total_bytes=num_bytes)
+            else:
+                write_metadata(partial, pieces, source.spec, records, options.max_shard_bytes)
+            copy_model_files(source.directory, partial, code=options.copy_code)
+            _write_config(partial / "config.json", source, pieces, options)
+            _write_manifest(partial, source, units, records)
+    return Converted(to, num_bytes, time.monotonic() - started)
+
+
+def _piece(source: Source, unit: Unit, changes: Changes) -> Piece:
+    return Piece(unit, changes.described(unit), lambda: changes.apply(unit, source.read(unit)))
+
+
+def _target_format(source: Source, options: Options) -> Format:
+    to: Format = options.to or ("hf" if isinstance(source, MegatronSource) or options.quantise else "megatron")
+    if options.quantise and to != "hf":
+        raise UserError("--quantize was given for a target in our own format, which is trained from; use --to hf")
+    return to
+
+
+def _changes(source: Source, units: list[Unit], options: Options) -> Changes:
+    names = {tensor.name for unit in units for tensor in unit.tensors}
+    adapter = None if options.adapter is None else Adapter(options.adapter, names)
+    return Changes(options.dtype, adapter, options.quantise)
+
+
+def _is_mtp(unit: Unit) -> bool:
+    return unit.rule is None and ".layers." in unit.tensors[0].name
+
+
+def _identity(source: Source, options: Options, to: Format) -> dict[str, Any]:
+    """What has to be the same for a killed attempt to be continued: the files of the source, and what is made of them."""
+    places = {source.path, source.directory, *([options.adapter] if options.adapter is not None else [])}
+    files = [file for place in sorted(places) for file in sorted(place.rglob("*")) if file.is_file()]
+    stats = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    asked = {"to": to, "dtype": str(options.dtype), "quantise": options.quantise, "max_shard_bytes": options.max_shard_bytes}
+    return asked | {"drop_mtp": options.drop_mtp, "files": stats}
+
+
+def _write_config(file: Path, source: Source, pieces: list[Piece], options: Options) -> None:
+    """Let config.json say what was written. It stays byte for byte where that is what it says already."""
+    original = json.loads(file.read_text(encoding="utf-8"))
+    config = dict(original)
+    config.pop("quantization_config", None)
+    if options.quantise:
+        config["quantization_config"] = quantization_config([piece.unit for piece in pieces])
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    dtype = str(options.dtype).removeprefix("torch.") if options.dtype is not None else _most_common_dtype(source)
+    if config.get(key) is not None or options.dtype is not None:
+        config[key] = dtype
+    if not any(piece.unit.rule is None and _is_mtp(piece.unit) for piece in pieces):
+        config |= {key: 0 for key in MTP_KEYS if config.get(key)}
+    if not options.copy_code:
+        # It names code that is not there.
+        config.pop("auto_map", None)
+    if config != original:
+        write_atomic(file, json.dumps(config, indent=2) + "\n")
+
+
+def _most_common_dtype(source: Source) -> str:
+    sizes: dict[str, int] = {}
+    for unit in source.units():
+        for tensor in unit.tensors:
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
+    return max(sizes, key=sizes.__getitem__)
+
+
+def _write_manifest(partial: Path, source: Source, units: list[Unit], records: dict[str, dict[str, Any]]) -> None:
+    """Bytes and CRC-32 of every file, and which tensors are older than the weights around them."""
+    files = {name: {"num_bytes": record["num_bytes"], "crc32": record["crc32"]} for name, record in records.items()}
+    for file in sorted(partial.iterdir()):
+        if file.is_file() and file.name not in files:
+            files[file.name] = {"num_bytes": file.stat().st_size, "crc32": crc32_of(file)}
+    stale = sorted(tensor.name for unit in units if _is_mtp(unit) for tensor in unit.tensors)
+    content = {
+        "model": dataclasses.asdict(_written_spec(partial, source)),
+        "files": files,
+        "stale_once_trained": stale,
+        "quantised_source": isinstance(source, HuggingFaceSource) and source.quantised,
+    }
+    write_atomic(partial / MANIFEST, json.dumps(content, indent=2) + "\n")
+
+
+def _written_spec(partial: Path, source: Source) -> ModelSpec:
+    return parse_model_spec(read_config(partial), origin=str(source.directory / "config.json"))
+
+
+@contextmanager
+def _progress(say: Callable[[str], None], total: int) -> Iterator[Callable[[int], None]]:
+    """A function that counts bytes, and says every few seconds how many there are, how fast they come and how long the rest takes."""
+    started = last = time.monotonic()
+    done = 0
+
+    def report(num_bytes: int) -> None:
+        nonlocal done, last
+        done += num_bytes
+        now = time.monotonic()
+        if now - last < _REPORT_EVERY_S and not sys.stderr.isatty():
+            return
+        last = now
+        speed = done / max(now - started, 1e-9)
+        left = max(total - done, 0) / max(speed, 1.0)
+        say(f"{done / 1e9:,.2f} of {total / 1e9:,.2f} GB, {speed / 1e9:.2f} GB/s, {left:,.0f} s left")
+
+    yield report
+
+
+def parse_options(*, max_shard_size: str, to: Format | None, dtype: str | None, quantize: str | None, **others: Any) -> Options:
+    """The options of the command line. Raises UserError for a size that cannot be read."""
+    found = re.fullmatch(r"([0-9.]+)\s*([KMG]i?)?B?", max_shard_size.strip(), re.IGNORECASE)
+    size = 0.0
+    if found is not None:
+        unit = (found[2] or "").upper()
+        size = float(found[1]) * (1024 if unit.endswith("I") else 1000) ** " KMG".index(unit[:1] or " ")
+    if size < 1:
+        raise UserError(f"--max-shard-size is {max_shard_size!r}, needs a size such as 500MB or 4GB")
+    chosen = None if dtype is None else getattr(torch, dtype)
+    return Options(to=to, dtype=chosen, quantise=quantize is not None, max_shard_bytes=int(size), **others)
+
+
+def say_on_terminal(words: str) -> None:
+    """Progress: one line that changes on a terminal, a line each elsewhere."""
+    print(f"\r{words:<78}" if sys.stderr.isatty() else words, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+
+
+def verify_conversion(source: Path, target: Path, options: Options) -> "Comparison":
+    """Run both sides and compare them. Rounding and codes move hidden states, so they are allowed what they need."""
+    from megatron_rl.convert.comparison import compare
+
+    if options.adapter is not None:
+        raise UserError("--verify was given with --adapter, which is meant to change what the model computes; leave one of them out")
+    tolerance = 0.2 if options.quantise else 2e-2 if options.dtype not in (None, torch.float32) else 1e-5
+    return compare(source, target, config=options.config, tolerance=tolerance)

@@ -1,0 +1,187 @@
+"""What can be written: a Hugging Face directory, and our own format, which is Megatron-Core's with the model's other files beside.
+
+Both are planned before the first byte: which file has which tensors follows from their names, shapes and dtypes alone.
+"""
+
+import json
+import pickle
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+
+from megatron_rl.convert.resumable import FileJob, Summed, raw_bytes
+from megatron_rl.convert.sources import KEPT, Unit, stored_key
+from megatron_rl.files import write_atomic
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.weight_table import Rule, combine
+from megatron_rl.weights.bucket import WeightSpec
+
+_SAFETENSORS_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "int64": "I64",
+    "int32": "I32",
+    "bool": "BOOL",
+}
+_ALIGNMENT = 8
+_BLOB_BYTES = 2048
+"""About what torch.save adds to the numbers of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A unit on its way into a file: the tensors that it becomes, and what makes them."""
+
+    unit: Unit
+    tensors: tuple[WeightSpec, ...]
+    make: Callable[[], list[Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def in_files(pieces: Sequence[Piece], max_bytes: int) -> list[list[Piece]]:
+    """`pieces` in order, divided into runs of at most `max_bytes` bytes; one that is larger has a file of its own."""
+    files: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        if not files or piece.num_bytes > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(piece)
+        room -= piece.num_bytes
+    return files
+
+
+def hugging_face_jobs(pieces: Sequence[Piece], max_bytes: int) -> list[FileJob]:
+    """The safetensors files of a Hugging Face directory."""
+    files = in_files(pieces, max_bytes)
+    if len(files) == 1:
+        return [safetensors_job("model.safetensors", files[0])]
+    return [safetensors_job(f"model-{index + 1:05d}-of-{len(files):05d}.safetensors", file) for index, file in enumerate(files)]
+
+
+def safetensors_job(name: str, pieces: Sequence[Piece]) -> FileJob:
+    """One safetensors file of all tensors of `pieces`."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in (tensor for piece in pieces for tensor in piece.tensors):
+        start, end = end, end + tensor.num_bytes
+        header[tensor.name] = {"dtype": _SAFETENSORS_DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+
+    def write(file: Summed) -> list[str]:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for piece in pieces:
+            for tensor, told in zip(_made(piece), piece.tensors, strict=True):
+                assert WeightSpec.of(told.name, tensor) == told, f"{told} was planned, {WeightSpec.of(told.name, tensor)} came"
+                file.write_tensor(tensor)
+        return [tensor.name for piece in pieces for tensor in piece.tensors]
+
+    return FileJob(name, 8 + len(text) + end, write)
+
+
+def _made(piece: Piece) -> Iterator[Tensor]:
+    tensors = piece.make()
+    while tensors:
+        yield tensors.pop(0)
+
+
+def write_index(partial: Path, records: dict[str, dict[str, Any]], *, total_bytes: int) -> None:
+    """The index of a Hugging Face directory of more than one file."""
+    if len(records) > 1:
+        content = {
+            "metadata": {"total_size": total_bytes},
+            "weight_map": {tensor: name for name, record in records.items() for tensor in record["content"]},
+        }
+        write_atomic(partial / "model.safetensors.index.json", json.dumps(content, indent=2, sort_keys=True))
+
+
+def megatron_jobs(pieces: Sequence[Piece], spec: ModelSpec, max_bytes: int) -> list[FileJob]:
+    """The files of our own format, and one for the tensors that the model does not build."""
+    built = [piece for piece in pieces if piece.unit.rule is not None]
+    kept = [piece for piece in pieces if piece.unit.rule is None]
+    jobs = [_chunks_job(f"__{index}_0.distcp", file, spec) for index, file in enumerate(in_files(built, max_bytes))]
+    return [*jobs, safetensors_job(f"{KEPT}/model.safetensors", kept)] if kept else jobs
+
+
+def _chunks_job(name: str, pieces: Sequence[Piece], spec: ModelSpec) -> FileJob:
+    def write(file: Summed) -> list[list[int]]:
+        places = []
+        for piece in pieces:
+            start = file.num_bytes
+            assert piece.unit.rule is not None
+            torch.save(_parameter(piece, piece.unit.rule, spec), cast("IO[bytes]", file))
+            places.append([start, file.num_bytes - start])
+        return places
+
+    return FileJob(name, sum(piece.num_bytes + _BLOB_BYTES for piece in pieces), write)
+
+
+def _parameter(piece: Piece, rule: Rule, spec: ModelSpec) -> Tensor:
+    """The numbers of one Megatron parameter, with the dimension of the experts in front, in memory of their own."""
+    whole = combine(rule.sharding, piece.make(), spec, tp=1)
+    # torch.save writes all memory behind a view, so this is one of its own numbers alone.
+    own = torch.frombuffer(raw_bytes(whole), dtype=whole.dtype).view(whole.shape)
+    return own[None] if stored_key(rule)[1] else own
+
+
+@contextmanager
+def without_sums_of_torch() -> Iterator[None]:
+    """Let torch.save leave out the CRC-32 of what it writes: the manifest has that of each file."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def write_metadata(partial: Path, pieces: Sequence[Piece], spec: ModelSpec, records: dict[str, dict[str, Any]], max_bytes: int) -> None:
+    """What makes the files a distributed checkpoint: `.metadata`, `metadata.json` and an empty common state."""
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    files = in_files([piece for piece in pieces if piece.unit.rule is not None], max_bytes)
+    for index, file in enumerate(files):
+        name = f"__{index}_0.distcp"
+        for piece, (start, length) in zip(file, records[name]["content"], strict=True):
+            assert piece.unit.rule is not None
+            key, at = stored_key(piece.unit.rule)
+            sizes = _sizes(piece)
+            stacked = (spec.moe.num_experts,) if at and spec.moe is not None else ()
+            if key not in tensors:
+                properties = TensorProperties(dtype=_dtype(piece))
+                tensors[key] = TensorStorageMetadata(properties, torch.Size((*stacked, *sizes)), [])
+            offsets = torch.Size((*at, *(0 for _ in sizes)))
+            tensors[key].chunks.append(ChunkStorageMetadata(offsets, torch.Size((*(1 for _ in at), *sizes))))
+            storage[MetadataIndex(key, offsets)] = _StorageInfo(name, start, length)
+    write_atomic(partial / ".metadata", pickle.dumps(Metadata(tensors, storage_data=storage)))
+    common = partial / "common.pt"
+    torch.save({}, common)
+    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    write_atomic(partial / "metadata.json", json.dumps(backends))
+
+
+def _sizes(piece: Piece) -> tuple[int, ...]:
+    return (sum(tensor.shape[0] for tensor in piece.tensors), *piece.tensors[0].shape[1:])
+
+
+def _dtype(piece: Piece) -> torch.dtype:
+    dtype = piece.tensors[0].torch_dtype
+    for tensor in piece.tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.torch_dtype)
+    return dtype

@@ -1,0 +1,58 @@
+"""The command line: options, exit status, and the two thin scripts."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.cli import main
+from megatron_rl.convert import conversion
+from megatron_rl.convert.comparison import compare
+from megatron_rl.convert.conversion import parse_options
+from megatron_rl.convert.sources import open_source, read_all
+from megatron_rl.errors import UserError
+
+TOOLS = Path(__file__).parents[3] / "tools"
+
+
+def test_there_and_back_by_the_scripts(tiny_model, tmp_path, monkeypatch, capsys):
+    path = tiny_model()
+    for script, source, target in (("hf_to_megatron", path, "ours"), ("megatron_to_hf", tmp_path / "ours", "back")):
+        monkeypatch.setattr(sys, "argv", [script, str(source), str(tmp_path / target), "--dtype", "bfloat16", "--max-shard-size", "50KB"])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(TOOLS / f"convert_{script}.py"), run_name="__main__")
+        assert not left.value.code
+    assert "ours: megatron, 0.00 GB in" in capsys.readouterr().out
+    assert {tensor.dtype for _, tensor in read_all(open_source(tmp_path / "back"))} == {torch.bfloat16}
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+
+
+def test_damage_ends_with_status_2(tiny_model, monkeypatch, capsys):
+    path = tiny_model()
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    monkeypatch.setattr(sys, "argv", ["verify_checkpoint", str(path)])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(TOOLS / "verify_checkpoint.py"), run_name="__main__")
+    assert left.value.code == 2
+    assert "BROKEN  files, names and config.json belong together" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "num_bytes"), [("500MB", 500_000_000), ("4gb", 4_000_000_000), ("1.5KiB", 1536), ("123", 123)])
+def test_sizes(words, num_bytes):
+    assert parse_options(max_shard_size=words, to=None, dtype=None, quantize=None).max_shard_bytes == num_bytes
+
+
+@pytest.mark.parametrize("words", ["big", "0", "-1GB", "4 GB of it"])
+def test_sizes_that_are_none(words):
+    with pytest.raises(UserError, match=r"--max-shard-size is .*, needs a size such as 500MB"):
+        parse_options(max_shard_size=words, to=None, dtype=None, quantize=None)
+
+
+def test_two_sides_that_differ_end_with_status_2(tiny_model, tmp_path, one_rank, monkeypatch):
+    path, target = tiny_model(), tmp_path / "ours"
+    assert main(["convert", str(path), str(target), "--verify"]) == 0
+    monkeypatch.setattr(conversion, "verify_conversion", lambda *arguments: compare(path, tiny_model(seed=1, name="other")))
+    assert main(["convert", str(path), str(tmp_path / "again"), "--verify"]) == 2

@@ -1,0 +1,191 @@
+"""There and back bit by bit for every family, what is kept beside the weights, and targets that are whole or absent."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.convert import resumable
+from megatron_rl.convert.conversion import Options, convert
+from megatron_rl.convert.sources import open_source, read_all
+from megatron_rl.errors import UserError
+from megatron_rl.models.hf_files import save_hf
+
+FAMILIES = {
+    "qwen3": {},
+    "qwen3, odd vocabulary": {"tied": False, "vocab": 33},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tied": False},
+    "qwen3 moe": {"family": "qwen3_moe"},
+    "glm 4.5": {"family": "glm4_moe"},
+    "deepseek v3": {"family": "deepseek_v3"},
+    "deepseek v3 without a latent of queries": {"family": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 0},
+}
+MTP = {"model.layers.2.eh_proj.weight": torch.randn(64, 128), "model.layers.2.mlp.experts.0.up_proj.weight": torch.randn(32, 64)}
+
+
+def tensors_of(path):
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same_tensors(path, want):
+    got = tensors_of(path)
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_is_bit_exact(tiny_model, tmp_path, family, dtype):
+    path = tiny_model(**FAMILIES[family], torch_dtype=dtype)
+    original = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors_of(path).items()}
+    for name in original:
+        if name.endswith("e_score_correction_bias"):
+            original[name] = original[name].float()
+    save_file(original, path / "model.safetensors", metadata={"format": "pt"})
+    assert convert(path, tmp_path / "ours", Options(max_shard_bytes=30_000)).to == "megatron"
+    assert len(list((tmp_path / "ours").glob("*.distcp"))) > 1
+    assert convert(tmp_path / "ours", tmp_path / "back", Options(max_shard_bytes=50_000)).to == "hf"
+    assert_same_tensors(tmp_path / "back", original)
+    names = {file.name for file in path.iterdir() if file.suffix != ".safetensors"}
+    assert "config.json" in names and "tokenizer.json" in names
+    for name in names - {"config.json"}:
+        assert (tmp_path / "back" / name).read_bytes() == (path / name).read_bytes(), name
+    config, back = (json.loads((place / "config.json").read_text()) for place in (path, tmp_path / "back"))
+    mtp = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config else {}
+    assert back == config | mtp, "layers of multi-token prediction that are not there must not be promised"
+
+
+def test_layers_that_are_not_built_are_kept_whole_or_dropped_whole(tiny_model, tmp_path):
+    path = tiny_model(family="glm4_moe")
+    original = tensors_of(path)
+    save_file(original | MTP, path / "model.safetensors")
+    convert(path, tmp_path / "ours", Options())
+    assert json.loads((tmp_path / "ours/manifest.json").read_text())["stale_once_trained"] == sorted(MTP)
+    convert(tmp_path / "ours", tmp_path / "back", Options())
+    assert_same_tensors(tmp_path / "back", original | MTP)
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 1
+    convert(tmp_path / "ours", tmp_path / "dropped", Options(drop_mtp=True))
+    assert_same_tensors(tmp_path / "dropped", original)
+    assert json.loads((tmp_path / "dropped/config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_another_dtype_is_rounded_once_and_named(tiny_model, tmp_path):
+    path = tiny_model(family="deepseek_v3")
+    original = tensors_of(path)
+    convert(path, tmp_path / "ours", Options(dtype=torch.bfloat16))
+    convert(tmp_path / "ours", tmp_path / "back", Options())
+    keep = {name for name in original if name.endswith("e_score_correction_bias")}
+    assert keep, "the routers' biases stay float32"
+    want = {name: tensor if name in keep else tensor.bfloat16() for name, tensor in original.items()}
+    assert_same_tensors(tmp_path / "back", want)
+    assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_code_is_left_behind_unless_asked_for(tiny_model, tmp_path):
+    path = tiny_model(auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    (path / "modeling.py").write_text("raise SystemExit('ran')")
+    convert(path, tmp_path / "without", Options(to="hf"))
+    assert not (tmp_path / "without/modeling.py").exists()
+    assert "auto_map" not in json.loads((tmp_path / "without/config.json").read_text())
+    convert(path, tmp_path / "with", Options(to="hf", copy_code=True))
+    assert (tmp_path / "with/modeling.py").read_bytes() == (path / "modeling.py").read_bytes()
+    assert (tmp_path / "with/config.json").read_bytes() == (path / "config.json").read_bytes()
+
+
+def test_a_killed_conversion_goes_on_where_it_stopped(tiny_model, tmp_path, monkeypatch):
+    path = tiny_model(layers=4)
+    target, options = tmp_path / "ours", Options(max_shard_bytes=60_000)
+    write, written = resumable._write, []
+
+    def dies(partial, job, report):
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(job.name)
+        return write(partial, job, report)
+
+    monkeypatch.setattr(resumable, "NUM_THREADS", 1)
+    monkeypatch.setattr(resumable, "_write", dies)
+    with pytest.raises(KeyboardInterrupt):
+        convert(path, target, options)
+    assert not target.exists()
+    # A kill leaves a file without its record, too: that one is written again.
+    (tmp_path / ".ours.partial/__9_0.distcp.unfinished").write_bytes(b"half")
+    again = []
+    monkeypatch.setattr(resumable, "_write", lambda partial, job, report: again.append(job.name) or write(partial, job, report))
+    convert(path, target, options)
+    assert len(again) > 1 and not set(again) & set(written)
+    with_read = dict((told.name, tensor) for told, tensor in read_all(open_source(target)))
+    assert all(torch.equal(with_read[name], tensor) for name, tensor in tensors_of(path).items())
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".ours")]
+    assert not list(target.rglob("*.unfinished"))
+
+
+def test_what_an_attempt_with_other_options_left_is_not_used(tiny_model, tmp_path, monkeypatch):
+    path = tiny_model(layers=4)
+    write = resumable._write
+
+    def dies(partial, job, report):
+        if job.name == "__2_0.distcp":
+            raise KeyboardInterrupt
+        return write(partial, job, report)
+
+    monkeypatch.setattr(resumable, "_write", dies)
+    with pytest.raises(KeyboardInterrupt):
+        convert(path, tmp_path / "ours", Options(max_shard_bytes=60_000))
+    monkeypatch.setattr(resumable, "_write", write)
+    convert(path, tmp_path / "ours", Options(max_shard_bytes=60_000, dtype=torch.bfloat16))
+    assert {tensor.dtype for _, tensor in read_all(open_source(tmp_path / "ours"))} == {torch.bfloat16}
+
+
+def test_a_full_disk_is_seen_before_the_first_byte(tiny_model, tmp_path, monkeypatch):
+    path = tiny_model()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(resumable.shutil, "disk_usage", lambda place: usage._replace(free=100))
+    monkeypatch.setattr(resumable, "_write", lambda *arguments: pytest.fail("a byte was written"))
+    with pytest.raises(UserError, match=r"the target needs 0\.\d+ GB more, but .* has 0\.00 GB free"):
+        convert(path, tmp_path / "ours", Options())
+
+
+def test_an_existing_target_is_left_alone(tiny_model, tmp_path):
+    path = tiny_model()
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours/mine").write_text("mine")
+    with pytest.raises(UserError, match="ours exists already"):
+        convert(path, tmp_path / "ours", Options())
+    assert [file.name for file in (tmp_path / "ours").iterdir()] == ["mine"]
+
+
+def test_weights_of_another_model_are_refused(tiny_model, tmp_path):
+    path, other = tiny_model(), tiny_model(name="other", layers=3)
+    convert(path, tmp_path / "ours", Options())
+    (tmp_path / "ours/config.json").write_bytes((other / "config.json").read_bytes())
+    with pytest.raises(UserError, match=r"has no decoder\.layers\.2\.self_attention\.linear_qkv\.layer_norm_weight, which the model of"):
+        open_source(tmp_path / "ours")
+    fewer = tiny_model(name="fewer", layers=1)
+    (tmp_path / "ours/config.json").write_bytes((fewer / "config.json").read_bytes())
+    with pytest.raises(UserError, match=r"has 8 tensors that Qwen3ForCausalLM of .* does not, the first is decoder\.layers\.1"):
+        open_source(tmp_path / "ours")
+    narrow = tiny_model(name="narrow", intermediate_size=96)
+    (tmp_path / "ours/config.json").write_bytes((narrow / "config.json").read_bytes())
+    with pytest.raises(UserError, match=r"linear_fc1\.weight of checkpoint .* has shape \(384, 64\), .* needs \(192, 64\)"):
+        open_source(tmp_path / "ours")
+
+
+def test_sources_that_are_none_are_refused(tmp_path):
+    with pytest.raises(UserError, match="is not a directory"):
+        open_source(tmp_path / "nothing")
+    with pytest.raises(UserError, match="neither a Hugging Face directory"):
+        open_source(tmp_path)
+
+
+def test_a_saved_directory_of_a_run_is_converted(tiny_model, tmp_path):
+    """Whatever wrote a Hugging Face directory: ours has experts one by one in files of any number."""
+    path = tiny_model(family="qwen3_moe")
+    save_hf(tmp_path / "saved", tensors_of(path), source=path, max_shard_bytes=20_000)
+    convert(tmp_path / "saved", tmp_path / "ours", Options())
+    convert(tmp_path / "ours", tmp_path / "back", Options())
+    assert_same_tensors(tmp_path / "back", tensors_of(path))

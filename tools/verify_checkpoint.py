@@ -1,0 +1,8 @@
+"""`megatron-rl verify-checkpoint`: see `--help` and README.md beside this file."""
+
+import sys
+
+from megatron_rl.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["verify-checkpoint", *sys.argv[1:]]))
