@@ -106,6 +106,8 @@ MODELS |= {family: {"family": family, "layers": 4} for family in (*DENSE_FAMILIE
 # Families whose weights go to the real SGLang server, which generates with them on a CPU. Its latent attention does not run there: of
 # deepseek_v3 there are checksums alone.
 GENERATING = ("qwen3", "qwen3_moe", "glm4_moe")
+# Families that load block-fp8 files in tests/unit/models/test_quantised.py.
+QUANTISED = ("qwen3", "deepseek_v3")
 SYNCED = (*GENERATING, "deepseek_v3")
 EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 

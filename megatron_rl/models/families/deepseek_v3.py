@@ -2,4 +2,4 @@
 
 from megatron_rl.models.families.family import MIXTURE_LAYOUTS, Family
 
-FAMILY = Family(architecture="DeepseekV3ForCausalLM", proved=MIXTURE_LAYOUTS | {"sync"}, mla=True, router="sigmoid")
+FAMILY = Family(architecture="DeepseekV3ForCausalLM", proved=MIXTURE_LAYOUTS | {"sync", "quantised source"}, mla=True, router="sigmoid")

@@ -2,4 +2,10 @@
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 
-FAMILY = Family(architecture="Qwen3ForCausalLM", proved=DENSE_LAYOUTS | {"sync"}, qk_norm=True, default_head_dim=128, windows="switched")
+FAMILY = Family(
+    architecture="Qwen3ForCausalLM",
+    proved=DENSE_LAYOUTS | {"sync", "quantised source"},
+    qk_norm=True,
+    default_head_dim=128,
+    windows="switched",
+)
