@@ -10,8 +10,9 @@ from layout_table import CASES, DENSE_FAMILIES, LAYOUTS, MODELS, QUANTISED, SYNC
 
 from megatron_rl.cli import main
 from megatron_rl.errors import UserError
+from megatron_rl.models.attention.attention_fields import attention_fields
 from megatron_rl.models.families import FAMILIES, REFUSED, family_table
-from megatron_rl.models.read_spec import parse_model_spec
+from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
 
 MODELS_OF_FAMILIES = (*DENSE_FAMILIES[2:], "mixtral")
 SIZES = (
@@ -89,3 +90,9 @@ def test_refused_architectures_are_refused_with_the_reason(name):
     with pytest.raises(UserError, match="cannot be trained: ") as refusal:
         parse_model_spec({"architectures": [name]}, origin="config.json")
     assert REFUSED[name] in str(refusal.value)
+
+
+@pytest.mark.parametrize("family", ("glm", "glm4", "olmo2", "olmo3", "gemma3"))
+def test_what_transformer_engine_does_not_compute_is_refused(family, tiny_model):
+    with pytest.raises(UserError, match=r"not with Transformer Engine; set model\.attention=torch"):
+        attention_fields(read_model_spec(tiny_model(family=family)), attention="transformer_engine", cp=1)
