@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train`, `eval`, `report`, `plan`, `convert`, `verify-checkpoint`, `check-plugin` and `doctor`.
+"""The command line: `megatron-rl train`, `eval`, `report`, `plan`, `models`, `convert`, `verify-checkpoint`, `check-plugin` and `doctor`.
 
 Exit status: 0 done; 2 input that the user can mend, told in one sentence; 1 any other failure; 130 after Ctrl-C, 143 after
 SIGTERM. What is heavy is imported inside the command that needs it, so that help and mistakes answer at once.
@@ -213,6 +213,15 @@ def check_plugin(path: str, kind: PluginKind | None, words: tuple[str, ...]) -> 
         broken += found.problem is not None
         print(f"ok      {found.promise}" if found.problem is None else f"BROKEN  {found.promise}: {found.problem}", flush=True)
     return 2 if broken else 0
+
+
+@cli.command(short_help="List the families of models that can be trained.")
+def models() -> int:
+    """Print, for each architecture of config.json that can be trained, what is proved for it, and which are refused and why."""
+    from megatron_rl.models.families.family_table import refused, table
+
+    print("\n".join([*table(), "", "Refused:", *refused()]))
+    return 0
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 Legend: T tokens on this rank, N chosen positions, H hidden channels, V padded vocabulary, tp tensor parallel size.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,9 +94,9 @@ def build_model(spec: ModelSpec, config: TransformerConfig, *, attention: Attent
 def _build_chunk(spec: ModelSpec, config: TransformerConfig, attention: Attention, vp_stage: int | None) -> PolicyModel:
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    return PolicyModel(
+    model = PolicyModel(
         config=config,
-        transformer_layer_spec=layer_specs(config, attention=attention, vp_stage=vp_stage),
+        transformer_layer_spec=layer_specs(spec, config, attention=attention, vp_stage=vp_stage),
         vocab_size=spec.padded_vocab_size(config.tensor_model_parallel_size),
         max_sequence_length=spec.max_position_embeddings,
         pre_process=first,
@@ -108,14 +109,23 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, attention: Attentio
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         vp_stage=vp_stage,
     )
+    if first and spec.embedding_scale != 1.0:
+        model.embedding.register_forward_hook(partial(_scaled, scale=spec.embedding_scale))
+    return model
+
+
+def _scaled(_module: nn.Module, _inputs: Any, embedded: Tensor, *, scale: float) -> Tensor:
+    """The embedding times `scale`, rounded to its dtype as transformers does."""
+    return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
 
 
 def _set_rotary(chunk: PolicyModel, spec: ModelSpec) -> None:
     """Give attention the checkpoint's frequencies and windows. Upstream's own scaling has Llama 3.1's constants written into it."""
     for module in chunk.modules():
         if isinstance(module, PackedAttention):
-            module.rotary, module.rotary_dim = spec.rotary, spec.rotary_dim
-            module.window = spec.sliding_window if module.layer_number - 1 in spec.sliding_layers else None
+            windowed = module.layer_number - 1 in spec.sliding_layers
+            module.rotary = spec.window_rotary if windowed and spec.window_rotary is not None else spec.rotary
+            module.rotary_dim, module.window = spec.rotary_dim, spec.sliding_window if windowed else None
         elif isinstance(module, LatentAttention):
             module.rotary = spec.rotary
     if chunk.position_embedding_type == "rope":

@@ -1,9 +1,7 @@
 """The layers of a pipeline stage: megatron-core's local ones with this project's attention and norm, or Transformer Engine's."""
 
 import dataclasses
-from typing import Any
 
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -16,26 +14,15 @@ from megatron_rl.models.attention.latent import LatentAttention
 from megatron_rl.models.attention.packed import PackedAttention
 from megatron_rl.models.experts.moe_fields import has_experts
 from megatron_rl.models.experts.router import with_packed_router
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.norms import RMSNorm, with_norms
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """Root mean square norm over the last dimension that works under sequence parallelism.
-
-    megatron-core's torch norm refuses sequence parallelism. The attribute `sequence_parallel` on the weight is all that is missing:
-    it makes megatron sum the weight's gradient over tensor parallel ranks.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
-        device = None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
-        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - a mark that megatron reads, no attribute of Parameter
-
-
-def layer_specs(config: TransformerConfig, *, attention: Attention, vp_stage: int | None) -> TransformerBlockSubmodules:
+def layer_specs(spec: ModelSpec, config: TransformerConfig, *, attention: Attention, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers that this pipeline rank builds for one of its virtual stages, and the norm after them."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    layers = [_layer(config, attention, experts=has_experts(config, layer)) for layer in here]
+    layers = [_layer(spec, config, attention, experts=has_experts(config, layer)) for layer in here]
     if attention == "transformer_engine":
         # Transformer Engine is not importable everywhere, and its names exist only where it is.
         from megatron.core.extensions.transformer_engine import TENorm
@@ -44,7 +31,7 @@ def layer_specs(config: TransformerConfig, *, attention: Attention, vp_stage: in
     return TransformerBlockSubmodules(layers, layer_norm=RMSNorm)
 
 
-def _layer(config: TransformerConfig, attention: Attention, *, experts: bool) -> ModuleSpec:
+def _layer(spec: ModelSpec, config: TransformerConfig, attention: Attention, *, experts: bool) -> ModuleSpec:
     arguments = {
         "num_experts": config.num_moe_experts if experts else None,
         "moe_grouped_gemm": config.moe_grouped_gemm,
@@ -55,6 +42,7 @@ def _layer(config: TransformerConfig, attention: Attention, *, experts: bool) ->
         layer = _with_latent_attention(get_gpt_layer_with_transformer_engine_spec(**arguments))
     else:
         layer = _torch_layer(get_gpt_layer_local_spec(normalization="RMSNorm", **arguments), config)
+        layer = with_norms(layer, spec)
     return with_packed_router(layer)
 
 

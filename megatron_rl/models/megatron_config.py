@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from megatron_rl.device import chosen_backends, local_device
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_fields import Attention, attention_fields
 from megatron_rl.models.experts.moe_fields import BALANCED_BY, check_expert_layout, check_routing, default_moe_fields, moe_fields
-from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.model_spec import Activation, ModelSpec
 from megatron_rl.models.unavailable_fields import check_attention_backend, check_available, check_recompute
 from megatron_rl.models.upstream_fields import checked_fields
 
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 
 DEFAULT_BACKEND = AttnBackend.fused
 """Transformer Engine's attention where model.megatron.attention_backend names none: cuDNN's, which comes with torch."""
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu_pytorch_tanh": _gelu_tanh,
+}
 
 
 def resolve_attention(
@@ -101,10 +111,10 @@ def _checkpoint_fields(spec: ModelSpec) -> dict[str, Any]:
         "layernorm_epsilon": spec.norm_epsilon,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": _ACTIVATIONS[spec.activation],
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
-        "layernorm_zero_centered_gamma": False,
+        "layernorm_zero_centered_gamma": spec.zero_centered_norms,
         "apply_residual_connection_post_layernorm": False,
         "glu_linear_offset": 0.0,
         "activation_func_clamp_value": None,

@@ -1,10 +1,14 @@
 """What a model is: the record that everything else here is built from."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_rl.models.attention.attention_spec import MlaSpec
 from megatron_rl.models.attention.rotary import RotarySpec
 from megatron_rl.models.experts.moe_spec import MoeSpec
+from megatron_rl.models.tensor_names import USUAL_NAMES, TensorNames
+
+Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +18,9 @@ class ModelSpec:
     `head_dim` are channels of a query and of a key head; `rotary_fraction` of them are rotated, the first ones (with latent attention,
     `mla`, all of its rotary part is). Layers in `sliding_layers`, counted from 0, see the last `sliding_window` tokens only, the querying
     one included. `num_mtp_layers` layers of multi-token prediction may stand behind the last one in a checkpoint; they are not built.
+    With `qk_norm_over_heads` the norm of queries (and of keys) is over the channels of all heads together. `names` are of its files.
+    Layers with a window are rotated by `window_rotary` where that is given. The embedding is multiplied by `embedding_scale`, scores by
+    `softmax_scale` (None is 1 / sqrt(`head_dim`)); norms multiply by 1 + weight where `zero_centered_norms`.
     """
 
     architecture: str
@@ -36,6 +43,13 @@ class ModelSpec:
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     num_mtp_layers: int = 0
+    qk_norm_over_heads: bool = False
+    names: TensorNames = USUAL_NAMES
+    window_rotary: RotarySpec | None = None
+    zero_centered_norms: bool = False
+    embedding_scale: float = 1.0
+    softmax_scale: float | None = None
+    activation: Activation = "silu"
 
     @property
     def rotary_dim(self) -> int:

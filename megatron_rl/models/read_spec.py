@@ -4,15 +4,16 @@ Every key of config.json is accounted for: read, known not to change the functio
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_spec import parse_mla, parse_sliding_window
-from megatron_rl.models.attention.rotary import parse_rotary, parse_rotary_fraction
+from megatron_rl.models.attention.rotary import RotarySpec, parse_rotary, parse_rotary_fraction, rotary_by_layer_type
 from megatron_rl.models.config_json import boolean, count, names, positive_int, positive_number, read_config
-from megatron_rl.models.experts.moe_spec import parse_moe
-from megatron_rl.models.families import FAMILIES, MTP_KEYS, Family
+from megatron_rl.models.experts.moe_spec import MoeSpec, parse_moe
+from megatron_rl.models.families import FAMILIES, MTP_KEYS, REFUSED, Family
 from megatron_rl.models.model_spec import ModelSpec
 
 
@@ -36,8 +37,14 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
     num_layers = positive_int(config, "num_hidden_layers", origin)
     max_position_embeddings = positive_int(config, "max_position_embeddings", origin, default=32768)
     mla = parse_mla(config, origin) if family.mla else None
-    interleaved = mla is not None and boolean(config, "rope_interleave", origin, default=True)
-    window, windowed = parse_sliding_window(config, origin, num_layers=num_layers, supported=family.sliding_window)
+    window, windowed = parse_sliding_window(
+        config,
+        origin,
+        num_layers=num_layers,
+        windows=family.windows,
+        default=family.default_window,
+        pattern=_window_pattern(config, family, origin),
+    )
     head_dim = positive_int(config, "head_dim", origin, default=family.default_head_dim or hidden_size // num_heads)
     spec = ModelSpec(
         architecture=family.architecture,
@@ -50,17 +57,27 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
         head_dim=head_dim if mla is None else mla.qk_head_dim,
         ffn_hidden_size=positive_int(config, "intermediate_size", origin),
         norm_epsilon=positive_number(config, "rms_norm_eps", origin, default=family.default_norm_epsilon),
-        tie_embeddings=boolean(config, "tie_word_embeddings", origin),
-        qkv_bias=boolean(config, "attention_bias", origin) if family.qkv_bias is None else family.qkv_bias,
+        tie_embeddings=boolean(config, "tie_word_embeddings", origin, default=family.default_tied),
+        qkv_bias=boolean(config, "attention_bias", origin, default=family.default_attention_bias)
+        if family.qkv_bias is None
+        else family.qkv_bias,
         qk_norm=boolean(config, "use_qk_norm", origin) if family.qk_norm is None else family.qk_norm,
         max_position_embeddings=max_position_embeddings,
-        rotary=parse_rotary(config, origin, max_position_embeddings=max_position_embeddings, interleaved=interleaved),
-        moe=parse_moe(config, origin, num_layers=num_layers, score_function=family.router) if family.router is not None else None,
+        **_rotary(config, family, origin, max_position_embeddings),
+        moe=_experts(config, family, origin, num_layers),
         mla=mla,
-        rotary_fraction=parse_rotary_fraction(config, origin, default=family.default_rotary_fraction),
+        rotary_fraction=1.0
+        if family.window_theta_key is not None
+        else parse_rotary_fraction(config, origin, default=family.default_rotary_fraction),
         sliding_window=window,
         sliding_layers=windowed,
         num_mtp_layers=max(count(config, key, origin, default=0) for key in sorted(MTP_KEYS)),
+        qk_norm_over_heads=family.qk_norm_over_heads,
+        names=family.names,
+        zero_centered_norms=family.zero_centered_norms,
+        embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
+        softmax_scale=_softmax_scale(config, family, origin),
+        activation=family.activation,
     )
     _check_rotated_channels(spec, origin)
     return spec
@@ -69,9 +86,55 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
 def _family(config: Mapping[str, Any], origin: str) -> Family:
     named = names(config, "architectures", origin) or ["none"]
     known = [FAMILIES[name] for name in named if name in FAMILIES]
+    reasons = [f"{name}, which cannot be trained: {REFUSED[name]}" for name in named if name in REFUSED]
+    if reasons and not known:
+        raise UserError(f"{origin} names architecture {reasons[0]}; use another model (`megatron-rl models` lists them)")
     if not known:
         raise UserError(f"{origin} names architecture {', '.join(named)}, supported are {', '.join(FAMILIES)}; use one of them")
     return known[0]
+
+
+def _rotary(config: Mapping[str, Any], family: Family, origin: str, max_position_embeddings: int) -> dict[str, RotarySpec]:
+    """The rotary embedding, and that of layers with a window where the family has another one for them."""
+    interleaved = family.rotary_interleaved or (family.mla and boolean(config, "rope_interleave", origin, default=True))
+    parse = partial(
+        parse_rotary,
+        origin=origin,
+        max_position_embeddings=max_position_embeddings,
+        interleaved=interleaved,
+        default_theta=family.default_rope_theta,
+    )
+    if family.window_theta_key is None:
+        return {"rotary": parse(config)}
+    full, window = rotary_by_layer_type(
+        config, origin, window_theta_key=family.window_theta_key, default_window_theta=family.default_window_theta
+    )
+    return {"rotary": parse(full), "window_rotary": parse(window)}
+
+
+def _window_pattern(config: Mapping[str, Any], family: Family, origin: str) -> int | None:
+    """Every how many-th layer has no window in a family with windows, where no key names the layers."""
+    if family.window_pattern_key is None:
+        return family.default_window_pattern
+    return positive_int(config, family.window_pattern_key, origin, default=family.default_window_pattern)
+
+
+def _softmax_scale(config: Mapping[str, Any], family: Family, origin: str) -> float | None:
+    return None if family.query_scalar_key is None else positive_number(config, family.query_scalar_key, origin, default=256.0) ** -0.5
+
+
+def _experts(config: Mapping[str, Any], family: Family, origin: str, num_layers: int) -> MoeSpec | None:
+    if family.router is None:
+        return None
+    return parse_moe(
+        config,
+        origin,
+        num_layers=num_layers,
+        score_function=family.router,
+        width_key=family.expert_width_key,
+        normalize_top_k=family.normalize_top_k,
+        shared_gate=family.shared_gate,
+    )
 
 
 def _check_rotated_channels(spec: ModelSpec, origin: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_rl.models.attention.attention_spec import MlaSpec
 from megatron_rl.models.experts.moe_spec import MoeSpec
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.tensor_names import USUAL_NAMES
 
 
 class Sharding(enum.Enum):
@@ -32,6 +33,13 @@ class Sharding(enum.Enum):
     """Query, key, value stacked per group as [q...q, k, v]; split by groups."""
     GATE_UP = "gate_up"
     """Gate above up; each half is split."""
+    STACKED_QKV = "stacked_qkv"
+    """The same parameter from one tensor with all queries above all keys above all values."""
+    STACKED_GATE_UP = "stacked_gate_up"
+    """The same parameter from one tensor with gate above up."""
+
+
+_GATE_UP = (Sharding.GATE_UP, Sharding.STACKED_GATE_UP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ def rules(spec: ModelSpec) -> Iterator[Rule]:
         if spec.moe is None or spec.moe.is_dense(layer):
             yield from _mlp_rules(spec, megatron, hugging_face)
         else:
-            yield from _moe_rules(spec.moe, megatron, hugging_face, hidden=spec.hidden_size)
+            yield from _moe_rules(spec, spec.moe, megatron, hugging_face)
     yield _norm("decoder.final_layernorm.weight", "model.norm.weight", spec.hidden_size)
     yield Rule(
         "output_layer.weight",
@@ -99,23 +107,36 @@ def _attention_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Itera
     attention, original, hidden = f"{megatron}self_attention.", f"{hugging_face}self_attn.", spec.hidden_size
     # Transformer Engine fuses the norm into the projection behind it. Latent attention has two projections there, so its norm is separate.
     fused = None if spec.mla is not None else f"{attention}linear_qkv.layer_norm_weight"
-    yield _norm(f"{megatron}input_layernorm.weight", f"{hugging_face}input_layernorm.weight", hidden, transformer_engine=fused)
+    names = spec.names
+    if names.attention_input_norm is not None:
+        before = f"{hugging_face}{names.attention_input_norm}.weight"
+        yield _norm(f"{megatron}input_layernorm.weight", before, hidden, transformer_engine=fused)
     if spec.mla is None:
         yield from _grouped_query_rules(spec, attention, original)
     else:
         yield from _latent_rules(spec, spec.mla, attention, original)
     output = HfTensor(f"{original}o_proj.weight", (hidden, spec.num_heads * spec.value_dim))
     yield Rule(f"{attention}linear_proj.weight", (output,), Sharding.COLUMNS)
+    if names.attention_output_norm is not None:
+        yield _norm(f"{attention}linear_proj.output_layernorm.weight", f"{hugging_face}{names.attention_output_norm}.weight", hidden)
 
 
 def _grouped_query_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
     rows = {"q": spec.num_heads * spec.head_dim, "k": spec.num_kv_heads * spec.head_dim, "v": spec.num_kv_heads * spec.head_dim}
-    weights = tuple(HfTensor(f"{hugging_face}{name}_proj.weight", (rows[name], spec.hidden_size)) for name in "qkv")
-    yield Rule(f"{megatron}linear_qkv.weight", weights, Sharding.QKV)
+    if spec.names.qkv is None:
+        weights = tuple(HfTensor(f"{hugging_face}{name}_proj.weight", (rows[name], spec.hidden_size)) for name in "qkv")
+        yield Rule(f"{megatron}linear_qkv.weight", weights, Sharding.QKV)
+    else:
+        stacked = HfTensor(f"{hugging_face}{spec.names.qkv}.weight", (sum(rows.values()), spec.hidden_size))
+        yield Rule(f"{megatron}linear_qkv.weight", (stacked,), Sharding.STACKED_QKV)
     if spec.qkv_bias:
         biases = tuple(HfTensor(f"{hugging_face}{name}_proj.bias", (rows[name],)) for name in "qkv")
         yield Rule(f"{megatron}linear_qkv.bias", biases, Sharding.QKV)
-    if spec.qk_norm:
+    if spec.qk_norm and spec.qk_norm_over_heads:
+        for name in "qk":
+            whole = HfTensor(f"{hugging_face}{name}_norm.weight", (rows[name],))
+            yield Rule(f"{megatron}{name}_layernorm.weight", (whole,), Sharding.ROWS)
+    elif spec.qk_norm:
         for name in "qk":
             yield _norm(f"{megatron}{name}_layernorm.weight", f"{hugging_face}{name}_norm.weight", spec.head_dim)
 
@@ -143,33 +164,56 @@ def _latent_pair(linear: str, norm: str, down: HfTensor, norm_name: str, up: HfT
 
 
 def _mlp_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
-    norm, fused = f"{megatron}pre_mlp_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight"
-    yield _norm(norm, f"{hugging_face}post_attention_layernorm.weight", spec.hidden_size, transformer_engine=fused)
-    yield from _gated_rules(f"{megatron}mlp.", f"{hugging_face}mlp.", hidden=spec.hidden_size, width=spec.ffn_hidden_size)
+    names, hidden = spec.names, spec.hidden_size
+    if names.mlp_input_norm is not None:
+        fused = f"{megatron}mlp.linear_fc1.layer_norm_weight"
+        before = f"{hugging_face}{names.mlp_input_norm}.weight"
+        yield _norm(f"{megatron}pre_mlp_layernorm.weight", before, hidden, transformer_engine=fused)
+    yield from _gated_rules(f"{megatron}mlp.", f"{hugging_face}mlp.", hidden=hidden, width=spec.ffn_hidden_size, stacked=names.gate_up)
+    if names.mlp_output_norm is not None:
+        yield _norm(f"{megatron}mlp.linear_fc2.output_layernorm.weight", f"{hugging_face}{names.mlp_output_norm}.weight", hidden)
 
 
-def _moe_rules(moe: MoeSpec, megatron: str, hugging_face: str, *, hidden: int) -> Iterator[Rule]:
-    yield _norm(f"{megatron}pre_mlp_layernorm.weight", f"{hugging_face}post_attention_layernorm.weight", hidden)
-    gate = HfTensor(f"{hugging_face}mlp.gate.weight", (moe.num_experts, hidden))
+def _moe_rules(spec: ModelSpec, moe: MoeSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
+    names, hidden = spec.names, spec.hidden_size
+    yield _norm(f"{megatron}pre_mlp_layernorm.weight", f"{hugging_face}{names.mlp_input_norm}.weight", hidden)
+    mixture = f"{hugging_face}{names.mixture}."
+    gate = HfTensor(f"{mixture}gate.weight", (moe.num_experts, hidden))
     yield Rule(f"{megatron}mlp.router.weight", (gate,), Sharding.REPLICATED)
     if moe.expert_bias:
-        bias = HfTensor(f"{hugging_face}mlp.gate.e_score_correction_bias", (moe.num_experts,))
+        bias = HfTensor(f"{mixture}gate.e_score_correction_bias", (moe.num_experts,))
         yield Rule(f"{megatron}mlp.router.expert_bias", (bias,), Sharding.REPLICATED, float32=True)
     if moe.shared_ffn_hidden_size:
-        shared = f"{hugging_face}mlp.shared_experts."
+        shared = f"{mixture}{names.shared_experts}."
         yield from _gated_rules(f"{megatron}mlp.shared_experts.", shared, hidden=hidden, width=moe.shared_ffn_hidden_size)
+    if moe.shared_gate:
+        shared_gate = HfTensor(f"{mixture}{names.shared_experts}_gate.weight", (1, hidden))
+        yield Rule(f"{megatron}mlp.shared_experts.gate_weight", (shared_gate,), Sharding.REPLICATED)
     for expert in range(moe.num_experts):
-        own, original = f"{megatron}mlp.experts.local_experts.{expert}.", f"{hugging_face}mlp.experts.{expert}."
-        yield from _gated_rules(own, original, hidden=hidden, width=moe.ffn_hidden_size, expert=(f"{megatron}mlp.experts.", expert))
+        own, original = f"{megatron}mlp.experts.local_experts.{expert}.", f"{mixture}experts.{expert}."
+        grouped = f"{megatron}mlp.experts.", expert
+        yield from _gated_rules(own, original, hidden=hidden, width=moe.ffn_hidden_size, expert=grouped, projections=names.expert)
 
 
-def _gated_rules(megatron: str, hugging_face: str, *, hidden: int, width: int, expert: tuple[str, int] | None = None) -> Iterator[Rule]:
+def _gated_rules(
+    megatron: str,
+    hugging_face: str,
+    *,
+    hidden: int,
+    width: int,
+    stacked: str | None = None,
+    projections: tuple[str, str, str] = USUAL_NAMES.expert,
+    expert: tuple[str, int] | None = None,
+) -> Iterator[Rule]:
     """The two parameters of a gated MLP; `expert` is the module that Transformer Engine has for all experts of a rank, and its number."""
-    gate_up = tuple(HfTensor(f"{hugging_face}{name}_proj.weight", (width, hidden)) for name in ("gate", "up"))
-    down = HfTensor(f"{hugging_face}down_proj.weight", (hidden, width))
-    for name, tensors, sharding in (("linear_fc1", gate_up, Sharding.GATE_UP), ("linear_fc2", (down,), Sharding.COLUMNS)):
+    gate_up = tuple(HfTensor(f"{hugging_face}{name}.weight", (width, hidden)) for name in projections[:2])
+    down = HfTensor(f"{hugging_face}{projections[2]}.weight", (hidden, width))
+    sharding = Sharding.GATE_UP
+    if stacked is not None:
+        gate_up, sharding = (HfTensor(f"{hugging_face}{stacked}.weight", (2 * width, hidden)),), Sharding.STACKED_GATE_UP
+    for name, tensors, how in (("linear_fc1", gate_up, sharding), ("linear_fc2", (down,), Sharding.COLUMNS)):
         grouped = None if expert is None else f"{expert[0]}{name}.weight{expert[1]}"
-        yield Rule(f"{megatron}{name}.weight", tensors, sharding, grouped, of_expert=expert is not None)
+        yield Rule(f"{megatron}{name}.weight", tensors, how, grouped, of_expert=expert is not None)
 
 
 def combine(sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, tp: int) -> Tensor:
@@ -177,6 +221,9 @@ def combine(sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, t
 
     Vocabulary rows are padded with zeros to a multiple of `tp`.
     """
+    if sharding is Sharding.STACKED_QKV:
+        rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        return combine(Sharding.QKV, tensors[0].split(rows), spec, tp=tp)
     if sharding is Sharding.QKV:
         groups = [tensor.unflatten(0, (spec.num_kv_heads, -1)) for tensor in tensors]
         return torch.cat(groups, dim=1).flatten(0, 1)
@@ -191,6 +238,8 @@ def combine(sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, t
 
 def split(sharding: Sharding, whole: Tensor, spec: ModelSpec) -> list[Tensor]:
     """The Hugging Face tensors in one whole Megatron parameter [rows, columns] or [rows]; padding rows of a vocabulary are dropped."""
+    if sharding is Sharding.STACKED_QKV:
+        return [torch.cat(split(Sharding.QKV, whole, spec))]
     if sharding is Sharding.QKV:
         per_group = (spec.num_heads // spec.num_kv_heads * spec.head_dim, spec.head_dim, spec.head_dim)
         return [part.flatten(0, 1) for part in whole.unflatten(0, (spec.num_kv_heads, -1)).split(per_group, dim=1)]
@@ -205,7 +254,7 @@ def shard(sharding: Sharding, whole: Tensor, *, tp_rank: int, tp: int) -> Tensor
         return whole
     if sharding is Sharding.COLUMNS:
         return whole.chunk(tp, dim=-1)[tp_rank]
-    if sharding is Sharding.GATE_UP:
+    if sharding in _GATE_UP:
         return torch.cat([half.chunk(tp)[tp_rank] for half in whole.chunk(2)])
     return whole.chunk(tp)[tp_rank]
 
@@ -216,6 +265,6 @@ def join(sharding: Sharding, shards: Sequence[Tensor]) -> Tensor:
         return shards[0]
     if sharding is Sharding.COLUMNS:
         return torch.cat(list(shards), dim=-1)
-    if sharding is Sharding.GATE_UP:
+    if sharding in _GATE_UP:
         return torch.cat([half for index in range(2) for half in (part.chunk(2)[index] for part in shards)])
     return torch.cat(list(shards))

@@ -20,6 +20,8 @@ LAYOUTS = {
 MODELS = {
     "tied": {},
     "untied, vocabulary not divisible by 2": {"tied": False, "vocab": 33},
+    "olmo2": {"family": "olmo2"},
+    "glm4": {"family": "glm4", "tied": False},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tied": False},
 }
 
@@ -78,6 +80,9 @@ def one_case(path: Path, topology: dict, world_size: int) -> dict:
     config = transformer_config(spec, topology=settings, dtype=torch.float32, overrides={})
     chunks = build_model(spec, config, attention="torch")
     load_hf_weights(chunks, spec, path)
+    if spec.qk_norm_over_heads:
+        saved = {key: tensor for chunk in chunks for key, tensor in chunk.sharded_state_dict().items() if "q_layernorm.weight" in key}
+        assert saved and {tensor.global_shape[-1] for tensor in saved.values()} == {spec.num_heads * spec.head_dim}
     weights = {key: tensor.clone() for key, tensor in export_hf_weights(chunks, spec)}
     assert make_manifest(spec, dtype="float32") == tuple(WeightSpec.of(key, tensor) for key, tensor in weights.items())
     cp_rank, tp_rank = parallel_state.get_context_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
@@ -126,8 +131,10 @@ def reduce_gradients(chunks, settings) -> None:
     from megatron.core import parallel_state
 
     for name, parameter in itertools.chain.from_iterable(model.named_parameters() for model in chunks):
-        per_head = "q_layernorm" in name or "k_layernorm" in name
-        if settings.tp > 1 and (per_head or (settings.sequence_parallel and parameter.ndim == 1 and "bias" not in name)):
+        # A norm over all heads is split over the ranks like the heads.
+        split = getattr(parameter, "tensor_model_parallel", False)
+        per_head = ("q_layernorm" in name or "k_layernorm" in name) and not split
+        if settings.tp > 1 and (per_head or (settings.sequence_parallel and parameter.ndim == 1 and not split)):
             assert parameter.sequence_parallel == settings.sequence_parallel, "megatron sums what carries this mark"
             dist.all_reduce(parameter.grad)
         if settings.cp > 1:

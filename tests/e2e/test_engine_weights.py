@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from layout_table import GENERATING
 from packaging.version import Version
 
 from megatron_rl.config.settings import RolloutSettings, Settings
@@ -31,8 +32,6 @@ from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 PARITY = 1e-5
 TINY_BUCKET = 20_000
 """Bytes: some buckets begin and end among the experts of a layer."""
-GENERATING = ("qwen3", "qwen3_moe", "glm4_moe")
-"""SGLang's latent attention does not run on a CPU: of deepseek_v3 there are checksums alone."""
 ONLY_DEEPSEEK = {
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 1.0},
     "moe_layer_freq": 1,

@@ -19,9 +19,10 @@ def attention_fields(spec: ModelSpec, *, attention: Attention, cp: int) -> dict[
         "num_query_groups": spec.num_kv_heads,
         "kv_channels": spec.head_dim,
         "add_qkv_bias": spec.qkv_bias,
-        "qk_layernorm": spec.qk_norm or spec.mla is not None,
+        # It makes megatron-core sum the gradients of these norms over tensor parallel ranks, of which a norm over all heads is split.
+        "qk_layernorm": (spec.qk_norm and not spec.qk_norm_over_heads) or spec.mla is not None,
         "attention_dropout": 0.0,
-        "softmax_scale": None,
+        "softmax_scale": spec.softmax_scale,
         "softmax_type": "vanilla",
         "window_size": None,
         "rotary_interleaved": False,
@@ -54,6 +55,16 @@ def _latent_fields(mla: MlaSpec, spec: ModelSpec) -> dict[str, Any]:
 def _transformer_engine_fields(spec: ModelSpec, cp: int) -> dict[str, Any]:
     """There megatron rotates, without YaRN's factor on cosine and sine, and the windows are Transformer Engine's."""
     values: dict[str, Any] = {}
+    unusual = {
+        "norms behind attention and MLP": spec.names.has_output_norms,
+        "a norm over all heads": spec.qk_norm_over_heads,
+        "norms around 1, or another scale of embeddings or scores": spec.zero_centered_norms or spec.softmax_scale is not None,
+        "a rotary embedding of its own for layers with a window": spec.window_rotary is not None,
+        "rotated pairs of neighbouring channels": spec.rotary.interleaved,
+    }
+    for what, needed in unusual.items():
+        if needed:
+            raise UserError(f"the checkpoint has {what}, not with Transformer Engine; set model.attention=torch")
     if spec.rotary.attention_factor != 1.0:
         if spec.rotary_fraction < 1:
             raise UserError("the checkpoint has YaRN on a part of the channels, not with Transformer Engine; set model.attention=torch")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.config_json import boolean, count, names, positive_int
@@ -39,11 +39,20 @@ def parse_mla(config: Mapping[str, Any], origin: str) -> MlaSpec:
     )
 
 
-def parse_sliding_window(config: Mapping[str, Any], origin: str, *, num_layers: int, supported: bool) -> tuple[int | None, tuple[int, ...]]:
+Windows = Literal["never", "switched", "given"]
+
+
+def parse_sliding_window(
+    config: Mapping[str, Any], origin: str, *, num_layers: int, windows: Windows, default: int | None = None, pattern: int | None = None
+) -> tuple[int | None, tuple[int, ...]]:
     """Tokens that a layer with a window sees, the querying one included, and the layers that have it, counted from 0.
 
-    `layer_types` names them where it is given, otherwise they start at `max_window_layers`. Raises UserError for layer types that are
-    not known, for windows in a family where they are not `supported`, and for values of the wrong type, also where no layer uses them.
+    `windows` is how the family says that there are any: "switched" on by `use_sliding_window`, or "given" by `sliding_window` itself, whose
+    value is `default` where the key is absent. `layer_types` names the layers where it is given. Otherwise they start at
+    `max_window_layers` in the first case; in the second they are all, or all but every `pattern`-th.
+
+    Raises UserError for layer types that are not known, for windows in a family that has "never" any, and for values of the wrong type,
+    also where no layer uses them.
     """
     kinds = names(config, "layer_types", origin)
     strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -51,11 +60,20 @@ def parse_sliding_window(config: Mapping[str, Any], origin: str, *, num_layers: 
         raise UserError(f"{origin} has layers of type {', '.join(strange)}, supported are full_attention and sliding_attention")
     if kinds and len(kinds) != num_layers:
         raise UserError(f"{origin} has {len(kinds)} layer_types for {num_layers} layers, needs one for each; correct the file")
+    if windows == "given":
+        if config.get("sliding_window", default) is None:
+            return None, ()
+        kinds = kinds or [
+            "sliding_attention" if pattern is None or (layer + 1) % pattern else "full_attention" for layer in range(num_layers)
+        ]
+        layers = [layer for layer in range(num_layers) if kinds[layer] == "sliding_attention"]
+        window = positive_int(config, "sliding_window", origin, default=default)
+        return (window, tuple(layers)) if layers else (None, ())
     if not boolean(config, "use_sliding_window", origin):
         if "sliding_attention" in kinds:
             raise UserError(f"{origin} has layers of type sliding_attention without use_sliding_window; set it, or remove layer_types")
         return None, ()
-    if not supported:
+    if windows == "never":
         raise UserError(f"{origin} sets use_sliding_window to True, which is not supported in this family; use another model")
     # The default of Qwen2 and Qwen3 in transformers.
     first = count(config, "max_window_layers", origin, default=28)

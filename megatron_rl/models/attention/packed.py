@@ -73,7 +73,7 @@ class PackedAttention(MegatronModule):
         if self.rotates:
             assert self.rotary is not None, "build_model sets the rotary embedding"
             cosine, sine = packed_seq_params.angles(self.rotary, dim=self.rotary_dim, dtype=query.dtype)
-            query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+            query, key = (rotate(x, cosine, sine, interleaved=self.rotary.interleaved) for x in (query, key))
         if self.cp_group.size() > 1:
             both = torch.cat((key, value), dim=-1)
             both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)

@@ -89,7 +89,9 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def parse_rotary(config: Mapping[str, Any], origin: str, *, max_position_embeddings: int, interleaved: bool) -> RotarySpec:
+def parse_rotary(
+    config: Mapping[str, Any], origin: str, *, max_position_embeddings: int, interleaved: bool, default_theta: float = 10000.0
+) -> RotarySpec:
     """The rotary embedding of a config.json, in both spellings: `rope_parameters` (transformers 5, theta inside) and `rope_theta` with
     `rope_scaling` (transformers 4).
 
@@ -106,11 +108,30 @@ def parse_rotary(config: Mapping[str, Any], origin: str, *, max_position_embeddi
     extra = [name for name in scaling if name not in known]
     if extra:
         raise UserError(f"{origin} sets {extra[0]} = {scaling[extra[0]]!r} for rope type {kind}, which is not supported; correct the file")
-    theta = positive_number(scaling, "rope_theta", where, default=positive_number(config, "rope_theta", origin, default=10000.0))
+    theta = positive_number(scaling, "rope_theta", where, default=positive_number(config, "rope_theta", origin, default=default_theta))
     if theta <= 1:
         raise UserError(f"{origin} has rope_theta = {theta:g}, needs a number above 1; correct the file")
     values = _yarn(scaling, where, max_position_embeddings) if kind == "yarn" else _needed_values(scaling, where, kind)
     return RotarySpec(theta=theta, kind=typing.cast(RotaryKind, kind), interleaved=interleaved, **values)
+
+
+def rotary_by_layer_type(
+    config: Mapping[str, Any], origin: str, *, window_theta_key: str, default_window_theta: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`config` as layers without and with a window see it, in families that rotate them differently, for `parse_rotary`.
+
+    `rope_parameters` has one object for each type of layer; the older spelling has `rope_theta` and `rope_scaling` for the former and
+    `window_theta_key` for the latter. Raises UserError, naming `origin`, for other keys in `rope_parameters`.
+    """
+    both = section(config, "rope_parameters", origin)
+    types = ("full_attention", "sliding_attention")
+    strange = sorted(set(both) - set(types))
+    if strange:
+        raise UserError(f"{origin} has {strange[0]} in rope_parameters, needs an object for each of {', '.join(types)}; correct the file")
+    full, window = (section(both, kind, f"rope_parameters in {origin}") for kind in types)
+    theta = config.get(window_theta_key)
+    older = {"rope_scaling": None, "rope_theta": default_window_theta if theta is None else theta}
+    return {**config, "rope_parameters": full}, {**config, **older, "rope_parameters": window}
 
 
 def parse_rotary_fraction(config: Mapping[str, Any], origin: str, *, default: float | None) -> float:

@@ -24,7 +24,7 @@ def moe_fields(moe: MoeSpec | None, *, num_layers: int) -> dict[str, Any]:
         "moe_router_topk": moe.num_experts_per_token,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-        "moe_shared_expert_gate": False,
+        "moe_shared_expert_gate": moe.shared_gate,
         "moe_router_score_function": moe.score_function,
         "moe_router_enable_expert_bias": moe.expert_bias,
         "moe_router_num_groups": moe.num_groups,

@@ -20,6 +20,7 @@ class MoeSpec:
     `score_function` makes scores of the router's logits, and the taken ones are normalised to sum to 1 where `normalize_top_k`, then
     multiplied by `routed_scaling_factor`. With `expert_bias` experts are chosen by score + bias, and weighed by the score. A token's
     experts come from `groups_per_token` of `num_groups` groups of experts; None where nothing restricts them.
+    With `shared_gate` what the shared experts give is multiplied by the sigmoid of one more logit of the token.
     """
 
     num_experts: int
@@ -33,14 +34,27 @@ class MoeSpec:
     num_groups: int | None = None
     groups_per_token: int | None = None
     routed_scaling_factor: float = 1.0
+    shared_gate: bool = False
 
     def is_dense(self, layer: int) -> bool:
         """Whether the layer, counted from 0 over the whole model, has a plain MLP."""
         return layer < self.num_dense_layers
 
 
-def parse_moe(config: Mapping[str, Any], origin: str, *, num_layers: int, score_function: ScoreFunction) -> MoeSpec | None:
+def parse_moe(
+    config: Mapping[str, Any],
+    origin: str,
+    *,
+    num_layers: int,
+    score_function: ScoreFunction,
+    width_key: str = "moe_intermediate_size",
+    normalize_top_k: bool | None = None,
+    shared_gate: bool = False,
+) -> MoeSpec | None:
     """The experts of a config.json, whose family scores them by `score_function`; None where all layers are dense.
+
+    `width_key` has the width of an expert, `normalize_top_k` None reads `norm_topk_prob`, and with `shared_gate` the shared expert has
+    a width of its own.
 
     Sigmoid scores come with a bias, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, 2.1.2). Raises UserError, naming `origin`, for
     sizes that are missing, that contradict each other, or that megatron-core's router computes in another way.
@@ -51,14 +65,17 @@ def parse_moe(config: Mapping[str, Any], origin: str, *, num_layers: int, score_
         return None
     spellings = ("n_routed_experts", "num_experts", "num_local_experts")
     spelling = next((key for key in spellings if config.get(key) is not None), "n_routed_experts" if sigmoid else "num_experts")
-    width = positive_int(config, "moe_intermediate_size", origin)
+    width = positive_int(config, width_key, origin)
+    shared = width * count(config, "n_shared_experts", origin) if sigmoid else 0
+    normalised = boolean(config, "norm_topk_prob", origin, default=sigmoid) if normalize_top_k is None else normalize_top_k
     moe = MoeSpec(
         num_experts=positive_int(config, spelling, origin),
         num_experts_per_token=positive_int(config, "num_experts_per_tok", origin),
         ffn_hidden_size=width,
-        normalize_top_k=boolean(config, "norm_topk_prob", origin, default=sigmoid),
+        normalize_top_k=normalised,
         num_dense_layers=num_dense_layers,
-        shared_ffn_hidden_size=width * count(config, "n_shared_experts", origin) if sigmoid else 0,
+        shared_ffn_hidden_size=positive_int(config, "shared_expert_intermediate_size", origin) if shared_gate else shared,
+        shared_gate=shared_gate,
         score_function=score_function,
         expert_bias=sigmoid,
         **(_groups(config, origin) if sigmoid else {}),

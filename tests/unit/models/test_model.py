@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
+from megatron_rl.models import families
 from megatron_rl.models.build import build_model, forward_selected
 from megatron_rl.models.hf_files import Checkpoint, save_hf
 from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
@@ -71,6 +72,32 @@ FAMILIES = {
         "num_experts_per_tok": 2,
     },
     "deepseek v3": {"family": "deepseek_v3"},
+    "mistral": {"family": "mistral", "sliding_window": 5},
+    "mistral without a window": {"family": "mistral", "sliding_window": None, "tied": False},
+    "ministral": {"family": "ministral", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": {"family": "mixtral"},
+    "qwen2 moe": {"family": "qwen2_moe", "tied": False},
+    "phi 3": {"family": "phi3"},
+    "phi 4": {"family": "phi3", "partial_rotary_factor": 1.0, "sliding_window": None, "tied": False},
+    "glm 4 of 2024": {"family": "glm"},
+    "glm 4": {"family": "glm4", "tied": False},
+    "olmo 2": {"family": "olmo2"},
+    "olmo 3": {"family": "olmo3", "layers": 4},
+    "olmo 3, yarn": {
+        "family": "olmo3",
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+    },
+    "gemma 3": {"family": "gemma3"},
+    "gemma 3, transformers 5 spelling": {
+        "family": "gemma3",
+        "rope_theta": None,
+        "rope_local_base_freq": None,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
     "deepseek v3 without a latent of queries": {"family": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 0},
 }
 
@@ -89,6 +116,11 @@ def packed_input(vocab, lengths=LENGTHS):
     return cu_seqlens, input_ids, packed_sequences(cu_seqlens)
 
 
+def test_every_family_is_compared_with_transformers(tiny_model):
+    paths = [tiny_model(name=f"model{index}", **config) for index, config in enumerate(FAMILIES.values())]
+    assert {read_model_spec(path).architecture for path in paths} == families.FAMILIES.keys()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(family, tiny_model, one_rank):
     path = tiny_model(**FAMILIES[family])
@@ -101,6 +133,7 @@ def test_logits_equal_transformers(family, tiny_model, one_rank):
             expected = reference(input_ids[:, start:stop]).logits.log_softmax(-1)
         assert expected.std() > 0.1, "the reference must depend on its input for this test to be able to fail"
         torch.testing.assert_close(log_probs[:, start:stop], expected, rtol=0, atol=1e-5)
+        assert torch.equal(log_probs[:, start:stop].argmax(-1), expected.argmax(-1))
 
 
 def test_gradients_equal_transformers(tiny_model, one_rank):

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from layout_table import QUANTISED
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -82,7 +83,7 @@ def test_fp8_with_one_scale_for_the_tensor_or_a_row(per):
     assert torch.equal(got, (codes.double() * scales.double()).float())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("family", QUANTISED)
 def test_a_run_loads_the_numbers_that_fp8_codes_mean(tiny_model, family, tmp_path):
     path = tiny_model(family=family)
     meaning = quantised_model(path)

@@ -27,6 +27,20 @@ QWEN3 = {
 }
 
 
+# Of which transformers writes every key, also those that change nothing.
+NEW_CONFIGS = (
+    "MistralConfig",
+    "MixtralConfig",
+    "Qwen2MoeConfig",
+    "Phi3Config",
+    "GlmConfig",
+    "Glm4Config",
+    "Olmo2Config",
+    "Olmo3Config",
+    "Gemma3TextConfig",
+)
+
+
 def spec_of(**changes):
     return parse_model_spec(QWEN3 | changes, origin="config.json")
 
@@ -44,14 +58,14 @@ def test_missing_head_dim_follows_the_family():
     assert spec_of(head_dim=None, architectures=["LlamaForCausalLM"]).head_dim == 8
 
 
-@pytest.mark.parametrize("name", ("Qwen3Config", "Qwen2Config", "LlamaConfig", "Qwen3MoeConfig"))
+@pytest.mark.parametrize("name", ("Qwen3Config", "Qwen2Config", "LlamaConfig", "Qwen3MoeConfig", *NEW_CONFIGS))
 def test_every_key_that_transformers_writes_is_accounted_for(name, tmp_path):
     config = getattr(transformers, name)()
-    config.architectures = [name.replace("Config", "ForCausalLM")]
+    config.architectures = [name.replace("TextConfig", "Config").replace("Config", "ForCausalLM")]
     config.save_pretrained(tmp_path)
     spec = read_model_spec(tmp_path)
     assert spec.num_layers == config.num_hidden_layers
-    assert (spec.moe is not None) == ("Moe" in name)
+    assert (spec.moe is not None) == (name == "MixtralConfig" or "Moe" in name)
 
 
 def test_both_spellings_of_rotary_scaling_agree():

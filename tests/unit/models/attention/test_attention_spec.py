@@ -25,8 +25,8 @@ QWEN3 = {
 }
 
 
-def window(config, *, num_layers=4, supported=True):
-    return parse_sliding_window(config, "config.json", num_layers=num_layers, supported=supported)
+def window(config, *, num_layers=4, windows="switched"):
+    return parse_sliding_window(config, "config.json", num_layers=num_layers, windows=windows)
 
 
 def test_latent_attention_of_deepseek_v3():
@@ -57,7 +57,7 @@ def test_windows_that_are_off_and_windows_that_cannot_be():
     with pytest.raises(UserError, match="sliding_attention without use_sliding_window"):
         window({"layer_types": ["sliding_attention"] * 4})
     with pytest.raises(UserError, match="not supported in this family"):
-        window({"use_sliding_window": True}, supported=False)
+        window({"use_sliding_window": True}, windows="never")
     assert window({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 4}) == (None, ())
 
 

@@ -1,11 +1,7 @@
-"""The supported model families as a table: what their checkpoints have, and which `config.json` keys are accounted for.
-
-Everything family-specific is here; no other module asks for a family's name.
-"""
+"""Keys of `config.json` that several families share: what is ignored, what is read, and of what only one value is supported."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 # Keys of config.json that say nothing about the function the network computes.
 IGNORED_KEYS = frozenset(
@@ -109,57 +105,3 @@ MLA_KEYS = frozenset(
         "v_head_dim",
     ]
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What sets one architecture apart. `default_head_dim` None means hidden size / heads where config.json gives none.
-
-    `default_rotary_fraction` is the rotated fraction of a head where config.json gives none; None says that all of it is rotated always.
-    `sliding_window` says that config.json can give layers a window, `mla` that attention is latent. `qkv_bias` and `qk_norm` None mean
-    that `attention_bias` and `use_qk_norm` in config.json say so. `router` is how a mixture of experts scores them, None without experts.
-    `default_norm_epsilon` is what transformers takes for this family where config.json gives none.
-    """
-
-    architecture: str
-    qkv_bias: bool | None = False
-    qk_norm: bool | None = False
-    default_head_dim: int | None = None
-    router: Literal["softmax", "sigmoid"] | None = None
-    default_rotary_fraction: float | None = None
-    sliding_window: bool = False
-    mla: bool = False
-    default_norm_epsilon: float = 1e-6
-
-    @property
-    def fixed_keys(self) -> dict[str, Any]:
-        """Keys of config.json of which only one value is supported."""
-        fixed = {key: value for key, value in FIXED_KEYS.items() if key != "attention_bias" or self.qkv_bias is not None}
-        return fixed | (dict(SIGMOID_ROUTER_FIXED_KEYS) if self.router == "sigmoid" else {})
-
-    @property
-    def known_keys(self) -> frozenset[str]:
-        """Keys of config.json that are accounted for."""
-        known = IGNORED_KEYS | READ_KEYS | self.fixed_keys.keys()
-        if self.qkv_bias is None:
-            known |= {"attention_bias"}
-        if self.qk_norm is None:
-            known |= {"use_qk_norm"}
-        if self.router is not None:
-            known |= MOE_KEYS
-        if self.router == "sigmoid":
-            known |= SIGMOID_ROUTER_KEYS | MTP_KEYS
-        return known | (MLA_KEYS if self.mla else frozenset())
-
-
-FAMILIES: Mapping[str, Family] = {
-    family.architecture: family
-    for family in (
-        Family("Qwen3ForCausalLM", qk_norm=True, default_head_dim=128, sliding_window=True),
-        Family("Qwen2ForCausalLM", qkv_bias=True, sliding_window=True),
-        Family("LlamaForCausalLM"),
-        Family("Qwen3MoeForCausalLM", qk_norm=True, router="softmax"),
-        Family("Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, router="sigmoid", default_rotary_fraction=0.5, default_norm_epsilon=1e-5),
-        Family("DeepseekV3ForCausalLM", mla=True, router="sigmoid"),
-    )
-}

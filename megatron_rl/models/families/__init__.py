@@ -1,0 +1,57 @@
+"""The supported families of models, one file each, by the architecture that `config.json` names."""
+
+from collections.abc import Mapping
+
+from megatron_rl.models.families import (
+    deepseek_v3,
+    gemma3,
+    glm,
+    glm4,
+    glm4_moe,
+    llama,
+    ministral,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
+from megatron_rl.models.families.config_keys import MTP_KEYS
+from megatron_rl.models.families.family import Family
+
+__all__ = ["FAMILIES", "MTP_KEYS", "REFUSED", "Family"]
+
+_MODULES = (
+    qwen3,
+    qwen2,
+    llama,
+    mistral,
+    ministral,
+    phi3,
+    glm,
+    glm4,
+    olmo2,
+    olmo3,
+    gemma3,
+    qwen3_moe,
+    qwen2_moe,
+    mixtral,
+    glm4_moe,
+    deepseek_v3,
+)
+FAMILIES: Mapping[str, Family] = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
+
+REFUSED: Mapping[str, str] = {
+    "GptOssForCausalLM": "megatron-core builds its experts without biases on torch's layers, and attention here has no sinks",
+    "Gemma2ForCausalLM": "attention here has no softcap on scores",
+    "Gemma3ForConditionalGeneration": "only text is trained; give the text model as Gemma3ForCausalLM",
+    "Qwen3NextForCausalLM": "gated delta nets of megatron-core take packed sequences from release 0.18 on, and none is built here yet",
+    "Qwen3_5ForCausalLM": "gated delta nets of megatron-core take packed sequences from release 0.18 on, and none is built here yet",
+    "Qwen3_5MoeForCausalLM": "gated delta nets of megatron-core take packed sequences from release 0.18 on, and none is built here yet",
+    "DeepseekV32ForCausalLM": "attention here is not sparse",
+}
+"""Architectures that are asked for and cannot be trained, and why."""

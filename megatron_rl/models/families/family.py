@@ -1,0 +1,103 @@
+"""What describes a family of models. Each file beside this one fills it in for one; no other module asks for a family's name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_rl.models.attention.attention_spec import Windows
+from megatron_rl.models.families.config_keys import (
+    FIXED_KEYS,
+    IGNORED_KEYS,
+    MLA_KEYS,
+    MOE_KEYS,
+    MTP_KEYS,
+    READ_KEYS,
+    SIGMOID_ROUTER_FIXED_KEYS,
+    SIGMOID_ROUTER_KEYS,
+)
+from megatron_rl.models.model_spec import Activation
+from megatron_rl.models.tensor_names import USUAL_NAMES, TensorNames
+
+Proof = Literal["sync", "quantised source", "tp", "pp", "cp", "ep"]
+DENSE_LAYOUTS: frozenset[Proof] = frozenset(["tp", "pp", "cp"])
+MIXTURE_LAYOUTS: frozenset[Proof] = DENSE_LAYOUTS | {"ep"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What sets one architecture apart. Where config.json gives no value, `default_...` is what transformers takes for this family.
+
+    `proved` is what tests show beyond one rank that equals transformers: sizes of layouts, weights sent to a real engine, quantised files.
+    `ignored` are keys of config.json that only this family has and that say nothing about what the network computes,
+    `fixed` those of which only one value is supported. `names` are those of its tensors.
+    `activation` is that of the MLP; `zero_centered_norms` multiply by 1 + weight; a `scaled_embedding` is multiplied by sqrt(hidden size).
+
+    Attention: `qkv_bias` and `qk_norm` None mean that `attention_bias` and `use_qk_norm` in config.json say so; `qk_norm_over_heads` is one
+    norm over the channels of all heads. `default_head_dim` None means hidden size / heads. `default_rotary_fraction` None says that all of
+    a head is rotated always; `rotary_interleaved` pairs channels (2i, 2i + 1). Scores are divided by the root of the value at
+    `query_scalar_key`; None divides by that of the channels of a head. `mla` is latent attention.
+
+    `windows`: "never", "switched" on by `use_sliding_window`, or "given" wherever `sliding_window` is not null; `default_window` is that of
+    an absent key. "Given" windows are in the layers that `layer_types` names, without it in all but every n-th, n being at
+    `window_pattern_key` or `default_window_pattern`.
+    `window_theta_key` has the base of their rotary embedding where they have one of their own.
+
+    Experts: `router` is how they are scored, None without experts; `expert_width_key` has their width; `normalize_top_k` None reads
+    `norm_topk_prob`; with `shared_gate` a gate weighs the shared expert.
+    """
+
+    architecture: str
+    proved: frozenset[Proof] = frozenset()
+    ignored: frozenset[str] = frozenset()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    names: TensorNames = USUAL_NAMES
+    default_norm_epsilon: float = 1e-6
+    default_tied: bool = False
+    activation: Activation = "silu"
+    zero_centered_norms: bool = False
+    scaled_embedding: bool = False
+    qkv_bias: bool | None = False
+    default_attention_bias: bool = False
+    qk_norm: bool | None = False
+    qk_norm_over_heads: bool = False
+    default_head_dim: int | None = None
+    default_rope_theta: float = 10000.0
+    default_rotary_fraction: float | None = None
+    rotary_interleaved: bool = False
+    windows: Windows = "never"
+    default_window: int | None = None
+    default_window_pattern: int | None = None
+    window_pattern_key: str | None = None
+    window_theta_key: str | None = None
+    default_window_theta: float = 10000.0
+    query_scalar_key: str | None = None
+    mla: bool = False
+    router: Literal["softmax", "sigmoid"] | None = None
+    expert_width_key: str = "moe_intermediate_size"
+    normalize_top_k: bool | None = None
+    shared_gate: bool = False
+
+    @property
+    def fixed_keys(self) -> dict[str, Any]:
+        """Keys of config.json of which only one value is supported."""
+        fixed = {key: value for key, value in FIXED_KEYS.items() if key != "attention_bias" or self.qkv_bias is not None}
+        fixed["hidden_act"] = self.activation
+        return fixed | (dict(SIGMOID_ROUTER_FIXED_KEYS) if self.router == "sigmoid" else {}) | dict(self.fixed)
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """Keys of config.json that are accounted for."""
+        known = IGNORED_KEYS | READ_KEYS | self.fixed_keys.keys() | self.ignored
+        if self.qkv_bias is None:
+            known |= {"attention_bias"}
+        own = (self.window_theta_key, self.window_pattern_key, self.query_scalar_key)
+        known |= {key for key in own if key is not None}
+        if self.qk_norm is None:
+            known |= {"use_qk_norm"}
+        if self.router is not None:
+            known |= MOE_KEYS
+        if self.router == "sigmoid":
+            known |= SIGMOID_ROUTER_KEYS | MTP_KEYS
+        if self.shared_gate:
+            known |= {"shared_expert_intermediate_size"}
+        return known | (MLA_KEYS if self.mla else frozenset())

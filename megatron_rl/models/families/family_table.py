@@ -1,0 +1,36 @@
+"""What is proved for each family, as `megatron-rl models` prints it."""
+
+from collections.abc import Iterator
+
+from megatron_rl.models.families import FAMILIES, REFUSED
+from megatron_rl.models.families.family import Family
+
+_LAYOUTS = ("tp", "pp", "cp", "ep")
+_COLUMNS = ("architecture", "load", "sync", "export", "quantised source", *_LAYOUTS, "equals transformers")
+
+
+def table() -> list[str]:
+    """The families as lines of a Markdown table, of equal width."""
+    rows = [_COLUMNS, *(_row(family) for family in FAMILIES.values())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [_line(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [lines[0], _line("-" * width for width in widths), *lines[1:]]
+
+
+def refused() -> list[str]:
+    """One line for each architecture that cannot be trained, with the reason."""
+    return [f"{architecture}: {reason}" for architecture, reason in REFUSED.items()]
+
+
+def _line(cells: Iterator[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _row(family: Family) -> tuple[str, ...]:
+    """A family that is listed loads, exports and equals transformers: a test looks for each of them."""
+
+    def proved(name: str) -> str:
+        return "yes" if name in family.proved else "no"
+
+    layouts = (proved(size) if size != "ep" or family.router is not None else "-" for size in _LAYOUTS)
+    return (family.architecture, "yes", proved("sync"), "yes", proved("quantised source"), *layouts, "yes")

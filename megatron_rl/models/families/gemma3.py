@@ -1,0 +1,36 @@
+"""Gemma-3, text alone: four norms of 1 + weight, scaled embedding, GELU, and layers with a window, rotated by another base."""
+
+from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
+from megatron_rl.models.tensor_names import TensorNames
+
+FAMILY = Family(
+    architecture="Gemma3ForCausalLM",
+    proved=DENSE_LAYOUTS,
+    default_tied=True,
+    default_head_dim=256,
+    qk_norm=True,
+    activation="gelu_pytorch_tanh",
+    zero_centered_norms=True,
+    scaled_embedding=True,
+    query_scalar_key="query_pre_attn_scalar",
+    default_rope_theta=1e6,
+    windows="given",
+    default_window=4096,
+    default_window_pattern=6,
+    window_pattern_key="sliding_window_pattern",
+    window_theta_key="rope_local_base_freq",
+    # transformers writes the pattern under its private name beside the layer types that follow from it.
+    ignored=frozenset(["_sliding_window_pattern", "cache_implementation"]),
+    # Softcaps are Gemma-2's; Gemma-3 has null there.
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    names=TensorNames(
+        attention_output_norm="post_attention_layernorm",
+        mlp_input_norm="pre_feedforward_layernorm",
+        mlp_output_norm="post_feedforward_layernorm",
+    ),
+)

@@ -1,0 +1,16 @@
+"""GLM-4 9B of 2024 as transformers has it: half of the channels rotated in neighbouring pairs, gate and up in one tensor."""
+
+from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
+from megatron_rl.models.tensor_names import TensorNames
+
+FAMILY = Family(
+    architecture="GlmForCausalLM",
+    proved=DENSE_LAYOUTS,
+    default_norm_epsilon=1.5625e-7,
+    qkv_bias=None,
+    default_attention_bias=True,
+    default_head_dim=128,
+    default_rotary_fraction=0.5,
+    rotary_interleaved=True,
+    names=TensorNames(gate_up="gate_up_proj"),
+)

@@ -1,0 +1,5 @@
+"""Llama 2 and 3: what the other families are described against."""
+
+from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
+
+FAMILY = Family(architecture="LlamaForCausalLM", proved=DENSE_LAYOUTS)

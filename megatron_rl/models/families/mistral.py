@@ -1,0 +1,5 @@
+"""Mistral 7B and its successors of the same architecture: Llama with a sliding window in every layer, unless config.json says null."""
+
+from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
+
+FAMILY = Family(architecture="MistralForCausalLM", proved=DENSE_LAYOUTS, windows="given", default_window=4096)

@@ -1,0 +1,18 @@
+"""Mixtral: Mistral with experts in every layer, whose taken scores sum to 1 and which have names of their own."""
+
+from megatron_rl.models.families.family import MIXTURE_LAYOUTS, Family
+from megatron_rl.models.tensor_names import TensorNames
+
+FAMILY = Family(
+    architecture="MixtralForCausalLM",
+    proved=MIXTURE_LAYOUTS,
+    default_norm_epsilon=1e-5,
+    default_rope_theta=1e6,
+    windows="given",
+    router="softmax",
+    expert_width_key="intermediate_size",
+    normalize_top_k=True,
+    # Noise on the router's input would differ between two runs.
+    fixed={"router_jitter_noise": 0.0},
+    names=TensorNames(mixture="block_sparse_moe", expert=("w1", "w3", "w2")),
+)

@@ -1,0 +1,16 @@
+"""Phi-3 and Phi-4: Llama with queries, keys and values in one tensor, gate and up in another, and a window where config.json gives one."""
+
+from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
+from megatron_rl.models.tensor_names import TensorNames
+
+FAMILY = Family(
+    architecture="Phi3ForCausalLM",
+    proved=DENSE_LAYOUTS,
+    default_norm_epsilon=1e-5,
+    default_rotary_fraction=1.0,
+    windows="given",
+    # The length before longrope, which repeats what the scaling says.
+    ignored=frozenset(["original_max_position_embeddings"]),
+    fixed={"embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    names=TensorNames(qkv="qkv_proj", gate_up="gate_up_proj"),
+)

@@ -1,0 +1,11 @@
+"""Qwen3: norms on queries and keys, heads of 128 channels, sliding windows where config.json switches them on."""
+
+from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
+
+FAMILY = Family(
+    architecture="Qwen3ForCausalLM",
+    proved=DENSE_LAYOUTS | {"sync", "quantised source"},
+    qk_norm=True,
+    default_head_dim=128,
+    windows="switched",
+)

@@ -1,0 +1,5 @@
+"""Qwen3-MoE: Qwen3 with experts in every layer, chosen by softmax scores."""
+
+from megatron_rl.models.families.family import MIXTURE_LAYOUTS, Family
+
+FAMILY = Family(architecture="Qwen3MoeForCausalLM", proved=MIXTURE_LAYOUTS | {"sync"}, qk_norm=True, router="softmax")

@@ -1,0 +1,129 @@
+"""Root mean square norms, and where a layer has them.
+
+Legend: T tokens on this rank, H heads on this rank, D channels of a head, tp tensor parallel size.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_rl.models.model_spec import ModelSpec
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Root mean square norm over the last dimension that works under sequence parallelism.
+
+    megatron-core's torch norm refuses sequence parallelism. The attribute `sequence_parallel` on the weight is all that is missing:
+    it makes megatron sum the weight's gradient over tensor parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        device = None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - a mark that megatron reads, no attribute of Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, 1, width] times the weight, or 1 + the weight, over its root mean square."""
+        if not self.zero_centered:
+            return super().forward(x)
+        return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class NormOverHeads(torch.nn.Module):
+    """Norm over the channels of all heads together, of which each tensor parallel rank has its own: [T, 1, H, D] to the same.
+
+    megatron-core builds it as the norm of one head, `hidden_size` wide, so the number of heads is said by `with_norms`.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int) -> None:
+        super().__init__()
+        self.eps, self.width = eps, num_heads * hidden_size
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        device = None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+        local = self.width // self.group.size()
+        self.weight = torch.nn.Parameter(torch.ones(local, device=device, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, 1, H, D] over the root mean square of the channels of all ranks. Collective over tensor parallel ranks."""
+        wide = x.flatten(-2).float()
+        squares = _SumOverRanks.apply(wide.square().sum(-1, keepdim=True), self.group)
+        normalised = wide * torch.rsqrt(squares / self.width + self.eps)
+        return (normalised * self.weight.float()).to(x.dtype).view_as(x)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """As megatron-core's modules give it for a checkpoint: split over tensor parallel ranks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+        return sharded
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum of which every rank uses the whole: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() == 1:
+        return x
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+class NormedRowParallelLinear(RowParallelLinear):
+    """The last projection of attention or an MLP, whose output is normalised before it is added to the residual stream."""
+
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        self.output_layernorm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """As upstream's [T, 1, hidden size], with the norm; there is no bias to add."""
+        output, bias = super().forward(input_)
+        assert bias is None, "a bias would be added behind the norm"
+        return self.output_layernorm(output), None
+
+
+def with_norms(layer: ModuleSpec, spec: ModelSpec) -> ModuleSpec:
+    """The torch layer `layer` with norms where this model has them; those before attention and MLP, and of single heads, it has already."""
+    names, submodules = spec.names, layer.submodules
+    attention, mlp = submodules.self_attention, submodules.mlp
+    if spec.qk_norm_over_heads:
+        heads = {"q_layernorm": spec.num_heads, "k_layernorm": spec.num_kv_heads}
+        norms = {name: ModuleSpec(NormOverHeads, params={"num_heads": count}) for name, count in heads.items()}
+        attention = dataclasses.replace(attention, submodules=dataclasses.replace(attention.submodules, **norms))
+    if names.attention_output_norm is not None:
+        attention = dataclasses.replace(
+            attention, submodules=dataclasses.replace(attention.submodules, linear_proj=NormedRowParallelLinear)
+        )
+    if names.mlp_output_norm is not None:
+        mlp = dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, linear_fc2=NormedRowParallelLinear))
+    absent = {"input_layernorm": names.attention_input_norm, "pre_mlp_layernorm": names.mlp_input_norm}
+    return dataclasses.replace(
+        layer,
+        submodules=dataclasses.replace(
+            submodules, self_attention=attention, mlp=mlp, **{name: IdentityOp for name, given in absent.items() if given is None}
+        ),
+    )
