@@ -15,15 +15,16 @@ from typing import Any
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.source import PromptSource
-from megatron_rl.errors import UserError
+from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
 from megatron_rl.observe.report import has_curves, write_report
 from megatron_rl.observe.sinks import Sinks
-from megatron_rl.observe.summary import FINISHED, Summary, facts_of, status_of, write_summary
+from megatron_rl.observe.summary import FINISHED, Summary, asked_to_end, facts_of, status_of, write_summary
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.colocation import SharedDevices, Turn
+from megatron_rl.runtime.grace import finishing_first
 from megatron_rl.runtime.run_checkpoint import RunState, checkpoint_paths, newest_checkpoint, oldest_step, save_checkpoint
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.types import TrainBatch
@@ -51,7 +52,7 @@ class TrainingRun(ABC):
         self._metrics: list[dict[str, Metric]] = []
         self._first_evaluation: dict[str, float] = {}
         self._last_evaluation: dict[str, float] = {}
-        self._trained_steps = self._logged_steps = 0
+        self._trained_steps = self._logged_steps = self._saved_steps = 0
 
     # What runs differ in
 
@@ -117,7 +118,7 @@ class TrainingRun(ABC):
             self._trainers.load(path / "megatron")
             self._rewind(step=state.step, position=state.source)
         self._first_evaluation = state.first_evaluation
-        self._trained_steps = self._logged_steps = state.step
+        self._trained_steps = self._logged_steps = self._saved_steps = state.step
         self._console.say(f"resumed from {path} after {state.step} steps")
         return state.step
 
@@ -133,9 +134,10 @@ class TrainingRun(ABC):
     def train(self, batch: TrainBatch, *, step: int) -> None:
         """Optimizer steps on one batch."""
         self._turn(Turn.TRAINING)
-        with self._phase("train"):
-            self._metrics += self._trainers.train(batch, step=step)
-        self._trained_steps = step + 1
+        with finishing_first():
+            with self._phase("train"):
+                self._metrics += self._trainers.train(batch, step=step)
+            self._trained_steps = step + 1
 
     def evaluates_after(self, step: int) -> bool:
         """True for every eval_interval-th step and the last."""
@@ -153,12 +155,13 @@ class TrainingRun(ABC):
         """Write a checkpoint that `--resume` continues from, with the policy as a Hugging Face directory. Raises as `next_batch`."""
         self._check_directory()
         self._turn(Turn.TRAINING)
-        with self._phase("save"):
+        with finishing_first(), self._phase("save"):
             metrics = metric_values(self._measured())
             state = RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics)
             path = save_checkpoint(self.directory, state=state, trainers=self._trainers, keep=self._settings.run.keep_checkpoints)
             self._forget(before_step=oldest_step(self.directory))
             _link(self.directory / POLICY_LINK, path / "hf")
+            self._saved_steps = step
 
     def _check_directory(self) -> None:
         """Raise UserError when nothing that this run makes would be kept any more."""
@@ -194,10 +197,16 @@ class TrainingRun(ABC):
     def break_off(self, error: BaseException) -> None:
         """Keep what a run that `error` ends early has: the row of a step that was trained on, the curves, the page, the summary.
 
-        Nothing is written where the run directory is gone. Raises UserError when the disk is full.
+        Also a checkpoint, when the run is asked to end by SIGTERM, which leaves its ranks well. Nothing is written where the run directory
+        is gone. Raises UserError when the disk is full.
         """
         if not (self.directory / SETTINGS_FILE).exists():
             return
+        if asked_to_end(error) and self._trained_steps > self._saved_steps:
+            try:
+                self.save(step=self._trained_steps)
+            except (MegatronRLError, OSError) as second:
+                self._console.say(f"no checkpoint of step {self._trained_steps} could be written: {second}")
         if self._trained_steps > self._logged_steps:
             self.log(step=self._trained_steps)
         self._write_outcome(status_of(error), go_on=self._resume_command)

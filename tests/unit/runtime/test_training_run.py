@@ -1,6 +1,8 @@
 """The run object between stand-ins of its engines, its ranks and its console: what it asks of them, and what it leaves behind."""
 
 import json
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,9 +199,9 @@ def test_the_order_of_a_run(make_run: MakeRun, calls: Calls, tmp_path: Path) -> 
     [
         (EngineError("gone\nlog"), "failed: EngineError: gone"),
         (KeyboardInterrupt(), "interrupted: SIGINT"),
-        (SystemExit(143), "interrupted: SIGTERM"),
+        (SystemExit(129), "interrupted: SIGHUP"),
     ],
-    ids=["error", "SIGINT", "SIGTERM"],
+    ids=["error", "SIGINT", "SIGHUP"],
 )
 def test_a_run_that_ends_early_keeps_what_it_has(make_run: MakeRun, tmp_path: Path, error: BaseException, status: str) -> None:
     run = make_run("run.num_steps=9", fails_at=2, error=error)
@@ -211,6 +213,76 @@ def test_a_run_that_ends_early_keeps_what_it_has(make_run: MakeRun, tmp_path: Pa
     assert summary.go_on.endswith("settings.yaml --resume")
     assert steps_of(tmp_path / "run") == [0, 1, 2]
     assert status in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_run_that_is_asked_to_end_leaves_a_checkpoint_of_its_last_step(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+    run = make_run("run.num_steps=9", "run.save_interval=0", fails_at=2, error=SystemExit(143))
+    with pytest.raises(SystemExit):
+        train_loop(run, first_step=0)
+    run.break_off(SystemExit(143))
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and (summary.status, summary.steps) == ("interrupted: SIGTERM", 2)
+    assert [call for call in calls if call[0] == "save"] == [("save", ".step-000002.partial")]
+    # What a checkpoint has already is not written again.
+    run.break_off(SystemExit(143))
+    again = make_run("run.num_steps=9", "run.save_interval=0", resume=True)
+    assert again.resume() == 2
+    again.break_off(SystemExit(143))
+    assert sum(call[0] == "save" for call in calls) == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_at_the_end_does_not_cost_the_summary(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Ranks, directory: Path) -> None:
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(Ranks, "save", fail)
+    run = make_run("run.num_steps=9", "run.save_interval=0", fails_at=2, error=SystemExit(143))
+    with pytest.raises(SystemExit):
+        train_loop(run, first_step=0)
+    run.break_off(SystemExit(143))
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and (summary.steps, summary.checkpoint) == (2, None)
+    assert "no checkpoint of step 2 could be written: the disk is full" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("phase", ["train", "save"])
+def test_sigterm_waits_for_an_optimizer_step_and_for_a_checkpoint(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    own = getattr(Ranks, phase)
+
+    def interrupted(self: Ranks, *arguments: Any, **keywords: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return own(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Ranks, phase, interrupted)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        run = make_run("run.num_steps=9", "run.save_interval=1")
+        with pytest.raises(SystemExit) as left:
+            train_loop(run, first_step=0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        run.break_off(left.value)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [call[0] for call in calls if call[0] in ("train", "save")] == ["train", "save"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_a_resumed_run_evaluates_where_the_run_that_was_not_interrupted_does(make_run: MakeRun, calls: Calls) -> None:
+    overrides = ("run.num_steps=9", "run.save_interval=1", "run.eval_interval=2", "data.eval=held_out.jsonl")
+    for last, evaluates in ((3, False), (4, True)):
+        first = make_run(*overrides, resume=True, held_out=4, fails_at=last, error=EngineError("gone"))
+        with pytest.raises(EngineError):
+            train_loop(first, first_step=first.resume())
+        again = make_run(*overrides, resume=True, held_out=4)
+        step = again.resume()
+        calls.clear()
+        again.begin(step=step)
+        assert step == last and calls[:3] == [("publish", step), ("probe",), ("parity",)]
+        assert (("evaluate",) in calls) == evaluates
 
 
 def test_a_step_that_was_trained_on_is_logged_although_its_save_fails(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
