@@ -101,7 +101,7 @@ def main() -> None:
         allocate_host_memory_unpinned()
     products = None
     if deterministic:
-        from megatron_rl.rollout.batch_invariance import invariant_products
+        from megatron_rl.rollout.deterministic_cpu import invariant_products
 
         allow_deterministic_inference()
         # The scheduler is a fork of this process.

@@ -51,15 +51,19 @@ def allocate_host_memory_unpinned() -> None:
 
 
 def allow_deterministic_inference() -> None:
-    """Let `enable_deterministic_inference` run without a GPU, for which SGLang has neither kernels nor an attention of that kind.
+    """Let `enable_deterministic_inference` run without a GPU, for which SGLang has neither kernels, attention nor hash of that kind.
 
-    `batch_invariance` and `sglang_attention` take their places.
+    `deterministic_cpu` and `sglang_attention` take their places.
     """
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
+    from sglang.srt.layers import sampler
+
+    from megatron_rl.rollout.deterministic_cpu import murmur_hash
 
     def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
         """Nothing is left to do."""
 
     batch_invariant_ops.enable_batch_invariant_mode = enable_batch_invariant_mode
+    sampler.murmur_hash32 = murmur_hash
     add_deterministic_attention_backend_choices(["torch_native"])
