@@ -8,7 +8,7 @@
 #   --nodes N            nodes to use (runtime.cluster.num_nodes). Ranks and engines of the YAML file grow with a multiple of its nodes;
 #                        any other number has to be filled by overrides, which the check names
 #   --ray-address H:P    use this Ray cluster and leave it running; without it the script starts Ray, and stops it at the end
-#   --resume             continue the run in --directory
+#   --resume             continue the run in --directory, or start it: one command for both; exit status 75 asks for it again
 #   --dry-run            print settings, placement and memory plan; needs the model's config.json, but no GPU, weights or data
 #   section.key=value    any setting of the YAML file beside the script
 
