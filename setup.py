@@ -21,6 +21,8 @@ INSTALL_REQUIRES = [
     'triton; platform_system == "Linux"',
     # 5.x writes rope_parameters into config.json and is what the supported SGLang releases pin.
     "transformers>=5.12,<6",
+    # Of the release that transformers pins.
+    "tokenizers",
     "ray>=2.50",
     "aiohttp>=3.9",
     "numpy>=2.0",

@@ -178,8 +178,20 @@ def _progress() -> Iterator[Callable[[str], None]]:
     default=Path(),
     help="Where runs are to be written; the working directory when not given.",
 )
-def doctor(directory: Path) -> int:
-    """Compare this machine and its packages with what was tested; print the command that mends each difference."""
+@click.option("--gpu", is_flag=True, help="Try the GPUs of this node with real ranks and engines instead (15 minutes).")
+@click.option("--on-cpu", is_flag=True, help="With --gpu: two processes on the CPU stand for GPUs, to try the acceptance itself.")
+def doctor(directory: Path, gpu: bool, on_cpu: bool) -> int:
+    """Compare this machine and its packages with what was tested; print the command that mends each difference.
+
+    With --gpu, start tiny models on the GPUs and print PASS or FAIL and a number for each promise, from the all-reduce to weight syncs,
+    layouts, colocation and checkpoints; the exit status is 1 when a line fails.
+    """
+    if on_cpu and not gpu:
+        raise UserError("--on-cpu was given without --gpu, whose stand-in it chooses; add --gpu")
+    if gpu:
+        from megatron_rl.acceptance.verdict import accept
+
+        return accept(directory, on_cpu=on_cpu)
     from megatron_rl.doctor import examine
     from megatron_rl.doctor import report as report_findings
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import types
 import warnings
@@ -19,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_rl.errors import UserError
+from megatron_rl.process_variables import RANK_VARIABLES
 
 OLDEST_MEGATRON = (0, 16)
 NEWEST_MEGATRON = (0, 19)
@@ -123,10 +125,28 @@ def prepare_megatron(device: Device) -> None:
     """
     import_megatron()
     if device.kind == "cuda":
+        for name, value in RANK_VARIABLES.items():
+            # A run's processes have them already; here they come to ranks that somebody else started. CUDA and NCCL read them later.
+            os.environ.setdefault(name, value)
         torch.cuda.set_device(device.torch_device)
     for shim in CPU_SHIMS:
         if device.kind == "cpu" or shim.without_te:
             shim.apply()
+
+
+def set_allocator(options: str | None) -> None:
+    """Give torch's allocator of GPU memory these options, as PYTORCH_CUDA_ALLOC_CONF has them; before the first tensor is on the GPU.
+
+    Raises UserError for options that torch does not know. Does nothing without options, and where there is no GPU.
+    """
+    if options is None or not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.memory._set_allocator_settings(options)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"training.cuda_allocator is {options!r}, which torch refuses ({error}); give options of PYTORCH_CUDA_ALLOC_CONF"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@
 #   --nodes N            nodes to use (runtime.cluster.num_nodes). Ranks and engines of the YAML file grow with a multiple of its nodes;
 #                        any other number has to be filled by overrides, which the check names
 #   --ray-address H:P    use this Ray cluster and leave it running; without it the script starts Ray, and stops it at the end
+#   --interface NAME     network interface of every node on which ranks and engines meet (runtime.network_interface) and Ray listens;
+#                        without it Ray takes this node's first address, or the one in RAY_HEAD_IP
 #   --resume             continue the run in --directory, or start it: one command for both; exit status 75 asks for it again
 #   --dry-run            print settings, placement and memory plan; needs the model's config.json, but no GPU, weights or data
 #   section.key=value    any setting of the YAML file beside the script
@@ -28,12 +30,23 @@ usage() {
     sed -n '/^# Options/,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 }
 
+# node_address INTERFACE [command that runs another there]: the address of that interface, or the first one when it is empty.
+node_address() {
+    local name=$1
+    shift
+    if [ -n "$name" ]; then
+        "$@" ip -4 -o address show dev "$name" | sed -n 's#.* inet \([0-9.]*\)/.*#\1#p' | head -n 1 || true
+    else
+        "$@" hostname -I | cut -d ' ' -f 1
+    fi
+}
+
 # Fills `overrides`, `num_nodes`, `ray_address`, `resume` and `dry_run` from the words of the command line.
 read_options() {
-    overrides=() ray_address='' dry_run='' resume=()
+    overrides=() ray_address='' interface='' dry_run='' resume=()
     while [ $# -gt 0 ]; do
         case $1 in
-            --model | --data | --eval | --directory | --nodes | --ray-address)
+            --model | --data | --eval | --directory | --nodes | --ray-address | --interface)
                 [ -n "${2:-}" ] || fail "$1 needs a value (bash $script --help)"
                 ;;
         esac
@@ -44,6 +57,7 @@ read_options() {
             --directory) overrides+=("run.directory=$2") && shift ;;
             --nodes) overrides+=("runtime.cluster.num_nodes=$2") && num_nodes=$2 && shift ;;
             --ray-address) ray_address=$2 && shift ;;
+            --interface) overrides+=("runtime.network_interface=$2") && interface=$2 && shift ;;
             --resume) resume=(--resume) ;;
             --dry-run) dry_run=yes ;;
             -h | --help) usage && exit ;;
@@ -103,7 +117,9 @@ ray_head() {
 }
 
 ray_worker_line() {
-    echo "env RAY_AUTH_MODE=token ${ray_environment[*]} ray start --address=$1 --disable-usage-stats --block"
+    local own=''
+    [ -z "$interface" ] || own=" --node-ip-address=THE_ADDRESS_OF_ITS_OWN_$interface"
+    echo "env RAY_AUTH_MODE=token ${ray_environment[*]} ray start --address=$1$own --disable-usage-stats --block"
 }
 
 # Waits until so many nodes are in the cluster, or until one of the processes that were started for it ends.
@@ -115,7 +131,9 @@ await_nodes() {
 # Starts Ray's head on this node and waits until the others have joined it.
 start_cluster() {
     local log=${TMPDIR:-/tmp}/megatron-rl-ray-head-$$.log
-    ray_address=$(hostname -I | cut -d ' ' -f 1):${RAY_PORT:-6379}
+    local head=${RAY_HEAD_IP:-$(node_address "$interface")}
+    [ -n "$head" ] || fail "this node has no address${interface:+ on the network interface $interface}; give another --interface, or RAY_HEAD_IP"
+    ray_address=$head:${RAY_PORT:-6379}
     # Only who knows the token in ~/.ray/auth_token may use this Ray.
     "$(dirname "$python")/ray" get-auth-token --generate >/dev/null || fail "Ray gave no token, see above"
     start ray_head "$ray_address" >"$log" 2>&1

@@ -36,10 +36,25 @@ def contradictions(settings: Settings) -> list[str]:
 
 def gpu_contradictions(settings: Settings) -> list[str]:
     """As `contradictions`, for what cannot hold where GPUs are used."""
-    if settings.runtime.colocate and settings.weights.transport != "disk" and not settings.supervised:
+    if not settings.runtime.colocate or settings.supervised:
+        return []
+    if settings.weight_transport == "broadcast":
         return [
-            f"weights.transport is {settings.weights.transport} with runtime.colocate true, but NCCL cannot join a Megatron rank and an "
-            f"engine on the same GPU into one group; set weights.transport to disk"
+            "weights.transport is broadcast with runtime.colocate true, but NCCL cannot join a Megatron rank and an engine on the same GPU "
+            "into one group; leave it out, which means ipc, or set it to disk"
+        ]
+    allocator = settings.training.cuda_allocator or ""
+    if settings.weight_transport == "ipc" and "expandable_segments:true" in allocator.replace(" ", "").lower():
+        return [
+            f"weights.transport is ipc with training.cuda_allocator {allocator}, but expandable segments cannot be shared with an engine; "
+            f"remove expandable_segments there, or set weights.transport to disk"
+        ]
+    num_gpus = settings.runtime.num_gpus_per_engine
+    tp_size = settings.rollout.sglang.get("tp_size", num_gpus)
+    if settings.weight_transport == "ipc" and tp_size != num_gpus:
+        return [
+            f"weights.transport is ipc with rollout.sglang.tp_size {tp_size} and runtime.num_gpus_per_engine {num_gpus}, but SGLang takes "
+            f"one handle for each tensor parallel rank, of the memory of its own GPU; make them equal, or set weights.transport to disk"
         ]
     return []
 
@@ -281,6 +296,11 @@ def _evaluation(settings: Settings) -> Iterator[str]:
 
 def _colocation(settings: Settings) -> Iterator[str]:
     staleness = settings.rollout.max_staleness
+    if settings.weights.transport == "ipc" and not settings.runtime.colocate:
+        yield (
+            "weights.transport is ipc with runtime.colocate false, but memory is shared by a Megatron rank and an engine on the same GPU; "
+            "set runtime.colocate to true, or weights.transport to broadcast"
+        )
     if settings.runtime.colocate and staleness:
         yield (
             f"runtime.colocate is true with rollout.max_staleness {staleness}, but engines that share the trainer's GPUs cannot generate "

@@ -256,6 +256,11 @@ class TrainingSettings(Section):
         description="Rollout batches from one to the next that measures the KL to the initial policy (train/kl_*) although no term of the "
         "objective reads it; each costs a forward pass. 0 measures it only with such a term. Without both, no reference is kept.",
     )
+    cuda_allocator: str | None = Field(
+        None,
+        description="Options of torch's allocator on the ranks' GPUs, such as expandable_segments:True, as PYTORCH_CUDA_ALLOC_CONF has "
+        "them. Engines do not get that variable: options that suit ranks keep an engine's memory from being put away.",
+    )
     step_timeout_s: Seconds = Field(3600.0, description="Deadline of one training step and of a collective, in seconds.")
 
     def keeps_reference(self, objective: Objective) -> bool:
@@ -266,9 +271,10 @@ class TrainingSettings(Section):
 class WeightSettings(Section):
     """Trainer to engine."""
 
-    transport: Literal["broadcast", "disk"] = Field(
-        "broadcast",
-        description="broadcast sends tensors through a process group (gloo on CPU, NCCL on GPU); disk goes through a shared directory.",
+    transport: Literal["broadcast", "disk", "ipc"] | None = Field(
+        None,
+        description="broadcast sends tensors through a process group (gloo on CPU, NCCL on GPU), disk writes and reads files, ipc shares "
+        "the memory of the GPUs of runtime.colocate, or of the host on CPU. Not set: ipc with runtime.colocate, else broadcast.",
     )
     parity_threshold: float | None = Field(
         None,
@@ -293,6 +299,11 @@ class RuntimeSettings(Section):
 
     ray_address: str | None = Field(None, description="Address of a running Ray cluster; a local one is started when not set.")
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
+    network_interface: str | None = Field(
+        None,
+        description="Network interface of every node, such as eth0 or ib0, on which ranks and engines meet (gloo, NCCL). Ray has to be "
+        "started with this interface's address (--node-ip-address). Each library chooses for itself when not set.",
+    )
     num_gpus_per_engine: int = Field(1, ge=1, le=2**10, description="GPUs of one engine where GPUs are used.")
     colocate: bool = Field(
         False,
@@ -325,6 +336,11 @@ class Settings(Section):
     def supervised(self) -> bool:
         """True when the targets come from the data file, so that no engine and no reward take part."""
         return self.objective.policy_loss == "sft"
+
+    @property
+    def weight_transport(self) -> Literal["broadcast", "disk", "ipc"]:
+        """How weights reach the engines: weights.transport, or where it is not set the one that suits runtime.colocate."""
+        return self.weights.transport or ("ipc" if self.runtime.colocate else "broadcast")
 
     @property
     def keeps_reference(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.device import local_device
+from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_fields import Attention
 from megatron_rl.models.attention.latent import LatentAttention
 from megatron_rl.models.attention.packed import PackedAttention
@@ -39,6 +40,11 @@ class PolicyModel(GPTModel):
         super().__init__(**arguments)
         if self.post_process:
             self.output_layer = LanguageModelHead.in_place_of(self.output_layer)
+
+    def _set_attention_backend(self) -> None:
+        """Upstream sets variables of the environment that other processes inherit, whatever the layers are."""
+        if self.config.transformer_impl == "transformer_engine":
+            super()._set_attention_backend()
 
     def _postprocess(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
         if not self.post_process:
@@ -119,6 +125,17 @@ def _set_rotary(chunk: PolicyModel, spec: ModelSpec) -> None:
 def forward_selected(model: torch.nn.Module, input_ids: Tensor, position_ids: Tensor, packed: PackedSequences, positions: Tensor) -> Tensor:
     """Hidden states [N, H] at the local tokens `positions` [N] only, for `input_ids` and `position_ids` [1, T]; a critic's values [N, 1].
 
-    `model` is a PolicyModel, bare or wrapped. Pipeline stages before the last answer hidden states of all tokens.
+    `model` is a PolicyModel, bare or wrapped. Pipeline stages before the last answer hidden states of all tokens. Raises UserError when
+    the chosen attention of Transformer Engine does not compute this model on this GPU.
     """
-    return model(input_ids, position_ids, None, packed_seq_params=packed.at(positions))
+    try:
+        output: Tensor = model(input_ids, position_ids, None, packed_seq_params=packed.at(positions))
+    except ValueError as error:
+        if "No dot product attention backend" not in str(error):
+            raise
+        raise UserError(
+            "Transformer Engine's attention that model.megatron.attention_backend names (fused, cuDNN's, by default) does not compute this "
+            "model on this GPU; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the environment make it say why; set attention_backend to flash where "
+            "flash-attn is installed, or model.attention to torch"
+        ) from error
+    return output

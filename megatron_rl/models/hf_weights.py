@@ -3,6 +3,7 @@
 One parameter at a time, in the order of the table on every rank. Nothing family-specific is here.
 """
 
+import math
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules
 
 # Tensors that some checkpoints carry and that are recomputed here.
 _RECOMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
+SENT_BYTES = 256 * 2**20
+"""The most that one message carries of tensors that one rank has."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # The number of one of a rank's experts in a parameter's name, in a separate module or in Transformer Engine's module of all.
 _LOCAL_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
@@ -36,7 +39,7 @@ def load_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, path: Path) 
     with Checkpoint(path) as checkpoint, torch.no_grad():
         _check_names(checkpoint, spec)
         for rule in rules(spec):
-            parameter = parameters.pop(_held_name(rule, parameters), None)
+            parameter = parameters.pop(held_name(rule, parameters), None)
             if parameter is None:
                 continue
             ranks = _TensorRanks.of(rule)
@@ -55,17 +58,14 @@ def export_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterato
     """
     parameters = global_parameters(chunks)
     owners = _Owners(parameters)
-    for rule in rules(spec):
-        if not rule.exported:
-            continue
-        parameter = parameters.get(_held_name(rule, parameters))
-        tensors = None if parameter is None else _gathered(rule, parameter.detach(), spec)
-        group, holders = owners.of(rule)
-        if group is not None:
-            dtype = torch.float32 if rule.float32 else chunks[0].config.params_dtype
-            tensors = _from_owner(rule, tensors, owner=holders[_held_name(rule, holders)], group=group, dtype=dtype)
-        assert tensors is not None, f"no rank has {rule.megatron}"
-        yield from zip(rule.hugging_face, tensors, strict=True)
+    exported = (rule for rule in rules(spec) if rule.exported)
+    for together in _sent_together(exported, owners, dtype=chunks[0].config.params_dtype):
+        held = [(rule, parameters[name]) for rule in together.rules if (name := held_name(rule, parameters)) in parameters]
+        assert len(held) in (0, len(together.rules)), f"this rank has only a part of what is sent with {together.rules[0].megatron}"
+        tensors = [tensor for rule, parameter in held for tensor in _gathered(rule, parameter.detach(), spec)]
+        if together.group is not None:
+            tensors = _from_owner(together, tensors)
+        yield from zip((name for rule in together.rules for name in rule.hugging_face), tensors, strict=True)
 
 
 def global_parameters(chunks: Sequence[PolicyModel]) -> dict[str, Tensor]:
@@ -173,7 +173,8 @@ def _is_left_out(name: str, spec: ModelSpec) -> bool:
     return beyond or name.endswith(_RECOMPUTED_SUFFIXES)
 
 
-def _held_name(rule: Rule, names: Container[str]) -> str:
+def held_name(rule: Rule, names: Container[str]) -> str:
+    """The name of the parameter of `rule` in a model that has `names`, of torch's layers or of Transformer Engine's."""
     if rule.transformer_engine is not None and rule.transformer_engine in names:
         return rule.transformer_engine
     return rule.megatron
@@ -188,12 +189,50 @@ def _gathered(rule: Rule, local: Tensor, spec: ModelSpec) -> list[Tensor]:
     return split(rule.sharding, join(rule.sharding, shards), spec)
 
 
-def _from_owner(rule: Rule, tensors: list[Tensor] | None, *, owner: int, group: dist.ProcessGroup, dtype: torch.dtype) -> list[Tensor]:
-    """Send the tensors of `rule` from the global rank `owner` to all of `group`."""
-    if tensors is None:
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Consecutive rules whose tensors, of one `dtype`, the global rank `owner` sends to `group`; None where every rank has them."""
+
+    rules: list[Rule]
+    group: dist.ProcessGroup | None
+    owner: int | None
+    dtype: torch.dtype
+
+    def takes(self, rule: Rule, other: "_Sent") -> bool:
+        """Whether `rule`, alone `other`, goes with these."""
+        if self.group is None or (self.group, self.owner, self.dtype) != (other.group, other.owner, other.dtype):
+            return False
+        return _num_bytes([*self.rules, rule], self.dtype) <= SENT_BYTES
+
+
+def _num_bytes(together: Sequence[Rule], dtype: torch.dtype) -> int:
+    return dtype.itemsize * sum(math.prod(tensor.shape) for rule in together for tensor in rule.tensors)
+
+
+def _sent_together(exported: Iterator[Rule], owners: _Owners, *, dtype: torch.dtype) -> Iterator[_Sent]:
+    """The rules in their order, those that one message can carry together: a mixture has thousands of experts, each a few MiB large."""
+    waiting: _Sent | None = None
+    for rule in exported:
+        group, holders = owners.of(rule)
+        owner = None if group is None else holders[held_name(rule, holders)]
+        alone = _Sent([rule], group, owner, torch.float32 if rule.float32 else dtype)
+        if waiting is not None and waiting.takes(rule, alone):
+            waiting.rules.append(rule)
+            continue
+        if waiting is not None:
+            yield waiting
+        waiting = alone
+    if waiting is not None:
+        yield waiting
+
+
+def _from_owner(together: _Sent, tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors of rules that are sent together, on all of their group; a rank that has none of them gives none."""
+    shapes = [tensor.shape for rule in together.rules for tensor in rule.tensors]
+    if not tensors:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-        tensors = [torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in rule.tensors]
-    tensors = [tensor.contiguous() for tensor in tensors]
-    for tensor in tensors:
-        dist.broadcast(tensor, owner, group=group)
-    return tensors
+        flat = torch.empty(sum(map(math.prod, shapes)), dtype=together.dtype, device=device)
+    else:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].contiguous().view(-1)
+    dist.broadcast(flat, together.owner, group=together.group)
+    return [part.view(shape) for part, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True)]

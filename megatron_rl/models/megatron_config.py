@@ -1,10 +1,12 @@
 """megatron-core's TransformerConfig for a model in a layout."""
 
+import os
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.device import chosen_backends, local_device
@@ -12,21 +14,37 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_fields import Attention, attention_fields
 from megatron_rl.models.experts.moe_fields import BALANCED_BY, check_expert_layout, check_routing, default_moe_fields, moe_fields
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.unavailable_fields import check_available, check_recompute
+from megatron_rl.models.unavailable_fields import check_attention_backend, check_available, check_recompute
 from megatron_rl.models.upstream_fields import checked_fields
 
 if TYPE_CHECKING:
     from megatron_rl.config.settings import TopologySettings
 
+DEFAULT_BACKEND = AttnBackend.fused
+"""Transformer Engine's attention where model.megatron.attention_backend names none: cuDNN's, which comes with torch."""
 
-def resolve_attention(choice: Literal["auto", "torch", "transformer_engine"]) -> Attention:
-    """The attention to build for the setting `model.attention`. Raises UserError for Transformer Engine that is not installed."""
+
+def resolve_attention(
+    choice: Literal["auto", "torch", "transformer_engine"], *, device_kind: Literal["cpu", "cuda"] | None = None
+) -> Attention:
+    """The attention to build for the setting `model.attention`, on a device of this kind, by default the one here.
+
+    Raises UserError for Transformer Engine that is not installed.
+    """
     installed = chosen_backends()["transformer-engine"] != "not installed"
     if choice == "transformer_engine" and not installed:
         raise UserError("model.attention is transformer_engine, which is not installed; install it or set model.attention=torch")
     if choice == "auto":
-        return "transformer_engine" if installed and local_device().kind == "cuda" else "torch"
+        return "transformer_engine" if installed and (device_kind or local_device().kind) == "cuda" else "torch"
     return choice
+
+
+def attention_name(attention: Attention, overrides: Mapping[str, Any]) -> str:
+    """The attention as runs and `--check` print it; `overrides` are the fields of `model.megatron`."""
+    if attention == "torch":
+        return "torch"
+    chosen = checked_fields("model.megatron", overrides, TransformerConfig).get("attention_backend", DEFAULT_BACKEND)
+    return f"transformer_engine, {chosen.name}"
 
 
 def transformer_config(
@@ -64,6 +82,8 @@ def transformer_config(
         raise UserError(f"megatron-core refuses this model configuration: {error}; change model.megatron or training.topology") from error
     check_routing(config)
     check_recompute(config)
+    if attention == "transformer_engine":
+        check_attention_backend(config.attention_backend, dtype=dtype, environment=os.environ)
     stages = config.virtual_pipeline_model_parallel_size or 1
     if stages != topology.vpp:
         raise UserError(
@@ -137,6 +157,7 @@ def _default_fields(spec: ModelSpec, attention: Attention) -> dict[str, Any]:
     fused = local_device().kind == "cuda" and attention == "transformer_engine"
     return {
         "transformer_impl": "transformer_engine" if attention == "transformer_engine" else "local",
+        **({"attention_backend": DEFAULT_BACKEND} if attention == "transformer_engine" else {}),
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
         "apply_rope_fusion": fused,

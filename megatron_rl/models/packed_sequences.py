@@ -1,10 +1,13 @@
 """One micro-batch of packed sequences, as the layers of the model get it.
 
-Legend: T tokens on this rank. The plan travels with the micro-batch, so index arrays and rotary angles are made once, not once per layer.
+Legend: T tokens on this rank. The plan travels with the micro-batch, so index arrays and rotary angles are made once, not once per layer;
+the index arrays are made when a layer of torch's first asks for them, as Transformer Engine's never do.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.models.attention.attention_plan import AttentionPlan, plan_attention, with_window
+from megatron_rl.models.attention.attention_plan import AttentionPlan, check_splits, local_positions, plan_attention, with_window
 from megatron_rl.models.attention.rotary import RotarySpec
 from megatron_rl.models.experts.routed_tokens import Routing
 
@@ -22,15 +25,23 @@ from megatron_rl.models.experts.routed_tokens import Routing
 class PackedSequences(PackedSeqParams):
     """megatron-core's packed sequence parameters with this project's attention plan.
 
-    `plan` is the index plan of this micro-batch on this rank. `logit_positions` [N], when given, are the local tokens at which the
+    `positions` [T] are those of each local token in its sequence. `logit_positions` [N], when given, are the local tokens at which the
     language model head runs; None runs it on all. `routing` is for the routers of a mixture of experts.
     """
 
-    plan: AttentionPlan = field(kw_only=True)
+    positions: Tensor = field(kw_only=True)
+    make_plan: Callable[[], AttentionPlan] = field(kw_only=True, repr=False)
     logit_positions: Tensor | None = field(default=None, kw_only=True)
     routing: Routing | None = field(default=None, kw_only=True)
     _angles: dict[tuple[RotarySpec, int, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict, kw_only=True, repr=False)
-    _windowed: dict[int, AttentionPlan] = field(default_factory=dict, kw_only=True, repr=False)
+    _plans: dict[int | None, AttentionPlan] = field(default_factory=dict, kw_only=True, repr=False)
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """The index plan of this micro-batch on this rank; made once."""
+        if None not in self._plans:
+            self._plans[None] = self.make_plan()
+        return self._plans[None]
 
     def angles(self, rotary: RotarySpec, *, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each local token's angles for `dim` rotated channels, each [T, 1, dim / 2]; computed once.
@@ -39,17 +50,17 @@ class PackedSequences(PackedSeqParams):
         """
         key = (rotary, dim, dtype)
         if key not in self._angles:
-            frequencies = rotary.inverse_frequencies(dim).to(self.plan.positions.device)
-            angle = (self.plan.positions.float()[:, None] * frequencies)[:, None, :]
+            frequencies = rotary.inverse_frequencies(dim).to(self.positions.device)
+            angle = (self.positions.float()[:, None] * frequencies)[:, None, :]
             factor = rotary.attention_factor
             self._angles[key] = ((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype))
         return self._angles[key]
 
     def windowed(self, window: int) -> AttentionPlan:
         """The plan in which each query sees the last `window` tokens of its sequence only, itself included; made once."""
-        if window not in self._windowed:
-            self._windowed[window] = with_window(self.plan, window)
-        return self._windowed[window]
+        if window not in self._plans:
+            self._plans[window] = with_window(self.plan, window)
+        return self._plans[window]
 
     def at(self, positions: Tensor) -> "PackedSequences":
         """The same sequences, with the language model head run at the local tokens `positions` [N] only."""
@@ -72,6 +83,8 @@ def packed_sequences(
     offsets = np.asarray(cu_seqlens, np.int64)
     if offsets[-1] < 1:
         raise ValueError("a micro-batch has no tokens, the model needs at least one; give it a sequence of padding")
+    check_splits(offsets, cp_size=cp_size)
+    positions = torch.from_numpy(local_positions(offsets, cp_size=cp_size, cp_rank=cp_rank)).to(device, non_blocking=True)
     tensor = torch.from_numpy(offsets.astype(np.int32)).to(device)
     longest = int(np.diff(offsets).max(initial=0))
     return PackedSequences(
@@ -82,5 +95,6 @@ def packed_sequences(
         cu_seqlens_kv_padded=tensor,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        plan=plan_attention(offsets, cp_size=cp_size, cp_rank=cp_rank, device=device),
+        positions=positions,
+        make_plan=partial(plan_attention, offsets, cp_size=cp_size, cp_rank=cp_rank, device=device),
     )

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -69,6 +71,34 @@ def check_available(overrides: Mapping[str, Any], *, attention: Attention, bf16:
             raise UserError(
                 "model.megatron.fp32_residual_connection is True with bfloat16 weights, which torch's layers cannot multiply with float32; "
                 "remove it, or set model.dtype to float32"
+            )
+
+
+_BACKEND_SWITCHES = {"NVTE_FLASH_ATTN": AttnBackend.flash, "NVTE_FUSED_ATTN": AttnBackend.fused, "NVTE_UNFUSED_ATTN": AttnBackend.unfused}
+
+
+def check_attention_backend(backend: AttnBackend, *, dtype: torch.dtype, environment: Mapping[str, str]) -> None:
+    """Raise UserError unless Transformer Engine's attention is one kernel that is known before the run, and computes `dtype`.
+
+    Left to choose, Transformer Engine goes without a word from flash or cuDNN's attention to one that writes the whole matrix of scores
+    when a GPU, a library or a shape does not suit the faster ones.
+    """
+    if backend not in _BACKEND_SWITCHES.values():
+        raise UserError(
+            f"model.megatron.attention_backend is {backend.name}, with which Transformer Engine may take an attention whose memory grows "
+            "with the square of the length; set it to fused (cuDNN), flash (where flash-attn is installed) or unfused"
+        )
+    if dtype is torch.float32 and backend is not AttnBackend.unfused:
+        raise UserError(
+            f"model.dtype is float32, but Transformer Engine's {backend.name} attention computes bfloat16; set model.dtype to bfloat16, or "
+            "model.attention to torch"
+        )
+    for name, chosen_by in _BACKEND_SWITCHES.items():
+        needed = str(int(chosen_by is backend))
+        if environment.get(name, needed) != needed:
+            raise UserError(
+                f"the environment variable {name} is {environment[name]}, but model.megatron.attention_backend {backend.name} needs "
+                f"{needed}; unset it"
             )
 
 

@@ -103,7 +103,7 @@ def shares(settings: Settings, *, num_gpus: int) -> Iterator[Settings]:
     if num_gpus <= size:
         raise UserError(
             f"{num_gpus} GPUs hold no Megatron rank beside an engine of {size} GPUs; use more GPUs, or let them take turns with "
-            "runtime.colocate=true weights.transport=disk"
+            "runtime.colocate=true"
         )
     counts = [max(1, num_gpus * quarters // 4 // size) for quarters in (2, 1, 3)]
     for engines in dict.fromkeys([*counts, 1]):

@@ -23,7 +23,7 @@ from megatron_rl.planning.records import Collective
 from megatron_rl.planning.tracking import MemoryTracker
 from megatron_rl.training.critic import critic_optimizer
 from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
-from megatron_rl.training.offload import ModelMemory
+from megatron_rl.training.offload import ModelMemory, page_locked_bytes
 from megatron_rl.training.passes import Policy
 from megatron_rl.training.topology import Place, Topology
 from megatron_rl.training.trained_model import TrainedModel, build_trained_model
@@ -49,7 +49,8 @@ class RankMemory:
     """One rank's bytes, for the policy or a critic.
 
     `num_parameters` are on this rank, `stage_parameters` on all tensor- and expert-parallel ranks of its stage together. `reference` is a
-    copy of the parameters. `update` is what the optimizer step needs for a moment.
+    copy of the parameters and `away` all that the rank can put away, both in page-locked host memory. `update` is what the optimizer step
+    needs for a moment.
     """
 
     num_parameters: int
@@ -58,6 +59,7 @@ class RankMemory:
     gradients: int
     optimizer: int
     reference: int
+    away: int
     chunks: tuple[ChunkMemory, ...]
     update: int
     largest_collective: Collective
@@ -135,7 +137,8 @@ def measure_rank(
         parameters=memory.num_bytes("parameters"),
         gradients=memory.num_bytes("gradients"),
         optimizer=memory.num_bytes("optimizer"),
-        reference=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        reference=page_locked_bytes(parameter.numel() * parameter.element_size() for parameter in parameters),
+        away=memory.host_bytes(),
         chunks=tuple(dataclasses.replace(chunk, backward=chunk.backward + expert_gradients) for chunk in chunks),
         update=update,
         largest_collective=tracker.largest_collective,
@@ -145,6 +148,7 @@ def measure_rank(
 def _micro_batch(batch: TrainBatch, topology: Topology, place: Place, *, on: torch.device) -> MicroBatch:
     """The whole batch as one micro-batch; its targets are real numbers, as the statistics look at them."""
     micro_batch = make_micro_batch(batch, np.arange(batch.num_sequences), topology=topology, place=place, device=on)
+    assert micro_batch.packed.plan, "made now, so that its index arrays are not counted as activations of the first layer"
     return dataclasses.replace(micro_batch, targets=torch.zeros(len(micro_batch.positions), dtype=torch.int64))
 
 

@@ -12,6 +12,7 @@ from megatron_rl.planning.gpus import GIB, Gpu
 from megatron_rl.planning.in_flight import most_held
 from megatron_rl.planning.measurement import Answer, Job, measure
 from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
+from megatron_rl.weights.bucket import BUCKET_BYTES
 
 with quiet_megatron_imports():
     from megatron_rl.models.model_spec import ModelSpec
@@ -104,9 +105,14 @@ def assemble(settings: Settings, spec: ModelSpec, answer: Answer, *, gpu: Gpu, n
         engine=engine,
         colocated=colocated,
         asleep=ASLEEP_BYTES if colocated else 0,
-        handover=weights + CONTEXT_BYTES + ASLEEP_BYTES if colocated else 0,
+        handover=weights + CONTEXT_BYTES + ASLEEP_BYTES + _shared_buckets(settings) if colocated else 0,
         host_per_node=_host_bytes(stages, engine, topology, per_node=per_node, colocated=colocated),
     )
+
+
+def _shared_buckets(settings: Settings) -> int:
+    """Buckets of weights that a rank fills and an engine copies at the same time, where both see the same memory."""
+    return 2 * BUCKET_BYTES if settings.weight_transport == "ipc" else 0
 
 
 def stage_memories(settings: Settings, answer: Answer, *, frees_outputs: bool) -> tuple[StageMemory, ...]:
@@ -169,7 +175,7 @@ def _tokens(settings: Settings) -> int:
 def _rank_host(settings: Settings, policy: "RankMemory", models: Sequence["RankMemory"]) -> int:
     """Main memory for a rank: the reference copy where one is kept, and weights and optimizer state while a colocated engine generates."""
     reference = policy.reference if settings.keeps_reference else 0
-    away = sum(model.parameters + model.optimizer for model in models) if settings.runtime.colocate else 0
+    away = sum(model.away for model in models) if settings.runtime.colocate else 0
     return reference + away + RANK_HOST_BYTES
 
 

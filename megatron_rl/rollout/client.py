@@ -272,6 +272,14 @@ class EngineClient:
         body |= {"group_name": group, "load_format": "flattened_bucket" if flattened else None, "flush_cache": version is not None}
         await self._control("/update_weights_from_distributed", body | _version(version))
 
+    async def take_bucket(self, handles: Sequence[str], *, version: int | None = None) -> None:
+        """Copy tensors from memory that is shared with this engine, by one handle of `weights.ipc` for each tensor parallel rank.
+
+        The server dies of a handle that it cannot open. `version` as in `receive_bucket`.
+        """
+        body = {"serialized_named_tensors": list(handles), "load_format": "flattened_bucket", "flush_cache": version is not None}
+        await self._control("/update_weights_from_tensor", body | _version(version))
+
     async def load_weights(self, path: Path, *, version: int) -> None:
         """Read new weights from a Hugging Face directory that the engine's machine sees; cached prefixes are forgotten.
 

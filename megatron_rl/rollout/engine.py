@@ -22,6 +22,7 @@ import psutil
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.leftovers import Scratch, remove_leftovers, shared_memory_of
+from megatron_rl.process_variables import ALLOCATOR_VARIABLES, NCCL_VARIABLES
 from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.server_args import check_environment, server_arguments
 
@@ -70,7 +71,7 @@ class Engine:
         dtype: str,
         seed: int,
         log_path: Path,
-        gpu_ids: Sequence[int] = (),
+        gpu_ids: Sequence[str] = (),
         host: str = "127.0.0.1",
         port: int | None = None,
         mixture: MixtureShape | None = None,
@@ -187,9 +188,14 @@ class Engine:
     def _environment(self) -> dict[str, str]:
         """Variables of the server. A dying scheduler must not wait a minute for dumps of a GPU that is not there."""
         check_environment(os.environ)
-        environment = {**os.environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
+        inherited = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
+        environment = {**inherited, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
+        if self._arguments["device"] == "cuda":
+            environment = NCCL_VARIABLES | environment
+        # Of several addresses of this machine SGLang would take the one that a route to the internet has.
+        environment["SGLANG_HOST_IP"] = self._host
         if self._gpu_ids:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._gpu_ids))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpu_ids)
         if self._arguments["device"] == "cpu":
             # Two OpenMP threads that spin for shared cores cost up to ten times the throughput.
             environment["OMP_NUM_THREADS"] = "1"

@@ -72,6 +72,7 @@ CPU_DEFAULTS: dict[str, Any] = {
 CPU_DETERMINISTIC: dict[str, Any] = {
     "attention_backend": "torch_native",
     "chunked_prefill_size": -1,  # a prompt is never cut where others in its batch leave room
+    "mem_fraction_static": 0.5,  # else SGLang keeps more than there is for prompts of any length
 }
 """The same for a server with `enable_deterministic_inference`."""
 

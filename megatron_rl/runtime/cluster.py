@@ -1,7 +1,7 @@
 """The nodes of a Ray cluster: what they have, and a place on them for every process before any of them starts."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,18 @@ def enter_directory(directory: Path) -> None:
     os.chdir(directory)
 
 
+def own_gpus() -> tuple[str, ...]:
+    """The GPUs that Ray gave this process, by what CUDA_VISIBLE_DEVICES calls them: numbers, UUIDs of GPUs or of MIG's parts of one."""
+    import ray
+
+    return tuple(map(str, ray.get_gpu_ids()))
+
+
+def gpu_order(gpus: Sequence[str]) -> list[tuple[int, str]]:
+    """A sort key of GPUs: 9 before 10, and UUIDs, which say nothing about places, in an order that is the same each time."""
+    return [(int(gpu), "") if gpu.isdecimal() else (-1, gpu) for gpu in gpus]
+
+
 def no_gpu(gpu: str, where: str) -> str:
     """A sentence for a run that was made for GPUs and finds none."""
     return (
@@ -46,12 +58,16 @@ def no_gpu(gpu: str, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """A placement on machines: node i of `placement` is bundle `bundles[i]` of the reserved `group`."""
+    """A placement on machines: node i of `placement` is bundle `bundles[i]` of the reserved `group`.
+
+    `variables` of the environment are set in every process that is started there.
+    """
 
     placement: Placement
     group: "PlacementGroup"
     bundles: tuple[int, ...]
     device_kind: DeviceKind
+    variables: Mapping[str, str]
 
     def rank_options(self, node: int) -> dict[str, Any]:
         """Ray's options for the actor of a rank on this node."""
@@ -68,12 +84,17 @@ class Places:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[node])
-        return {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": strategy}
+        options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": strategy}
+        return options | ({"runtime_env": {"env_vars": dict(self.variables)}} if self.variables else {})
 
 
 @contextmanager
-def reserved_places(needs: Needs, *, cluster: ClusterSettings, device_kind: DeviceKind, timeout_s: float) -> "Iterator[Places]":
+def reserved_places(
+    needs: Needs, *, cluster: ClusterSettings, device_kind: DeviceKind, timeout_s: float, variables: Mapping[str, str] | None = None
+) -> "Iterator[Places]":
     """Place everything on the nodes of the Ray cluster and reserve the slots there; released with the block.
+
+    `variables` of the environment are set in every process there.
 
     Raises:
         UserError: the cluster has not enough nodes, CPUs or GPUs, with the arithmetic.
@@ -92,7 +113,7 @@ def reserved_places(needs: Needs, *, cluster: ClusterSettings, device_kind: Devi
                 f"of its own, within {timeout_s:.0f} s, although the cluster has {count_slots(nodes, needs.unit)}; another job holds some "
                 f"of them: stop it, or wait for it"
             )
-        yield Places(placement, group, match_bundles(placement, _bundle_addresses(group)), device_kind)
+        yield Places(placement, group, match_bundles(placement, _bundle_addresses(group)), device_kind, variables or {})
     finally:
         remove_placement_group(group)
 

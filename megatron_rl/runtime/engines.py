@@ -17,7 +17,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.rollout.engine import Engine, EngineAddress
 from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.server_args import sent_prompt_tokens
-from megatron_rl.runtime.cluster import Places, enter_directory
+from megatron_rl.runtime.cluster import Places, enter_directory, own_gpus
 from megatron_rl.runtime.watchdog import Watchdog
 
 STOP_TIMEOUT_S = 30.0
@@ -28,10 +28,9 @@ HEALTH_INTERVAL_S = 0.5
 class EngineWorker:
     """One SGLang server, a child process of this actor, on the GPUs that Ray gave it or, beside ranks, on `shared_gpus`."""
 
-    def __init__(self, make_engine: Callable[..., Engine], *, directory: Path, shared_gpus: tuple[int, ...] = ()) -> None:
+    def __init__(self, make_engine: Callable[..., Engine], *, directory: Path, shared_gpus: tuple[str, ...] = ()) -> None:
         enter_directory(directory)
-        gpus = shared_gpus or tuple(int(gpu) for gpu in ray.get_gpu_ids())
-        self._engine = make_engine(host=ray.util.get_node_ip_address(), gpu_ids=gpus)
+        self._engine = make_engine(host=ray.util.get_node_ip_address(), gpu_ids=shared_gpus or own_gpus())
         self._stopping = False
 
     @ray.method(concurrency_group="watch")
@@ -57,7 +56,7 @@ class EngineGroup:
     `gpus_of_ranks` are the GPUs of every Megatron rank, of which colocated engines take those of the ranks beside them.
     """
 
-    def __init__(self, settings: Settings, *, places: Places, watchdog: Watchdog, gpus_of_ranks: Sequence[tuple[int, ...]] = ()) -> None:
+    def __init__(self, settings: Settings, *, places: Places, watchdog: Watchdog, gpus_of_ranks: Sequence[tuple[str, ...]] = ()) -> None:
         self._settings = settings
         self._watchdog = watchdog
         self._workers = []

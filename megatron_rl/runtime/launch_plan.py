@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
+from typing import Literal
 
 import torch
 
@@ -14,6 +15,7 @@ from megatron_rl.rollout.server_args import sent_prompt_tokens, server_arguments
 from megatron_rl.runtime.placement import NodeShare, Placement
 
 with quiet_megatron_imports():
+    from megatron_rl.models.megatron_config import attention_name
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.planning.gpus import find_gpu
     from megatron_rl.planning.records import RunPlan
@@ -85,8 +87,21 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
         "SGLang": f"{settings.rollout.num_engines} servers{gpus}{', the same as those of the ranks, in turns' if runtime.colocate else ''}",
         "SGLang's arguments": _server_arguments(settings, device),
         "reward workers": f"{settings.reward.num_workers} processes, {settings.reward.function}",
-        "weight sync": f"{settings.weights.transport} ({device.backend})" if settings.weights.transport == "broadcast" else "disk",
+        "weight sync": weight_sync(settings, device_kind=device.kind),
     }
+
+
+def weight_sync(settings: Settings, *, device_kind: Literal["cpu", "cuda"]) -> str:
+    """How weights reach the engines, and what decides that."""
+    name = settings.weight_transport
+    means = {
+        "broadcast": "a process group of NCCL" if device_kind == "cuda" else "a process group of gloo",
+        "disk": "files in run.directory",
+        "ipc": "the memory of the shared GPU" if device_kind == "cuda" else "shared memory of the host",
+    }
+    colocate = format_value(settings.runtime.colocate)
+    why = "weights.transport" if settings.weights.transport is not None else f"weights.transport not set, runtime.colocate {colocate}"
+    return f"{name}: {means[name]} ({why})"
 
 
 def _ray(settings: Settings, target: Target) -> str:
@@ -130,7 +145,7 @@ def _dtype_name(settings: Settings, device: Device) -> str:
 def _backends(settings: Settings, target: Target) -> dict[str, str]:
     chosen = {
         "device": f"{target.device.kind}, {_dtype_name(settings, target.device)}",
-        "attention": target.attention,
+        "attention": attention_name(target.attention, settings.model.megatron),
         "statistics of logits": chosen_row_maths(target.device.kind, _dtype_name(settings, target.device)),
     }
     if torch.cuda.is_available():

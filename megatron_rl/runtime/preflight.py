@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_rl.algorithms.objective import POLICY_LOSSES
 from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.messages import joined_error
-from megatron_rl.config.settings import DataSettings, Settings
+from megatron_rl.config.settings import DataSettings, RuntimeSettings, Settings
 from megatron_rl.contracts import RolloutTrial, require
 from megatron_rl.data.row_files import check_is_data_file
 from megatron_rl.data.source import PromptSource
@@ -24,6 +24,7 @@ from megatron_rl.device import Device, local_device, quiet_megatron_imports
 from megatron_rl.errors import UserError
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins import load
+from megatron_rl.process_variables import interface_names
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.groups import load_rollout
 from megatron_rl.rollout.server_args import check_environment, check_records_routing, validate_server_args
@@ -71,12 +72,30 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         partial(_check_weights, settings.model.path),
         partial(_check_teacher, settings),
         partial(_check_sinks, settings),
+        partial(check_interface, settings.runtime),
         *_data_checks(settings, probe=probe),
         partial(_check_resources, settings),
     ]
     if settings.rollout.function is not None and not settings.supervised:
         checks.append(partial(_check_rollout_function, settings))
     return _run_checks(checks, settings)
+
+
+def check_interface(runtime: RuntimeSettings) -> list[str]:
+    """Raise UserError for a network interface that this machine does not have, or that a run on one machine would not use."""
+    name = runtime.network_interface
+    if name is None:
+        return []
+    if runtime.ray_address is None:
+        raise UserError(
+            f"runtime.network_interface is {name} without runtime.ray_address, but a run on one machine stays on its loopback interface; "
+            "remove it, or give the address of the Ray cluster"
+        )
+    if name not in interface_names():
+        raise UserError(
+            f"runtime.network_interface is {name}, but the interfaces here are {', '.join(interface_names())}; name one that every node has"
+        )
+    return []
 
 
 def preflight_config(settings: Settings) -> list[str]:

@@ -32,12 +32,14 @@ from megatron_rl.observe.metrics import metric_values
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.summary import SUMMARY_FILE, asked_to_end
 from megatron_rl.observe.timing import PhaseTimer
+from megatron_rl.process_variables import shared_variables
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.manager import RolloutManager, reward_log
-from megatron_rl.runtime.cluster import DeviceKind, Places, cluster_device_kind, no_gpu, reserved_places
+from megatron_rl.runtime.cluster import Places, cluster_device_kind, no_gpu, reserved_places
 from megatron_rl.runtime.colocation import SharedDevices, Turn
 from megatron_rl.runtime.engines import EngineGroup, engine_dtype, ranks_per_engine
 from megatron_rl.runtime.garbage import spare_what_is_loaded
+from megatron_rl.runtime.launch_plan import weight_sync
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
@@ -50,6 +52,7 @@ from megatron_rl.weights.interface import Surroundings, WeightTransport
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
 with quiet_megatron_imports():
+    from megatron_rl.models.megatron_config import attention_name, resolve_attention
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.weights.manifest import make_manifest
 
@@ -80,8 +83,9 @@ def train(settings: Settings, *, resume: bool) -> None:
             with timer.measure("start"), console.phase("start"):
                 make_run = (_start_supervised if settings.supervised else _start_with_engines)(settings, stack, start)
             console.say(str(start))
-            console.say(f"statistics of logits: {_row_maths(settings)}")
+            console.say(f"attention: {_attention(settings)}; statistics of logits: {_row_maths(settings)}")
             if not settings.supervised:
+                console.say(f"weight sync: {weight_sync(settings, device_kind=cluster_device_kind())}")
                 console.say(f"what the reward function prints is in {reward_log(settings)}")
             write_atomic(settings.run.directory / SETTINGS_FILE, dump_settings(settings))
             # An earlier life of the run may have ended, but this one has not.
@@ -120,6 +124,12 @@ def _keeping_what_it_has(run: TrainingRun, console: RunConsole) -> Iterator[None
         except (MegatronRLError, OSError) as second:
             console.say(f"the summary of this run could not be written: {second}")
         raise
+
+
+def _attention(settings: Settings) -> str:
+    """The attention of the ranks, and of Transformer Engine's the one that it may take."""
+    model = settings.model
+    return attention_name(resolve_attention(model.attention, device_kind=cluster_device_kind()), model.megatron)
 
 
 def _row_maths(settings: Settings) -> str:
@@ -204,19 +214,19 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
             trainers.finish_start(trainers.begin_start())
             trainers.put_away(Turn.TRAINING.trainer_parts)
         with start.part("engines"):
-            _join(manager, engines, engines.begin_start(), watchdog, start)
+            addresses = _join(manager, engines, engines.begin_start(), watchdog, start)
     else:
         engines_starting = engines.begin_start()
         start.follow("engines", [ref.future() for ref in engines_starting])
         with start.part("ranks"):
             trainers.finish_start(trainers.begin_start())
-        _join(manager, engines, engines_starting, watchdog, start)
+        addresses = _join(manager, engines, engines_starting, watchdog, start)
     devices = SharedDevices(trainers, manager, watchdog=watchdog) if settings.runtime.colocate else None
     if devices is not None:
         # The group of a transport takes memory on the devices, which is there in no other turn.
         devices.take(Turn.SYNC)
     with start.part("weight transport"):
-        sync = _open_sync(settings, manager, trainers, watchdog, device_kind=places.device_kind)
+        sync = _open_sync(settings, manager, trainers, watchdog, places=places, addresses=addresses)
     dtype = engine_dtype(settings, device_kind=places.device_kind)
     return partial(RolloutRun, settings, manager=manager, sync=sync, dtype=dtype, watchdog=watchdog, devices=devices, trainers=trainers)
 
@@ -239,8 +249,11 @@ def _join(
     start: "StartReport",
     *,
     serve_current: bool = False,
-) -> None:
-    """Wait for the engines that are `starting`, give them to the manager, and let it lose those that die, but not the last."""
+) -> list[EngineAddress]:
+    """Wait for the engines that are `starting`, give them to the manager, and let it lose those that die, but not the last.
+
+    Returns the engines' addresses, by number.
+    """
     addresses = engines.finish_start(starting)
     joining = manager.join(addresses, serve_current=serve_current)
     watchdog.wait(joining, name="connecting to the engines", owner="the engines", timeout_s=CONTROL_TIMEOUT_S)
@@ -253,30 +266,43 @@ def _join(
         return left
 
     engines.watch(addresses, goes_on=goes_on)
+    return addresses
 
 
 def _open_sync(
-    settings: Settings, manager: RolloutManager, trainers: TrainerGroup, watchdog: Watchdog, *, device_kind: DeviceKind
+    settings: Settings,
+    manager: RolloutManager,
+    trainers: TrainerGroup,
+    watchdog: Watchdog,
+    *,
+    places: Places,
+    addresses: Sequence[EngineAddress],
 ) -> WeightSync:
     timeout_s = settings.weights.sync_timeout_s
-    manifest = make_manifest(read_model_spec(settings.model.path), dtype=engine_dtype(settings, device_kind=device_kind))
-
-    def make_transport(num_engines: int) -> WeightTransport:
-        surroundings = Surroundings(
-            manifest=manifest,
-            directory=settings.run.directory / "weights",
-            free_address=trainers.free_address,
-            backend="nccl" if device_kind == "cuda" else "gloo",
-            num_engines=num_engines,
-            ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
-            timeout_s=timeout_s,
-        )
-        return TRANSPORTS[settings.weights.transport](surroundings)
-
+    make_transport = partial(_make_transport, settings, trainers, places, addresses)
     sync = WeightSync(make_transport, ranks=trainers, pool=manager.pool, timeout_s=timeout_s)
     name = "joining trainer and engines"
     watchdog.wait(sync.connect(), name=name, owner="the weight transport", timeout_s=timeout_s + CONTROL_TIMEOUT_S)
     return sync
+
+
+def _make_transport(
+    settings: Settings, trainers: TrainerGroup, places: Places, addresses: Sequence[EngineAddress], urls: Sequence[str]
+) -> WeightTransport:
+    """To the engines at `urls`, among those at `addresses`."""
+    device_kind, placement = places.device_kind, places.placement
+    colocated = addresses if placement.needs.colocated else ()
+    surroundings = Surroundings(
+        manifest=make_manifest(read_model_spec(settings.model.path), dtype=engine_dtype(settings, device_kind=device_kind)),
+        directory=settings.run.directory / "weights",
+        free_address=trainers.free_address,
+        backend="nccl" if device_kind == "cuda" else "gloo",
+        num_engines=len(urls),
+        ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
+        timeout_s=settings.weights.sync_timeout_s,
+        ranks_beside={address.url: placement.ranks_beside(number) for number, address in enumerate(colocated) if address.url in urls},
+    )
+    return TRANSPORTS[settings.weight_transport](surroundings)
 
 
 def _reserve(settings: Settings, stack: ExitStack, start: "StartReport", *, trains: bool = True) -> Places:
@@ -287,9 +313,13 @@ def _reserve(settings: Settings, stack: ExitStack, start: "StartReport", *, trai
     if device_kind == "cpu" and runtime.cluster.gpu is not None:
         raise UserError(no_gpu(runtime.cluster.gpu, "the Ray cluster"))
     needs = on_cpu if device_kind == "cpu" else Needs.of(settings, device_kind=device_kind, trains=trains)
+    variables = shared_variables(os.environ, device_kind=device_kind, interface=runtime.network_interface)
+    if variables:
+        start.note(f"every rank and engine has {' '.join(f'{name}={value}' for name, value in variables.items())}")
     with start.part("places"):
-        places = stack.enter_context(reserved_places(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACE_TIMEOUT_S))
-    return places
+        return stack.enter_context(
+            reserved_places(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACE_TIMEOUT_S, variables=variables)
+        )
 
 
 class StartReport:

@@ -11,7 +11,7 @@ import ray
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe.metrics import Metric, merge_metrics
 from megatron_rl.rollout.engine import free_port
-from megatron_rl.runtime.cluster import Places, enter_directory
+from megatron_rl.runtime.cluster import Places, enter_directory, gpu_order, own_gpus
 from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.training.offload import Part
@@ -40,10 +40,10 @@ class TrainerWorker:
         """Never return, beside the other calls: the caller learns of this actor's death."""
         threading.Event().wait()
 
-    def take_place(self, directory: Path) -> tuple[int, ...]:
-        """Work in `directory` from now on; return the GPUs that Ray gave this process, by the numbers of its node."""
+    def take_place(self, directory: Path) -> tuple[str, ...]:
+        """Work in `directory` from now on; return the GPUs that Ray gave this process, by their names on its node."""
         enter_directory(directory)
-        return tuple(int(gpu) for gpu in ray.get_gpu_ids())
+        return own_gpus()
 
     def address(self) -> tuple[str, int]:
         """An address of this node and a free port on it, for a rendezvous that this rank will serve."""
@@ -112,13 +112,13 @@ class TrainerGroup:
         ]
 
     @cached_property
-    def _seated(self) -> list[tuple[Any, tuple[int, ...]]]:
+    def _seated(self) -> list[tuple[Any, tuple[str, ...]]]:
         """The actor of every rank and the GPUs that Ray gave it: on each node in the order of the GPUs, which Ray deals out in any."""
         workers = [worker for node in self._nodes for worker in node]
         refs = [worker.take_place.remote(Path.cwd()) for worker in workers]
         answers = self._watchdog.wait(refs, name="starting the processes of the ranks", owner=OWNER, timeout_s=START_TIMEOUT_S)
         gpus = dict(zip(workers, answers, strict=True))
-        seated = [(worker, gpus[worker]) for node in self._nodes for worker in sorted(node, key=gpus.__getitem__)]
+        seated = [(worker, gpus[worker]) for node in self._nodes for worker in sorted(node, key=lambda one: gpu_order(gpus[one]))]
         for rank, (worker, _) in enumerate(seated):
             self._watchdog.watch(f"Megatron rank {rank}", worker.hold.remote().future())
         return seated
@@ -129,8 +129,8 @@ class TrainerGroup:
         return [worker for worker, _ in self._seated]
 
     @property
-    def gpus(self) -> list[tuple[int, ...]]:
-        """The GPUs of every rank, by the numbers of its node: one, or none on the CPU."""
+    def gpus(self) -> list[tuple[str, ...]]:
+        """The GPUs of every rank, by their names on its node: one, or none on the CPU."""
         return [gpus for _, gpus in self._seated]
 
     def begin_start(self) -> list[ray.ObjectRef]:

@@ -21,14 +21,28 @@ Part = Literal["parameters", "gradients", "optimizer"]
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
+PIECE_BYTES = 128 * 2**20
+"""Host memory is page-locked in pieces of this size, because torch rounds each of them up to a power of two, and takes 16 GiB for 8.1."""
+
+
+def piece_sizes(num_bytes: int) -> list[int]:
+    """Bytes of the pieces in which `num_bytes` lie in host memory: equal ones, and the rest."""
+    whole, rest = divmod(num_bytes, PIECE_BYTES)
+    return [PIECE_BYTES] * whole + [rest] * (rest > 0)
+
+
+def page_locked_bytes(sizes: Iterable[int]) -> int:
+    """Bytes that page-locked pieces of these sizes take."""
+    return sum(1 << (size - 1).bit_length() for size in sizes if size)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stored:
-    """A storage that is away: its size in bytes and its bytes [num_bytes] uint8 in host memory, None where zeros are as good."""
+    """A storage that is away: its size in bytes and its bytes in host memory, uint8 in pieces, None where zeros are as good."""
 
     storage: UntypedStorage
     num_bytes: int
-    host: Tensor | None
+    host: list[Tensor] | None
 
 
 class ModelMemory:
@@ -37,6 +51,7 @@ class ModelMemory:
     def __init__(self, model: TrainedModel) -> None:
         self._model = model
         self._device = next(model.chunks[0].parameters()).device
+        self._on_gpu = self._device.type == "cuda"
         self._away: dict[Part, list[_Stored]] = {}
         # Page-locked memory is slow to get and never given back while the model lives.
         self._spare: dict[int, list[Tensor]] = {}
@@ -49,6 +64,11 @@ class ModelMemory:
     def num_bytes(self, part: Part) -> int:
         """Bytes that `part` takes on the device now; 0 while it is away."""
         return sum(storage.nbytes() for storage in self._storages(part))
+
+    def host_bytes(self) -> int:
+        """Bytes of page-locked host memory that all parts take while they are away."""
+        kept = (storage.nbytes() for part in PARTS if part != "gradients" for storage in self._storages(part))
+        return page_locked_bytes(size for num_bytes in kept for size in piece_sizes(num_bytes))
 
     @torch.no_grad()
     def put_away(self, parts: Iterable[Part] = PARTS) -> None:
@@ -74,11 +94,12 @@ class ModelMemory:
             if stored.host is None:
                 _bytes_of(stored.storage).zero_()
             else:
-                _bytes_of(stored.storage).copy_(stored.host, non_blocking=True)
+                for piece, here in zip(stored.host, _pieces_of(stored.storage), strict=True):
+                    here.copy_(piece, non_blocking=True)
         self._synchronize()
-        for stored in returned:
-            if stored.host is not None and stored.host.is_pinned():
-                self._spare.setdefault(stored.num_bytes, []).append(stored.host)
+        for piece in (piece for stored in returned for piece in stored.host or ()):
+            if piece.is_pinned():
+                self._spare.setdefault(len(piece), []).append(piece)
 
     def _copy_out(self, storage: UntypedStorage, *, keep: bool) -> _Stored:
         if not storage.resizable():
@@ -86,10 +107,14 @@ class ModelMemory:
         num_bytes = storage.nbytes()
         if not keep:
             return _Stored(storage, num_bytes, None)
-        spare = self._spare.get(num_bytes)
-        host = spare.pop() if spare else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        host.copy_(_bytes_of(storage), non_blocking=True)
+        host = [self._piece(size) for size in piece_sizes(num_bytes)]
+        for piece, here in zip(host, _pieces_of(storage), strict=True):
+            piece.copy_(here, non_blocking=True)
         return _Stored(storage, num_bytes, host)
+
+    def _piece(self, size: int) -> Tensor:
+        spare = self._spare.get(size)
+        return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
 
     def _storages(self, part: Part) -> list[UntypedStorage]:
         """The distinct storages of `part` on the device; one that two parts share belongs to the first of them."""
@@ -102,12 +127,12 @@ class ModelMemory:
         return [storage for owner, storage in owners.values() if owner == part]
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize(self._device)
 
     def _release_caches(self) -> None:
         """Hand what is free to whoever shares the device."""
-        if self._device.type == "cuda":
+        if self._on_gpu:
             # Sequence parallelism gathers activations into a buffer that megatron-core would keep for good.
             parallel_state.get_global_memory_buffer().buffer.clear()
             torch.cuda.empty_cache()
@@ -116,6 +141,11 @@ class ModelMemory:
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     """The whole storage as a tensor [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _pieces_of(storage: UntypedStorage) -> tuple[Tensor, ...]:
+    """The whole storage as tensors of `piece_sizes`."""
+    return _bytes_of(storage).split(piece_sizes(storage.nbytes()))
 
 
 def _tensors(model: TrainedModel, part: Part) -> Iterator[Tensor]:

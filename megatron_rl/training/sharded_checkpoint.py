@@ -28,8 +28,8 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, disk_errors, partial_path, start_partial
 from megatron_rl.models.hf_files import save_hf
-from megatron_rl.training.bucket_padding import states_at_padded_offsets
 from megatron_rl.training.checkpoint_pickles import reading_records_only
+from megatron_rl.training.gathered_states import states_at_padded_offsets
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
 
 POLICY = "policy"

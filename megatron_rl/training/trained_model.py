@@ -18,6 +18,7 @@ from megatron_rl.models.freezing import freeze
 from megatron_rl.models.hf_weights import load_hf_weights
 from megatron_rl.models.megatron_config import resolve_attention, transformer_config
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.parameter_marks import mark_parameters
 from megatron_rl.models.value_head import replace_heads
 from megatron_rl.training.collectives import true_on_ranks
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, make_configs, wrap_ddp
@@ -60,6 +61,7 @@ def build_trained_model(
     attention = resolve_attention(model.attention)
     config = transformer_config(spec, topology=training.topology, dtype=dtype, overrides=model.megatron, attention=attention)
     chunks = build_model(spec, config, attention=attention)
+    mark_parameters(chunks, spec)
     if with_weights:
         load_hf_weights(chunks, spec, model.path)
     # Before a critic's head takes the name of the head that it replaces, which may be tied to frozen embeddings.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings
+from megatron_rl.device import set_allocator
 from megatron_rl.errors import UserError
 from megatron_rl.models.hf_files import MAX_SHARD_BYTES
 from megatron_rl.models.hf_weights import export_hf_weights
@@ -93,6 +94,7 @@ class Trainer:
         self._spec = read_model_spec(model.path)
         check_layout(self._topology, self._spec, model.megatron)
         check_routing_replay(model, self._training, self._spec)
+        set_allocator(self._training.cuda_allocator)
         self._device, self._owns_group = join(
             self._topology,
             rank=rank,

@@ -126,7 +126,9 @@ class BroadcastTransport:
             name=f"weights-{uuid.uuid4().hex}",
             backend=surroundings.backend,
         )
-        self.plan = BroadcastPlan(self._group, make_buckets(surroundings.manifest), surroundings.timeout_s)
+        self.plan = BroadcastPlan(
+            self._group, make_buckets(surroundings.manifest, max_bytes=surroundings.bucket_bytes), surroundings.timeout_s
+        )
 
     async def connect(self, clients: Sequence[EngineClient]) -> None:
         """Let every engine join the group."""

@@ -5,7 +5,7 @@ Trainer and engine agree on the buckets before the first byte moves: names, dtyp
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,10 +85,16 @@ def num_bucket_bytes(bucket: Sequence[WeightSpec]) -> int:
     return sum(spec.num_bytes for spec in bucket)
 
 
-def fill_buckets(weights: Iterable[tuple[str, Tensor]], buckets: Sequence[Sequence[WeightSpec]]) -> Iterator[Tensor]:
+def fill_buckets(
+    weights: Iterable[tuple[str, Tensor]],
+    buckets: Sequence[Sequence[WeightSpec]],
+    *,
+    allocate: Callable[[int, torch.device], Tensor] | None = None,
+) -> Iterator[Tensor]:
     """Yield each bucket as one flat uint8 tensor [bytes], in the order of the buckets.
 
-    All are in the same memory, of the size of the largest: who keeps one beyond the next copies it.
+    Each is in memory of its own that `allocate`(bytes, device) gives; without it all are in the same, of the size of the largest: who
+    keeps one beyond the next copies it.
 
     Raises:
         ValueError: a tensor differs from its entry in the manifest, which would write into the wrong place of the engine.
@@ -97,9 +103,13 @@ def fill_buckets(weights: Iterable[tuple[str, Tensor]], buckets: Sequence[Sequen
     memory: Tensor | None = None
     for bucket in buckets:
         start = 0
+        if allocate is not None:
+            memory = None
         for spec in bucket:
             tensor = _next_weight(source, spec)
-            if memory is None:
+            if memory is None and allocate is not None:
+                memory = allocate(num_bucket_bytes(bucket), tensor.device)
+            elif memory is None:
                 memory = torch.empty(max(map(num_bucket_bytes, buckets)), dtype=torch.uint8, device=tensor.device)
             end = start + spec.num_bytes
             memory[start:end].view(spec.torch_dtype).view(spec.shape).copy_(tensor)

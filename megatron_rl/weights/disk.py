@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.rollout.client import EngineClient
-from megatron_rl.weights.bucket import BUCKET_BYTES
 from megatron_rl.weights.interface import Surroundings, WeightSource
 
 
 @dataclass(frozen=True, slots=True)
 class DiskPlan:
-    """What a rank needs to write below `directory`."""
+    """What a rank needs to write below `directory`, in files of at most `bucket_bytes`."""
 
     directory: Path
+    bucket_bytes: int
 
     def open(self, source: WeightSource, *, rank: int) -> "DiskSender":
         """Nothing is to be opened."""
@@ -36,7 +36,7 @@ class DiskSender:
 
         Engines read it from the memory of the file system, and it is removed after that: nobody waits for the disk.
         """
-        self._source.save_hf(self._plan.path(version), max_shard_bytes=BUCKET_BYTES, durable=False)
+        self._source.save_hf(self._plan.path(version), max_shard_bytes=self._plan.bucket_bytes, durable=False)
 
     def close(self) -> None:
         """Nothing was opened."""
@@ -48,7 +48,7 @@ class DiskTransport:
     sends_first = True
 
     def __init__(self, surroundings: Surroundings) -> None:
-        self.plan = DiskPlan(surroundings.directory)
+        self.plan = DiskPlan(surroundings.directory, surroundings.bucket_bytes)
 
     async def connect(self, clients: Sequence[EngineClient]) -> None:
         """Nothing connects them."""

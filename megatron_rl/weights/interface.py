@@ -1,14 +1,14 @@
 """What a transport of weights is: an end that every rank holds, an end that directs the engines, and what the two are made from."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from megatron_rl.rollout.client import EngineClient
-from megatron_rl.weights.bucket import WeightSpec
+from megatron_rl.weights.bucket import BUCKET_BYTES, WeightSpec
 
 
 class WeightSource(Protocol):
@@ -82,7 +82,8 @@ class Surroundings:
 
     `manifest` lists the weights in the order in which a rank exports them. `directory` is on storage that ranks and engines share, and for
     syncs alone. `free_address` gives an address of rank 0's node and a free port on it. `backend` is gloo or nccl, `timeout_s` the
-    deadline for connecting, in seconds.
+    deadline for connecting, in seconds. `ranks_beside` has the URL of every engine on the devices of Megatron ranks, and these ranks in
+    the order of the engine's own. `bucket_bytes` is the size of a message.
     """
 
     manifest: Sequence[WeightSpec]
@@ -92,3 +93,5 @@ class Surroundings:
     num_engines: int
     ranks_per_engine: int
     timeout_s: float
+    ranks_beside: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    bucket_bytes: int = BUCKET_BYTES

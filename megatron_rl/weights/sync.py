@@ -17,9 +17,17 @@ from megatron_rl.rollout.engine_pool import EnginePool, Membership
 from megatron_rl.weights.broadcast import BroadcastTransport
 from megatron_rl.weights.disk import DiskTransport
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightTransport
+from megatron_rl.weights.ipc import IpcTransport
 
-TRANSPORTS: Mapping[str, Callable[[Surroundings], WeightTransport]] = {"broadcast": BroadcastTransport, "disk": DiskTransport}
+TRANSPORTS: Mapping[str, Callable[[Surroundings], WeightTransport]] = {
+    "broadcast": BroadcastTransport,
+    "disk": DiskTransport,
+    "ipc": IpcTransport,
+}
 """Every way for weights to reach the engines, by its name in weights.transport."""
+
+MakeTransport = Callable[[Sequence[str]], WeightTransport]
+"""Makes a transport to the engines at these URLs."""
 
 
 class Ranks(Protocol):
@@ -47,7 +55,7 @@ class Connection:
 
 
 class WeightSync:
-    """Syncs the members of `pool` with the trainer's `ranks`, through a transport that `make_transport` makes for a number of engines.
+    """Syncs the members of `pool` with the trainer's `ranks`, through a transport that `make_transport` makes for engines at some URLs.
 
     Where the membership has another epoch than at the last connection, the transport is closed at both ends and a new one opened for
     the present members, before anything is sent: an engine that left is not waited for, and one that joined gets the weights. Only
@@ -57,7 +65,7 @@ class WeightSync:
     Connecting and each sync, with connecting anew, may take `timeout_s` seconds.
     """
 
-    def __init__(self, make_transport: Callable[[int], WeightTransport], *, ranks: Ranks, pool: EnginePool, timeout_s: float) -> None:
+    def __init__(self, make_transport: MakeTransport, *, ranks: Ranks, pool: EnginePool, timeout_s: float) -> None:
         self._make_transport, self._ranks, self._pool = make_transport, ranks, pool
         self._timeout_s = timeout_s
         self._connection: Connection | None = None
@@ -104,7 +112,7 @@ class WeightSync:
             raise EngineError("no engine is left that weights could be sent to; see the logs of the engines")
         await self._disconnect(deadline)
         # In a thread, because it asks a rank for an address and waits for the answer.
-        transport = await asyncio.to_thread(self._make_transport, len(membership.members))
+        transport = await asyncio.to_thread(self._make_transport, [client.address.url for client in membership.members])
         connecting = {"engines": transport.connect(membership.members), **_named(self._ranks.begin_open_sender(transport.plan))}
         await self._all_of(connecting, what="joining trainer and engines for weight syncs", deadline=deadline)
         self._connection = Connection(membership, transport)

@@ -1,9 +1,18 @@
 """What the shims for SGLang rest on, read in the installed release. A failure here says that a shim has to be looked at again."""
 
-from importlib.metadata import distribution
+import base64
+import io
+import pickle
+from importlib.metadata import distribution, version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from packaging.version import Version
+
+from megatron_rl.weights.bucket import WeightSpec
+from megatron_rl.weights.ipc import _DEVICE_ARGUMENT, allocate_shared, handle_of
 
 
 def source(path: str) -> str:
@@ -18,6 +27,8 @@ def source(path: str) -> str:
         ("layers/attention/torch_native_backend.py", "for seq_idx in range(seq_lens.shape[0])", "sglang_attention"),
         ("mem_cache/pool_host/common.py", "lambda: alloc_with_host_register,", "allocate_host_memory_unpinned"),
         ("state_capturer/base.py", "[start_len : seqlen - 1]", "read_routed_experts"),
+        ("utils/patch_torch.py", f"_REDUCE_TENSOR_ARG_DEVICE_INDEX = {_DEVICE_ARGUMENT}", "weights.ipc"),
+        ("managers/tp_worker.py", "serialized_named_tensors[get_parallel().tp_rank]", "weights.ipc"),
         (
             "managers/scheduler_components/logprob_result_processor.py",
             "if x < self.model_config.vocab_size - 1 else 0",
@@ -27,3 +38,28 @@ def source(path: str) -> str:
 )
 def test_the_reason_for_a_shim_is_still_there(path: str, text: str, shim: str) -> None:
     assert text in source(path), f"{path} of the installed SGLang changed: is {shim} still needed, and still right?"
+
+
+class Recorder(pickle.Unpickler):
+    """Notes what a pickle names."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self.names: set[tuple[str, str]] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.names.add((module, name))
+        return super().find_class(module, name)
+
+
+@pytest.mark.skipif(Version(version("sglang")) < Version("0.5.22"), reason="this release allows whole modules, not names")
+def test_a_handle_of_shared_memory_names_only_what_the_server_allows() -> None:
+    """SGLang refuses everything that is not in its list, and the server dies of it."""
+    flat = allocate_shared(24, torch.device("cpu"))
+    recorder = Recorder(base64.b64decode(handle_of(flat, [WeightSpec("a", "bfloat16", (2, 2)), WeightSpec("b", "float32", (4,))])))
+    recorder.load()
+    names = {*recorder.names, ("torch.multiprocessing.reductions", "rebuild_cuda_tensor")}
+    allowed = source("utils/common.py")
+    missing = [name for name in sorted(names) if f'("{name[0]}", "{name[1]}")' not in allowed]
+    assert not missing, f"the installed SGLang refuses {missing}: weights.ipc has to write something else"
+    assert ("types", "SimpleNamespace") in names and ("torch.multiprocessing.reductions", "rebuild_storage_filename") in names

@@ -118,7 +118,8 @@ def _rank_main(directory: Path, rank: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+    root = Path(__file__).resolve().parents[2]
+    sys.path += [str(root / "tools"), str(root / "tests/rehearsal")]
     call = pickle.loads((directory / "call.pickle").read_bytes())
     spec = importlib.util.spec_from_file_location("rank_module", call["file"])
     assert spec is not None and spec.loader is not None, f"cannot load {call['file']}"

@@ -321,3 +321,37 @@ def test_biases_stay_float32_in_a_bfloat16_model(models: Models, run_ranks: Call
         # Training leaves the choice among experts to the checkpoint's bias.
         assert not bias or torch.equal(saved[name], original[name])
     assert dtypes[0] == dtypes[1]
+
+
+def count_messages(rank: int, world_size: int, init_method: str, model: str, directory: str) -> tuple[list[int], dict[str, np.ndarray]]:
+    """Numbers in each broadcast of an export under expert parallelism, and what came out."""
+    from torch import distributed
+
+    from megatron_rl.models import hf_weights
+
+    trainer = make_trainer(make_settings(model, Path(directory), LAYOUTS["ep2"], objective=SFT), rank, init_method)
+    broadcast, sizes = distributed.broadcast, []
+
+    def counted(tensor: torch.Tensor, *arguments: Any, **named: Any) -> None:
+        sizes.append(tensor.numel())
+        broadcast(tensor, *arguments, **named)
+
+    hf_weights.SENT_BYTES = 80_000
+    distributed.broadcast = counted
+    weights = {name: tensor.numpy().copy() for name, tensor in trainer.weights()}
+    return sizes, weights
+
+
+def test_the_experts_of_a_rank_are_exported_in_few_messages(
+    run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Two layers of eight experts of three tensors are 48 tensors of 3,072 numbers; 20,000 numbers hold two experts, and four are a rank's."""
+    from safetensors.numpy import load_file
+
+    path = tiny_model(family="qwen3_moe", num_experts=8)
+    stored = load_file(path / "model.safetensors")
+    for sizes, weights in run_ranks(count_messages, 2, str(path), str(tmp_path)):
+        assert sizes == [2 * 3 * 3072] * 8
+        assert weights.keys() == stored.keys()
+        for name, array in stored.items():
+            np.testing.assert_array_equal(weights[name], array, err_msg=name)

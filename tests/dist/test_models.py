@@ -106,7 +106,7 @@ def run(chunks, input_ids, packed, loss_weights):
         if stage > 0:
             dist.recv(received, (rank - 1) % pp)
             model.set_input_tensor(received.requires_grad_())
-        ends[stage] = received, model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed)
+        ends[stage] = received, model(input_ids, packed.positions[None], None, packed_seq_params=packed)
         if stage < last:
             dist.send(ends[stage][1].detach(), (rank + 1) % pp)
     for stage, (received, output) in reversed(ends.items()):

@@ -152,4 +152,4 @@ def test_optimizer_states_are_saved_shifted_without_the_mend(
 ) -> None:
     ranks = run_ranks(resume_unmended, 2, str(tiny_model(layers=4)), str(tmp_path), timeout_s=120)
     differences = compare([rank["resumed"] for rank in ranks], [rank["straight"] for rank in ranks])
-    assert differences.weights > NOTICED, f"the mend in training/bucket_padding.py is not needed: {differences}"
+    assert differences.weights > NOTICED, f"the mend in training/gathered_states.py is not needed: {differences}"

@@ -25,12 +25,12 @@ cluster.shutdown()
 """
 
 SEATS = """
-import json, sys
+import json, os, sys
 import ray
 from megatron_rl.config.settings import ClusterSettings, Settings
 from megatron_rl.errors import DeadlineError
 from megatron_rl.runtime.await_nodes import await_nodes
-from megatron_rl.runtime.cluster import reserved_places
+from megatron_rl.runtime.cluster import own_gpus, reserved_places
 from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.trainers import TrainerGroup
@@ -42,7 +42,7 @@ needs = Needs(num_ranks=3, num_engines=2, slots_per_engine=1)
 @ray.remote
 class Engine:
     def seat(self):
-        return ray.get_runtime_context().get_node_id(), sorted(ray.get_gpu_ids())
+        return ray.get_runtime_context().get_node_id(), own_gpus(), os.environ.get("NCCL_NVLS_ENABLE")
 
 await_nodes(sys.argv[1], 3, timeout_s=60)
 try:
@@ -52,7 +52,7 @@ except DeadlineError as error:
     assert "3 of 4 nodes joined" in str(error), error
 
 with ray_cluster(address=sys.argv[1], num_processes=0):
-    with reserved_places(needs, cluster=ClusterSettings(), device_kind="cuda", timeout_s=60) as places:
+    with reserved_places(needs, cluster=ClusterSettings(), device_kind="cuda", timeout_s=60, variables={"NCCL_NVLS_ENABLE": "0"}) as places:
         trainers = TrainerGroup(settings, places=places, watchdog=Watchdog())
         gpus = trainers.gpus
         actors = {actor["ActorID"]: actor["Address"]["NodeID"] for actor in ray._private.state.actors().values()}
@@ -88,11 +88,12 @@ def test_ranks_and_engines_are_where_the_placement_says(cluster: Callable[..., s
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     (node_0, gpus_0), (node_1, gpus_1), (node_2, gpus_2) = found["ranks"]
-    (beside, engine_gpus), (alone, _) = found["engines"]
+    (beside, engine_gpus, variable), (alone, _, _) = found["engines"]
     assert node_0 == node_1
-    assert (gpus_0, gpus_1) == ([0], [1])
+    assert (gpus_0, gpus_1) == (["0"], ["1"])
     assert beside == node_2
-    assert sorted(gpus_2 + engine_gpus) == [0, 1]
+    assert sorted(gpus_2 + engine_gpus) == ["0", "1"]
+    assert variable == "0"
     assert len({node_0, node_2, alone}) == 3
 
 

@@ -110,16 +110,10 @@ def assert_same_run(directory: Path, expected: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, finish: Callable[..., None]) -> Path:
     """The directory of a run that nothing interrupts, with one engine."""
-    from conftest import Command
-
     root = tmp_path_factory.mktemp("whole")
-    run = Command([str(word) for word in rl_arguments(task, root / "run", REWARD, *EXACT)], log=root / "output.txt")
-    try:
-        assert run.wait() == 0, run.output
-    finally:
-        run.reap()
+    finish(root / "output.txt", *rl_arguments(task, root / "run", REWARD, *EXACT))
     return root / "run"
 
 

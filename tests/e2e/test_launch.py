@@ -267,7 +267,7 @@ def test_a_cluster_that_was_given_is_left_running(stand_ins: dict[str, str]) -> 
 
 
 def test_slurm_starts_a_head_and_workers_and_stops_them(stand_ins: dict[str, str]) -> None:
-    environment = {**stand_ins, "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_SUBMIT_DIR": str(ROOT)}
+    environment = {**stand_ins, "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_PER_TASK": "64"}
     words = ["bash", str(LAUNCH / "slurm.sbatch"), "qwen3-30b-a3b.sh", "--model", "m"]
     status, record = interrupt_when("megatron_rl train", words, environment, signal.SIGTERM)
     assert status == 143
@@ -279,6 +279,28 @@ def test_slurm_starts_a_head_and_workers_and_stops_them(stand_ins: dict[str, str
     wait_until(lambda: all(f"{pid} stopped" in Path(stand_ins["RECORD"]).read_text() for pid in running))
     used = Path(stand_ins["RECORD"] + ".srun").read_text().split()
     assert [f"--nodelist=node{number}" in used for number in (1, 2, 3)] == [True] * 3
+    # A step that does not ask for the job's cores may get one.
+    assert used.count("--cpus-per-task=64") == used.count("--cpu-bind=none") == used.count("--overlap")
+
+
+def test_one_interface_serves_ray_ranks_and_engines(stand_ins: dict[str, str]) -> None:
+    environment = {**stand_ins, "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_PER_TASK": "64"}
+    words = ["bash", str(LAUNCH / "slurm.sbatch"), "qwen3-30b-a3b.sh", "--model", "m", "--interface", "lo"]
+    _, record = interrupt_when("megatron_rl train", words, environment, signal.SIGTERM)
+    assert "ray start --head --node-ip-address=127.0.0.1 --port=6379" in record
+    assert record.count("--address=127.0.0.1:6379 --node-ip-address=127.0.0.1") == 2
+    assert "runtime.network_interface=lo" in record
+
+
+def test_the_heads_address_can_be_given(stand_ins: dict[str, str]) -> None:
+    words = ["bash", str(LAUNCH / "qwen3-30b-a3b.sh"), "--nodes", "2", "--model", "m"]
+    _, record = interrupt_when("megatron_rl train", words, {**stand_ins, "RAY_HEAD_IP": "10.9.8.7"}, signal.SIGTERM)
+    assert "ray start --head --node-ip-address=10.9.8.7 --port=6379" in record
+
+
+def test_an_interface_that_is_not_there_is_told(stand_ins: dict[str, str]) -> None:
+    done = run("qwen3-30b-a3b.sh", "--nodes", "2", "--model", "m", "--interface", "nowhere0", environment=stand_ins)
+    assert done.returncode == 2 and "no address on the network interface nowhere0; give another --interface, or RAY_HEAD_IP" in done.stderr
 
 
 def test_slurm_directives_parse() -> None:

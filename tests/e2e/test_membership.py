@@ -1,7 +1,7 @@
 """Real SGLang servers that join and leave: weights reach the present ones, and requests in flight go on elsewhere."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -99,13 +99,13 @@ def test_engines_join_and_leave_between_syncs_and_during_requests(engines: list[
     manifest = make_manifest(read_model_spec(tmp_path / "model"), dtype="float32")
     rank = OneRank([spec.name for spec in manifest])
 
-    def make_transport(num_engines: int) -> WeightTransport:
+    def make_transport(urls: Sequence[str]) -> WeightTransport:
         surroundings = Surroundings(
             manifest=manifest,
             directory=tmp_path / "weights",
             free_address=lambda: ("127.0.0.1", free_port("127.0.0.1")),
             backend="gloo",
-            num_engines=num_engines,
+            num_engines=len(urls),
             ranks_per_engine=1,
             timeout_s=60.0,
         )

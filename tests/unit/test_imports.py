@@ -13,12 +13,12 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 
 # Lower tiers first. A room imports itself and rooms of lower tiers; `files` and `versions` are as basic as the records.
 TIERS = (
-    ("types", "frozen_arrays", "errors", "files", "versions", "leftovers", "plugins", "typed_arguments"),
+    ("types", "frozen_arrays", "errors", "files", "versions", "leftovers", "process_variables", "plugins", "typed_arguments"),
     ("algorithms", "data", "rewards", "config", "observe"),
     ("device", "rendezvous", "models", "rollout", "training", "weights"),
     ("planning", "contracts"),
     ("runtime",),
-    ("cli", "__main__", "doctor"),
+    ("cli", "__main__", "doctor", "acceptance"),
 )
 # Within a tier rooms stand side by side, except for these uses.
 SIDEWAYS = {
@@ -34,7 +34,7 @@ SIDEWAYS = {
     "training": {"device", "models", "rendezvous"},
     "rollout": {"device", "rendezvous"},
     "weights": {"device", "models", "rendezvous", "rollout"},
-    "cli": {"doctor"},
+    "cli": {"doctor", "acceptance"},
     "__main__": {"cli"},
 }
 # Rooms that can be used and tested without a GPU stack.
@@ -45,6 +45,7 @@ LIGHT = (
     "files",
     "versions",
     "leftovers",
+    "process_variables",
     "plugins",
     "typed_arguments",
     "algorithms",
@@ -64,6 +65,7 @@ ALLOWED_HEAVY = {
     "planning": {"megatron"},
     "contracts": set(),
     "runtime": {"ray"},
+    "acceptance": set(),
     "cli": set(),
     "doctor": HEAVY_PACKAGES,
 }

@@ -3,28 +3,29 @@
     python tools/bench/weights.py [--layers 8] [--bucket-mb 160] [--turns 3] [--engine]
 
 A rank trains a model made by code (about 0.6 GB in float32 with 8 layers) and sends it with the classes of a run. Without --engine
-a process that only receives stands for the engine: it takes bucket after bucket from the gloo group, or reads the files, and copies every
-tensor into weights of its own. With --engine it is the real SGLang server on a CPU.
+a process that only receives stands for the engine: it takes bucket after bucket from the gloo group, opens the memory that it shares with
+the rank, or reads the files, and copies every tensor into weights of its own. With --engine it is the real SGLang server on a CPU.
 
-Memory is what an end needs during a sync beyond what it had before, at its peak, in buckets; pages of files are not counted. Goals are 5
+Memory is what an end needs during a sync beyond what it had before, at its peak, in buckets; pages of files are not counted, memory that
+both share counts at both. Goals are 5
 times the CPU seconds of memcpy and 2 buckets. All take turns in one call, so that other load hits all alike; of the turns the
 fastest counts, and the largest memory.
 """
 
 import argparse
 import asyncio
-import multiprocessing
-import socket
+import base64
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,14 +37,14 @@ from safetensors import safe_open
 from torch.distributed import distributed_c10d as c10d
 from training import MODELS, make_model, make_settings
 
+from megatron_rl.acceptance.rank_processes import Remote, free_address
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.rendezvous import join_store
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.engine_pool import EnginePool
-from megatron_rl.weights import broadcast, disk
-from megatron_rl.weights.bucket import WeightSpec, make_buckets
+from megatron_rl.weights.bucket import WeightSpec
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
@@ -70,49 +71,10 @@ class Cost:
 # Processes
 
 
-def serve(make: Callable[[], Any], connection: Any) -> None:
-    """Be an object of another process: call its methods as asked."""
-    torch.set_num_threads(1)
-    target = make()
-    connection.send(None)
-    while True:
-        name, arguments = connection.recv()
-        connection.send(getattr(target, name)(**arguments))
-
-
-class Remote:
-    """An object in a process of its own; calls run one after the other."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._thread = ThreadPoolExecutor(1)
-        process = context.Process(target=serve, args=(make, other), daemon=True)
-        process.start()
-        other.close()
-        self.processes = [psutil.Process(process.pid)]
-        self._connection.recv()
-
-    def call(self, method: str, /, **arguments: Any) -> "Future[Any]":
-        """Start a call. EOFError when the process has died."""
-
-        def work() -> Any:
-            self._connection.send((method, arguments))
-            return self._connection.recv()
-
-        return self._thread.submit(work)
-
-    def close(self) -> None:
-        """End the process; it has nothing to save, and may wait for one that has gone already."""
-        self.processes[0].kill()
-        self.processes[0].wait(timeout=30)
-
-
 class Rank:
     """The trainer's end: one Megatron rank."""
 
-    def __init__(self, model: Path, bucket_bytes: int) -> None:
-        disk.BUCKET_BYTES = bucket_bytes
+    def __init__(self, model: Path) -> None:
         with quiet_megatron_imports():
             from megatron_rl.training.trainer import Trainer
         settings = make_settings(model, num_ranks=1, max_tokens=64)
@@ -171,6 +133,13 @@ class Receiver:
             self._weights[spec.name].copy_(flat[start : start + spec.num_bytes].view(spec.torch_dtype).view(spec.shape))
             start += spec.num_bytes
 
+    def take(self, handle: str) -> None:
+        """Copy what another process shares, as SGLang does."""
+        payload = ForkingPickler.loads(base64.b64decode(handle))
+        for place in payload["metadata"]:
+            part = payload["flattened_tensor"][place.start_idx : place.end_idx]
+            self._weights[place.name].copy_(part.view(place.dtype).reshape(place.shape))
+
     def load(self, path: Path) -> None:
         """Read all files of a Hugging Face directory."""
         for file in sorted(path.glob("*.safetensors")):
@@ -182,7 +151,7 @@ class Receiver:
 class StandInClient:
     """The calls of an engine's client that a sync makes, for a `Receiver`."""
 
-    address = SimpleNamespace(url="receiver")
+    address = SimpleNamespace(url="http://127.0.0.1")
 
     def __init__(self, receiver: Remote) -> None:
         self._receiver, self._version = receiver, 0
@@ -199,6 +168,12 @@ class StandInClient:
     ) -> None:
         """Take a bucket."""
         await self._ask("receive", bucket=[WeightSpec(*parts) for parts in zip(names, dtypes, shapes, strict=True)])
+        self._version = self._version if version is None else version
+
+    async def take_bucket(self, handles: Sequence[str], *, version: int | None) -> None:
+        """Take a bucket."""
+        (handle,) = handles
+        await self._ask("take", handle=handle)
         self._version = self._version if version is None else version
 
     async def load_weights(self, path: Path, *, version: int) -> None:
@@ -250,12 +225,12 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
-def anonymous_bytes(processes: Sequence[psutil.Process]) -> int:
-    """Memory that is no file's."""
+def memory_bytes(processes: Sequence[psutil.Process]) -> int:
+    """Memory that is no file's on a disk."""
     total = 0
     for process in processes:
         for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
+            if line.startswith(("RssAnon:", "RssShmem:")):
                 total += int(line.split()[1]) * 1024
     return total
 
@@ -265,12 +240,12 @@ class Peak:
 
     def __init__(self, *groups: Sequence[psutil.Process]) -> None:
         self._groups, self.bytes = groups, [0] * len(groups)
-        self._before = [anonymous_bytes(group) for group in groups]
+        self._before = [memory_bytes(group) for group in groups]
         self._stop, self._thread = threading.Event(), threading.Thread(target=self._watch)
 
     def _watch(self) -> None:
         while not self._stop.wait(0.005):
-            now = [anonymous_bytes(group) - before for group, before in zip(self._groups, self._before, strict=True)]
+            now = [memory_bytes(group) - before for group, before in zip(self._groups, self._before, strict=True)]
             self.bytes = list(map(max, self.bytes, now))
 
     def __enter__(self) -> "Peak":
@@ -303,20 +278,12 @@ def running_engine(model: Path) -> Iterator[tuple[Engine, Any]]:
         engine.stop()
 
 
-def free_address() -> tuple[str, int]:
-    """A free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", int(probe.getsockname()[1])
-
-
 async def bench(model: Path, *, bucket_bytes: int, turns: int, with_engine: bool) -> None:
-    """Print the costs of both transports beside memcpy's."""
-    broadcast.make_buckets = partial(make_buckets, max_bytes=bucket_bytes)
+    """Print the costs of every transport beside memcpy's."""
     manifest = make_manifest(read_model_spec(model), dtype="float32")
     total = sum(spec.num_bytes for spec in manifest)
     async with AsyncExitStack() as stack:
-        rank = Remote(partial(Rank, model, bucket_bytes))
+        rank = Remote(partial(Rank, model))
         stack.callback(rank.close)
         if with_engine:
             _, address = stack.enter_context(running_engine(model))
@@ -334,6 +301,8 @@ async def bench(model: Path, *, bucket_bytes: int, turns: int, with_engine: bool
             num_engines=1,
             ranks_per_engine=1,
             timeout_s=TIMEOUT_S,
+            ranks_beside={client.address.url: (0,)},
+            bucket_bytes=bucket_bytes,
         )
         copies, costs = [], dict[str, list[Cost]]()
         version = 0

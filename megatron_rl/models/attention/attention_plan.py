@@ -79,9 +79,8 @@ def plan_attention(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0, devi
     is not a multiple of 2 cp under context parallelism.
     """
     cu_seqlens = np.asarray(cu_seqlens, np.int64)
+    check_splits(cu_seqlens, cp_size=cp_size)
     lengths = np.diff(cu_seqlens)
-    if cp_size > 1 and (lengths % (2 * cp_size)).any():
-        raise ValueError(f"a sequence of {lengths[lengths % (2 * cp_size) > 0][0]} tokens cannot be split in {2 * cp_size} chunks; pad it")
     buckets: list[Bucket] = []
     queries: list[Ints] = []
     keys: list[Ints] = []
@@ -110,6 +109,13 @@ def plan_attention(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0, devi
         buckets=tuple(buckets),
         identity=identity,
     )
+
+
+def check_splits(cu_seqlens: Ints, *, cp_size: int) -> None:
+    """Raise ValueError when a sequence between the offsets `cu_seqlens` [sequences + 1] cannot be split in 2 cp chunks."""
+    lengths = np.diff(cu_seqlens)
+    if cp_size > 1 and (lengths % (2 * cp_size)).any():
+        raise ValueError(f"a sequence of {lengths[lengths % (2 * cp_size) > 0][0]} tokens cannot be split in {2 * cp_size} chunks; pad it")
 
 
 def with_window(plan: AttentionPlan, window: int) -> AttentionPlan:

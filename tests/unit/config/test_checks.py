@@ -114,10 +114,34 @@ def test_a_critic_without_ppo_is_noted(settings_with: MakeSettings) -> None:
     assert "training.critic has no effect" in without_effect(settings_with("training.critic.warmup_steps=1"))[0]
 
 
-def test_ranks_and_engines_on_one_gpu_need_the_disk(settings_with: MakeSettings) -> None:
-    assert "set weights.transport to disk" in gpu_contradictions(settings_with("runtime.colocate=true"))[0]
-    assert gpu_contradictions(settings_with("runtime.colocate=true", "weights.transport=disk")) == []
-    assert gpu_contradictions(settings_with()) == []
+def test_ranks_and_engines_on_one_gpu_share_memory_or_use_the_disk(settings_with: MakeSettings) -> None:
+    colocated = "runtime.colocate=true"
+    assert (settings_with().weight_transport, settings_with(colocated).weight_transport) == ("broadcast", "ipc")
+    assert settings_with(colocated, "weights.transport=disk").weight_transport == "disk"
+    assert "which means ipc, or set it to disk" in gpu_contradictions(settings_with(colocated, "weights.transport=broadcast"))[0]
+    for allowed in ((), (colocated,), (colocated, "weights.transport=disk")):
+        assert gpu_contradictions(settings_with(*allowed)) == []
+
+
+def test_expandable_segments_cannot_be_shared_with_an_engine(settings_with: MakeSettings) -> None:
+    words = ("runtime.colocate=true", "training.cuda_allocator=expandable_segments:True")
+    assert "training.cuda_allocator expandable_segments:True" in gpu_contradictions(settings_with(*words))[0]
+    assert gpu_contradictions(settings_with(*words, "weights.transport=disk")) == []
+    assert gpu_contradictions(settings_with(words[0], "training.cuda_allocator=expandable_segments:False")) == []
+
+
+def test_every_rank_of_an_engine_that_shares_memory_has_a_gpu_of_its_own(settings_with: MakeSettings) -> None:
+    words = ("runtime.colocate=true", "training.topology.num_ranks=2", "runtime.num_gpus_per_engine=2")
+    assert gpu_contradictions(settings_with(*words)) == []
+    wrong = gpu_contradictions(settings_with(*words, "rollout.sglang.tp_size=1"))
+    assert "rollout.sglang.tp_size 1 and runtime.num_gpus_per_engine 2" in wrong[0]
+    assert gpu_contradictions(settings_with(*words, "rollout.sglang.tp_size=1", "weights.transport=disk")) == []
+
+
+def test_memory_is_shared_where_devices_are(settings_with: MakeSettings) -> None:
+    with pytest.raises(UserError, match=r"weights\.transport is ipc with runtime\.colocate false"):
+        settings_with("weights.transport=ipc")
+    assert settings_with("weights.transport=ipc", "runtime.colocate=true").weight_transport == "ipc"
 
 
 def test_staleness_without_a_correction_is_noted(settings_with: MakeSettings) -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
-from megatron_rl.models.megatron_config import resolve_attention, transformer_config
+from megatron_rl.models import megatron_config
+from megatron_rl.models.megatron_config import attention_name, resolve_attention, transformer_config
 from megatron_rl.models.read_spec import parse_model_spec
 from megatron_rl.models.unavailable_fields import without_kernels
 
@@ -137,3 +139,36 @@ def test_kernels_of_transformer_engine_are_left_to_it():
     )
     assert config.moe_router_fusion
     assert without_kernels({"moe_router_fusion": True, "recompute_granularity": "full"}) == {"recompute_granularity": "full"}
+
+
+def te_config(*, dtype=torch.bfloat16, **overrides):
+    return transformer_config(SPEC, topology=TopologySettings(), dtype=dtype, overrides=overrides, attention="transformer_engine")
+
+
+def test_transformer_engine_has_one_attention_that_is_known_before_the_run(monkeypatch):
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.delenv(name, raising=False)
+    assert te_config().attention_backend is AttnBackend.fused
+    assert te_config(attention_backend="flash").attention_backend is AttnBackend.flash
+    assert te_config(attention_backend="unfused", dtype=torch.float32).attention_backend is AttnBackend.unfused
+    for backend in ("auto", "local"):
+        with pytest.raises(UserError, match=f"attention_backend is {backend}, .* set it to fused"):
+            te_config(attention_backend=backend)
+    with pytest.raises(UserError, match=r"model\.dtype is float32, but Transformer Engine's fused attention computes bfloat16"):
+        te_config(dtype=torch.float32)
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    assert te_config().attention_backend is AttnBackend.fused
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    with pytest.raises(UserError, match=r"NVTE_FLASH_ATTN is 1, but .* fused needs 0; unset it"):
+        te_config()
+
+
+def test_the_attention_is_printed_with_its_kernel():
+    assert attention_name("torch", {"attention_backend": "flash"}) == "torch"
+    assert attention_name("transformer_engine", {}) == "transformer_engine, fused"
+    assert attention_name("transformer_engine", {"attention_backend": "flash"}) == "transformer_engine, flash"
+
+
+def test_the_attention_follows_the_device_of_the_ranks(monkeypatch):
+    monkeypatch.setattr(megatron_config, "chosen_backends", lambda: {"transformer-engine": "2.11.0"})
+    assert (resolve_attention("auto", device_kind="cuda"), resolve_attention("auto", device_kind="cpu")) == ("transformer_engine", "torch")

@@ -95,7 +95,7 @@ def test_logits_equal_transformers(family, tiny_model, one_rank):
     reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     spec, (model,) = load(path)
     cu_seqlens, input_ids, packed = packed_input(spec.vocab_size)
-    log_probs = model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed).double().log_softmax(-1)
+    log_probs = model(input_ids, packed.positions[None], None, packed_seq_params=packed).double().log_softmax(-1)
     for start, stop in itertools.pairwise(cu_seqlens):
         with torch.no_grad():
             expected = reference(input_ids[:, start:stop]).logits.log_softmax(-1)
@@ -110,7 +110,7 @@ def test_gradients_equal_transformers(tiny_model, one_rank):
     spec, (model,) = load(path)
     cu_seqlens, input_ids, packed = packed_input(spec.vocab_size)
     weights = torch.randn(input_ids.shape[1], spec.vocab_size, generator=torch.Generator().manual_seed(2))
-    logits = model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed)
+    logits = model(input_ids, packed.positions[None], None, packed_seq_params=packed)
     (logits[0].log_softmax(-1) * weights).sum().backward()
     for start, stop in itertools.pairwise(cu_seqlens):
         (reference(input_ids[:, start:stop]).logits[0].log_softmax(-1) * weights[start:stop].double()).sum().backward()
@@ -129,7 +129,7 @@ def test_full_recompute_gives_the_same_gradients(tiny_model, one_rank):
         _, (model,) = load(path, **overrides)
         _, input_ids, packed = packed_input(32)
         model.train()
-        model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed).square().mean().backward()
+        model(input_ids, packed.positions[None], None, packed_seq_params=packed).square().mean().backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     assert torch.equal(*gradients)
     assert gradients[0].abs().max() > 0
@@ -139,13 +139,13 @@ def test_chosen_positions_get_the_same_logits(tiny_model, one_rank):
     spec, (model,) = load(tiny_model())
     _, input_ids, packed = packed_input(spec.vocab_size)
     positions = torch.tensor([0, 5, 5, 124, 30])
-    whole = model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed)
-    hidden = forward_selected(model, input_ids, packed.plan.positions[None], packed, positions)
+    whole = model(input_ids, packed.positions[None], None, packed_seq_params=packed)
+    hidden = forward_selected(model, input_ids, packed.positions[None], packed, positions)
     targets = torch.tensor([3, 1, 31, 0, 7])
     chosen = model.token_statistics(hidden, TokenQuestion(targets, temperature=0.7, vocab_size=spec.vocab_size)).log_prob
     expected = (whole[0, positions] / 0.7).log_softmax(-1)[torch.arange(5), targets]
     torch.testing.assert_close(chosen, expected, rtol=0, atol=1e-6)
-    nothing = forward_selected(model, input_ids, packed.plan.positions[None], packed, positions[:0])
+    nothing = forward_selected(model, input_ids, packed.positions[None], packed, positions[:0])
     assert nothing.shape == (0, 64)
     none = model.token_statistics(nothing, TokenQuestion(targets[:0], temperature=0.7, vocab_size=spec.vocab_size))
     (none.log_prob.sum() + nothing.sum()).backward()
@@ -160,9 +160,9 @@ def test_bfloat16_differs_by_rounding_only(tiny_model, one_rank):
     load_hf_weights(chunks, spec, path)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     _, input_ids, packed = packed_input(spec.vocab_size)
-    rounded = model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed).double().log_softmax(-1)
+    rounded = model(input_ids, packed.positions[None], None, packed_seq_params=packed).double().log_softmax(-1)
     _, (exact_model,) = load(path)
-    exact = exact_model(input_ids, packed.plan.positions[None], None, packed_seq_params=packed).double().log_softmax(-1)
+    exact = exact_model(input_ids, packed.positions[None], None, packed_seq_params=packed).double().log_softmax(-1)
     assert 1e-4 < (rounded - exact).abs().mean() < 0.02
 
 
@@ -263,3 +263,26 @@ def test_json_of_the_saved_config_is_otherwise_the_source(tiny_model, tmp_path, 
     path = tiny_model()
     save_hf(tmp_path / "saved", {"a": torch.zeros(1)}, source=path)
     assert json.loads((tmp_path / "saved/config.json").read_text()) == json.loads((path / "config.json").read_text())
+
+
+def test_a_model_of_torch_layers_leaves_no_switches_for_the_processes_that_inherit_the_environment(tiny_model, one_rank, monkeypatch):
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    monkeypatch.delenv("NVTE_FLASH_ATTN", raising=False)
+    load(tiny_model())
+    assert (os.environ["NVTE_UNFUSED_ATTN"], os.environ.get("NVTE_FLASH_ATTN")) == ("0", None)
+
+
+def test_an_attention_that_transformer_engine_does_not_have_is_told_in_a_sentence(tiny_model, one_rank, monkeypatch):
+    _, (chunk,) = load(tiny_model())
+    complaint = "No dot product attention backend is available for the provided inputs."
+    monkeypatch.setattr(chunk, "forward", lambda *_arguments, **_named: raises(ValueError(complaint)))
+    arguments = (torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], packed_sequences(np.array([0, 4])), torch.arange(4))
+    with pytest.raises(UserError, match=r"attention_backend names .* set attention_backend to flash .* or model\.attention to torch"):
+        forward_selected(chunk, *arguments)
+    monkeypatch.setattr(chunk, "forward", lambda *_arguments, **_named: raises(ValueError("another")))
+    with pytest.raises(ValueError, match="another"):
+        forward_selected(chunk, *arguments)
+
+
+def raises(error):
+    raise error

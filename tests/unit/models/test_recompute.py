@@ -52,7 +52,7 @@ def gradients(path: Path, overrides: dict[str, Any], watched: str) -> tuple[dict
     packed = packed_sequences(np.concatenate([[0], np.cumsum(LENGTHS)]))
     input_ids = torch.randint(1, 32, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([0, 5, 30, 70, 98, 102])
-    hidden = forward_selected(model, input_ids, packed.plan.positions[None], packed, positions)
+    hidden = forward_selected(model, input_ids, packed.positions[None], packed, positions)
     statistics = model.token_statistics(hidden, TokenQuestion(input_ids[0, positions - 1], temperature=1.0, vocab_size=32))
     statistics.log_prob.sum().backward()
     found = {}

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import Settings, WeightSettings
 from megatron_rl.errors import UserError
 from megatron_rl.planning.gpus import GIB, GPUS
-from megatron_rl.planning.run_plan import _rank_host, plan_run
+from megatron_rl.planning.run_plan import _rank_host, _shared_buckets, plan_run
+from megatron_rl.weights.bucket import BUCKET_BYTES
 
 
 def test_impossible_layouts_are_refused_in_the_topologys_words(
@@ -21,8 +22,18 @@ def test_impossible_layouts_are_refused_in_the_topologys_words(
 
 
 def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Callable[..., Settings]) -> None:
-    policy = SimpleNamespace(reference=7 * GIB, parameters=GIB, optimizer=GIB)
+    policy = SimpleNamespace(reference=7 * GIB, away=2 * GIB)
     settings = run_settings()
     with_kl = settings.model_copy(update={"objective": Objective(kl_loss_coef=0.1)})
     without, kept = (_rank_host(variant, policy, [policy]) for variant in (settings, with_kl))  # type: ignore[arg-type, list-item]
     assert kept - without == 7 * GIB
+    colocated = settings.model_copy(update={"runtime": settings.runtime.model_copy(update={"colocate": True})})
+    # The policy and a critic, both away while engines generate.
+    shared = _rank_host(colocated, policy, [policy, policy])  # type: ignore[arg-type, list-item]
+    assert shared - without == 2 * 2 * GIB
+
+
+def test_memory_that_is_shared_with_an_engine_is_two_buckets(run_settings: Callable[..., Settings]) -> None:
+    by_ipc = run_settings(runtime={"colocate": True})
+    by_disk = by_ipc.model_copy(update={"weights": WeightSettings(transport="disk")})
+    assert (_shared_buckets(by_ipc), _shared_buckets(by_disk)) == (2 * BUCKET_BYTES, 0)

@@ -72,3 +72,37 @@ def test_an_engine_that_never_describes_itself_is_stopped_at_the_deadline(make_e
         engine.start()
     with pytest.raises(EngineError, match="died"):
         engine.check()
+
+
+def environment_of(tmp_path: Path, *, device_kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 32}))
+    engine = Engine(
+        tmp_path,
+        settings=RolloutSettings(),
+        device_kind=device_kind,  # type: ignore[arg-type]
+        dtype="float32",
+        seed=0,
+        log_path=tmp_path / "log",
+        gpu_ids=gpus,
+        host="127.0.0.1",
+    )
+    return engine._environment()
+
+
+def test_an_engine_does_not_get_what_is_meant_for_the_memory_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With expandable segments SGLang's memory saver gives nothing back, with a warning only."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True")
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    environment = environment_of(tmp_path, device_kind="cpu")
+    assert not [name for name in environment if name.endswith("ALLOC_CONF")]
+    assert environment["SOMETHING_ELSE"] == "1" and "NCCL_NVLS_ENABLE" not in environment
+
+
+def test_an_engine_sets_up_nccl_as_ranks_do_and_meets_on_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    environment = environment_of(tmp_path, device_kind="cuda", gpus=("GPU-8f2c", "GPU-11aa"))
+    assert (environment["NCCL_CUMEM_ENABLE"], environment["NCCL_NVLS_ENABLE"]) == ("0", "1")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-8f2c,GPU-11aa"
+    assert environment["SGLANG_HOST_IP"] == "127.0.0.1"

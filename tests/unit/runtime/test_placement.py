@@ -1,12 +1,14 @@
 import pytest
+import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
+from ray.util.placement_group import PlacementGroup
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import ClusterSettings, TopologySettings
 from megatron_rl.errors import UserError
-from megatron_rl.runtime.cluster import usable_nodes
+from megatron_rl.runtime.cluster import Places, gpu_order, own_gpus, usable_nodes
 from megatron_rl.runtime.launch_plan import crossing_notes, placement_rows
 from megatron_rl.runtime.placement import Needs, NodeShare, Placement, match_bundles, nodes_needed, place
 from megatron_rl.training.topology import Topology
@@ -166,3 +168,19 @@ def test_what_a_run_needs_follows_from_its_settings() -> None:
     assert Needs.of(settings, device_kind="cuda") == Needs(num_ranks=6, num_engines=3, slots_per_engine=2, colocated=False, unit="GPU")
     assert Needs.of(settings, device_kind="cpu") == Needs(num_ranks=6, num_engines=3, slots_per_engine=1, colocated=False, unit="CPU")
     assert Needs.of(settings, device_kind="cuda", trains=False).num_ranks == 0
+
+
+def test_the_variables_of_a_run_reach_every_process_that_ray_starts() -> None:
+    placement = place(needs(2, num_engines=1), nodes=[4])
+    variables = {"NCCL_NVLS_ENABLE": "0"}
+    places = Places(placement, PlacementGroup.empty(), (0,), "cuda", variables)
+    for options in (places.rank_options(0), places.engine_options(0)):
+        assert options["runtime_env"] == {"env_vars": variables}
+    assert "runtime_env" not in Places(placement, PlacementGroup.empty(), (0,), "cpu", {}).rank_options(0)
+
+
+def test_gpus_may_have_numbers_or_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [3, "GPU-8f2c", "MIG-4b1d/7/0"])
+    assert own_gpus() == ("3", "GPU-8f2c", "MIG-4b1d/7/0")
+    dealt = [("10",), ("9",), ("GPU-b",), ("GPU-a",)]
+    assert sorted(dealt, key=gpu_order) == [("GPU-a",), ("GPU-b",), ("9",), ("10",)]

@@ -3,17 +3,25 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_settings
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import RuntimeSettings, Settings
 from megatron_rl.errors import UserError
 from megatron_rl.runtime import preflight as module
-from megatron_rl.runtime.launch_plan import launch_plan
-from megatron_rl.runtime.preflight import GIB, check_cpu_memory, check_disk, check_run_directory, preflight, preflight_config
+from megatron_rl.runtime.launch_plan import launch_plan, weight_sync
+from megatron_rl.runtime.preflight import (
+    GIB,
+    check_cpu_memory,
+    check_disk,
+    check_interface,
+    check_run_directory,
+    preflight,
+    preflight_config,
+)
 from megatron_rl.runtime.target import find_target
 
 REWARD = """
@@ -93,6 +101,7 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("model.megatron.num_layers=3", ["model.megatron.num_layers is 3", "needs 2"]),
         ("model.megatron.recompute_granularty=full", ["recompute_granularity"]),
         ("model.attention=transformer_engine", ["not installed"]),
+        ("runtime.network_interface=eth0", ["stays on its loopback interface; remove it"]),
         ("training.topology={num_ranks: 8, tp: 8}", ["not divisible by tp 8"]),
         ("training.optimizer.learning_rate=1", ["training.optimizer.learning_rate"]),
         ("training.frozen=[model.embed.*]", ["'model.embed.*', which matches no tensor", "model.embed_tokens.weight"]),
@@ -315,6 +324,19 @@ def test_plan_says_what_would_be_launched(words: list[str]) -> None:
     assert "critic" not in processes
 
 
+def test_plan_says_how_weights_reach_the_engines_and_what_decides_it(words: list[str]) -> None:
+    def said(*more: str, kind: Literal["cpu", "cuda"] = "cpu") -> str:
+        return weight_sync(load_settings(None, [*words, *more]), device_kind=kind)
+
+    assert said() == "broadcast: a process group of gloo (weights.transport not set, runtime.colocate false)"
+    assert said("runtime.colocate=true") == "ipc: shared memory of the host (weights.transport not set, runtime.colocate true)"
+    assert said("runtime.colocate=true", kind="cuda").startswith("ipc: the memory of the shared GPU (")
+    assert said("weights.transport=disk", "runtime.colocate=true") == "disk: files in run.directory (weights.transport)"
+    settings = load_settings(None, words)
+    processes = launch_plan(settings, find_target(settings, config_only=False))["What would be launched"]
+    assert processes["weight sync"] == said()
+
+
 def test_plan_has_the_critic(words: list[str]) -> None:
     settings = load_settings(None, [*words, "objective.preset=ppo"])
     processes = launch_plan(settings, find_target(settings, config_only=False))["What would be launched"]
@@ -432,3 +454,9 @@ def test_a_run_for_gpus_is_refused_where_there_are_none(elsewhere: Callable[...,
 def test_config_only_belongs_to_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--config-only", "run.directory=x"]) == 2
     assert "--config-only was given without --check" in capsys.readouterr().err
+
+
+def test_the_interface_is_one_of_this_machine() -> None:
+    assert check_interface(RuntimeSettings(ray_address="10.0.0.1:6379", network_interface="lo")) == []
+    with pytest.raises(UserError, match=r"network_interface is nowhere0, but the interfaces here are .*lo.*; name one that every node has"):
+        check_interface(RuntimeSettings(ray_address="10.0.0.1:6379", network_interface="nowhere0"))

@@ -13,6 +13,7 @@ AUDITED = ("training/collectives.py", "training/topology.py", "training/joining.
 # Rooms whose processes are not the ranks of a step.
 OTHER_ROOMS = {
     "weights": "sends between rank 0 and the engines, in a group of their own, between steps",
+    "acceptance": "starts ranks of its own to try a node",
     "planning": "plays one rank in a process alone, on a backend that sends nothing",
 }
 # Calls that ask this process alone.
@@ -26,6 +27,7 @@ ELSEWHERE = {
     "_gathered: all_gather": "tensor- or expert-parallel ranks: while weights are exported, outside of steps",
     "_from_owner: broadcast": "pipeline or expert ranks: while weights are exported, outside of steps",
     "on_rank_zero: broadcast_object_list": "all ranks: what became of rank 0's files, outside of steps",
+    "gather_in_pieces: gather": "data-parallel ranks: before a checkpoint is written, outside of steps",
     "save: barrier": "all ranks: before a checkpoint gets its name, outside of steps",
 }
 

@@ -10,7 +10,8 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer
 
 from megatron_rl.data.packing import make_shards
-from megatron_rl.training.offload import PARTS, ModelMemory
+from megatron_rl.training import offload
+from megatron_rl.training.offload import PARTS, ModelMemory, page_locked_bytes, piece_sizes
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
@@ -149,3 +150,69 @@ def test_using_what_is_away_is_an_error(make_trainer: MakeTrainer, tiny_model: T
     ModelMemory(trainer.trained_models()["policy"]).put_away(["parameters"])
     with pytest.raises(RuntimeError, match="storage"):
         trainer.log_probs(make_batch(0))
+
+
+def test_storages_larger_than_a_piece_come_back_bit_for_bit(
+    make_trainer: MakeTrainer, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "PIECE_BYTES", 1000)
+    trainer = make_trainer(tiny_model(), **KINDS["fp32, distributed optimizer"])
+    memory = ModelMemory(trainer.trained_models()["policy"])
+    weights = outcome(trainer)
+    planned = memory.host_bytes()
+    memory.put_away()
+    pieces = [piece for stored in memory._away.values() for one in stored for piece in one.host or ()]
+    assert max(map(len, pieces)) == 1000 and len(pieces) > 100
+    assert planned == sum(1 << (len(piece) - 1).bit_length() for piece in pieces)
+    memory.take_back()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in outcome(trainer).items())
+
+
+def test_page_locked_memory_is_counted_as_torch_takes_it() -> None:
+    """Each request is rounded up to a power of two, so large storages lie in equal pieces."""
+    mib = 2**20
+    assert piece_sizes(0) == [] and piece_sizes(128 * mib) == [128 * mib]
+    assert piece_sizes(300 * mib) == [128 * mib, 128 * mib, 44 * mib]
+    assert page_locked_bytes([300 * mib]) == 512 * mib
+    assert page_locked_bytes(piece_sizes(300 * mib)) == 320 * mib
+    assert page_locked_bytes([1, 2, 3, 0]) == 1 + 2 + 4
+
+
+def test_torch_still_rounds_page_locked_memory() -> None:
+    header = Path(torch.__file__).parent / "include/ATen/core/CachingHostAllocator.h"
+    assert "PowerOf2Ceil(size)" in header.read_text(), "torch takes page-locked memory as it is asked: page_locked_bytes counts too much"
+
+
+def test_on_a_gpu_nothing_is_freed_or_used_before_its_copy_is_done(
+    make_trainer: MakeTrainer, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's way with a GPU pretended: copies that do not wait, page-locked memory that is kept, caches handed back."""
+    trainer = make_trainer(tiny_model(), **KINDS["fp32, distributed optimizer"])
+    memory = ModelMemory(trainer.trained_models()["policy"])
+    weights, parts = outcome(trainer), sum(memory.num_bytes(part) for part in PARTS)
+    events: list[tuple[str, int]] = []
+    empty, pinned = torch.empty, []
+
+    def page_locked(*arguments: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        made = empty(*arguments, **named)
+        if pin_memory:
+            pinned.append(made)
+        return made
+
+    def note(event: str) -> Callable[..., None]:
+        return lambda *_unused: events.append((event, sum(memory.num_bytes(part) for part in PARTS)))
+
+    monkeypatch.setattr(memory, "_on_gpu", True)
+    monkeypatch.setattr(torch, "empty", page_locked)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: any(tensor is one for one in pinned))
+    monkeypatch.setattr(torch.cuda, "synchronize", note("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", note("empty_cache"))
+    memory.put_away()
+    assert events == [("synchronize", parts), ("empty_cache", 0)]
+    memory.take_back()
+    assert events[2:] == [("synchronize", parts)]
+    count = len(pinned)
+    memory.put_away()
+    memory.take_back()
+    assert len(pinned) == count > 0, "page-locked memory is slow to get: it is used again"
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in outcome(trainer).items())

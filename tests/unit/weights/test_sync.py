@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
 from megatron_rl.config.settings import WeightSettings
 from megatron_rl.errors import DeadlineError, EngineError
@@ -17,9 +19,9 @@ from megatron_rl.observe.metrics import metric_values
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.engine_pool import EnginePool, Urgency
-from megatron_rl.weights import broadcast
-from megatron_rl.weights.bucket import BUCKET_BYTES, WeightSpec
+from megatron_rl.weights.bucket import WeightSpec
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightTransport
+from megatron_rl.weights.ipc import IpcPlan
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
 SPECS = tuple(WeightSpec(f"w{index}", "float32", (2, 3)) for index in range(3))
@@ -50,7 +52,7 @@ class Server:
 
 
 class Ranks:
-    """Two ranks that are connected at once, and take a moment to send; where the transport wants files they write them."""
+    """Two ranks that are connected at once, and take a moment to send; where the transport wants files or memory they make it."""
 
     def __init__(self, log: list[tuple[Any, ...]]) -> None:
         self.log = log
@@ -59,7 +61,8 @@ class Ranks:
 
     def begin_open_sender(self, plan: SenderPlan) -> list[Future[None]]:
         self.plans.append(plan)
-        self._sender = plan.open(self, rank=1)  # type: ignore[arg-type]
+        # Rank 0 of a broadcast waits for engines.
+        self._sender = plan.open(self, rank=0 if isinstance(plan, IpcPlan) else 1)  # type: ignore[arg-type]
         return [done(), done()]
 
     def begin_close_sender(self) -> list[Future[None]]:
@@ -76,13 +79,19 @@ class Ranks:
         return [self._thread.submit(work), done()]
 
     def weights(self) -> Any:
-        return iter(())
+        return ((spec.name, torch.full(spec.shape, float(number))) for number, spec in enumerate(SPECS, start=1))
 
     def save_hf(self, path: Path, *, max_shard_bytes: int, durable: bool) -> None:
-        assert max_shard_bytes == BUCKET_BYTES and not durable
+        assert max_shard_bytes == 48 and not durable
         path.mkdir(parents=True)
         (path / "config.json").write_text("{}")
         (path / "model.safetensors").write_bytes(b"x" * 72)
+
+
+def free_address() -> tuple[str, int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", int(probe.getsockname()[1])
 
 
 def done() -> "Future[None]":
@@ -100,7 +109,7 @@ class Run:
         self.ranks, self.directory = Ranks(self.log), directory
 
     def client(self, number: int, *, timeout_s: float = SYNC_TIMEOUT_S) -> EngineClient:
-        address = EngineAddress(f"http://engine-{number}", "key", 32, 64, 64, has_tokenizer=False)
+        address = EngineAddress(f"http://127.0.1.{number}", "key", 32, 64, 64, has_tokenizer=False)
         client = EngineClient(address, request_timeout_s=5.0, control_timeout_s=timeout_s)
         client._transport = self.servers[number]  # type: ignore[assignment]
         return client
@@ -110,15 +119,17 @@ class Run:
     ) -> WeightSync:
         """A sync of a pool of the first `num_members` engines, all where None."""
 
-        def make_transport(num_engines: int) -> WeightTransport:
+        def make_transport(urls: Sequence[str]) -> WeightTransport:
             surroundings = Surroundings(
                 manifest=SPECS,
                 directory=self.directory / "weights",
-                free_address=lambda: ("10.0.0.1", 1234),
+                free_address=free_address if name == "ipc" else lambda: ("10.0.0.1", 1234),
                 backend="gloo",
-                num_engines=num_engines,
+                num_engines=len(urls),
                 ranks_per_engine=ranks_per_engine,
                 timeout_s=timeout_s,
+                bucket_bytes=48,
+                ranks_beside={url: (0,) for url in urls},
             )
             return TRANSPORTS[name](surroundings)
 
@@ -139,13 +150,13 @@ class Run:
 
 
 @pytest.fixture
-def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
-    monkeypatch.setattr(broadcast, "make_buckets", lambda manifest: BUCKETS)
+def make_run(tmp_path: Path) -> Callable[..., Run]:
     return lambda *servers: Run(tmp_path, *servers)
 
 
 def test_every_transport_of_the_settings_is_in_the_table() -> None:
-    assert tuple(TRANSPORTS) == get_args(WeightSettings.model_fields["transport"].annotation)
+    named, unset = get_args(WeightSettings.model_fields["transport"].annotation)
+    assert tuple(TRANSPORTS) == get_args(named) and unset is type(None)
 
 
 def test_every_rank_of_every_engine_has_a_place_in_the_group(make_run: Callable[..., Run]) -> None:
@@ -178,6 +189,20 @@ def test_the_version_comes_with_the_last_bucket(make_run: Callable[..., Run]) ->
     assert metrics == {"weights/version": 3, "weights/bytes": 72}
 
 
+def test_shared_memory_is_handed_over_as_buckets_are_broadcast(make_run: Callable[..., Run]) -> None:
+    run = make_run({})
+    metrics = run.sync("ipc", version=3)
+    (server,) = run.servers
+    update = "/update_weights_from_tensor"
+    assert [path for (path,) in run.log if path != "sent"] == [
+        "/pause_generation", "/begin_weight_update", update, update, "/end_weight_update", "/continue_generation", "/model_info",
+    ]  # fmt: skip
+    received = [body for path, body in server.calls if path == update]
+    assert [(body.get("weight_version"), body["flush_cache"]) for body in received] == [(None, False), ("3", True)]
+    assert all(body["load_format"] == "flattened_bucket" and len(body["serialized_named_tensors"]) == 1 for body in received)
+    assert metrics == {"weights/version": 3, "weights/bytes": 72}
+
+
 def test_weights_through_a_directory_are_complete_before_an_engine_pauses_and_leave_nothing_there(
     make_run: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -197,7 +222,7 @@ def test_weights_through_a_directory_are_complete_before_an_engine_pauses_and_le
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_one_engine_that_serves_other_weights_stops_the_run(make_run: Callable[..., Run], name: str) -> None:
-    with pytest.raises(EngineError, match="engine-1 serves weights 0 after a sync, needs 1"):
+    with pytest.raises(EngineError, match=r"127\.0\.1\.1 serves weights 0 after a sync, needs 1"):
         make_run({}, {"deaf": True}).sync(name, version=1)
 
 
@@ -213,9 +238,9 @@ def test_every_call_of_a_sync_gets_the_time_of_a_sync(make_run: Callable[..., Ru
 def test_the_deadline_names_the_engine_that_is_missing(make_run: Callable[..., Run], name: str) -> None:
     run = make_run({}, {"mute": True})
     with pytest.raises(
-        DeadlineError, match="weight sync to version 1 did not finish within 0 s, still waiting for: engine at http://engine-1;"
+        DeadlineError, match=r"weight sync to version 1 did not finish within 0 s, still waiting for: .*engine at http://127\.0\.1\.1;"
     ):
-        run.sync(name, version=1, timeout_s=0.05)
+        run.sync(name, version=1, timeout_s=0.3)
 
 
 def test_a_rank_that_fails_ends_the_sync_at_once(make_run: Callable[..., Run]) -> None:
@@ -284,7 +309,7 @@ def test_an_engine_that_joins_generates_after_the_sync_that_gave_it_the_weights(
         sync = run.open(name, num_members=1)
         await sync.run(version=1)
         run.pool.join(run.clients[1])
-        assert await can_generate(run.pool) == {"http://engine-0"}
+        assert await can_generate(run.pool) == {"http://127.0.1.0"}
         syncing = asyncio.create_task(sync.run(version=2))
         while not run.servers[1].calls:
             await asyncio.sleep(0)
@@ -292,9 +317,9 @@ def test_an_engine_that_joins_generates_after_the_sync_that_gave_it_the_weights(
         run.pool.join(run.clients[2])
         await syncing
         assert [server.served for server in run.servers] == [2, 2, 0]
-        assert await can_generate(run.pool) == {"http://engine-0", "http://engine-1"}
+        assert await can_generate(run.pool) == {"http://127.0.1.0", "http://127.0.1.1"}
         await sync.run(version=3)
-        assert await can_generate(run.pool) == {f"http://engine-{number}" for number in range(3)}
+        assert await can_generate(run.pool) == {f"http://127.0.1.{number}" for number in range(3)}
 
     asyncio.run(work())
 
@@ -306,9 +331,9 @@ def test_one_that_joined_and_serves_other_weights_gets_no_requests(make_run: Cal
     async def work() -> None:
         sync = run.open(name, num_members=1)
         run.pool.join(run.clients[1])
-        with pytest.raises(EngineError, match="engine-1 serves weights 0 after a sync, needs 1"):
+        with pytest.raises(EngineError, match=r"127\.0\.1\.1 serves weights 0 after a sync, needs 1"):
             await sync.run(version=1)
-        assert await can_generate(run.pool) == {"http://engine-0"}
+        assert await can_generate(run.pool) == {"http://127.0.1.0"}
 
     asyncio.run(work())
 

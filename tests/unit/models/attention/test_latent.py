@@ -54,7 +54,7 @@ def gradients(path, **overrides):
     spec, chunks = build(path, **overrides)
     input_ids, weights = inputs()
     packed = packed_sequences(np.concatenate([[0], np.cumsum(LENGTHS)]))
-    logits = chunks[0].train()(input_ids, packed.plan.positions[None], None, packed_seq_params=packed)
+    logits = chunks[0].train()(input_ids, packed.positions[None], None, packed_seq_params=packed)
     (logits[0].log_softmax(-1) * weights).sum().backward()
     for parameter in chunks[0].parameters():
         parameter.data = parameter.grad

@@ -55,7 +55,11 @@ def moe_of(config=GLM, **changes):
 
 def config_of(spec, overrides=None, *, attention="torch", **topology):
     return transformer_config(
-        spec, topology=TopologySettings(**topology), dtype=torch.float32, overrides=overrides or {}, attention=attention
+        spec,
+        topology=TopologySettings(**topology),
+        dtype=torch.float32 if attention == "torch" else torch.bfloat16,
+        overrides=overrides or {},
+        attention=attention,
     )
 
 

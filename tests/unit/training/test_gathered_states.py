@@ -4,9 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from torch import distributed
 
 from megatron_rl.data.packing import make_shards
+from megatron_rl.training import gathered_states
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
@@ -36,9 +39,11 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.weights()}
 
 
+@pytest.mark.parametrize("bound", [2**30, 8000], ids=["at once", "in pieces"])
 def test_states_come_back_to_their_parameters(
-    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: int
 ) -> None:
+    monkeypatch.setattr(gathered_states, "GATHERED_BYTES", bound)
     model = tiny_model(vocab=33)
     trainer = make_trainer(model, {"policy_loss": "sft"}, **TRAINING)
     buckets = trainer._model.chunks[0].buffers[0].buckets
@@ -55,3 +60,21 @@ def test_states_come_back_to_their_parameters(
     train(resumed)
     for name, tensor in weights_of(resumed).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_no_more_is_gathered_on_a_device_at_once_than_the_bound(
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tiny_model(), {"policy_loss": "sft"}, **TRAINING)
+    gather, sizes = distributed.gather, []
+
+    def counted(sent: torch.Tensor, received: list[torch.Tensor] | None, **named: object) -> None:
+        sizes.append(sent.numel())
+        assert received is not None and all(len(part) == len(sent) for part in received)
+        gather(sent, received, **named)
+
+    monkeypatch.setattr(gathered_states, "GATHERED_BYTES", 8000)
+    monkeypatch.setattr(distributed, "gather", counted)
+    trainer.save(tmp_path / "checkpoint")
+    states = 3 * sum(bucket.grad_data.numel() for bucket in trainer._model.chunks[0].buffers[0].buckets)
+    assert max(sizes) == 2000 and sum(sizes) == states

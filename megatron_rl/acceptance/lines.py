@@ -1,0 +1,291 @@
+"""Each line of the acceptance: what it tries on the node, when that is good enough, and the number that it is judged by.
+
+A function yields its lines as it goes; what it raises is a line that failed.
+"""
+
+import asyncio
+import importlib
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.acceptance.node import VOCAB, Node, has_transformer_engine
+from megatron_rl.device import chosen_backends, quiet_megatron_imports
+from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.types import Floats, TrainBatch
+
+with quiet_megatron_imports():
+    from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.planning.measurement import Job, measure
+    from megatron_rl.planning.run_plan import on_gpu, stage_memories
+    from megatron_rl.runtime.colocation import SharedDevices, Turn
+    from megatron_rl.runtime.watchdog import Watchdog
+    from megatron_rl.training.offload import PARTS
+
+IMPORTS = ("torch", "transformers", "ray", "megatron.core", "sglang.srt.server_args")
+ON_GPU = ("transformer_engine.pytorch",)
+LEAST_GB_PER_S = {"cuda": 20.0, "cpu": 0.01}
+"""Of an all-reduce: less on a GPU means that it goes through the host's memory, or over the wrong network."""
+PLAN_TOLERANCE = 0.1
+GRADIENT_TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}
+TINY_BUCKET = 65536
+WAKES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What was tried, whether it `passed`, and the number."""
+
+    name: str
+    passed: bool
+    number: str
+
+
+def versions(node: Node) -> Iterator[Line]:
+    """Everything imports; what it is."""
+    for module in (*IMPORTS, *(ON_GPU if has_transformer_engine() else ())):
+        importlib.import_module(module)
+    found = dict(chosen_backends())
+    if node.kind == "cuda":
+        program = shutil.which("nvidia-smi")
+        asked = [program or "nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+        found["driver"] = subprocess.run(asked, capture_output=True, text=True, timeout=30.0, check=True).stdout.splitlines()[0]
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        found |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "cuDNN": str(torch.backends.cudnn.version())}
+    yield Line("versions and imports", True, ", ".join(f"{name} {version}" for name, version in found.items()))
+
+
+def all_reduce(node: Node) -> Iterator[Line]:
+    """The ranks' bandwidth: 2 (n - 1) / n bytes cross the network for each byte that is summed."""
+    num_bytes, count = 2**30 if node.kind == "cuda" else 2**24, node.ranks.count
+    seconds = max(node.ranks.all_reduce(num_bytes=num_bytes, repeats=5))
+    gigabytes = 2 * (count - 1) / count * num_bytes / seconds / 1e9
+    passed = count == 1 or gigabytes >= LEAST_GB_PER_S[node.kind]
+    yield Line(f"all-reduce of {num_bytes >> 20} MiB over {count} ranks", passed, f"{gigabytes:.2f} GB/s")
+
+
+def weight_sync(node: Node) -> Iterator[Line]:
+    """Three buckets, twice."""
+    yield from _sync(node, "qwen3", parts=3)
+
+
+def weight_sync_latent(node: Node) -> Iterator[Line]:
+    """Tiny buckets of a model whose engine fuses tensors."""
+    yield from _sync(node, "deepseek_v3", parts=None)
+
+
+def _sync(node: Node, family: str, *, parts: int | None) -> Iterator[Line]:
+    """Sync an engine of its own twice, with a step between; each time it holds what a fresh one holds of the ranks' checkpoint."""
+    if node.kind == "cuda" and node.num_gpus < 3:
+        raise UserError(f"2 ranks and 1 engine need 3 GPUs, this node has {node.num_gpus}")
+    model, other = (node.model(f"{family}-{seed}", family=family, seed=seed) for seed in (0, 1))
+    exported = [node.directory / f"{family}-exported-{number}" for number in (1, 2)]
+    num_bytes = node.weight_bytes(model)
+    bucket_bytes = TINY_BUCKET if parts is None else -(-num_bytes // parts)
+    node.ranks.open(node.settings(model, num_ranks=2, tp=2))
+
+    async def run(address: EngineAddress) -> tuple[list[str], float]:
+        found, seconds = [], 0.0
+        async with node.client(address) as client:
+            sync = node.weight_sync(client, "broadcast", model=model, bucket_bytes=bucket_bytes)
+            await sync.connect()
+            for version, directory in enumerate(exported, start=1):
+                start = time.perf_counter()
+                await sync.run(version=version)
+                seconds = time.perf_counter() - start
+                found.append(await client.checksum())
+                node.ranks.call("save_hf", directory=directory)
+                node.ranks.call("train", batch=node.batch())
+            await sync.disconnect()
+        return found, seconds
+
+    with node.serving(other, gpu=2, name=f"{family}-engine") as address:
+        found, seconds = asyncio.run(run(address))
+    expected = [node.checksum(directory, gpu=2, name=f"{family}-fresh-{number}") for number, directory in enumerate(exported)]
+    passed = found == expected and found[0] != found[1]
+    said = "equal" if passed else f"engine {found}, fresh engines {expected}"
+    yield Line(
+        f"weight sync of {family} by broadcast, twice, against fresh engines",
+        passed,
+        f"checksums {said}, {num_bytes / seconds / 1e9:.3f} GB/s in buckets of {bucket_bytes} bytes",
+    )
+
+
+def layouts(node: Node) -> Iterator[Line]:
+    """Log-probs and gradient norms of every layout and attention against torch's on one rank."""
+    dense: dict[str, dict[str, Any]] = {"one": {"num_ranks": 1}, "tp2": {"num_ranks": 2, "tp": 2}, "cp2": {"num_ranks": 2, "cp": 2}}
+    experts: dict[str, dict[str, Any]] = {"one": {"num_ranks": 1}, "tp2": {"num_ranks": 2, "tp": 2}}
+    experts["ep2 etp1"] = {"num_ranks": 2, "tp": 2, "ep": 2, "etp": 1}
+    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    yield from _layouts(node, "qwen3", {}, dense)
+    yield from _layouts(node, "qwen3", window, dense)
+    yield from _layouts(node, "deepseek_v3", {}, experts)
+
+
+def _layouts(node: Node, family: str, config: Mapping[str, Any], tried: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
+    name = f"{family}{' with windows' if config else ''}"
+    model, batch = node.model(f"layouts of {name}", family=family, **config), node.batch()
+    ways = ["torch", "transformer_engine"] if has_transformer_engine() else ["torch"]
+    seen: dict[str, tuple[Floats, float]] = {}
+    for attention in ways:
+        for layout, topology in tried.items():
+            if topology["num_ranks"] <= node.ranks.count:
+                node.ranks.open(node.settings(model, attention=attention, **topology))
+                log_probs = node.ranks.call("log_probs", batch=batch, temperature=1.0)[0]
+                seen[f"{attention} {layout}"] = log_probs, node.ranks.call("train", batch=batch)[0]["train/grad_norm"]
+    log_probs, grad_norm = seen.pop("torch one")
+    delta = {way: float(np.abs(found - log_probs)[batch.loss_mask].mean()) for way, (found, _) in seen.items()}
+    norms = {way: abs(found / grad_norm - 1) for way, (_, found) in seen.items()}
+    passed = max(delta.values(), default=0.0) <= node.tolerance and max(norms.values(), default=0.0) <= GRADIENT_TOLERANCE[node.kind]
+    text = "; ".join(f"{way} {delta[way]:.1e}, {norms[way]:.1e}" for way in seen)
+    yield Line(f"layouts of {name} against torch on one rank", passed, f"mean |Δ log-prob|, relative Δ gradient norm: {text}")
+
+
+def put_away(node: Node) -> Iterator[Line]:
+    """What a rank frees, and that it comes back bit for bit."""
+    model, batch = node.model("put-away"), node.batch()
+    node.ranks.open(node.settings(model, num_ranks=1))
+    node.ranks.call("train", batch=batch)
+    before, there = node.ranks.call("log_probs", batch=batch, temperature=1.0)[0], node.ranks.call("state_bytes")[0]
+    node.ranks.put_away(PARTS)
+    away = node.ranks.call("state_bytes")[0]
+    node.ranks.take_back(PARTS)
+    after, back = node.ranks.call("log_probs", batch=batch, temperature=1.0)[0], node.ranks.call("state_bytes")[0]
+    passed = away <= 0.05 * there and back == there and bool(np.array_equal(before, after))
+    yield Line("put away and take back", passed, f"{there} bytes, {away} while away, {back} after")
+
+
+class _OneEngine:
+    """The engines' side of `SharedDevices`, of one engine."""
+
+    def __init__(self, node: Node, address: EngineAddress) -> None:
+        self._node, self._address = node, address
+
+    async def release_memory(self, parts: Any) -> None:
+        async with self._node.client(self._address) as client:
+            await client.release_memory(parts)
+
+    async def restore_memory(self, parts: Any) -> None:
+        async with self._node.client(self._address) as client:
+            await client.restore_memory(parts)
+
+
+def colocated(node: Node) -> Iterator[Line]:
+    """A rank and an engine on one device take turns; after each wake the engine generates what the rank would."""
+    model, other = node.model("colocated"), node.model("colocated-start", seed=1)
+    node.ranks.open(node.settings(model, num_ranks=1))
+    node.ranks.put_away(PARTS)
+    differences: dict[float, list[float]] = {1.0: [], 0.7: []}
+    seconds: list[float] = []
+    with node.serving(other, gpu=0, name="colocated", colocated=True) as address, Watchdog() as watchdog:
+        turns = SharedDevices(node.ranks, _OneEngine(node, address), watchdog=watchdog)
+        for version in range(1, WAKES + 1):
+            turns.take(Turn.SYNC)
+            seconds.append(asyncio.run(_sync_by_ipc(node, address, model=model, version=version)))
+            turns.take(Turn.GENERATION)
+            made = {temperature: asyncio.run(_generate(node, address, temperature)) for temperature in differences}
+            turns.take(Turn.TRAINING)
+            for temperature, batch in made.items():
+                by_trainer = node.ranks.call("log_probs", batch=batch, temperature=temperature)[0]
+                delta = np.abs(by_trainer - batch.rollout_log_probs)[batch.loss_mask]
+                differences[temperature].append(float(delta.mean()))
+            node.ranks.call("train", batch=node.batch())
+    speed = node.weight_bytes(model) / min(seconds) / 1e9
+    yield Line(f"sleep and wake of a colocated engine, {WAKES} times, generating after each", True, f"weights by ipc {speed:.3f} GB/s")
+    for temperature, found in differences.items():
+        passed = max(found) <= node.tolerance
+        yield Line(f"log-probs of engine and trainer at temperature {temperature:g}", passed, f"mean |Δ| {max(found):.1e} nats")
+
+
+async def _sync_by_ipc(node: Node, address: EngineAddress, *, model: Any, version: int) -> float:
+    async with node.client(address) as client:
+        sync = node.weight_sync(client, "ipc", model=model, bucket_bytes=-(-node.weight_bytes(model) // 3))
+        await sync.connect()
+        start = time.perf_counter()
+        await sync.run(version=version)
+        seconds = time.perf_counter() - start
+        await sync.disconnect()
+        return seconds
+
+
+async def _generate(node: Node, address: EngineAddress, temperature: float) -> TrainBatch:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, VOCAB, length) for length in (3, 9, 20, 33)]
+    async with node.client(address) as client:
+        sampling = Sampling(temperature=temperature, max_tokens=24)
+        made = [(await client.generate(prompt, sampling=sampling))[0] for prompt in prompts]
+    return TrainBatch.from_sequences(
+        prompts=prompts,
+        responses=[generation.token_ids for generation in made],
+        rollout_log_probs=[generation.log_probs for generation in made],
+    )
+
+
+def plan(node: Node) -> Iterator[Line]:
+    """The memory of a step against the plan's, and how long it takes."""
+    sizes: dict[str, Any] = {"hidden": 1024, "layers": 28, "head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8}
+    model = node.model("planned", **(sizes if node.kind == "cuda" else {"hidden": 256, "layers": 4}))
+    settings = node.settings(model, num_ranks=1)
+    settings = settings.model_copy(
+        update={
+            "data": settings.data.model_copy(update={"prompts_per_step": 4, "max_prompt_tokens": 1}),
+            "rollout": settings.rollout.model_copy(
+                update={"sampling": settings.rollout.sampling.model_copy(update={"max_response_tokens": node.longest - 1})}
+            ),
+        }
+    )
+    batch = node.batch([node.longest - 1] * 4)
+    fused = node.kind == "cuda"
+    planned_as = on_gpu(settings) if fused else settings
+    (answer,) = measure([Job(planned_as, read_model_spec(model), fused=fused)])
+    if answer.refused is not None:
+        raise MegatronRLError(f"the plan refused the layout: {answer.refused}")
+    (stage,) = stage_memories(planned_as, answer, frees_outputs=fused)
+    planned = stage.activations + max(stage.logits, stage.working)
+    node.ranks.open(settings)
+    node.ranks.call("train", batch=batch)
+    seconds = node.ranks.call("train", batch=batch)[0]["seconds"]
+    peak = node.ranks.call("peak_of_step", batch=batch)[0]
+    passed = abs(peak / planned - 1) <= PLAN_TOLERANCE
+    yield Line(
+        "memory of a step against the plan", passed, f"{peak} bytes, plan {planned} ({peak / planned - 1:+.1%}); {seconds:.2f} s a step"
+    )
+
+
+def checkpoints(node: Node) -> Iterator[Line]:
+    """A checkpoint of one layout, continued in another."""
+    model, batch, directory = node.model("saved"), node.batch(), node.directory / "checkpoint"
+    count = node.ranks.count
+    node.ranks.open(node.settings(model, num_ranks=count, tp=count))
+    node.ranks.call("train", batch=batch)
+    expected = node.ranks.call("log_probs", batch=batch, temperature=1.0)[0]
+    node.ranks.call("save", directory=directory)
+    node.ranks.open(node.settings(model, num_ranks=1))
+    untrained = node.ranks.call("log_probs", batch=batch, temperature=1.0)[0]
+    node.ranks.call("load", directory=directory)
+    found = node.ranks.call("log_probs", batch=batch, temperature=1.0)[0]
+    delta, moved = (float(np.abs(expected - other)[batch.loss_mask].mean()) for other in (found, untrained))
+    passed = delta <= node.tolerance < moved
+    yield Line(f"save with tp {count}, load with tp 1", passed, f"mean |Δ log-prob| {delta:.1e}, without the checkpoint {moved:.1e}")
+
+
+LINES: Mapping[str, Callable[[Node], Iterator[Line]]] = {
+    "versions": versions,
+    "all-reduce": all_reduce,
+    "weight sync": weight_sync,
+    "weight sync of latent attention": weight_sync_latent,
+    "layouts": layouts,
+    "put away and take back": put_away,
+    "colocation": colocated,
+    "plan": plan,
+    "checkpoints": checkpoints,
+}
+"""What is tried, in this order."""

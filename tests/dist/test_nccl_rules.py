@@ -1,0 +1,106 @@
+"""Training, checkpoints and exports keep to what NCCL asks of its callers, which gloo does not: `tests/rehearsal/nccl_rules.py`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_runs import make_settings, make_trainer, run_cases, train_batches
+from layout_table import LAYOUTS, MODELS, Case
+from nccl_rules import Call, broken_rules, refuse
+
+CASES = (
+    Case("tp2 sp", "tied", "ppo"),
+    Case("pp2 vpp2", "tied", "grpo"),
+    Case("cp2", "untied", "gspo"),
+    Case("dp2 distopt overlap", "untied", "gspo"),
+    Case("ep2", "qwen3_moe", "grpo"),
+)
+WIDE = (
+    *(Case(layout, "tied", "ppo") for layout in ("tp2 pp2 vpp2 sp", "pp2 cp2", "pp4", "tp2 dp2 sp distopt", "tp2 cp2 sp")),
+    *(Case(layout, "deepseek_v3", "grpo") for layout in ("ep2 pp2", "ep2 tp2 sp etp2", "ep2 dp2 distopt", "ep2 pp2 vpp2")),
+)
+
+
+def run_recorded(
+    rank: int, world_size: int, init_method: str, models: dict[str, str], directory: str, cases: Sequence[Case]
+) -> dict[Case, list[Call]]:
+    """The collectives of every case, of a save of the last one, too."""
+    import nccl_rules
+
+    calls = nccl_rules.record()
+    found = {}
+    for number, case in enumerate(cases):
+        calls.clear()
+        run_cases(rank, world_size, f"{init_method}-{number}", models, f"{directory}/{number}", [case])
+        found[case] = list(calls)
+    calls.clear()
+    settings = make_settings(models[cases[-1].model], Path(directory), LAYOUTS[cases[-1].layout], objective={"policy_loss": "sft"})
+    trainer = make_trainer(settings, rank, f"{init_method}-saved")
+    train_batches(trainer, settings, [1])
+    trainer.save(Path(directory) / "saved")
+    found[cases[-1]] += calls
+    return found
+
+
+def check(cases: Sequence[Case], run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], directory: Path) -> None:
+    models = {name: str(tiny_model(name=name, **MODELS[name])) for name in sorted({case.model for case in cases})}
+    (num_ranks,) = {case.num_ranks for case in cases}
+    ranks = run_ranks(run_recorded, num_ranks, models, str(directory), cases, timeout_s=120 + 30 * len(cases))
+    for case in cases:
+        logs = [rank[case] for rank in ranks]
+        assert min(map(len, logs)) > 20, f"{case}: there was nothing to judge"
+        assert not broken_rules(logs), f"{case}: {broken_rules(logs)}"
+
+
+def test_two_ranks_keep_to_nccls_rules(run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    check(CASES, run_ranks, tiny_model, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_four_ranks_keep_to_nccls_rules(run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    check(WIDE, run_ranks, tiny_model, tmp_path)
+
+
+def reduce(numel: int = 4, *, dtype: str = "torch.float32", name: str = "all_reduce") -> Call:
+    return Call(name, (0, 1), dtype, numel)
+
+
+def message(name: str, peer: int, *, batch: int | None = None, numel: int = 4) -> Call:
+    return Call(name, (0, 1), "torch.float32", numel, peer=peer, batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("logs", "part"),
+    [
+        ([[reduce()], [reduce(5)]], "collective 0 of ranks (0, 1)"),
+        ([[reduce()], [reduce(dtype="torch.bfloat16")]], "collective 0 of ranks (0, 1)"),
+        ([[reduce(), reduce(name="broadcast")], [reduce(name="broadcast"), reduce()]], "collective 0 of ranks (0, 1)"),
+        ([[reduce(), reduce()], [reduce()]], "collective 1 of ranks (0, 1)"),
+        ([[message("isend", 1), message("irecv", 1)], [message("isend", 0), message("irecv", 0)]], "message 0 between ranks 0 and 1"),
+        ([[message("send", 1)], [message("recv", 0, numel=5)]], "message 0 between ranks 0 and 1"),
+        ([[message("send", 1)], []], "message 0 between ranks 0 and 1"),
+    ],
+)
+def test_a_broken_rule_is_told(logs: list[list[Call]], part: str) -> None:
+    (sentence,) = broken_rules(logs)
+    assert sentence.startswith(part)
+
+
+def test_what_nccl_allows_is_no_broken_rule() -> None:
+    exchange = [[message("isend", 1, batch=0), message("irecv", 1, batch=0)], [message("isend", 0, batch=3), message("irecv", 0, batch=3)]]
+    assert broken_rules(exchange) == []
+    assert broken_rules([[message("isend", 1), message("irecv", 1)], [message("irecv", 0), message("isend", 0)]]) == []
+    uneven = [[reduce(numel, name="all_to_all_single")] for numel in (3, 5)]
+    assert broken_rules(uneven) == broken_rules([[reduce()], [reduce()]]) == []
+
+
+def test_dtypes_and_strides_that_nccl_lacks_are_refused() -> None:
+    for name, tensor in (("all_reduce", torch.ones(2, dtype=torch.bool)), ("broadcast", torch.ones(2, dtype=torch.int16))):
+        with pytest.raises(TypeError, match=f"NCCL has no {name} of {tensor.dtype}"):
+            refuse(name, tensor)
+    with pytest.raises(TypeError, match="contiguous"):
+        refuse("broadcast", torch.ones(3, 2).t())
+    refuse("broadcast", torch.ones(2, dtype=torch.bool))

@@ -1,0 +1,172 @@
+"""A process that takes itself for one with a GPU, so that code for GPUs runs on a machine without: for rehearsals only.
+
+`pretend()` answers what is asked of torch.cuda and lets every tensor that is to be made on cuda be made on the CPU; `load_te` imports
+TransformerEngine's Python sources on top of `te_kernels`. Both change the whole process: call them first, in a process of their own.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_rl.device import CPU_SHIMS, _Delegate, import_megatron
+
+_BASE = torch._C.TensorBase
+_MOVES = frozenset([_BASE.to, _BASE.cuda, torch.Tensor.cuda])
+
+
+class TensorsOnCpu(TorchFunctionMode):
+    """Puts on the CPU what is to be made on or moved to cuda, and lets a tensor say that it is on a GPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `func` with every device that is a GPU replaced."""
+        kwargs = dict(kwargs or {})
+        if func == _BASE.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        if func in (_BASE.cuda, torch.Tensor.cuda, _BASE.pin_memory, torch.Tensor.pin_memory):
+            return args[0]
+        if func in (_BASE.type, torch.Tensor.type) and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        kwargs.pop("pin_memory", None)
+        if _is_gpu(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if func in _MOVES:
+            args = tuple("cpu" if _is_gpu(argument) else argument for argument in args)
+        return func(*args, **kwargs)
+
+
+def _is_gpu(device: Any) -> bool:
+    if isinstance(device, int) and not isinstance(device, bool):
+        return True
+    return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
+
+
+class _Inert:
+    """A stream or an event."""
+
+    def __init__(self, *_unused: Any, **_named: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_unused, **_named: self
+
+    def __enter__(self) -> "_Inert":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+
+def pretend() -> TensorsOnCpu:
+    """Make this process one with a GPU of compute capability 9.0; the mode is entered, also in backward passes."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    importlib.import_module("torch._dynamo")  # it takes stock of torch.cuda as it is
+    properties = types.SimpleNamespace(major=9, minor=0, name="pretended", multi_processor_count=132, total_memory=80 << 30)
+
+    def nothing(*_unused: Any, **_named: Any) -> None:
+        pass
+
+    torch.cuda.__dict__.update(
+        {
+            **dict.fromkeys(("synchronize", "empty_cache", "set_device", "set_stream", "manual_seed", "ipc_collect"), nothing),
+            **dict.fromkeys(("Stream", "Event", "stream", "current_stream", "default_stream"), _Inert),
+            "is_available": lambda: True,
+            "is_current_stream_capturing": lambda: False,
+            "current_device": lambda: 0,
+            "device_count": lambda: 1,
+            "get_device_capability": lambda *_unused: (9, 0),
+            "get_device_properties": lambda *_unused: properties,
+            "get_device_name": lambda *_unused: "pretended",
+            "get_rng_state": lambda *_unused: torch.get_rng_state(),
+            "set_rng_state": lambda state, *_unused: torch.set_rng_state(state),
+            "nvtx": types.SimpleNamespace(range_push=nothing, range_pop=nothing, range=_Inert),
+        }
+    )
+    torch.cuda.random.__dict__.update({name: vars(torch.cuda)[name] for name in ("get_rng_state", "set_rng_state", "manual_seed")})
+    meet = torch.distributed.init_process_group
+
+    def meet_over_gloo(*, backend: str, device_id: Any = None, **named: Any) -> None:
+        meet(backend="gloo", **named)
+
+    vars(torch.distributed).update(init_process_group=meet_over_gloo, get_backend=lambda _group=None: "nccl")
+    torch.cuda.nccl.__dict__["version"] = lambda: (2, 28, 0)
+    mode = TensorsOnCpu()
+    run = vars(torch.autograd)["_engine_run_backward"]
+
+    def run_inside(*arguments: Any, **named: Any) -> Any:
+        with mode:
+            return run(*arguments, **named)
+
+    vars(torch.autograd)["_engine_run_backward"] = run_inside
+    mode.__enter__()
+    return mode
+
+
+def load_te(sources: Path) -> None:
+    """Import TransformerEngine from `sources`, an unpacked wheel of its Python half, with `te_kernels` for its compiled half."""
+    import te_kernels
+
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no search for its libraries and those of CUDA
+    sys.path.insert(0, str(sources))
+    sys.modules["transformer_engine_torch"] = te_kernels.Kernels()
+    # It alone asks for the packages of ONNX.
+    sys.modules["transformer_engine.pytorch.onnx_extensions"] = MagicMock()
+    spec = importlib.util.find_spec("transformer_engine")
+    assert spec is not None and spec.loader is not None, f"{sources} has no transformer_engine"
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["transformer_engine"] = package
+    vars(importlib.import_module("transformer_engine.common"))["load_framework_extension"] = lambda _framework: None
+    spec.loader.exec_module(package)
+    importlib.import_module("transformer_engine.pytorch")
+    for module in [module for name, module in sys.modules.items() if name.startswith("transformer_engine.")]:
+        if "canonicalize_device" in vars(module):
+            # torch reads the number of a device as one of an accelerator that it was built for.
+            vars(module)["canonicalize_device"] = lambda _device: torch.device("cuda", 0)
+    attention = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.backends")
+    # By their names, because the order of the compiled functions' arguments changes between releases.
+    for name, kernel in (
+        ("fused_attn_fwd", te_kernels.attention_forward),
+        ("fused_attn_bwd", te_kernels.attention_backward),
+        ("attn_forward_func_with_cp", te_kernels.attention_over_ranks),
+    ):
+        vars(attention)[name] = _by_name(inspect.signature(vars(attention)[name]), kernel)
+
+    choose = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    chosen = vars(choose)["get_attention_backend"]
+    # Its attention is for half precision. The kernels here have any, and in float32 they can be compared to the last digits.
+    vars(attention)["torch"] = _Delegate(torch, {"float16": torch.float32})
+    vars(choose)["get_attention_backend"] = lambda parameters: chosen(dataclasses.replace(parameters, qkv_dtype=torch.bfloat16))
+    config = importlib.import_module("megatron_rl.models.megatron_config")
+    check_backend = vars(config)["check_attention_backend"]
+    vars(config)["check_attention_backend"] = lambda backend, **named: check_backend(backend, **{**named, "dtype": torch.bfloat16})
+    without_any_gpu()
+
+
+def without_any_gpu() -> None:
+    """What megatron-core needs where no GPU is: the CPU's generator, and even tensors for gloo, where NCCL gathers uneven ones."""
+    import_megatron()
+    importlib.import_module("megatron.core.tensor_parallel.mappings")
+    for shim in CPU_SHIMS:
+        if shim.name in ("rng state", "uneven collectives"):
+            shim.apply()
+
+
+def _by_name(signature: inspect.Signature, kernel: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        return kernel(bound.arguments)
+
+    return call

@@ -1,0 +1,48 @@
+"""What a run makes its transport of weights from."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.load import load_settings
+from megatron_rl.runtime import session
+from megatron_rl.runtime.placement import Needs, place
+from megatron_rl.weights.interface import Surroundings
+
+WORDS = ["run.directory=run", "model.path=model", "data.train=train.jsonl", "reward.function=package.module:reward"]
+WORDS += ["training.topology.num_ranks=4", "rollout.num_engines=2", "runtime.num_gpus_per_engine=2"]
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mapping[str, Sequence[int]]]:
+    """`beside(urls, colocate=True)`: the ranks beside the engines at `urls`, of two engines at a and b."""
+    monkeypatch.setattr(session, "read_model_spec", lambda path: None)
+    monkeypatch.setattr(session, "make_manifest", lambda spec, dtype: ())
+
+    def run(urls: Sequence[str], *, colocate: bool) -> Mapping[str, Sequence[int]]:
+        settings = load_settings(None, [*WORDS, f"runtime.colocate={str(colocate).lower()}"])
+        made: list[Surroundings] = []
+        monkeypatch.setattr(session, "TRANSPORTS", {settings.weight_transport: made.append})
+        placement = place(Needs.of(settings, device_kind="cuda"), nodes=[8])
+        places: Any = SimpleNamespace(device_kind="cuda", placement=placement)
+        addresses: Any = [SimpleNamespace(url=url) for url in ("a", "b")]
+        session._make_transport(settings, SimpleNamespace(free_address=None), places, addresses, urls)  # type: ignore[arg-type]
+        assert made[0].num_engines == len(urls) and made[0].ranks_per_engine == 2
+        return made[0].ranks_beside
+
+    return run
+
+
+def test_every_engine_is_beside_the_ranks_on_its_own_gpus(beside: Callable[..., Mapping[str, Sequence[int]]]) -> None:
+    assert beside(["a", "b"], colocate=True) == {"a": (0, 1), "b": (2, 3)}
+
+
+def test_an_engine_that_left_is_beside_nobody(beside: Callable[..., Mapping[str, Sequence[int]]]) -> None:
+    """A rank would wait for it to take what it offers."""
+    assert beside(["b"], colocate=True) == {"b": (2, 3)}
+
+
+def test_engines_with_devices_of_their_own_share_none(beside: Callable[..., Mapping[str, Sequence[int]]]) -> None:
+    assert beside(["a", "b"], colocate=False) == {}

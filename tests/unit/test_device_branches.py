@@ -1,0 +1,87 @@
+"""Everything in the rooms of ranks and engines that asks for the device is listed here, with what runs its GPU half without a GPU.
+
+A branch that only a GPU runs fails on the first day of a user who has one. A new one is therefore rehearsed, or its entry says why it need
+not be.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("training", "models", "rollout")
+WORDS = {"cuda", "cpu", "nccl", "gloo"}
+ATTRIBUTES = {"cuda", "is_cuda", "is_pinned", "pin_memory", "accelerator"}
+NAMES = {"local_device"}
+
+TE = "tests/dist/test_te_layouts.py"  # trains on a pretended GPU
+ENGINE = "tests/unit/rollout/test_server_args.py"
+REHEARSED: dict[str, str] = {
+    "training/collectives.py collective_device": TE,
+    "training/joining.py join": TE,
+    "training/topology.py initialize": TE,
+    "training/offload.py ModelMemory.__init__": "tests/unit/training/test_offload.py",
+    "training/offload.py ModelMemory.take_back": "tests/unit/training/test_offload.py",
+    "training/offload.py ModelMemory._synchronize": "tests/unit/training/test_offload.py",
+    "training/offload.py ModelMemory._release_caches": "tests/unit/training/test_offload.py",
+    "training/resting.py RestingWeights.__init__": TE,
+    "training/sharded_checkpoint.py _rng_state": TE,
+    "training/sharded_checkpoint.py _set_rng_state": TE,
+    "models/attention/latent.py ReplicatedLinear.__init__": TE,
+    "models/layer_spec.py RMSNorm.__init__": TE,
+    "models/build.py build_model": TE,
+    "models/hf_weights.py _from_owner": TE,
+    "models/megatron_config.py resolve_attention": TE,
+    "models/megatron_config.py _topology_fields": TE,
+    "models/megatron_config.py _default_fields": TE,
+    "rollout/engine.py Engine.__init__": ENGINE,
+    "rollout/engine.py Engine._environment": "tests/unit/rollout/test_engine.py",
+    "rollout/server_args.py server_arguments": ENGINE,
+}
+"""Function -> the tests in which a GPU's branch of it runs."""
+THE_SAME_ON_A_GPU: dict[str, str] = {
+    "models/attention/attention_plan.py plan_attention": "a default",
+    "models/attention/packed.py _attend_bucket": "the CPU takes a shorter way to the same numbers, which test_attention compares",
+    "models/attention/packed.py _attend_long": "the CPU takes a shorter way to the same numbers, which test_attention compares",
+    "models/hf_files.py _write_shards": "tensors are written from host memory",
+    "models/packed_sequences.py packed_sequences": "a default",
+    "rollout/server_args.py keeps_prefixes": "what the CPU's server does not have",
+    "rollout/sglang_server.py main": "shims for a server without a GPU",
+    "rollout/sglang_shims.py allocate_host_memory_unpinned": "shims for a server without a GPU",
+}
+"""Function -> why nothing in it is for GPUs alone."""
+
+
+def named_nodes(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """(dotted name of the innermost function or class, node) of every node."""
+    for node in ast.iter_child_nodes(tree):
+        is_scope = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        name = f"{outer}.{node.name}".lstrip(".") if is_scope else outer  # type: ignore[attr-defined]
+        yield name, node
+        yield from named_nodes(node, name)
+
+
+def asks_for_the_device(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and node.value in WORDS
+    return (isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES) or (isinstance(node, ast.Name) and node.id in NAMES)
+
+
+def found(source: str, name: str) -> set[str]:
+    return {f"{name} {function}" for function, node in named_nodes(ast.parse(source)) if asks_for_the_device(node)}
+
+
+def test_every_question_for_the_device_is_rehearsed_or_has_a_reason() -> None:
+    package = ROOT / "megatron_rl"
+    files = [path for room in ROOMS for path in sorted((package / room).rglob("*.py"))]
+    asking = set[str]().union(*(found(path.read_text(encoding="utf-8"), path.relative_to(package).as_posix()) for path in files))
+    listed = REHEARSED.keys() | THE_SAME_ON_A_GPU.keys()
+    assert asking == listed, f"neither rehearsed nor with a reason: {sorted(asking - listed)}; gone: {sorted(listed - asking)}"
+    missing = [test for test in REHEARSED.values() if not (ROOT / test).is_file()]
+    assert not missing, f"no such tests: {missing}"
+
+
+def test_a_new_branch_is_found() -> None:
+    method = "class A:\n    def f(self, x):\n        if x.device.type == 'cuda':\n            return x.pin_memory()\n"
+    assert found(f"{method}\ndef g(): return local_device()", "a.py") == {"a.py A.f", "a.py g"}
+    assert found("def f(device): return device.index", "a.py") == set()

@@ -1,0 +1,114 @@
+"""Variables that every process of a run has alike."""
+
+import contextlib
+import os
+import unittest.mock
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl import device
+from megatron_rl.config.load import load_settings
+from megatron_rl.config.settings import ModelSettings, TrainingSettings
+from megatron_rl.errors import UserError
+from megatron_rl.process_variables import RANK_VARIABLES, interface_names, shared_variables
+from megatron_rl.runtime import session
+from megatron_rl.training import trainer
+
+
+def test_ranks_and_engines_of_a_gpu_run_set_up_nccl_alike():
+    assert shared_variables({"PATH": "/bin"}, device_kind="cuda") == {
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    assert shared_variables({"NCCL_NVLS_ENABLE": "1"}, device_kind="cpu") == {}
+
+
+def test_what_the_driver_has_of_nccl_goes_to_every_node():
+    own = {"NCCL_NVLS_ENABLE": "1", "NCCL_IB_HCA": "mlx5_0", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "HOME": "/root"}
+    shared = shared_variables(own, device_kind="cuda", interface="ib0")
+    assert shared == {
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "1",
+        "NCCL_IB_HCA": "mlx5_0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "ib0",
+    }
+    assert shared_variables({}, device_kind="cpu", interface="eth0") == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+
+
+def test_nccl_is_set_up_as_the_installed_sglang_does_it():
+    from importlib.metadata import distribution
+
+    source = Path(str(distribution("sglang").locate_file("sglang/srt/entrypoints/engine.py"))).read_text()
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
+        assert f'"{name}" not in os.environ' in source, f"SGLang sets {name} in another way: are ranks and engines still set up alike?"
+
+
+def test_a_rank_that_somebody_else_started_gets_them_too(monkeypatch):
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setattr(device, "CPU_SHIMS", ())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    device.prepare_megatron(device.Device("cuda", torch.device("cuda", 0), "nccl", torch.bfloat16))
+    assert {name: os.environ[name] for name in RANK_VARIABLES} == RANK_VARIABLES | {"NCCL_NVLS_ENABLE": "1"}
+
+
+def test_a_rank_on_the_cpu_is_left_as_it_is(monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    device.prepare_megatron(device.local_device())
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+
+
+def test_options_of_the_allocator_reach_torch_where_there_is_a_gpu(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", given.append)
+    device.set_allocator("expandable_segments:True")
+    assert given == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    device.set_allocator(None)
+    device.set_allocator("expandable_segments:True")
+    assert given == ["expandable_segments:True"]
+
+    def refuse(_options):
+        raise RuntimeError("Unrecognized key")
+
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", refuse)
+    with pytest.raises(UserError, match=r"training\.cuda_allocator is 'x:1', which torch refuses \(Unrecognized key\); give options of"):
+        device.set_allocator("x:1")
+
+
+def test_every_machine_has_its_loopback_interface():
+    assert "lo" in interface_names()
+
+
+def test_a_trainer_gives_torch_the_options_of_its_settings(monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def given(options):
+        raise Stop(options)
+
+    monkeypatch.setattr(trainer, "set_allocator", given)
+    monkeypatch.setattr(trainer, "read_model_spec", lambda _path: None)
+    monkeypatch.setattr(trainer, "check_layout", lambda *_unused: None)
+    with pytest.raises(Stop, match="expandable_segments:True"):
+        trainer.Trainer(model=ModelSettings(path="model"), training=TrainingSettings(cuda_allocator="expandable_segments:True"))
+
+
+def test_a_run_hands_them_to_the_places_of_its_processes_and_says_so(monkeypatch):
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
+    monkeypatch.setattr(session, "cluster_device_kind", lambda: "cuda")
+    monkeypatch.setattr(session, "ray_cluster", lambda **_unused: contextlib.nullcontext())
+    monkeypatch.setattr(session, "reserved_places", lambda _needs, **named: contextlib.nullcontext(named["variables"]))
+    start, notes = unittest.mock.MagicMock(), []
+    start.note = notes.append
+    settings = load_settings(None, ["run.directory=run", "model.path=model", "data.train=train.jsonl"])
+    with contextlib.ExitStack() as stack:
+        variables = session._reserve(settings, stack, start)
+    assert variables["NCCL_IB_HCA"] == "mlx5_0" and variables["NCCL_NVLS_ENABLE"] == "0"
+    assert "NCCL_CUMEM_ENABLE=0" in notes[0] and "CUDA_DEVICE_MAX_CONNECTIONS=1" in notes[0]
