@@ -264,6 +264,8 @@ def test_sigterm_waits_for_an_optimizer_step_and_for_a_checkpoint(
         with pytest.raises(SystemExit) as left:
             train_loop(run, first_step=0)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
+        assert saved == (["step-000001"] if phase == "save" else []), "it is not begun again"
         run.break_off(left.value)
     finally:
         signal.signal(signal.SIGTERM, before)
