@@ -424,6 +424,7 @@ def test_a_killed_server_is_reported(engine) -> None:
         server.check()
 
 
+@pytest.mark.slow
 def test_a_deterministic_server_gives_a_request_one_answer_in_any_company(
     models: dict[str, tuple[Path, Qwen3ForCausalLM]], tmp_path: Path
 ) -> None:

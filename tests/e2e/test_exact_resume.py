@@ -21,6 +21,8 @@ import pytest
 from safetensors.numpy import load_file
 from small_run import metrics, rl_arguments
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 8
 EXACT = (
     "rollout.sglang.enable_deterministic_inference=true", "rollout.sampling.max_response_tokens=8", f"run.num_steps={NUM_STEPS}",
@@ -137,9 +139,9 @@ def test_a_run_that_was_asked_to_end_is_the_run_that_was_not(task: Path, tmp_pat
     ("seed", "overrides"),
     [
         pytest.param(0, (), id="gate"),
-        *(pytest.param(seed, (), id=f"seed {seed}", marks=pytest.mark.slow) for seed in range(1, 4)),
-        pytest.param(4, ("rollout.num_engines=2",), id="2 engines", marks=pytest.mark.slow),
-        pytest.param(5, ("runtime.colocate=true",), id="in turns", marks=pytest.mark.slow),
+        *(pytest.param(seed, (), id=f"seed {seed}") for seed in range(1, 4)),
+        pytest.param(4, ("rollout.num_engines=2",), id="2 engines"),
+        pytest.param(5, ("runtime.colocate=true",), id="in turns"),
     ],
 )
 def test_a_run_that_was_killed_four_times_is_the_run_that_was_not(
@@ -154,7 +156,6 @@ def test_a_run_that_was_killed_four_times_is_the_run_that_was_not(
     assert_same_run(directory, whole)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
     task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path
