@@ -128,7 +128,7 @@ def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | boo
     from megatron_rl.planning.command import parse_request, plans
     from megatron_rl.planning.gpus import find_gpu
 
-    given = split_words(words, options=("gpu", "gpus", *(name.replace("_", "-") for name in layout), "help"))
+    given = split_words(words, options=_own_options())
     topology = {name: size for name, size in layout.items() if size is not None}
     status = 0
     request = parse_request(given, gpu=find_gpu(gpu), num_gpus=gpus, topology=topology)
@@ -247,8 +247,14 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+def _own_options() -> list[str]:
+    """The options of the command that runs, without dashes."""
+    context = click.get_current_context()
+    return [name.removeprefix("--") for option in context.command.get_params(context) for name in option.opts if name.startswith("--")]
+
+
 def _settings(words: Sequence[str], *, reward: str | None, ray_address: str | None) -> Settings:
-    given = split_words(words, options=("check", "config-only", "resume", "reward", "ray-address", "help"))
+    given = split_words(words, options=_own_options())
     short = {"reward.function": reward, "runtime.ray_address": ray_address}
     overrides = [*given.overrides, *(f"{key}={format_value(value)}" for key, value in short.items() if value is not None)]
     return load_settings(given.config, overrides)

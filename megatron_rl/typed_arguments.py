@@ -1,6 +1,7 @@
 """Arguments as settings give them, read by the annotations of what takes them: a function or a class."""
 
 import difflib
+import functools
 import inspect
 import json
 import sys
@@ -22,7 +23,8 @@ def read_arguments(kind: type[_Record], args: Mapping[str, Any], *, owner: str, 
     Raises UserError that names `setting` and whose arguments these are, `owner`, for an unknown name, a wrong type, and whatever the
     record refuses by a ValueError that begins with `CLASS.`
     """
-    values = argument_values(inspect.signature(kind).parameters, args, function=kind, owner=owner, setting=setting, named=setting)
+    own, model = _model_of_record(kind)  # type: ignore[arg-type]  # a class is hashable
+    values = _values(model, own, args, owner=owner, setting=setting)
     try:
         return kind(**values)
     except ValueError as error:
@@ -43,6 +45,12 @@ def argument_values(
         raise UserError(
             f"{named} {owner} has an annotation that no setting can be checked by ({reason}), needs plain types such as float"
         ) from error
+    return _values(model, own, args, owner=owner, setting=setting)
+
+
+def _values(
+    model: type[BaseModel], own: Mapping[str, inspect.Parameter], args: Mapping[str, Any], *, owner: str, setting: str
+) -> dict[str, Any]:
     try:
         # Through JSON, as settings are: strict mode then takes strings as paths and lists as tuples.
         read = model.model_validate_json(json.dumps(dict(args)), strict=True)
@@ -51,6 +59,13 @@ def argument_values(
             "; ".join(_sentence(details, own, owner=owner, setting=setting) for details in error.errors(include_url=False))
         ) from None
     return {name: vars(read)[f"own_{name}"] for name in own if f"own_{name}" in read.model_fields_set}
+
+
+@functools.cache
+def _model_of_record(kind: type[Any]) -> tuple[Mapping[str, inspect.Parameter], type[BaseModel]]:
+    """Made once for a class, because making it takes longer than everything else about settings."""
+    own = inspect.signature(kind).parameters
+    return own, _own_model(own, kind)
 
 
 def _own_model(own: Mapping[str, inspect.Parameter], function: Callable[..., Any]) -> type[BaseModel]:

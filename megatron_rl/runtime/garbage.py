@@ -1,5 +1,6 @@
 """What Python's garbage collector looks at while a run goes on."""
 
+import atexit
 import gc
 
 
@@ -11,3 +12,5 @@ def spare_what_is_loaded() -> None:
     """
     gc.collect()
     gc.freeze()
+    # Triton's binding prints pages of "leaked" functions where the last collection, at the end of Python, does not see them.
+    atexit.register(gc.unfreeze)

@@ -137,6 +137,9 @@ def test_every_end_has_its_status(
     ("words", "part"),
     [
         (["train", "--chek"], "did you mean --check?"),
+        (["eval", "--check"], "Command line: unknown setting check;"),
+        (["eval", "--ray-adress"], "did you mean --ray-address?"),
+        (["plan", "--sequence-paralel"], "did you mean --sequence-parallel?"),
         (["train", "run.sed=1"], "did you mean run.seed?"),
         (["train"], "run.directory is missing"),
         (["trian"], "No such command 'trian'"),

@@ -130,6 +130,23 @@ def test_no_helper_of_megatron_is_compiled(prepared):
 
 
 @needs_cpu
+def test_a_module_that_was_imported_compiled_is_prepared_by_the_next_call(prepared, monkeypatch):
+    def written(x):
+        return x
+
+    def compiled(x):
+        raise AssertionError("compiled")
+
+    compiled._torchdynamo_orig_callable = written
+    late = types.ModuleType("megatron.core.imported_by_others")
+    late.Router = type("Router", (), {"__module__": late.__name__, "route": compiled})
+    late.helper = compiled
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    device.prepare_megatron(device.local_device())
+    assert late.helper is written and late.Router.route is written
+
+
+@needs_cpu
 def test_token_counts_of_experts_are_numbers(prepared):
     from megatron.core.transformer.moe import token_dispatcher
 

@@ -9,7 +9,7 @@ the rank, or reads the files, and copies every tensor into weights of its own. W
 Memory is what an end needs during a sync beyond what it had before, at its peak, in buckets; pages of files are not counted, memory that
 both share counts at both. Goals are 5
 times the CPU seconds of memcpy and 2 buckets. All take turns in one call, so that other load hits all alike; of the turns the
-fastest counts, and the largest memory.
+fastest counts, and the largest memory. A line says what gloo alone takes to broadcast the same bytes, which the goal has to leave room for.
 """
 
 import argparse
@@ -146,6 +146,30 @@ class Receiver:
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     self._weights[name].copy_(tensors.get_tensor(name))
+
+
+class Peer:
+    """One end of a group that only broadcasts, with nothing to pack or to unpack: the least that a broadcast of gloo costs."""
+
+    def broadcast(self, *, store: Path, rank: int, num_bytes: int, bucket_bytes: int) -> float:
+        """CPU seconds of this end, `rank` 0 or 1, of `num_bytes` in buckets, from and into memory that has been written before."""
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=TIMEOUT_S)
+        group = dist.ProcessGroupGloo(dist.FileStore(str(store), 2), rank, 2, options)
+        buckets = torch.ones(num_bytes, dtype=torch.uint8).split(bucket_bytes)
+        cpu = time.process_time()
+        for bucket in buckets:
+            group.broadcast(bucket, 0).wait()
+        return time.process_time() - cpu
+
+
+async def broadcast_alone(peers: Sequence[Remote], *, store: Path, num_bytes: int, bucket_bytes: int) -> float:
+    """CPU seconds of both ends together."""
+    calls = [
+        peer.call("broadcast", store=store, rank=rank, num_bytes=num_bytes, bucket_bytes=bucket_bytes) for rank, peer in enumerate(peers)
+    ]
+    return sum(await asyncio.gather(*map(asyncio.wrap_future, calls)))
 
 
 class StandInClient:
@@ -304,7 +328,10 @@ async def bench(model: Path, *, bucket_bytes: int, turns: int, with_engine: bool
             ranks_beside={client.address.url: (0,)},
             bucket_bytes=bucket_bytes,
         )
-        copies, costs = [], dict[str, list[Cost]]()
+        peers = [Remote(Peer), Remote(Peer)]
+        for peer in peers:
+            stack.callback(peer.close)
+        copies, floors, costs = [], [], dict[str, list[Cost]]()
         version = 0
         for name, make in TRANSPORTS.items():
             pool = EnginePool([client], max_requests=1)
@@ -314,17 +341,31 @@ async def bench(model: Path, *, bucket_bytes: int, turns: int, with_engine: bool
             for _ in range(turns + 1):
                 copies.append(await asyncio.wrap_future(rank.call("memcpy")))
                 version += 1
+                store = model.parent / f"floor{version}"
+                floors.append(await broadcast_alone(peers, store=store, num_bytes=total, bucket_bytes=bucket_bytes))
                 costs[name].append(await measure(sync, version=version, sender=rank.processes, receiver=receiving))
-    _print(total, copies, costs, bucket_bytes=bucket_bytes, receiver="engine" if with_engine else "receiver")
+    _print(total, copies, floors, costs, bucket_bytes=bucket_bytes, receiver="engine" if with_engine else "receiver")
 
 
-def _print(total: int, copies: Sequence[tuple[float, float]], costs: dict[str, list[Cost]], *, bucket_bytes: int, receiver: str) -> None:
+def _print(
+    total: int,
+    copies: Sequence[tuple[float, float]],
+    floors: Sequence[float],
+    costs: dict[str, list[Cost]],
+    *,
+    bucket_bytes: int,
+    receiver: str,
+) -> None:
     gigabytes, memcpy_cpu = total / 1e9, min(cpu for _, cpu in copies)
     memcpy_s = min(seconds for seconds, _ in copies)
     print(
         f"{gigabytes:.2f} GB of weights, buckets of {bucket_bytes / 1e6:.0f} MB; goals: {GOAL_CPU:.0f} x memcpy, {GOAL_BUCKETS:.0f} buckets"
     )
     print(f"  {'memcpy':<22}{memcpy_s / gigabytes:>7.2f} s/GB, {memcpy_cpu / gigabytes:>6.2f} CPU s/GB")
+    print(
+        f"  {'bare gloo, both ends':<22}{'':>12}  {min(floors) / gigabytes:>6.2f} CPU s/GB, {min(floors) / memcpy_cpu:>5.1f} x memcpy,"
+        " the least for a broadcast"
+    )
     for name, turns in costs.items():
         # The first turn makes files and memory that later ones find.
         measured = turns[1:]

@@ -27,11 +27,12 @@ ENTROPIES = (
     {"entropy_coef": 0.02, "entropy_mode": "matched"},
     {"entropy_coef": 0.02, "top_entropy_fraction": 0.4},
 )
+ADAPTER = TypeAdapter(Objective)
 LOSSES = ("gpg", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "distillation", "sft", "value")
 
 
 def nested(config: dict) -> Objective:
-    return TypeAdapter(Objective).validate_python(config)
+    return ADAPTER.validate_python(config)
 
 
 def assert_same(got: StepResult, expected: StepResult, tolerance: float) -> None:

@@ -1,3 +1,4 @@
+import atexit
 import gc
 import weakref
 from collections.abc import Iterator
@@ -31,6 +32,15 @@ def test_what_is_loaded_is_spared_and_what_was_garbage_already_is_not_kept() -> 
     assert seen() is None
     assert gc.get_freeze_count() > 10_000
     assert len(gc.get_objects()) < 10_000
+
+
+def test_the_end_of_python_collects_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_end: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_end.append)
+    spare_what_is_loaded()
+    for call in at_end:
+        call()
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_rank_spares_what_it_has_loaded_when_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 import json
+import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,8 +11,9 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_settings
-from megatron_rl.config.settings import RuntimeSettings, Settings
+from megatron_rl.config.settings import RewardSettings, RuntimeSettings, Settings
 from megatron_rl.errors import UserError
+from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.runtime import preflight as module
 from megatron_rl.runtime.launch_plan import launch_plan, weight_sync
 from megatron_rl.runtime.preflight import (
@@ -62,14 +65,21 @@ class Stuck(Rows):
 """
 
 
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the plug-ins of these tests."""
+    directory = tmp_path_factory.mktemp("plugins")
+    (directory / "preflight_reward.py").write_text(REWARD)
+    return directory
+
+
 @pytest.fixture
-def words(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def words(tiny_model: Callable[..., Path], plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Overrides that make a run which passes every check."""
     rows = [{"prompt": f"{number}+1=", "label": str(number + 1), "response": str(number + 1)} for number in range(20)]
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "preflight_reward.py").write_text(REWARD)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(plugins))
     return [
         f"run.directory={tmp_path / 'runs' / 'one'}",
         f"model.path={tiny_model()}",
@@ -80,8 +90,25 @@ def words(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.M
     ]
 
 
+@pytest.fixture(scope="module")
+def open_workers() -> Iterator[Callable[[RewardSettings], AbstractContextManager[RewardRunner]]]:
+    """Stands for the class RewardRunner: checks with the same reward use one worker, which stays until the tests end."""
+    with ExitStack() as stack:
+        opened: dict[str, RewardRunner] = {}
+
+        def runner(settings: RewardSettings) -> AbstractContextManager[RewardRunner]:
+            key = settings.model_dump_json()
+            if key not in opened:
+                opened[key] = stack.enter_context(RewardRunner(settings))
+            return nullcontext(opened[key])
+
+        yield runner
+
+
 @pytest.fixture
-def check(words: list[str]) -> Callable[..., list[str]]:
+def check(words: list[str], open_workers: object, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    monkeypatch.setattr(module, "RewardRunner", open_workers)
+
     def run(*overrides: str, **keywords: Any) -> list[str]:
         return preflight(load_settings(None, [*words, *overrides]), **keywords)
 
@@ -351,8 +378,9 @@ def test_plan_of_supervised_training_has_no_engine(words: list[str]) -> None:
 
 
 def test_check_prints_settings_that_can_be_read_back(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = sorted(tmp_path.rglob("*"))
+    before, children = sorted(tmp_path.rglob("*")), multiprocessing.active_children()
     assert main(["train", "--check", *words]) == 0
+    assert set(multiprocessing.active_children()) <= set(children)
     text = capsys.readouterr().out
     assert "sequences per step" in text
     assert text.endswith("nothing was started, nothing was written.\n")
