@@ -152,6 +152,31 @@ def test_what_waits_for_its_rewards_is_not_generated_again_after_a_kill(tmp_path
         assert again[1].samples[1].response_ids.tolist() == [1, 1]
 
 
+def test_the_end_of_a_group_ends_the_calls_for_its_rewards(tmp_path: Path) -> None:
+    async def work(buffer: Buffer) -> None:
+        began, ended = asyncio.Event(), []
+
+        async def score(sample: Sample) -> Reward:
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(sample.index)
+            raise AssertionError
+
+        maker = replace(make_maker(EnginePool([FakeClient()], max_requests=8), score=score), buffer=buffer)  # type: ignore[list-item]
+        task = asyncio.create_task(maker.make(buffer.take_pending(1)[0]))
+        await began.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+        assert sorted(ended) == [0, 1]
+
+    with Buffer(tmp_path / "buffer.sqlite") as buffer:
+        buffer.add_prompts(make_prompts(1))
+        asyncio.run(work(buffer))
+
+
 def test_a_failed_engine_gives_its_prompts_to_the_others() -> None:
     dying = FakeClient(delay_s=0.001, fail_at=3)
     groups = asyncio.run(collect(make_prompts(20), [dying, FakeClient(delay_s=0.001)], limit=4))
