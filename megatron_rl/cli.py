@@ -1,7 +1,8 @@
 """The command line: `megatron-rl train`, `eval`, `report`, `plan`, `models`, `convert`, `verify-checkpoint`, `check-plugin` and `doctor`.
 
-Exit status: 0 done; 2 input that the user can mend, told in one sentence; 1 any other failure; 130 after Ctrl-C, 143 after
-SIGTERM. What is heavy is imported inside the command that needs it, so that help and mistakes answer at once.
+Exit status: 0 done; 2 input that the user can mend, told in one sentence; 75 ended by SIGTERM or by the death of a process of the run,
+which goes on from its checkpoint with `--resume`; 1 any other failure; 130 after Ctrl-C, 143 after SIGTERM without a checkpoint.
+What is heavy is imported inside the command that needs it, so that help and mistakes answer at once.
 """
 
 import signal
@@ -21,9 +22,11 @@ from megatron_rl.config.overrides import apply_overrides, split_words
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.settings_reference import SettingField, section_description, setting_fields
 from megatron_rl.config.yaml_text import format_value
-from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.errors import MegatronRLError, ResumableError, UserError
 from megatron_rl.plugins import PluginKind, kind_of
 
+RESUMABLE = 75
+"""The exit status that says: start the same command again. It is EX_TEMPFAIL of sysexits.h."""
 _COUNT = click.IntRange(1, 2**17)
 _OVERRIDES = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
@@ -53,7 +56,7 @@ def cli() -> None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [key.path=value | --key.path value]...")
 @click.option("--check", is_flag=True, help="Resolve and check everything, print what would be launched, start nothing.")
 @click.option("--config-only", is_flag=True, help="With --check: for machines elsewhere, from the model's config.json; plan the memory.")
-@click.option("--resume", is_flag=True, help="Continue the run in run.directory from its last checkpoint.")
+@click.option("--resume", is_flag=True, help="Continue the run in run.directory from its last checkpoint; start it where there is none.")
 @click.option("--weights-only", is_flag=True, help="With --resume: go on with the checkpoint's weights and a new optimizer.")
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Short for reward.function=MODULE:FUNCTION.")
 @click.option("--ray-address", metavar="ADDRESS", help="Short for runtime.ray_address=ADDRESS: use a running Ray cluster.")
@@ -294,6 +297,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     except UserError as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return 2
+    except ResumableError as error:
+        print(f"megatron-rl: {error}", file=sys.stderr)
+        return RESUMABLE
     except MegatronRLError as error:
         print(f"megatron-rl: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -26,3 +26,7 @@ class ParityError(MegatronRLError, RuntimeError):
 
 class DeadlineError(MegatronRLError, TimeoutError):
     """A named wait ran past its deadline."""
+
+
+class ResumableError(MegatronRLError, RuntimeError):
+    """The run was ended by what has nothing to do with it, and goes on from a checkpoint when it is started again with --resume."""

@@ -10,7 +10,7 @@
 #   --ray-address H:P    use this Ray cluster and leave it running; without it the script starts Ray, and stops it at the end
 #   --interface NAME     network interface of every node on which ranks and engines meet (runtime.network_interface) and Ray listens;
 #                        without it Ray takes this node's first address, or the one in RAY_HEAD_IP
-#   --resume             continue the run in --directory
+#   --resume             continue the run in --directory, or start it: one command for both; exit status 75 asks for it again
 #   --dry-run            print settings, placement and memory plan; needs the model's config.json, but no GPU, weights or data
 #   section.key=value    any setting of the YAML file beside the script
 

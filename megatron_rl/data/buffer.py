@@ -156,16 +156,15 @@ class Buffer:
             self._move([prompt.id for prompt in prompts], "in_flight")
         return prompts
 
-    def put_sample(self, sample: Sample) -> None:
-        """Keep one finished sample of a group in flight, so that it survives the process. Raises ValueError when it is not in flight."""
+    def put_samples(self, samples: Sequence[Sample], *, prompt: Prompt) -> None:
+        """Keep what is generated of a group in flight, all or nothing, so that it survives the process. Raises ValueError as `put_done`."""
+        rows = [buffer_rows.sample_row(sample, prompt=prompt) for sample in samples]
         with self._transaction() as connection:
-            self._check_in_flight(sample.group_id)
-            found = connection.execute(f"SELECT {buffer_rows.GROUP_COLUMNS} FROM groups WHERE id = ?", (sample.group_id,)).fetchone()
-            row = buffer_rows.sample_row(sample, prompt=buffer_rows.read_prompt(found))
-            connection.execute(buffer_rows.INSERT_SAMPLE, row)
+            self._check_in_flight(prompt.id)
+            connection.executemany(buffer_rows.INSERT_SAMPLE, rows)
 
     def finished_samples(self, prompt: Prompt) -> tuple[Sample, ...]:
-        """The samples of a prompt in flight that are already here, by index: an interrupted run need not generate them again."""
+        """What `put_samples` has kept of a prompt in flight, by index: an interrupted run need not generate it again."""
         with self._transaction() as connection:
             found = connection.execute(
                 f"SELECT {buffer_rows.SAMPLE_COLUMNS} FROM samples WHERE group_id = ? ORDER BY sample_index", (prompt.id,)
@@ -226,7 +225,7 @@ class Buffer:
     def renew(self, limit: int, *, oldest_version: int) -> int:
         """Drop the samples of groups, among the first `limit` done ones, that have a token of weights older than `oldest_version`.
 
-        Those groups become pending again, to be generated anew; returns how many there were.
+        Those groups become pending again, to be generated anew; returns how many there were. What is kept of pending groups goes likewise.
         """
         front = "SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?"
         stale = f"SELECT group_id FROM samples WHERE min_version < ? AND group_id IN ({front})"
@@ -234,6 +233,8 @@ class Buffer:
             found = [group_id for (group_id,) in connection.execute(f"{stale} GROUP BY group_id", (oldest_version, max(limit, 0)))]
             connection.executemany("DELETE FROM samples WHERE group_id = ?", [(group_id,) for group_id in found])
             self._move(found, "pending")
+            kept = "SELECT group_id FROM samples WHERE min_version < ? AND group_id IN (SELECT id FROM groups WHERE state = 'pending')"
+            connection.execute(f"DELETE FROM samples WHERE group_id IN ({kept})", (oldest_version,))
         return len(found)
 
     def counts(self) -> BufferCounts:
@@ -268,7 +269,10 @@ class Buffer:
             )
             connection.execute(f"UPDATE groups SET state = 'done', {clean} WHERE consumed_step > :step", values)
             connection.execute(
-                f"DELETE FROM samples WHERE {gone} AND group_id IN (SELECT id FROM groups WHERE state IN ('pending', 'in_flight'))", values
+                # The others of such a group, too: they count as all that there is of it.
+                f"DELETE FROM samples WHERE group_id IN (SELECT group_id FROM samples WHERE {gone}) "
+                "AND group_id IN (SELECT id FROM groups WHERE state IN ('pending', 'in_flight'))",
+                values,
             )
 
     def prune(self, step: int) -> None:

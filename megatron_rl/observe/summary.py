@@ -34,6 +34,11 @@ class Summary:
     go_on: str
 
 
+def asked_to_end(error: BaseException) -> bool:
+    """Whether SIGTERM ends the run, as a scheduler sends it before it takes the machine away."""
+    return isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+
+
 def status_of(error: BaseException) -> str:
     """The status of a run that `error` ends."""
     if isinstance(error, KeyboardInterrupt):

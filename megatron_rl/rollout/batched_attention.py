@@ -26,12 +26,13 @@ class Bucket:
     mask: Tensor
 
 
-def make_buckets(slots_of_row: Tensor, rows: Tensor, lengths: Tensor, new_lengths: Tensor) -> Iterator[Bucket]:
+def make_buckets(slots_of_row: Tensor, rows: Tensor, lengths: Tensor, new_lengths: Tensor, *, invariant: bool = False) -> Iterator[Bucket]:
     """Buckets over requests that have `lengths` [B] tokens, the last `new_lengths` [B] of them new.
 
     `slots_of_row` [rows, context] holds the cache slot of each token, `rows` [B] the row of each request. The new tokens of
     all requests lie one after the other. Requests share a bucket when both lengths agree up to a factor of two, so that
-    padding at most doubles either.
+    padding at most doubles either. `invariant` pads a bucket to that power of two, not to its longest request, so that the shape in which
+    a request is computed, and with it the order of summation, follows from the request alone.
     """
     starts = torch.cumsum(new_lengths, 0) - new_lengths
     sizes = torch.stack([lengths, new_lengths]).double().log2().ceil()
@@ -39,7 +40,8 @@ def make_buckets(slots_of_row: Tensor, rows: Tensor, lengths: Tensor, new_length
     for bucket in range(int(members.max()) + 1):
         chosen = torch.nonzero(members == bucket).flatten()
         length, new = lengths[chosen, None], new_lengths[chosen, None]
-        position, query = torch.arange(int(length.max())), torch.arange(int(new.max()))
+        longest, most_new = (2 ** sizes[:, chosen[0]]).tolist() if invariant else (length.max(), new.max())
+        position, query = torch.arange(min(int(longest), slots_of_row.shape[1])), torch.arange(int(most_new))
         # A padding query looks where the last real one does: what it computes is dropped, but must be finite.
         last_visible = (length - new + query).clamp(max=length - 1)
         yield Bucket(

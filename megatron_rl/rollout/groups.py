@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.data.buffer import Buffer
 from megatron_rl.plugins import Rollout, load
 from megatron_rl.rollout.engine_pool import EnginePool, Urgency
 from megatron_rl.rollout.generator import PoolGenerator, cancel
@@ -20,12 +21,16 @@ if TYPE_CHECKING:
 Score = Callable[[Sample], Awaitable[Reward]]
 Samples = tuple[Sample, ...]
 
+KEEP_AFTER_S = 1.0
+"""Waits for rewards shorter than this are not worth a write to the disk."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMaker:
     """How one prompt becomes a group of `num_samples` trajectories on the engines of `pool`, with rewards when `score` is given.
 
-    `rollout_name` is what messages call the rollout; `seed` is the run's.
+    `rollout_name` is what messages call the rollout; `seed` is the run's. What waits long for its rewards is kept in `buffer` meanwhile, so
+    that a run which is killed then does not generate it again.
     """
 
     pool: EnginePool
@@ -37,6 +42,7 @@ class GroupMaker:
     rollout_name: str = "rollout.function"
     urgency: Urgency = Urgency.TRAINING
     seed: int = 0
+    buffer: Buffer | None = None
 
     async def make(self, prompt: Prompt) -> Group:
         """Generate, and score each trajectory by its last sample. Cancelling aborts what runs.
@@ -47,10 +53,21 @@ class GroupMaker:
             EngineError, DeadlineError: the last engine failed, with its reason. EngineRefusal: an engine refused a request.
             UserError: a prompt that no engine can take, or a rollout that breaks its contract.
         """
-        samples = await self._generate(prompt)
+        samples = () if self.buffer is None else self.buffer.finished_samples(prompt)
+        kept = bool(samples)
+        samples = samples or await self._generate(prompt)
         if self.score is not None:
             attempts = trajectories(samples)
-            rewards = await asyncio.gather(*(self.score(attempt[-1]) for attempt in attempts))
+            scoring = asyncio.gather(*(self.score(attempt[-1]) for attempt in attempts))
+            try:
+                if self.buffer is not None and not kept:
+                    await asyncio.wait([scoring], timeout=KEEP_AFTER_S)
+                    if not scoring.done():
+                        self.buffer.put_samples(samples, prompt=prompt)
+                rewards = await scoring
+            finally:
+                # Only waiting for it does not end it.
+                scoring.cancel()
             by_index = {sample.index: reward for attempt, reward in zip(attempts, rewards, strict=True) for sample in attempt}
             samples = tuple(replace(sample, reward=by_index[sample.index]) for sample in samples)
         return Group(id=prompt.id, prompt=prompt, samples=samples)

@@ -239,7 +239,8 @@ class RolloutManager:
         baseline = None
         if self._settings.objective.advantage.estimator == "remax":
             baseline = (await self._maker(num_samples=1, greedy=True).make(prompt)).samples[0].reward
-        group = await self._maker(num_samples=self._settings.data.samples_per_prompt).make(prompt)
+        maker = replace(self._maker(num_samples=self._settings.data.samples_per_prompt), buffer=self._buffer)
+        group = await maker.make(prompt)
         return group if baseline is None else with_baseline(group, baseline)
 
     def _maker(self, *, num_samples: int, greedy: bool = False, urgency: Urgency = Urgency.TRAINING) -> GroupMaker:

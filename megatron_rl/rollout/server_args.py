@@ -69,6 +69,13 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 """What a server without a GPU starts with where the user sets nothing else."""
 
+CPU_DETERMINISTIC: dict[str, Any] = {
+    "attention_backend": "torch_native",
+    "chunked_prefill_size": -1,  # a prompt is never cut where others in its batch leave room
+    "mem_fraction_static": 0.5,  # else SGLang keeps more than there is for prompts of any length
+}
+"""The same for a server with `enable_deterministic_inference`."""
+
 GPU_DEFAULTS: dict[str, Any] = {"log_level": "warning"}
 
 SHORT_PROMPT_TOKENS = 32
@@ -190,6 +197,8 @@ def server_arguments(
         UserError: something that JSON cannot carry was set.
     """
     defaults = dict(CPU_DEFAULTS) if device_kind == "cpu" else {**GPU_DEFAULTS, "tp_size": num_gpus}
+    if device_kind == "cpu" and user.get("enable_deterministic_inference"):
+        defaults |= CPU_DETERMINISTIC
     if not keeps_prefixes(device_kind=device_kind, max_prompt_tokens=max_prompt_tokens):
         defaults["disable_radix_cache"] = True
     owned: dict[str, Any] = {

@@ -18,6 +18,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
     """Causal self-attention over buckets. Sliding windows and cross-attention stay what they were: request by request."""
 
     buckets: tuple[Bucket, ...]
+    invariant = False
+    """Whether requests are computed alike whatever else is in their batch."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Lay the buckets of this forward pass out, once for all layers."""
@@ -25,7 +27,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         lengths = forward_batch.seq_lens
         new_lengths = torch.ones_like(lengths) if forward_batch.forward_mode.is_decode() else forward_batch.extend_seq_lens
         pool = self.req_to_token_pool.req_to_token
-        self.buckets = tuple(make_buckets(pool, forward_batch.req_pool_indices, lengths, new_lengths.to(lengths.dtype)))
+        rows, new_lengths = forward_batch.req_pool_indices, new_lengths.to(lengths.dtype)
+        self.buckets = tuple(make_buckets(pool, rows, lengths, new_lengths, invariant=self.invariant))
 
     def _run_sdpa_forward_extend(
         self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
@@ -44,6 +47,12 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         return output
 
 
-def register() -> None:
+class InvariantTorchAttention(BatchedTorchAttention):
+    """The same for an engine whose requests must not feel each other."""
+
+    invariant = True
+
+
+def register(*, invariant: bool) -> None:
     """Take the place of the backend `torch_native`, by whose name SGLang's CPU path asks for it."""
-    register_attention_backend("torch_native")(BatchedTorchAttention)
+    register_attention_backend("torch_native")(InvariantTorchAttention if invariant else BatchedTorchAttention)

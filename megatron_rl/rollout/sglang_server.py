@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from megatron_rl.rollout.sglang_shims import allocate_host_memory_unpinned, fork_server_processes, provide_vllm_operators
+from megatron_rl.rollout.sglang_shims import (
+    allocate_host_memory_unpinned,
+    allow_deterministic_inference,
+    compile_nothing,
+    fork_server_processes,
+    provide_vllm_operators,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -76,9 +82,12 @@ def main() -> None:
     threading.Thread(target=follow_parent, args=[order["scratch"]], daemon=True, name="follow-parent").start()
     arguments = order["arguments"]
     on_cpu = arguments["device"] == "cpu"
+    deterministic = on_cpu and bool(arguments.get("enable_deterministic_inference"))
     if on_cpu:
         provide_vllm_operators()
         fork_server_processes()
+    if deterministic:
+        compile_nothing()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
@@ -88,14 +97,21 @@ def main() -> None:
     if on_cpu:
         from megatron_rl.rollout.sglang_attention import register
 
-        register()
+        register(invariant=deterministic)
         allocate_host_memory_unpinned()
+    products = None
+    if deterministic:
+        from megatron_rl.rollout.deterministic_cpu import invariant_products
+
+        allow_deterministic_inference()
+        # The scheduler is a fork of this process.
+        products = invariant_products()
     store = serve_rendezvous(arguments)
     try:
         run_server(ServerArgs(**arguments))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-        del store
+        del store, products
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What SGLang needs to run where there is no GPU. Called once, in the server's own process, before SGLang is imported."""
 
 import multiprocessing
+import os
 import sys
 import types
 
@@ -17,6 +18,11 @@ def provide_vllm_operators() -> None:
     operators = types.ModuleType("vllm._custom_ops")
     operators.rotary_embedding = rotary_embedding  # type: ignore[attr-defined]
     sys.modules[operators.__name__] = operators
+
+
+def compile_nothing() -> None:
+    """Let torch run everything as it is written. SGLang compiles what draws tokens by seeds, anew for other sizes of a batch."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def fork_server_processes() -> None:
@@ -42,3 +48,22 @@ def allocate_host_memory_unpinned() -> None:
         return torch.empty(dims, dtype=dtype, device=device)
 
     ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def allow_deterministic_inference() -> None:
+    """Let `enable_deterministic_inference` run without a GPU, for which SGLang has neither kernels, attention nor hash of that kind.
+
+    `deterministic_cpu` and `sglang_attention` take their places.
+    """
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
+    from sglang.srt.layers import sampler
+
+    from megatron_rl.rollout.deterministic_cpu import murmur_hash
+
+    def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
+        """Nothing is left to do."""
+
+    batch_invariant_ops.enable_batch_invariant_mode = enable_batch_invariant_mode
+    sampler.murmur_hash32 = murmur_hash
+    add_deterministic_attention_backend_choices(["torch_native"])

@@ -56,10 +56,14 @@ class RolloutRun(TrainingRun):
         return self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s)
 
     def begin(self, *, step: int) -> None:
-        """Before the first step, engines get the trainer's weights, must agree with the trainer about them, and are evaluated."""
+        """Before the first step, engines get the trainer's weights, must agree with the trainer about them, and are evaluated.
+
+        A resumed run evaluates the steps that the run which was not interrupted does.
+        """
         self.publish(version=step)
         self._check_parity()
-        self.evaluate(step=step)
+        if step == 0 or self.evaluates_after(step - 1):
+            self.evaluate(step=step)
         self.log(step=step)
 
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:

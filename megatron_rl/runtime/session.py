@@ -23,14 +23,14 @@ from megatron_rl.data.run_prompts import RunPrompts
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import chosen_row_maths, quiet_megatron_imports
-from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.errors import MegatronRLError, ResumableError, UserError, WorkerDiedError
 from megatron_rl.files import write_atomic
 from megatron_rl.leftovers import remove_leftovers, scratch_directory
 from megatron_rl.observe.console import RL_COLUMNS, RL_COLUMNS_WITHOUT_REFERENCE, SUPERVISED_COLUMNS, Column, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.observe.sinks import Sinks
-from megatron_rl.observe.summary import SUMMARY_FILE
+from megatron_rl.observe.summary import SUMMARY_FILE, asked_to_end
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.process_variables import shared_variables
 from megatron_rl.rollout.engine import EngineAddress
@@ -141,13 +141,20 @@ def _row_maths(settings: Settings) -> str:
 
 @contextmanager
 def _announcing_failure(console: RunConsole, settings: Settings) -> Iterator[None]:
-    """When the body raises, say at once that everything is being stopped, and from where the run can go on."""
+    """When the body raises, say at once that everything is being stopped, and from where the run can go on.
+
+    Raises:
+        ResumableError: SIGTERM or the death of a process ended a run that has a checkpoint.
+    """
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         found = newest_checkpoint(settings.run.directory)
         rest = f"; --resume continues after step {found[1].step}" if found is not None else ""
         console.say(f"stopping every process of the run{rest}")
+        if found is not None and (asked_to_end(error) or isinstance(error, WorkerDiedError)):
+            cause = "ended by SIGTERM" if asked_to_end(error) else str(error)
+            raise ResumableError(f"{cause}; the same command with --resume continues after step {found[1].step}") from error
         raise
 
 

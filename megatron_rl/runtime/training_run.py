@@ -21,9 +21,10 @@ from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
 from megatron_rl.observe.report import has_curves, write_report
 from megatron_rl.observe.sinks import Sinks
-from megatron_rl.observe.summary import FINISHED, Summary, facts_of, status_of, write_summary
+from megatron_rl.observe.summary import FINISHED, Summary, asked_to_end, facts_of, status_of, write_summary
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.colocation import SharedDevices, Turn
+from megatron_rl.runtime.grace import finishing_first
 from megatron_rl.runtime.run_checkpoint import (
     CheckpointWriter,
     RunState,
@@ -60,7 +61,7 @@ class TrainingRun(ABC):
         self._metrics: list[dict[str, Metric]] = []
         self._first_evaluation: dict[str, float] = {}
         self._last_evaluation: dict[str, float] = {}
-        self._trained_steps = self._logged_steps = 0
+        self._trained_steps = self._logged_steps = self._saved_steps = 0
 
     # What runs differ in
 
@@ -128,7 +129,7 @@ class TrainingRun(ABC):
             changes = self._trainers.load(path / "megatron", weights_only=weights_only)
             self._rewind(step=state.step, position=state.source)
         self._first_evaluation = state.first_evaluation
-        self._trained_steps = self._logged_steps = state.step
+        self._trained_steps = self._logged_steps = self._saved_steps = state.step
         self._console.say(f"resumed from {path} after {state.step} steps" + (", with a new optimizer" if weights_only else ""))
         for change in changes:
             self._console.say(change)
@@ -147,9 +148,10 @@ class TrainingRun(ABC):
         """Optimizer steps on one batch."""
         self._finish_written_save()
         self._turn(Turn.TRAINING)
-        with self._phase("train"):
-            self._metrics += self._trainers.train(batch, step=step)
-        self._trained_steps = step + 1
+        with finishing_first():
+            with self._phase("train"):
+                self._metrics += self._trainers.train(batch, step=step)
+            self._trained_steps = step + 1
 
     def evaluates_after(self, step: int) -> bool:
         """True for every eval_interval-th step and the last."""
@@ -172,9 +174,10 @@ class TrainingRun(ABC):
         self._check_directory()
         self._finish_save()
         self._turn(Turn.TRAINING)
-        with self._phase("save"):
+        with finishing_first(), self._phase("save"):
             metrics = metric_values(self._measured())
             self._checkpoints.begin(RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics))
+            self._saved_steps = step
 
     def _finish_written_save(self) -> None:
         """Put a checkpoint in its place as soon as that takes no waiting: until then a run that is killed goes back to the one before."""
@@ -185,7 +188,7 @@ class TrainingRun(ABC):
         """Wait until the checkpoint that has begun, if any, is in its place."""
         if not self._checkpoints.is_writing:
             return
-        with self._phase("save"):
+        with finishing_first(), self._phase("save"):
             path = self._checkpoints.finish()
             _link(self.directory / POLICY_LINK, path / "hf")
             self._forget(before_step=oldest_step(self.directory))
@@ -226,15 +229,18 @@ class TrainingRun(ABC):
     def break_off(self, error: BaseException) -> None:
         """Keep what a run that `error` ends early has: the row of a step that was trained on, the curves, the page, the summary.
 
-        A checkpoint that is still being written is waited for; that this fails is said, and does not hide `error`. Nothing is written
-        where the run directory is gone. Raises UserError when the disk is full.
+        Also a checkpoint, when the run is asked to end by SIGTERM, which leaves its ranks well, and the one that is still being written;
+        that these fail is said, and does not hide `error`. Nothing is written where the run directory is gone. Raises UserError when the
+        disk is full.
         """
         if not (self.directory / SETTINGS_FILE).exists():
             return
         try:
+            if asked_to_end(error) and self._trained_steps > self._saved_steps:
+                self.save(step=self._trained_steps)
             self._finish_save()
         except (MegatronRLError, OSError, RuntimeError) as second:
-            self._console.say(f"the checkpoint that was being written when the run ended is lost: {second}")
+            self._console.say(f"the checkpoint of step {max(self._trained_steps, self._saved_steps)} is lost: {second}")
         if self._trained_steps > self._logged_steps:
             self.log(step=self._trained_steps)
         self._write_outcome(status_of(error), go_on=self._resume_command)

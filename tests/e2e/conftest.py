@@ -99,6 +99,20 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         command.reap()
 
 
+@pytest.fixture(scope="session")
+def finish() -> Callable[..., None]:
+    """`finish(log, "train", "config.yaml", "key=value", ...)` runs the command line to its end, whose status has to be 0."""
+
+    def run(log: Path, *arguments: object) -> None:
+        command = Command([str(argument) for argument in arguments], log=log)
+        try:
+            assert command.wait() == 0, command.output
+        finally:
+            command.reap()
+
+    return run
+
+
 def read_json(path: Path) -> Any:
     """A JSON file."""
     return json.loads(path.read_text())

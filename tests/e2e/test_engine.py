@@ -422,3 +422,33 @@ def test_a_killed_server_is_reported(engine) -> None:
         time.sleep(0.05)
     with pytest.raises(EngineError, match="killed by signal 9"):
         server.check()
+
+
+@pytest.mark.slow
+def test_a_deterministic_server_gives_a_request_one_answer_in_any_company(
+    models: dict[str, tuple[Path, Qwen3ForCausalLM]], tmp_path: Path
+) -> None:
+    """Every token and every log-prob, to the last bit: alone, all at once, and joining a batch that runs."""
+    settings = SETTINGS.model_copy(update={"sglang": {"enable_deterministic_inference": True}})
+    server = Engine(models["first"][0], settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=tmp_path / "log")
+    prompts = [np.array(prompt) for prompt in prompts_of_many_lengths()]
+
+    async def work() -> None:
+        async with EngineClient(address, request_timeout_s=120) as client:
+
+            async def ask(number: int, *, after_s: float = 0.0) -> list[tuple[bytes, bytes]]:
+                await asyncio.sleep(after_s)
+                sampling = Sampling(max_tokens=40, seed=2**55 + 1000 * number)
+                answers = await client.generate(prompts[number], sampling=sampling, num_samples=3)
+                return [(answer.token_ids.tobytes(), answer.log_probs.tobytes()) for answer in answers]
+
+            alone = [await ask(number) for number in range(len(prompts))]
+            assert await asyncio.gather(*(ask(number) for number in range(len(prompts)))) == alone
+            assert await asyncio.gather(*(ask(number, after_s=0.05 * number) for number in range(len(prompts)))) == alone
+            assert len({answer for answers in alone for answer in answers}) == 3 * len(prompts), "seeds differ"
+
+    address = server.start()
+    try:
+        asyncio.run(work())
+    finally:
+        server.stop()

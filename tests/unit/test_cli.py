@@ -14,7 +14,7 @@ from megatron_rl import runtime
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings_reference import setting_fields
-from megatron_rl.errors import EngineError, UserError
+from megatron_rl.errors import EngineError, ResumableError, UserError
 
 SETTINGS = "run: {directory: runs/x}\nmodel: {path: model}\ndata: {train: train.jsonl, eval: eval.jsonl}\n"
 
@@ -111,6 +111,7 @@ def test_eval_without_data_is_refused(calls: list[tuple[str, Any]], config: str,
     [
         (UserError("model.path is bad"), 2, "megatron-rl: model.path is bad\n"),
         (EngineError("the server died"), 1, "megatron-rl: EngineError: the server died\n"),
+        (ResumableError("ended; --resume continues after step 3"), 75, "megatron-rl: ended; --resume continues after step 3\n"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (ZeroDivisionError("boom"), 1, "Traceback"),
     ],

@@ -51,7 +51,7 @@ def write_forever(buffer_path: Path, journal: int, noted: int) -> None:
             for prompt in buffer.take_pending(8):
                 finished = buffer.finished_samples(prompt)
                 samples = [*finished, *(sample_of(prompt, index) for index in range(len(finished), SAMPLES))]
-                buffer.put_sample(samples[0])
+                buffer.put_samples(samples[:1], prompt=prompt)
                 note(f"sample {prompt.id}")
                 buffer.put_done(Group(id=prompt.id, prompt=prompt, samples=tuple(samples)))
                 note(f"done {prompt.id}")

@@ -93,12 +93,27 @@ def test_finished_groups_that_are_too_old_are_made_anew(buffer: Buffer, make_gro
     assert [group.id for group in buffer.take_done(9, step=6)] == ["a", "b", "c", "d"]
 
 
+def test_what_is_kept_of_a_pending_group_goes_when_it_is_too_old(buffer: Buffer, make_group: Any) -> None:
+    old, young = make_group("old", version=3), make_group("young", version=4)
+    buffer.add_prompts([old.prompt, young.prompt])
+    buffer.take_pending(2)
+    buffer.put_samples(old.samples, prompt=old.prompt)
+    buffer.put_samples(young.samples, prompt=young.prompt)
+    buffer.recover()
+    assert buffer.renew(2, oldest_version=4) == 0
+    assert [len(buffer.finished_samples(prompt)) for prompt in buffer.take_pending(2)] == [0, len(young.samples)]
+
+
 def test_moves_that_skip_a_state_are_refused_and_change_nothing(buffer: Buffer, make_group: Any) -> None:
     group = make_group("a")
     with pytest.raises(ValueError, match="not in the buffer"):
         buffer.put_done(group)
     buffer.add_prompts([group.prompt])
-    for move in (lambda: buffer.put_done(group), lambda: buffer.release(["a"]), lambda: buffer.put_sample(group.samples[0])):
+    for move in (
+        lambda: buffer.put_done(group),
+        lambda: buffer.release(["a"]),
+        lambda: buffer.put_samples(group.samples, prompt=group.prompt),
+    ):
         with pytest.raises(ValueError, match="'a' is pending, needs to be in_flight"):
             move()
     buffer.take_pending(1)
@@ -131,8 +146,7 @@ def test_reopening_recovers_what_was_in_flight_and_keeps_its_finished_samples(tm
     with Buffer(path) as buffer:
         buffer.add_prompts([group.prompt, make_group("b").prompt])
         buffer.take_pending(2)
-        buffer.put_sample(group.samples[2])
-        buffer.put_sample(group.samples[0])
+        buffer.put_samples([group.samples[2], group.samples[0]], prompt=group.prompt)
     with Buffer(path) as buffer:
         assert buffer.counts() == BufferCounts(pending=2, in_flight=0, done=0, consumed=0)
         (prompt, other) = buffer.take_pending(2)
@@ -152,15 +166,14 @@ def test_rewind_hands_out_again_what_old_weights_made_and_regenerates_the_rest(b
     old, new = make_group("g5", version=1), make_group("g5", version=4)
     buffer.add_prompts([old.prompt])
     buffer.take_pending(1)
-    buffer.put_sample(old.samples[0])
-    buffer.put_sample(dataclasses.replace(new.samples[1], prompt=old.prompt))
+    buffer.put_samples([old.samples[0], dataclasses.replace(new.samples[1], prompt=old.prompt)], prompt=old.prompt)
     buffer.rewind(1, version=1)
     buffer.recover()
     assert buffer.counts() == BufferCounts(pending=4, in_flight=0, done=1, consumed=1)
     assert_same(tuple(buffer.take_done(9, step=1)), (groups[1],))
     prompts = buffer.take_pending(9)
     assert [prompt.id for prompt in prompts] == ["g2", "g3", "g4", "g5"]
-    assert [len(buffer.finished_samples(prompt)) for prompt in prompts] == [0, 0, 0, 1]
+    assert [len(buffer.finished_samples(prompt)) for prompt in prompts] == [0, 0, 0, 0]
 
 
 def test_prune_keeps_readable_columns_and_rewinding_beyond_it_regenerates(tmp_path: Path, make_group: Any) -> None:
@@ -208,8 +221,7 @@ def test_trajectories_and_prompts_of_samples_come_back_and_only_differing_prompt
     group = of_trajectories(make_group("a", num_samples=5))
     buffer.add_prompts([group.prompt])
     (prompt,) = buffer.take_pending(1)
-    for sample in group.samples:
-        buffer.put_sample(sample)
+    buffer.put_samples(group.samples, prompt=group.prompt)
     assert_same(buffer.finished_samples(prompt), group.samples)
     buffer.put_done(group)
     query = "SELECT own_prompt_text, own_prompt_ids IS NULL FROM samples ORDER BY sample_index"

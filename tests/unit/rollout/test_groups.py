@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.contracts import NumberTokenizer
+from megatron_rl.data.buffer import Buffer
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.plugins import Rollout
 from megatron_rl.rollout.client import Generation
@@ -121,6 +122,59 @@ def test_scoring_does_not_hold_a_slot_and_its_outcome_is_in_the_group() -> None:
 
     groups = asyncio.run(work())
     assert [[sample.reward.value for sample in group.samples if sample.reward] for group in groups] == [[0.0, 1.0]] * 5
+
+
+def test_what_waits_for_its_rewards_is_not_generated_again_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.rollout.groups.KEEP_AFTER_S", 0.01)
+    prompts, never = make_prompts(2), asyncio.Event()
+
+    async def make(buffer: Buffer, client: FakeClient, *, patient: bool) -> list[Group]:
+        async def score(sample: Sample) -> Reward:
+            if patient or sample.group_id == "000":
+                return Reward(outcome=RewardOutcome.SCORED, value=float(sample.index))
+            await never.wait()
+            raise AssertionError
+
+        maker = replace(make_maker(EnginePool([client], max_requests=8), score=score), buffer=buffer)  # type: ignore[list-item]
+        made = [asyncio.create_task(maker.make(prompt)) for prompt in buffer.take_pending(2)]
+        await asyncio.wait(made, timeout=0.2)
+        return [task.result() if task.done() else task.cancel() for task in made]  # type: ignore[misc]
+
+    with Buffer(tmp_path / "buffer.sqlite") as buffer:
+        buffer.add_prompts(prompts)
+        first = asyncio.run(make(buffer, FakeClient(), patient=False))
+        assert first[0].id == "000" and buffer.finished_samples(prompts[0]) == (), "quick rewards need no write"
+    with Buffer(tmp_path / "buffer.sqlite") as buffer:
+        client = FakeClient()
+        again = asyncio.run(make(buffer, client, patient=True))
+        assert client.calls == 1, "of the group that was not kept"
+        assert [sample.reward.value for sample in again[1].samples if sample.reward] == [0.0, 1.0]
+        assert again[1].samples[1].response_ids.tolist() == [1, 1]
+
+
+def test_the_end_of_a_group_ends_the_calls_for_its_rewards(tmp_path: Path) -> None:
+    async def work(buffer: Buffer) -> None:
+        began, ended = asyncio.Event(), []
+
+        async def score(sample: Sample) -> Reward:
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(sample.index)
+            raise AssertionError
+
+        maker = replace(make_maker(EnginePool([FakeClient()], max_requests=8), score=score), buffer=buffer)  # type: ignore[list-item]
+        task = asyncio.create_task(maker.make(buffer.take_pending(1)[0]))
+        await began.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+        assert sorted(ended) == [0, 1]
+
+    with Buffer(tmp_path / "buffer.sqlite") as buffer:
+        buffer.add_prompts(make_prompts(1))
+        asyncio.run(work(buffer))
 
 
 def test_a_failed_engine_gives_its_prompts_to_the_others() -> None:

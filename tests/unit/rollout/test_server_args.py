@@ -101,6 +101,13 @@ def test_the_user_overrides_defaults() -> None:
     assert make_arguments({"tp_size": 1}, device_kind="cuda")["tp_size"] == 1
 
 
+def test_a_deterministic_server_on_a_cpu_gets_what_it_needs_and_cuts_no_prompt() -> None:
+    arguments = make_arguments({"enable_deterministic_inference": True})
+    assert (arguments["attention_backend"], arguments["chunked_prefill_size"]) == ("torch_native", -1)
+    assert "attention_backend" not in make_arguments({"enable_deterministic_inference": False})
+    assert "attention_backend" not in make_arguments({"enable_deterministic_inference": True}, device_kind="cuda")
+
+
 def test_a_tokenizer_is_loaded_only_where_stop_strings_need_one() -> None:
     assert make_arguments({})["skip_tokenizer_init"] is True
     assert make_arguments({}, needs_tokenizer=True)["skip_tokenizer_init"] is False

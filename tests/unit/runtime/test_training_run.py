@@ -1,180 +1,23 @@
 """The run object between stand-ins of its engines, its ranks and its console: what it asks of them, and what it leaves behind."""
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from run_parts import Calls, MakeRun, Manager, Ranks
 
-from megatron_rl.config.load import dump_settings, load_settings
+from megatron_rl.config.load import load_settings
 from megatron_rl.errors import EngineError, ParityError, UserError
-from megatron_rl.observe.console import RunConsole
-from megatron_rl.observe.metrics import Last, Metric, Sum
+from megatron_rl.observe.metrics import Metric
 from megatron_rl.observe.report import report_run
-from megatron_rl.observe.sinks import METRICS_FILE, Sinks, read_metrics
+from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
-from megatron_rl.observe.timing import PhaseTimer
-from megatron_rl.rollout.client import Scores
-from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.runtime.colocation import Turn
 from megatron_rl.runtime.loop import train_loop
-from megatron_rl.runtime.rollout_run import RolloutRun, generation_deadline_s
-from megatron_rl.runtime.run_checkpoint import checkpoint_paths, newest_checkpoint
-from megatron_rl.runtime.training_run import SETTINGS_FILE, RunRecords, SupervisedRun, TrainingRun
-from megatron_rl.runtime.watchdog import Watchdog
-from megatron_rl.types import Floats, Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
-
-Calls = list[tuple[Any, ...]]
-
-
-class Manager:
-    """Engines that generate; they score a probe as `Ranks` do. `fails_at` is the step whose rollout raises `error`."""
-
-    busy_s = 0.0
-
-    def __init__(self, calls: Calls, *, held_out: int, fails_at: int | None, error: BaseException | None) -> None:
-        self.calls, self.clients = calls, [self]
-        prompt = Prompt(id="p", token_ids=np.array([1, 2, 3]), text="abc")
-        self.prompts = SimpleNamespace(held_out=(prompt,) * held_out, tokenizer=range(30), for_parity=lambda count: [prompt])
-        self.address = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
-        self._fails_at, self._error = fails_at, error
-
-    async def next_batch(self, step: int, *, progress: object) -> tuple[str, dict[str, Metric]]:
-        self.calls.append(("rollout", step))
-        if step == self._fails_at and self._error is not None:
-            raise self._error
-        return f"batch {step}", {"rollout/reward": Last(step / 10)}
-
-    async def score(self, token_ids: Ints) -> Scores:
-        if ("probe",) not in self.calls:
-            self.calls.append(("probe",))
-        return Scores(np.zeros(len(token_ids), np.float32))
-
-    async def evaluate(self, *, progress: object) -> dict[str, Metric]:
-        trained = sum(call[0] == "train" for call in self.calls)
-        self.calls.append(("evaluate",))
-        return {"eval/accuracy_greedy": Last(trained / 10), "eval/accuracy_sampled": Last(0.0)}
-
-    async def position(self) -> dict[str, Any]:
-        return {"cursor": 7}
-
-    async def rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
-        self.calls.append(("rewind", step, position))
-
-    async def forget(self, *, before_step: int) -> None:
-        self.calls.append(("forget", before_step))
-
-
-class Sync:
-    """The way of the weights to the engines."""
-
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
-
-    async def run(self, *, version: int) -> dict[str, Metric]:
-        self.calls.append(("publish", version))
-        return {"weights/version": Last(version)}
-
-
-class Ranks:
-    """Megatron ranks."""
-
-    def __init__(self, calls: Calls, *, written: bool = True, save_error: Exception | None = None) -> None:
-        self.calls = calls
-        self.written, self.save_error = written, save_error
-
-    def train(self, batch: str, *, step: int) -> list[dict[str, Metric]]:
-        self.calls.append(("train", batch, step))
-        return [{"train/loss": Last(1.0 - step / 10), "train/num_tokens": Sum(8)}]
-
-    def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
-        assert temperature == 1.0
-        self.calls.append(("parity",))
-        return np.zeros(len(batch.tokens), np.float32)
-
-    def begin_save(self, directory: Path) -> None:
-        self.calls.append(("save", directory.parent.name))
-        directory.mkdir()
-        (directory / "manifest.json").touch()
-
-    def begin_save_hf(self, directory: Path) -> None:
-        directory.mkdir()
-
-    def saves_are_written(self) -> bool:
-        return self.written
-
-    def finish_saves(self) -> None:
-        self.calls.append(("saved",))
-        if self.save_error is not None:
-            raise self.save_error
-
-    def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
-        self.calls.append(("load", directory.parent.name, weights_only))
-        return ("training.optimizer.lr is 2 from now on, was 1 in the checkpoint",)
-
-
-MakeRun = Callable[..., TrainingRun]
-
-
-@pytest.fixture(autouse=True)
-def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the second that each picture takes."""
-    monkeypatch.setattr("megatron_rl.observe.report.draw_curves", lambda steps, *, title: b"picture")
-
-
-@pytest.fixture
-def calls() -> Calls:
-    """What was asked of engines and ranks, in order."""
-    return []
-
-
-@pytest.fixture
-def watchdog() -> Iterator[Watchdog]:
-    """One that watches nobody."""
-    with Watchdog() as made:
-        yield made
-
-
-@pytest.fixture
-def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog) -> MakeRun:
-    """`make_run("run.num_steps=3", resume=True)`, in the directory tmp_path/run; with `source` a supervised one of its rows."""
-
-    def make(
-        *overrides: str,
-        resume: bool = False,
-        held_out: int = 0,
-        fails_at: int | None = None,
-        error: BaseException | None = None,
-        devices: Any = None,
-        source: Any = None,
-        written: bool = True,
-        save_error: Exception | None = None,
-    ) -> TrainingRun:
-        directory = tmp_path / "run"
-        directory.mkdir(exist_ok=True)
-        settings = load_settings(None, [f"run.directory={directory}", "model.path=model", "data.train=train.jsonl", *overrides])
-        (directory / SETTINGS_FILE).write_text(dump_settings(settings))
-        found = newest_checkpoint(directory) if resume else None
-        step, row = (found[1].step, found[1].metrics) if found else (0, {})
-        records = RunRecords(
-            console=RunConsole(settings.run.num_steps),
-            sinks=Sinks(directory, settings.observe, first_step=step, row=row),
-            memory=SimpleNamespace(peak_bytes=5),  # type: ignore[arg-type]
-            timer=PhaseTimer(),
-        )
-        ranks: Any = Ranks(calls, written=written, save_error=save_error)
-        if source is not None:
-            return SupervisedRun(settings, source=source, trainers=ranks, records=records)
-        manager: Any = Manager(calls, held_out=held_out, fails_at=fails_at, error=error)
-        sync: Any = Sync(calls)
-        return RolloutRun(
-            settings, manager=manager, sync=sync, dtype="float32", watchdog=watchdog, devices=devices, trainers=ranks, records=records
-        )
-
-    return make
+from megatron_rl.runtime.rollout_run import generation_deadline_s
+from megatron_rl.types import Floats, Group, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 
 
 def steps_of(directory: Path) -> list[int]:
@@ -211,9 +54,9 @@ def test_the_order_of_a_run(make_run: MakeRun, calls: Calls, tmp_path: Path) -> 
     [
         (EngineError("gone\nlog"), "failed: EngineError: gone"),
         (KeyboardInterrupt(), "interrupted: SIGINT"),
-        (SystemExit(143), "interrupted: SIGTERM"),
+        (SystemExit(129), "interrupted: SIGHUP"),
     ],
-    ids=["error", "SIGINT", "SIGTERM"],
+    ids=["error", "SIGINT", "SIGHUP"],
 )
 def test_a_run_that_ends_early_keeps_what_it_has(make_run: MakeRun, tmp_path: Path, error: BaseException, status: str) -> None:
     run = make_run("run.num_steps=9", fails_at=2, error=error)
@@ -225,6 +68,20 @@ def test_a_run_that_ends_early_keeps_what_it_has(make_run: MakeRun, tmp_path: Pa
     assert summary.go_on.endswith("settings.yaml --resume")
     assert steps_of(tmp_path / "run") == [0, 1, 2]
     assert status in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_resumed_run_evaluates_where_the_run_that_was_not_interrupted_does(make_run: MakeRun, calls: Calls) -> None:
+    overrides = ("run.num_steps=9", "run.save_interval=1", "run.eval_interval=2", "data.eval=held_out.jsonl")
+    for last, evaluates in ((3, False), (4, True)):
+        first = make_run(*overrides, resume=True, held_out=4, fails_at=last, error=EngineError("gone"))
+        with pytest.raises(EngineError):
+            train_loop(first, first_step=first.resume())
+        again = make_run(*overrides, resume=True, held_out=4)
+        step = again.resume()
+        calls.clear()
+        again.begin(step=step)
+        assert step == last and calls[:3] == [("publish", step), ("probe",), ("parity",)]
+        assert (("evaluate",) in calls) == evaluates
 
 
 def test_a_step_that_was_trained_on_is_logged_although_its_save_fails(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
@@ -418,42 +275,3 @@ def test_a_batch_of_many_waves_gets_the_time_of_all_its_waves() -> None:
     assert generation_deadline_s(one, 2048) == 9 * 600 + 512 * 2
     two = load_settings(None, [*paths, *limits, "rollout.num_engines=2"])
     assert generation_deadline_s(two, 2048) == 5 * 600 + 512 * 2
-
-
-def test_a_save_that_takes_long_is_waited_for_by_the_next_and_by_the_end(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
-    run = make_run("run.num_steps=3", "run.save_interval=1", written=False)
-    train_loop(run, first_step=0)
-    around = [call[:2] for call in calls if call[0] in ("rollout", "train", "save", "saved")]
-    step = [[("rollout", n), ("train", f"batch {n}"), ("saved",), ("save", f".step-00000{n + 1}.partial")] for n in range(3)]
-    assert around == [call for number, part in enumerate(step) for call in part if number or call != ("saved",)]
-    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000001", "step-000002"]
-    run.finish()
-    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000002", "step-000003"]
-
-
-def test_a_failed_save_ends_the_run_and_is_told_once(make_run: MakeRun, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run("run.num_steps=3", "run.save_interval=1", save_error=UserError("the disk is full"))
-    with pytest.raises(UserError, match="the disk is full") as caught:
-        train_loop(run, first_step=0)
-    run.break_off(caught.value)
-    assert calls.count(("saved",)) == 1
-    assert "the disk is full" not in capsys.readouterr().out
-
-
-def test_a_failed_save_does_not_hide_why_a_run_ended(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run("run.save_interval=1", fails_at=1, error=EngineError("gone"), written=False, save_error=UserError("the disk is full"))
-    with pytest.raises(EngineError, match="gone") as caught:
-        train_loop(run, first_step=0)
-    run.break_off(caught.value)
-    summary = read_summary(tmp_path / "run")
-    assert summary is not None and summary.status == "failed: EngineError: gone"
-    assert capsys.readouterr().out.count("the disk is full") == 1
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
-
-
-def test_a_run_that_ends_early_keeps_the_checkpoint_on_its_way(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run("run.save_interval=1", fails_at=1, error=EngineError("gone"), written=False)
-    with pytest.raises(EngineError) as caught:
-        train_loop(run, first_step=0)
-    run.break_off(caught.value)
-    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000001"]

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
+from megatron_rl.errors import EngineError, ResumableError, WorkerDiedError
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
@@ -191,3 +192,38 @@ def test_an_evaluation_leaves_nothing_in_the_run_directory(
     session.evaluate(make_settings(f"data.eval={tmp_path}/rows.jsonl"))
     assert "eval/num_samples" in capsys.readouterr().out
     assert not (tmp_path / "run").exists() and Engines.stopped == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (SystemExit(143), ResumableError, "ended by SIGTERM; the same command with --resume continues after step 1"),
+        (WorkerDiedError("Megatron rank 1 died"), ResumableError, "Megatron rank 1 died; the same command with --resume continues after"),
+        (SystemExit(129), SystemExit, "129"),
+        (EngineError("refused"), EngineError, "refused"),
+    ],
+    ids=["SIGTERM", "rank", "SIGHUP", "engine"],
+)
+def test_a_run_that_was_ended_from_outside_goes_on_by_the_same_command(
+    make_settings: Callable[..., Settings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    kind: type[BaseException],
+    message: str,
+) -> None:
+    own = Ranks.train
+
+    def train(self: Ranks, batch: TrainBatch, *, step: int) -> list[dict[str, Metric]]:
+        if step == 1:
+            raise error
+        return own(self, batch, step=step)
+
+    settings = make_settings("data.samples_per_prompt=2", "run.save_interval=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Ranks, "train", train)
+        with pytest.raises(kind, match=message):
+            session.train(settings, resume=True)
+    monkeypatch.setattr(Ranks, "load", lambda self, path, *, weights_only: (), raising=False)
+    session.train(settings, resume=True)
+    assert list(read_metrics(tmp_path / "run" / METRICS_FILE)) == [0, 1, 2]

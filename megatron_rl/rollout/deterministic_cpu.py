@@ -1,0 +1,57 @@
+"""What lets a sample follow from weights, prompt and seed alone where there is no GPU. Pure torch.
+
+A library for matrix products takes another kernel, and with it another order of summation, for another number of rows: what a request
+computes then depends on which requests it meets in a batch. And the hash of a seed, from which SGLang draws tokens, is made for GPUs.
+
+Legend: N rows, K and M features.
+"""
+
+import torch
+from torch import Tensor
+
+BLOCK_ROWS = 16
+_32_BITS = 0xFFFFFFFF
+
+
+def product(rows: Tensor, columns: Tensor) -> Tensor:
+    """`rows` [N, K] times `columns` [K, M], in blocks of BLOCK_ROWS rows, the last one filled with zeros: [N, M]."""
+    num_rows = len(rows)
+    filled = torch.nn.functional.pad(rows, (0, 0, 0, -num_rows % BLOCK_ROWS))
+    result = rows.new_empty(len(filled), columns.shape[1])
+    for start in range(0, len(filled), BLOCK_ROWS):
+        block = slice(start, start + BLOCK_ROWS)
+        # The operator with an output of its own is another one, which `invariant_products` leaves alone.
+        torch.ops.aten.mm.out(filled[block], columns, out=result[block])
+    return result[:num_rows]
+
+
+def sum_and_product(addend: Tensor, rows: Tensor, columns: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """`beta` times `addend` plus `alpha` times the `product`: [N, M]."""
+    return beta * addend + alpha * product(rows, columns)
+
+
+def invariant_products() -> torch.library.Library:
+    """Let every product on the CPU go through `product`, without gradients, as long as what is returned lives."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", product, "CPU")
+    library.impl("addmm", sum_and_product, "CPU")
+    return library
+
+
+def murmur_hash(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+    """MurmurHash3 (x86, 32 bits) of seed [N], the low half first, position [N] and column [M] as four words: [N, M], below 2^32."""
+    seeds = seeds.to(torch.int64)
+    low, high = seeds & _32_BITS, (seeds >> 32) & _32_BITS
+    state = torch.zeros(len(seeds), 1, dtype=torch.int64)
+    for words in (low[:, None], high[:, None], positions[:, None].to(torch.int64), columns[None].to(torch.int64)):
+        # Integers of 64 bits wrap around, which the low 32 bits do not feel.
+        mixed = _rotate((words & _32_BITS) * 0xCC9E2D51 & _32_BITS, 15) * 0x1B873593 & _32_BITS
+        state = (_rotate(state ^ mixed, 13) * 5 + 0xE6546B64) & _32_BITS
+    state = state ^ 16
+    state = (state ^ (state >> 16)) * 0x85EBCA6B & _32_BITS
+    state = (state ^ (state >> 13)) * 0xC2B2AE35 & _32_BITS
+    return state ^ (state >> 16)
+
+
+def _rotate(words: Tensor, count: int) -> Tensor:
+    return ((words << count) | (words >> (32 - count))) & _32_BITS

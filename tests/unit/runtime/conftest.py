@@ -1,0 +1,74 @@
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from run_parts import Calls, MakeRun, Manager, Ranks, Sync
+
+from megatron_rl.config.load import dump_settings, load_settings
+from megatron_rl.observe.console import RunConsole
+from megatron_rl.observe.sinks import Sinks
+from megatron_rl.observe.timing import PhaseTimer
+from megatron_rl.runtime.rollout_run import RolloutRun
+from megatron_rl.runtime.run_checkpoint import newest_checkpoint
+from megatron_rl.runtime.training_run import SETTINGS_FILE, RunRecords, SupervisedRun, TrainingRun
+from megatron_rl.runtime.watchdog import Watchdog
+
+
+@pytest.fixture(autouse=True)
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the second that each picture takes."""
+    monkeypatch.setattr("megatron_rl.observe.report.draw_curves", lambda steps, *, title: b"picture")
+
+
+@pytest.fixture
+def calls() -> Calls:
+    """What was asked of engines and ranks, in order."""
+    return []
+
+
+@pytest.fixture
+def watchdog() -> Iterator[Watchdog]:
+    """One that watches nobody."""
+    with Watchdog() as made:
+        yield made
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog) -> MakeRun:
+    """`make_run("run.num_steps=3", resume=True)`, in the directory tmp_path/run; with `source` a supervised one of its rows."""
+
+    def make(
+        *overrides: str,
+        resume: bool = False,
+        held_out: int = 0,
+        fails_at: int | None = None,
+        error: BaseException | None = None,
+        devices: Any = None,
+        source: Any = None,
+        written: bool = True,
+        save_error: Exception | None = None,
+    ) -> TrainingRun:
+        directory = tmp_path / "run"
+        directory.mkdir(exist_ok=True)
+        settings = load_settings(None, [f"run.directory={directory}", "model.path=model", "data.train=train.jsonl", *overrides])
+        (directory / SETTINGS_FILE).write_text(dump_settings(settings))
+        found = newest_checkpoint(directory) if resume else None
+        step, row = (found[1].step, found[1].metrics) if found else (0, {})
+        records = RunRecords(
+            console=RunConsole(settings.run.num_steps),
+            sinks=Sinks(directory, settings.observe, first_step=step, row=row),
+            memory=SimpleNamespace(peak_bytes=5),  # type: ignore[arg-type]
+            timer=PhaseTimer(),
+        )
+        ranks: Any = Ranks(calls, written=written, save_error=save_error)
+        if source is not None:
+            return SupervisedRun(settings, source=source, trainers=ranks, records=records)
+        manager: Any = Manager(calls, held_out=held_out, fails_at=fails_at, error=error)
+        sync: Any = Sync(calls)
+        return RolloutRun(
+            settings, manager=manager, sync=sync, dtype="float32", watchdog=watchdog, devices=devices, trainers=ranks, records=records
+        )
+
+    return make

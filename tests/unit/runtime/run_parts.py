@@ -1,0 +1,105 @@
+"""Stand-ins of what a run asks: engines and ranks that note the calls."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.observe.metrics import Last, Metric, Sum
+from megatron_rl.rollout.client import Scores
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.runtime.training_run import TrainingRun
+from megatron_rl.types import Floats, Ints, Prompt, TrainBatch
+
+Calls = list[tuple[Any, ...]]
+
+
+class Manager:
+    """Engines that generate; they score a probe as `Ranks` do. `fails_at` is the step whose rollout raises `error`."""
+
+    busy_s = 0.0
+
+    def __init__(self, calls: Calls, *, held_out: int, fails_at: int | None, error: BaseException | None) -> None:
+        self.calls, self.clients = calls, [self]
+        prompt = Prompt(id="p", token_ids=np.array([1, 2, 3]), text="abc")
+        self.prompts = SimpleNamespace(held_out=(prompt,) * held_out, tokenizer=range(30), for_parity=lambda count: [prompt])
+        self.address = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
+        self._fails_at, self._error = fails_at, error
+
+    async def next_batch(self, step: int, *, progress: object) -> tuple[str, dict[str, Metric]]:
+        self.calls.append(("rollout", step))
+        if step == self._fails_at and self._error is not None:
+            raise self._error
+        return f"batch {step}", {"rollout/reward": Last(step / 10)}
+
+    async def score(self, token_ids: Ints) -> Scores:
+        if ("probe",) not in self.calls:
+            self.calls.append(("probe",))
+        return Scores(np.zeros(len(token_ids), np.float32))
+
+    async def evaluate(self, *, progress: object) -> dict[str, Metric]:
+        trained = sum(call[0] == "train" for call in self.calls)
+        self.calls.append(("evaluate",))
+        return {"eval/accuracy_greedy": Last(trained / 10), "eval/accuracy_sampled": Last(0.0)}
+
+    async def position(self) -> dict[str, Any]:
+        return {"cursor": 7}
+
+    async def rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
+        self.calls.append(("rewind", step, position))
+
+    async def forget(self, *, before_step: int) -> None:
+        self.calls.append(("forget", before_step))
+
+
+class Sync:
+    """The way of the weights to the engines."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    async def run(self, *, version: int) -> dict[str, Metric]:
+        self.calls.append(("publish", version))
+        return {"weights/version": Last(version)}
+
+
+class Ranks:
+    """Megatron ranks."""
+
+    def __init__(self, calls: Calls, *, written: bool = True, save_error: Exception | None = None) -> None:
+        self.calls = calls
+        self.written, self.save_error = written, save_error
+
+    def train(self, batch: str, *, step: int) -> list[dict[str, Metric]]:
+        self.calls.append(("train", batch, step))
+        return [{"train/loss": Last(1.0 - step / 10), "train/num_tokens": Sum(8)}]
+
+    def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
+        assert temperature == 1.0
+        self.calls.append(("parity",))
+        return np.zeros(len(batch.tokens), np.float32)
+
+    def begin_save(self, directory: Path) -> None:
+        self.calls.append(("save", directory.parent.name))
+        directory.mkdir()
+        (directory / "manifest.json").touch()
+
+    def begin_save_hf(self, directory: Path) -> None:
+        directory.mkdir()
+
+    def saves_are_written(self) -> bool:
+        return self.written
+
+    def finish_saves(self) -> None:
+        self.calls.append(("saved",))
+        if self.save_error is not None:
+            raise self.save_error
+
+    def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
+        self.calls.append(("load", directory.parent.name, weights_only))
+        return ("training.optimizer.lr is 2 from now on, was 1 in the checkpoint",)
+
+
+MakeRun = Callable[..., TrainingRun]

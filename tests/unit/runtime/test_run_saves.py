@@ -1,0 +1,112 @@
+"""When a run writes checkpoints, what it waits for, and what becomes of one that fails."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_parts import Calls, MakeRun, Ranks
+
+from megatron_rl.errors import EngineError, UserError
+from megatron_rl.observe.summary import read_summary
+from megatron_rl.runtime.loop import train_loop
+from megatron_rl.runtime.run_checkpoint import checkpoint_paths
+
+
+def test_a_run_that_is_asked_to_end_leaves_a_checkpoint_of_its_last_step(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+    run = make_run("run.num_steps=9", "run.save_interval=0", fails_at=2, error=SystemExit(143))
+    with pytest.raises(SystemExit):
+        train_loop(run, first_step=0)
+    run.break_off(SystemExit(143))
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and (summary.status, summary.steps) == ("interrupted: SIGTERM", 2)
+    assert [call for call in calls if call[0] == "save"] == [("save", ".step-000002.partial")]
+    # What a checkpoint has already is not written again.
+    run.break_off(SystemExit(143))
+    again = make_run("run.num_steps=9", "run.save_interval=0", resume=True)
+    assert again.resume() == 2
+    again.break_off(SystemExit(143))
+    assert sum(call[0] == "save" for call in calls) == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_at_the_end_does_not_cost_the_summary(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Ranks, directory: Path) -> None:
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(Ranks, "begin_save", fail)
+    run = make_run("run.num_steps=9", "run.save_interval=0", fails_at=2, error=SystemExit(143))
+    with pytest.raises(SystemExit):
+        train_loop(run, first_step=0)
+    run.break_off(SystemExit(143))
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and (summary.steps, summary.checkpoint) == (2, None)
+    assert "the checkpoint of step 2 is lost: the disk is full" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("phase", ["train", "save"])
+def test_sigterm_waits_for_an_optimizer_step_and_for_a_checkpoint(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    asked = {"train": "train", "save": "begin_save"}[phase]
+    own = getattr(Ranks, asked)
+
+    def interrupted(self: Ranks, *arguments: Any, **keywords: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return own(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Ranks, asked, interrupted)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        run = make_run("run.num_steps=9", "run.save_interval=1")
+        with pytest.raises(SystemExit) as left:
+            train_loop(run, first_step=0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        begun = [call for call in calls if call[0] == "save"]
+        assert len(begun) == (1 if phase == "save" else 0), "it is not begun again"
+        run.break_off(left.value)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [call[0] for call in calls if call[0] in ("train", "save")] == ["train", "save"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_a_save_that_takes_long_is_waited_for_by_the_next_and_by_the_end(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+    run = make_run("run.num_steps=3", "run.save_interval=1", written=False)
+    train_loop(run, first_step=0)
+    around = [call[:2] for call in calls if call[0] in ("rollout", "train", "save", "saved")]
+    step = [[("rollout", n), ("train", f"batch {n}"), ("saved",), ("save", f".step-00000{n + 1}.partial")] for n in range(3)]
+    assert around == [call for number, part in enumerate(step) for call in part if number or call != ("saved",)]
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000001", "step-000002"]
+    run.finish()
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000002", "step-000003"]
+
+
+def test_a_failed_save_ends_the_run_and_is_told_once(make_run: MakeRun, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("run.num_steps=3", "run.save_interval=1", save_error=UserError("the disk is full"))
+    with pytest.raises(UserError, match="the disk is full") as caught:
+        train_loop(run, first_step=0)
+    run.break_off(caught.value)
+    assert calls.count(("saved",)) == 1
+    assert "the disk is full" not in capsys.readouterr().out
+
+
+def test_a_failed_save_does_not_hide_why_a_run_ended(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("run.save_interval=1", fails_at=1, error=EngineError("gone"), written=False, save_error=UserError("the disk is full"))
+    with pytest.raises(EngineError, match="gone") as caught:
+        train_loop(run, first_step=0)
+    run.break_off(caught.value)
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and summary.status == "failed: EngineError: gone"
+    assert capsys.readouterr().out.count("the disk is full") == 1
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_run_that_ends_early_keeps_the_checkpoint_on_its_way(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run("run.save_interval=1", fails_at=1, error=EngineError("gone"), written=False)
+    with pytest.raises(EngineError) as caught:
+        train_loop(run, first_step=0)
+    run.break_off(caught.value)
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000001"]
