@@ -20,6 +20,10 @@ class WorkerDiedError(MegatronRLError, RuntimeError):
     """A process of the run ended without being asked to."""
 
 
+class EngineKilledError(EngineError, WorkerDiedError):
+    """A server of a generation engine was ended by a signal from outside, such as that of a machine without memory."""
+
+
 class ParityError(MegatronRLError, RuntimeError):
     """Engine and trainer disagree about the probability of the same tokens, so training would be silently off-policy."""
 

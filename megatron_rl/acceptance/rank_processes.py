@@ -77,7 +77,7 @@ class Remote:
 class Ranks:
     """`count` Megatron ranks in processes of their own, rank r on GPU r where there are GPUs; `open` gives them a model and a layout.
 
-    They are what a weight sync and `runtime.turns` take for the trainer's ranks.
+    They are what a weight sync and `runtime.colocation` take for the trainer's ranks.
     """
 
     def __init__(self, count: int, *, directory: Path) -> None:

@@ -66,7 +66,7 @@ def is_quantised(unit: Unit, tensor: WeightSpec) -> bool:
     rule = unit.rule
     if rule is None or rule.sharding is Sharding.VOCABULARY or len(tensor.shape) != 2:
         return False
-    return not rule.megatron.endswith(".router.weight")
+    return not rule.megatron.endswith((".router.weight", ".shared_experts.gate_weight"))
 
 
 def quantise_blocks(weight: Tensor) -> list[Tensor]:

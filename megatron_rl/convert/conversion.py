@@ -93,7 +93,7 @@ def _piece(source: Source, unit: Unit, changes: Changes) -> Piece:
 def _target_format(source: Source, options: Options) -> Format:
     to: Format = options.to or ("hf" if isinstance(source, MegatronSource) or options.quantise else "megatron")
     if options.quantise and to != "hf":
-        raise UserError("--quantize was given for a target in our own format, which is trained from; use --to hf")
+        raise UserError("--quantize was given for a target in our own format, which holds no codes; use --to hf")
     return to
 
 

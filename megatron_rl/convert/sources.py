@@ -5,7 +5,7 @@ of the model or known to be left out, and the other way round.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,7 +135,9 @@ class MegatronSource:
             return [self._kept.read(tensor.name) for tensor in unit.tensors]
         place = self._places[unit.rule.megatron]
         parts = [self._state.read(key, place.at) for key in place.keys]
-        return parts if len(parts) > 1 else split(unit.rule.sharding, parts[0], self.spec)
+        if len(parts) == len(unit.tensors) > 1:
+            return parts
+        return split(unit.rule.sharding, torch.cat(parts) if len(parts) > 1 else parts[0], self.spec)
 
     def close(self) -> None:
         """Close the files."""
@@ -269,8 +271,3 @@ def read_all(source: Source) -> Iterator[tuple[WeightSpec, Tensor]]:
     with closing(source):
         for unit in source.units():
             yield from zip(unit.tensors, source.read(unit), strict=True)
-
-
-def num_bytes(units: Sequence[Unit]) -> int:
-    """Bytes of all tensors of `units`."""
-    return sum(tensor.num_bytes for unit in units for tensor in unit.tensors)

@@ -36,8 +36,7 @@ class Finding:
 
 def verify(path: Path, *, config: Path | None = None) -> Iterator[Finding]:
     """Every promise of the checkpoint at `path`, one after the other; after a broken one that the others rest on there are no more."""
-    found = _checked("files are those of the manifest", lambda: check_manifest(path))
-    yield found
+    yield _checked_manifest(path)
     try:
         source = open_source(path, config=config)
     except UserError as error:
@@ -59,11 +58,17 @@ def _checked(promise: str, check: Callable[[], None]) -> Finding:
     return Finding(promise)
 
 
+def _checked_manifest(path: Path) -> Finding:
+    """Of a converted directory or of a saved step, which has its manifest beside Megatron's files."""
+    places = [place for place in (path, path / "megatron") if (place / MANIFEST).exists()]
+    if not places:
+        return Finding("there is no manifest whose hashes the files could be compared with")
+    return _checked("files are those of the manifest", lambda: check_manifest(places[0]))
+
+
 def check_manifest(path: Path) -> None:
-    """Raise UserError when a file of a manifest is missing, cut off or changed. A directory without one has nothing to compare with."""
+    """Raise UserError when a file of the manifest in `path` is missing, cut off or changed."""
     manifest = path / MANIFEST
-    if not manifest.exists():
-        return
     for name, written in _read_manifest(manifest)["files"].items():
         file = path / name
         if not file.is_file():

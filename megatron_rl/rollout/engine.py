@@ -20,7 +20,7 @@ from typing import Any, Literal
 import psutil
 
 from megatron_rl.config.settings import RolloutSettings
-from megatron_rl.errors import DeadlineError, EngineError, UserError
+from megatron_rl.errors import DeadlineError, EngineError, EngineKilledError, UserError
 from megatron_rl.leftovers import Scratch, remove_leftovers, shared_memory_of
 from megatron_rl.process_variables import ALLOCATOR_VARIABLES, NCCL_VARIABLES
 from megatron_rl.rollout.routing_record import MixtureShape
@@ -160,7 +160,8 @@ class Engine:
         status = self._process.poll()
         if status is not None:
             cause = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-            raise EngineError(f"the SGLang server at {self.url} died ({cause}); the end of its log {self._log_path}:\n{self.log_tail()}")
+            kind = EngineKilledError if status < 0 else EngineError
+            raise kind(f"the SGLang server at {self.url} died ({cause}); the end of its log {self._log_path}:\n{self.log_tail()}")
 
     def log_tail(self) -> str:
         """The last lines of the server's log."""

@@ -38,6 +38,7 @@ from megatron_rl.rollout.sampling import make_sampling
 from megatron_rl.types import Group, Prompt, Sample, TrainBatch, last_samples
 
 MAX_RESAMPLING_ROUNDS = 10
+IDLE_POLL_S = 0.02
 
 
 def reward_log(settings: Settings) -> Path:
@@ -149,6 +150,12 @@ class RolloutManager:
         # Prompts that were taken after the checkpoint are in the buffer: the next ones come behind them.
         known = self._buffer.counts().total
         self._buffer.add_prompts(source.next_prompts(max(0, known - source.num_taken)))
+
+    async def abandon(self) -> None:
+        """Abort what is being made, and wait until no engine works any more; no further batch can be asked for."""
+        await self._production.stop()
+        while self.pool.num_running:
+            await asyncio.sleep(IDLE_POLL_S)
 
     async def forget(self, *, before_step: int) -> None:
         """Drop the token arrays of groups that the first `before_step` steps consumed, to which no kept checkpoint comes back."""

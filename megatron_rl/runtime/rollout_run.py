@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
+from megatron_rl.observe.summary import asked_to_end
 from megatron_rl.rollout.manager import MAX_RESAMPLING_ROUNDS, RolloutManager
 from megatron_rl.runtime.colocation import SharedDevices, Turn
+from megatron_rl.runtime.grace import finishing_first
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.training_run import RunRecords, TrainingRun
 from megatron_rl.runtime.watchdog import Watchdog
@@ -85,7 +87,7 @@ class RolloutRun(TrainingRun):
         self._turn(Turn.SYNC)
         # The sync keeps its own deadline, and names who misses it.
         timeout_s = self._settings.weights.sync_timeout_s + CONTROL_TIMEOUT_S
-        with self._phase("sync"):
+        with finishing_first(), self._phase("sync"):
             self._metrics.append(self._wait(self._sync.run(version=version), name=f"weight sync to version {version}", timeout_s=timeout_s))
 
     def _check_parity(self) -> None:
@@ -118,6 +120,13 @@ class RolloutRun(TrainingRun):
         self._last_evaluation = metric_values(metrics)
         self._first_evaluation = self._first_evaluation or self._last_evaluation
         self._metrics.append(metrics)
+
+    def _stop_batches(self, error: BaseException) -> None:
+        # An engine that has died fails no wait for the ranks, which are well.
+        self._watchdog.forget()
+        if asked_to_end(error) and self._devices is not None:
+            # Engines have to be idle before their memory goes to the ranks.
+            self._wait(self._manager.abandon(), name="stopping the rollout")
 
     def _position(self) -> dict[str, Any]:
         return self._wait(self._manager.position(), name="flushing the buffer")

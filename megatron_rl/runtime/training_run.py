@@ -93,6 +93,10 @@ class TrainingRun(ABC):
     def _forget(self, *, before_step: int) -> None:
         """Free what only a checkpoint older than `before_step` could come back to."""
 
+    @abstractmethod
+    def _stop_batches(self, error: BaseException) -> None:
+        """Stop what makes batches, because `error` ends the run: what is saved now must not wait for it."""
+
     @property
     def directory(self) -> Path:
         """Where the run writes."""
@@ -112,7 +116,7 @@ class TrainingRun(ABC):
     def _turn(self, turn: Turn) -> None:
         """Have what is needed on the devices, where ranks and engines share them."""
         if self._devices is not None and self._devices.changes(turn):
-            with self._phase("swap"):
+            with finishing_first(), self._phase("swap"):
                 self._devices.take(turn)
 
     def resume(self, *, weights_only: bool = False) -> int:
@@ -236,10 +240,11 @@ class TrainingRun(ABC):
         if not (self.directory / SETTINGS_FILE).exists():
             return
         try:
+            self._stop_batches(error)
             if asked_to_end(error) and self._trained_steps > self._saved_steps:
                 self.save(step=self._trained_steps)
             self._finish_save()
-        except (MegatronRLError, OSError, RuntimeError) as second:
+        except (MegatronRLError, OSError, RuntimeError, ValueError) as second:
             self._console.say(f"the checkpoint of step {max(self._trained_steps, self._saved_steps)} is lost: {second}")
         if self._trained_steps > self._logged_steps:
             self.log(step=self._trained_steps)
@@ -280,6 +285,9 @@ class SupervisedRun(TrainingRun):
 
     def begin(self, *, step: int) -> None:
         """Nothing has to be done before the first step."""
+
+    def _stop_batches(self, error: BaseException) -> None:
+        pass
 
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
         return make_train_batch(self._source.next_supervised(self._settings.data.prompts_per_step)), {}

@@ -101,7 +101,12 @@ class Watchdog:
             self._wait(owners, name=name, timeout_s=timeout_s)
             return [future.result() for future in owners]
         future = self._begin(work)
-        self._wait({future: owner}, name=name, timeout_s=timeout_s)
+        try:
+            self._wait({future: owner}, name=name, timeout_s=timeout_s)
+        except (SystemExit, KeyboardInterrupt):
+            # Nobody takes its result any more.
+            future.cancel()
+            raise
         return future.result()
 
     @contextmanager

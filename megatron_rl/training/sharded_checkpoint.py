@@ -191,7 +191,12 @@ def _check_files(directory: Path) -> None:
 
 
 def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool) -> Loaded:
-    progress = dist_checkpointing.load_common_state_dict(str(directory))["progress"]
+    progress = dist_checkpointing.load_common_state_dict(str(directory)).get("progress")
+    if progress is None:
+        raise UserError(
+            f"{directory} holds converted weights, without the state of a run; turn them into a Hugging Face directory with megatron-rl "
+            "convert, and start a new run with that as model.path"
+        )
     for name in models:
         if name not in progress["models"]:
             raise UserError(

@@ -31,13 +31,13 @@ from torch.multiprocessing import reductions
 
 from megatron_rl.errors import UserError
 from megatron_rl.leftovers import SHARED_MEMORY, Scratch, scratch_directory
+from megatron_rl.process_variables import ALLOCATOR_VARIABLES
 from megatron_rl.rendezvous import join_store, serve_store
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets, num_bucket_bytes
 from megatron_rl.weights.interface import Surroundings, WeightSource
 
 POLL_S = 0.002
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _DEVICE_ARGUMENT = 6
 """Of torch's `rebuild_cuda_tensor`: SGLang replaces that function by one that takes a GPU's UUID there (its utils/patch_torch.py)."""
 

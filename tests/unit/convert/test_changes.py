@@ -72,6 +72,13 @@ def test_a_quantised_target_says_what_it_is_and_is_read_again(tiny_model, tmp_pa
     assert all(torch.equal(tensor, again[name]) for name, tensor in load_file(tmp_path / "plain/model.safetensors").items())
 
 
+def test_the_gate_of_a_shared_expert_is_a_router_too(tiny_model, tmp_path):
+    convert(tiny_model(family="qwen2_moe"), tmp_path / "fp8", Options(quantise=True))
+    stored = load_file(tmp_path / "fp8/model.safetensors")
+    gates = [name for name in stored if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))]
+    assert len(gates) >= 2 and all(stored[name].dtype is torch.float32 for name in gates)
+
+
 def test_our_own_format_is_not_quantised(tiny_model, tmp_path):
     with pytest.raises(UserError, match="--quantize was given for a target in our own format"):
         convert(tiny_model(), tmp_path / "ours", Options(to="megatron", quantise=True))

@@ -41,6 +41,17 @@ def test_a_sound_checkpoint_keeps_every_promise(tiny_model, tmp_path):
         assert [found.problem for found in verify(place)] == [None] * 6
 
 
+def test_a_saved_step_has_its_manifest_beside_its_files(tiny_model, tmp_path):
+    path = tiny_model()
+    convert(path, tmp_path / "step/megatron", Options())
+    path.rename(tmp_path / "step/hf")
+    assert problems(tmp_path / "step") == []
+    flip(tmp_path / "step/megatron", "*.distcp")
+    assert "its SHA-256" in problems(tmp_path / "step")[0]
+    (tmp_path / "step/megatron/manifest.json").unlink()
+    assert next(verify(tmp_path / "step")).promise.startswith("there is no manifest")
+
+
 def cut(path, pattern):
     file = sorted(path.glob(pattern))[-1]
     file.write_bytes(file.read_bytes()[:-1000])

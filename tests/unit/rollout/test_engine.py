@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.settings import RolloutSettings
-from megatron_rl.errors import DeadlineError, EngineError
+from megatron_rl.errors import DeadlineError, EngineKilledError
 from megatron_rl.rollout import engine as module
 from megatron_rl.rollout.engine import Engine
 
@@ -70,7 +70,7 @@ def test_an_engine_that_never_describes_itself_is_stopped_at_the_deadline(make_e
     engine = make_engine(failures=10**9, startup_timeout_s=1.0)
     with pytest.raises(DeadlineError, match=r"does not answer /\w+ after 1 s \(rollout\.startup_timeout_s\)"):
         engine.start()
-    with pytest.raises(EngineError, match="died"):
+    with pytest.raises(EngineKilledError, match=r"died \(killed by signal"):
         engine.check()
 
 

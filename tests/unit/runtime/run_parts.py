@@ -10,6 +10,7 @@ import numpy as np
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.rollout.client import Scores
 from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.runtime.colocation import Turn
 from megatron_rl.runtime.training_run import TrainingRun
 from megatron_rl.types import Floats, Ints, Prompt, TrainBatch
 
@@ -49,6 +50,9 @@ class Manager:
 
     async def rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
         self.calls.append(("rewind", step, position))
+
+    async def abandon(self) -> None:
+        self.calls.append(("abandon",))
 
     async def forget(self, *, before_step: int) -> None:
         self.calls.append(("forget", before_step))
@@ -100,6 +104,20 @@ class Ranks:
     def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
         self.calls.append(("load", directory.parent.name, weights_only))
         return ("training.optimizer.lr is 2 from now on, was 1 in the checkpoint",)
+
+
+class Devices:
+    """Shared devices: a turn is taken when it is another than the last."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls, self.turn = calls, Turn.SYNC
+
+    def changes(self, turn: Turn) -> bool:
+        return turn is not self.turn
+
+    def take(self, turn: Turn) -> None:
+        self.calls.append(("turn", turn.name))
+        self.turn = turn
 
 
 MakeRun = Callable[..., TrainingRun]

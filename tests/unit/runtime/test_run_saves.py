@@ -2,16 +2,18 @@
 
 import signal
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_parts import Calls, MakeRun, Ranks
+from run_parts import Calls, Devices, MakeRun, Ranks, Sync
 
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.run_checkpoint import checkpoint_paths
+from megatron_rl.runtime.watchdog import Watchdog
 
 
 def test_a_run_that_is_asked_to_end_leaves_a_checkpoint_of_its_last_step(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
@@ -110,3 +112,35 @@ def test_a_run_that_ends_early_keeps_the_checkpoint_on_its_way(make_run: MakeRun
         train_loop(run, first_step=0)
     run.break_off(caught.value)
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000001"]
+
+
+def test_engines_that_share_devices_stop_before_a_checkpoint_at_sigterm(make_run: MakeRun, calls: Calls, watchdog: Watchdog) -> None:
+    run = make_run("run.num_steps=9", "run.save_interval=0", fails_at=1, error=SystemExit(143), devices=Devices(calls))
+    with pytest.raises(SystemExit):
+        train_loop(run, first_step=0)
+    died: Future[None] = Future()
+    died.set_exception(EngineError("an engine that died fails no wait for the ranks"))
+    watchdog.watch("engine 0", died)
+    del calls[:]
+    run.break_off(SystemExit(143))
+    assert [call[0] for call in calls][:3] == ["abandon", "turn", "save"] and ("saved",) in calls
+
+
+def test_a_swap_and_a_weight_sync_are_not_cut_short(make_run: MakeRun, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((Devices, "take"), (Sync, "run")):
+        with monkeypatch.context() as patch:
+            own = getattr(owner, name)
+
+            def interrupted(*arguments: Any, own: Any = own, **keywords: Any) -> Any:
+                signal.raise_signal(signal.SIGTERM)
+                return own(*arguments, **keywords)
+
+            patch.setattr(owner, name, interrupted)
+            before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+            try:
+                run = make_run("run.num_steps=9", devices=Devices(calls))
+                with pytest.raises(SystemExit):
+                    train_loop(run, first_step=0)
+            finally:
+                signal.signal(signal.SIGTERM, before)
+        assert calls[-1][0] == {"take": "turn", "run": "publish"}[name], "it was done before the run ended"

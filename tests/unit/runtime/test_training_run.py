@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_parts import Calls, MakeRun, Manager, Ranks
+from run_parts import Calls, Devices, MakeRun, Manager, Ranks
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.errors import EngineError, ParityError, UserError
@@ -14,7 +14,6 @@ from megatron_rl.observe.metrics import Metric
 from megatron_rl.observe.report import report_run
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
-from megatron_rl.runtime.colocation import Turn
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.rollout_run import generation_deadline_s
 from megatron_rl.types import Floats, Group, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
@@ -166,20 +165,6 @@ def test_a_report_can_be_made_at_any_time(make_run: MakeRun, tmp_path: Path) -> 
     (tmp_path / "run" / "summary.json").write_text('{"accuracy": 1}')
     with pytest.raises(UserError, match=r"summary\.json is not the summary of a run"):
         report_run(tmp_path / "run")
-
-
-class Devices:
-    """Shared devices: a turn is taken when it is another than the last."""
-
-    def __init__(self, calls: Calls) -> None:
-        self.calls, self.turn = calls, Turn.SYNC
-
-    def changes(self, turn: Turn) -> bool:
-        return turn is not self.turn
-
-    def take(self, turn: Turn) -> None:
-        self.calls.append(("turn", turn.name))
-        self.turn = turn
 
 
 def test_a_run_measures_how_long_engines_were_busy_and_how_much_of_that_the_training_hid(

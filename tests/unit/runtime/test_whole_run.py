@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
-from megatron_rl.errors import EngineError, ResumableError, WorkerDiedError
+from megatron_rl.errors import EngineError, EngineKilledError, ResumableError, WorkerDiedError
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
@@ -198,11 +198,12 @@ def test_an_evaluation_leaves_nothing_in_the_run_directory(
     ("error", "kind", "message"),
     [
         (SystemExit(143), ResumableError, "ended by SIGTERM; the same command with --resume continues after step 1"),
+        (EngineKilledError("the server died"), ResumableError, "the server died; the same command with --resume continues after step 1"),
         (WorkerDiedError("Megatron rank 1 died"), ResumableError, "Megatron rank 1 died; the same command with --resume continues after"),
         (SystemExit(129), SystemExit, "129"),
         (EngineError("refused"), EngineError, "refused"),
     ],
-    ids=["SIGTERM", "rank", "SIGHUP", "engine"],
+    ids=["SIGTERM", "server", "rank", "SIGHUP", "engine"],
 )
 def test_a_run_that_was_ended_from_outside_goes_on_by_the_same_command(
     make_settings: Callable[..., Settings],
