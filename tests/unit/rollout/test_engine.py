@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.settings import RolloutSettings
-from megatron_rl.errors import DeadlineError, EngineKilledError
+from megatron_rl.errors import DeadlineError, EngineError, EngineKilledError
 from megatron_rl.rollout import engine as module
 from megatron_rl.rollout.engine import Engine
 
@@ -70,7 +70,17 @@ def test_an_engine_that_never_describes_itself_is_stopped_at_the_deadline(make_e
     engine = make_engine(failures=10**9, startup_timeout_s=1.0)
     with pytest.raises(DeadlineError, match=r"does not answer /\w+ after 1 s \(rollout\.startup_timeout_s\)"):
         engine.start()
-    with pytest.raises(EngineKilledError, match=r"died \(killed by signal"):
+    with pytest.raises(EngineError, match="died"):
+        engine.check()
+
+
+def test_a_server_that_a_signal_ended_is_told_from_one_that_failed(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine.start()
+    assert engine._process is not None
+    engine._process.kill()
+    engine._process.wait(timeout=10)
+    with pytest.raises(EngineKilledError, match="killed by signal 9"):
         engine.check()
 
 
