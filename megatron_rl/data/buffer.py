@@ -157,10 +157,14 @@ class Buffer:
         return prompts
 
     def put_samples(self, samples: Sequence[Sample], *, prompt: Prompt) -> None:
-        """Keep what is generated of a group in flight, all or nothing, so that it survives the process. Raises ValueError as `put_done`."""
+        """Keep what is generated of a group in flight, in place of what was kept before, so that it survives the process.
+
+        All or nothing. Raises ValueError as `put_done`.
+        """
         rows = [buffer_rows.sample_row(sample, prompt=prompt) for sample in samples]
         with self._transaction() as connection:
             self._check_in_flight(prompt.id)
+            connection.execute("DELETE FROM samples WHERE group_id = ?", (prompt.id,))
             connection.executemany(buffer_rows.INSERT_SAMPLE, rows)
 
     def finished_samples(self, prompt: Prompt) -> tuple[Sample, ...]:

@@ -53,7 +53,7 @@ class GroupMaker:
             EngineError, DeadlineError: the last engine failed, with its reason. EngineRefusal: an engine refused a request.
             UserError: a prompt that no engine can take, or a rollout that breaks its contract.
         """
-        samples = () if self.buffer is None else self.buffer.finished_samples(prompt)
+        samples = self._kept(prompt)
         kept = bool(samples)
         samples = samples or await self._generate(prompt)
         if self.score is not None:
@@ -71,6 +71,14 @@ class GroupMaker:
             by_index = {sample.index: reward for attempt, reward in zip(attempts, rewards, strict=True) for sample in attempt}
             samples = tuple(replace(sample, reward=by_index[sample.index]) for sample in samples)
         return Group(id=prompt.id, prompt=prompt, samples=samples)
+
+    def _kept(self, prompt: Prompt) -> Samples:
+        """What an interrupted run has generated of this group, where the present settings would ask for the same."""
+        samples = () if self.buffer is None else self.buffer.finished_samples(prompt)
+        if len(trajectories(samples)) != self.num_samples:
+            return ()
+        lacks_experts = self.pool.address.mixture is not None and any(sample.routed_experts is None for sample in samples)
+        return () if lacks_experts else samples
 
     async def _generate(self, prompt: Prompt) -> Samples:
         async with PoolGenerator(self.pool, prompt=prompt, run_seed=self.seed, urgency=self.urgency) as generator:

@@ -22,6 +22,8 @@ from megatron_rl.rollout.single_turn import single_turn
 from megatron_rl.rollout.transport import EngineRefusal
 from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
 
+MIXTURE = MixtureShape(num_layers=2, num_dense_layers=0, num_experts=4, experts_per_token=1)
+
 
 class FakeClient:
     """An engine that answers with the prompt's tokens; `fail_at` is the call from which on it is dead."""
@@ -150,6 +152,37 @@ def test_what_waits_for_its_rewards_is_not_generated_again_after_a_kill(tmp_path
         assert client.calls == 1, "of the group that was not kept"
         assert [sample.reward.value for sample in again[1].samples if sample.reward] == [0.0, 1.0]
         assert again[1].samples[1].response_ids.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("num_samples", "mixture", "calls"), [(2, None, 0), (3, None, 1), (1, None, 1), (2, MIXTURE, 1)])
+def test_what_was_kept_under_other_settings_is_generated_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_samples: int, mixture: MixtureShape | None, calls: int
+) -> None:
+    monkeypatch.setattr("megatron_rl.rollout.groups.KEEP_AFTER_S", 0.0)
+    (prompt,) = make_prompts(1)
+
+    async def score(sample: Sample) -> Reward:
+        await asyncio.sleep(0.01)
+        return Reward(outcome=RewardOutcome.SCORED, value=1.0)
+
+    async def make(buffer: Buffer, client: FakeClient, num_samples: int) -> Group:
+        maker = make_maker(EnginePool([client], max_requests=8), score=score)  # type: ignore[list-item]
+        return await replace(maker, buffer=buffer, num_samples=num_samples).make(prompt)
+
+    with Buffer(tmp_path / "buffer.sqlite") as buffer:
+        buffer.add_prompts([prompt])
+        buffer.take_pending(1)
+        asyncio.run(make(buffer, FakeClient(), 2))
+        assert len(buffer.finished_samples(prompt)) == 2
+        client = FakeClient()
+        client.address = replace(client.address, mixture=mixture)
+        if mixture is None:
+            assert len(asyncio.run(make(buffer, client, num_samples)).samples) == num_samples
+            assert len(buffer.finished_samples(prompt)) == num_samples, "nothing of before is kept beside it"
+        else:
+            with pytest.raises(UserError, match="no routed_experts"):
+                asyncio.run(make(buffer, client, num_samples))
+        assert client.calls == calls
 
 
 def test_the_end_of_a_group_ends_the_calls_for_its_rewards(tmp_path: Path) -> None:
@@ -372,7 +405,7 @@ def test_a_non_finite_log_prob_of_a_trained_token_says_what_was_got() -> None:
 
 def test_experts_recorded_across_a_weight_update_are_not_replayed() -> None:
     client = FakeClient()
-    client.address = replace(client.address, mixture=MixtureShape(num_layers=2, num_dense_layers=0, num_experts=4, experts_per_token=1))
+    client.address = replace(client.address, mixture=MIXTURE)
     record = np.ones((3, 2, 1), np.uint8)
     for versions, num_kept in (([2, 2], 3), ([2, -1], 3), ([1, 2], 0)):
         mixed = changed(weight_versions=versions, loss_mask=[version >= 0 for version in versions], routed_experts=record)
@@ -412,8 +445,7 @@ def test_every_sample_of_every_request_is_drawn_with_a_seed_of_its_own_that_come
 
 def test_a_rollout_without_experts_is_refused_where_the_engine_records_them() -> None:
     client = FakeClient()
-    mixture = MixtureShape(num_layers=2, num_dense_layers=0, num_experts=4, experts_per_token=1)
-    client.address = replace(client.address, mixture=mixture)
+    client.address = replace(client.address, mixture=MIXTURE)
     with pytest.raises(UserError, match=r"with no routed_experts, which training\.routing_replay needs"):
         asyncio.run(collect(make_prompts(1), [client]))
 

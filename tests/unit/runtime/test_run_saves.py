@@ -48,11 +48,11 @@ def test_a_checkpoint_that_cannot_be_written_at_the_end_does_not_cost_the_summar
     assert "the checkpoint of step 2 is lost: the disk is full" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("phase", ["train", "save"])
+@pytest.mark.parametrize("phase", ["train", "save", "saved"])
 def test_sigterm_waits_for_an_optimizer_step_and_for_a_checkpoint(
     make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    asked = {"train": "train", "save": "begin_save"}[phase]
+    asked = {"train": "train", "save": "begin_save", "saved": "finish_saves"}[phase]
     own = getattr(Ranks, asked)
 
     def interrupted(self: Ranks, *arguments: Any, **keywords: Any) -> Any:
@@ -67,7 +67,8 @@ def test_sigterm_waits_for_an_optimizer_step_and_for_a_checkpoint(
             train_loop(run, first_step=0)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         begun = [call for call in calls if call[0] == "save"]
-        assert len(begun) == (1 if phase == "save" else 0), "it is not begun again"
+        assert len(begun) == (0 if phase == "train" else 1), "it is not begun again"
+        assert calls.count(("saved",)) == (1 if phase == "saved" else 0), "what has begun is finished"
         run.break_off(left.value)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -202,3 +202,24 @@ def test_an_asynchronous_context_is_left_whatever_happens_in_the_block(watchdog:
         assert value == "value" and log == ["opened in rollout-loop"]
         raise KeyboardInterrupt
     assert log[1:] == ["closed"]
+
+
+def test_a_coroutine_whose_wait_is_left_is_cancelled() -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    def leave(*_: object, **__: object) -> None:
+        assert began.wait(10)
+        raise SystemExit(143)
+
+    with Watchdog() as watchdog:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(watchdog, "_wait", leave)
+            watchdog.wait(work(), name="a rollout", owner="the engines", timeout_s=60)
+        assert ended.wait(10)

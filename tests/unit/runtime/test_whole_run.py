@@ -1,5 +1,6 @@
 """`train` and `evaluate` from settings to the last file, with stand-ins for Ray's actors, the servers and the reward workers alone."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import pytest
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.buffer import Buffer
 from megatron_rl.errors import EngineError, EngineKilledError, ResumableError, WorkerDiedError
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
@@ -228,3 +230,22 @@ def test_a_run_that_was_ended_from_outside_goes_on_by_the_same_command(
     monkeypatch.setattr(Ranks, "load", lambda self, path, *, weights_only: (), raising=False)
     session.train(settings, resume=True)
     assert list(read_metrics(tmp_path / "run" / METRICS_FILE)) == [0, 1, 2]
+
+
+def test_a_run_keeps_what_waits_for_its_rewards(make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[str] = []
+    own_put, own_score = Buffer.put_samples, Rewards.score
+
+    def put_samples(self: Buffer, samples: Sequence[Sample], *, prompt: Prompt) -> None:
+        kept.append(prompt.id)
+        own_put(self, samples, prompt=prompt)
+
+    async def late(self: Rewards, sample: Sample) -> Reward:
+        await asyncio.sleep(0.01)
+        return await own_score(self, sample)
+
+    monkeypatch.setattr("megatron_rl.rollout.groups.KEEP_AFTER_S", 0.0)
+    monkeypatch.setattr(Buffer, "put_samples", put_samples)
+    monkeypatch.setattr(Rewards, "score", late)
+    session.train(make_settings("data.samples_per_prompt=2"), resume=False)
+    assert kept and len(kept) == len(set(kept))
