@@ -186,13 +186,6 @@ class Buffer:
             connection.executemany(buffer_rows.INSERT_SAMPLE, encoded)
             self._move([group.id], "done")
 
-    def release(self, group_ids: Sequence[str]) -> None:
-        """Give groups back, in flight -> pending, because their generation failed; their finished samples stay."""
-        with self._transaction():
-            for group_id in group_ids:
-                self._check_in_flight(group_id)
-            self._move(group_ids, "pending")
-
     def take_done(self, limit: int, *, step: int, rejection: Callable[[Group], str | None] = _never) -> list[Group]:
         """Hand out up to `limit` done groups, in the order of their prompts, as consumed by `step`; none when `limit` is not positive.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from megatron.core import parallel_state
-from torch import Tensor
+from torch import Tensor, distributed
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings
@@ -370,16 +370,18 @@ class Trainer:
         for memory in self._memories.values():
             memory.take_back(parts)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, receivers: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under their Hugging Face names, one whole tensor at a time, the same on every rank.
 
         Shapes and names are those of the directory that `save_hf` writes, the dtype is the model's. Each tensor is gathered when it is
-        asked for: every rank takes all of them. Tied embeddings come once, without the head.
+        asked for: every rank takes all of them. Tied embeddings come once, without the head. With `receivers`, global ranks, any other
+        rank that they need nothing from gets nothing.
 
         Example: `their_model.load_state_dict(dict(trainer.weights()), strict=False)`
         """
         with complete_parameters(self._model.chunks):
-            yield from export_hf_weights([chunk.module for chunk in self._model.chunks], self._spec)
+            if receivers is None or self._topology.gathers_for(receivers, rank=distributed.get_rank()):
+                yield from export_hf_weights([chunk.module for chunk in self._model.chunks], self._spec)
 
     def save(self, directory: Path | str) -> None:
         """Write a checkpoint that `load` continues from: weights, optimizer, schedule, controllers, random generators.
@@ -438,4 +440,4 @@ class Trainer:
 
     def _exporting(self, directory: Path, *, max_shard_bytes: int, durable: bool) -> Exporting:
         source = self._model_settings.path
-        return Exporting(directory, self.weights(), source=source, max_shard_bytes=max_shard_bytes, durable=durable)
+        return Exporting(directory, self.weights(receivers=(0,)), source=source, max_shard_bytes=max_shard_bytes, durable=durable)

@@ -111,7 +111,6 @@ def test_moves_that_skip_a_state_are_refused_and_change_nothing(buffer: Buffer, 
     buffer.add_prompts([group.prompt])
     for move in (
         lambda: buffer.put_done(group),
-        lambda: buffer.release(["a"]),
         lambda: buffer.put_samples(group.samples, prompt=group.prompt),
     ):
         with pytest.raises(ValueError, match="'a' is pending, needs to be in_flight"):
@@ -152,8 +151,6 @@ def test_reopening_recovers_what_was_in_flight_and_keeps_its_finished_samples(tm
         (prompt, other) = buffer.take_pending(2)
         assert_same(buffer.finished_samples(prompt), (group.samples[0], group.samples[2]))
         assert buffer.finished_samples(other) == ()
-        buffer.release(["b"])
-        assert [again.id for again in buffer.take_pending(2)] == ["b"]
 
 
 def test_rewind_hands_out_again_what_old_weights_made_and_regenerates_the_rest(buffer: Buffer, make_group: Any) -> None:

@@ -6,13 +6,14 @@ import itertools
 import json
 import random
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from run_parts import Rewards
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
@@ -80,23 +81,8 @@ class Client:
         return None
 
 
-class Rewards:
-    """Rewards in place of worker processes; a third of the prompts gives all samples the same."""
-
-    def __init__(self, _: object, *, log_path: Path) -> None:
-        pass
-
-    def __enter__(self) -> "Rewards":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def probe(self, prompt: Prompt) -> None:
-        return None
-
-    def note_failures(self, rewards: Sequence[Reward], *, step: int) -> None:
-        return None
+class UnequalRewards(Rewards):
+    """A third of the prompts gives all samples the same."""
 
     async def score(self, sample: Sample) -> Reward:
         await asyncio.sleep(0)
@@ -204,7 +190,7 @@ def assert_young(batch: TrainBatch, *, step: int, max_staleness: int) -> None:
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EngineClient", Client)
-    monkeypatch.setattr(module, "RewardRunner", Rewards)
+    monkeypatch.setattr(module, "RewardRunner", UnequalRewards)
 
 
 @pytest.mark.parametrize("zero_variance", ["keep", "drop", "resample"])
@@ -252,7 +238,7 @@ def test_rewards_that_keep_failing_end_the_step_with_the_first_traceback(
         async with opened(make_settings(override), tmp_path / "failing.sqlite") as manager:
             await step_of(manager, engine, 0)
 
-    monkeypatch.setattr(Rewards, "score", fail)
+    monkeypatch.setattr(UnequalRewards, "score", fail)
     with pytest.raises(UserError, match=r"8 errors and 0 timeouts in 8 reward calls(.|\n)*the grader is broken"):
         asyncio.run(run())
 
@@ -392,7 +378,7 @@ def test_evaluation_asks_every_prompt_greedily_and_then_at_the_training_temperat
         check_metrics(metrics)
         return metric_values(metrics), engine.started
 
-    monkeypatch.setattr(Rewards, "score", by_tokens)
+    monkeypatch.setattr(UnequalRewards, "score", by_tokens)
     values, started = asyncio.run(run())
     assert started == [(True, 0)] * 3 + [(False, 0)] * 3
     assert (values["eval/accuracy_greedy"], values["eval/num_samples"]) == (1.0, 6)
@@ -410,7 +396,7 @@ def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_the_buffer_sa
         async with opened(make_settings("objective.zero_variance=drop"), tmp_path / "buffer.sqlite") as manager:
             return (await step_of(manager, engine, 0))[0]
 
-    monkeypatch.setattr(Rewards, "score", same)
+    monkeypatch.setattr(UnequalRewards, "score", same)
     batch = asyncio.run(run())
     assert batch.num_sequences == 2 * PROMPTS_PER_STEP and not batch.loss_mask.any()
     assert consumed(tmp_path / "buffer.sqlite") == [(1, 0, NO_SIGNAL)] * PROMPTS_PER_STEP

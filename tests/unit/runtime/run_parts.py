@@ -1,6 +1,6 @@
 """Stand-ins of what a run asks: engines and ranks that note the calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from megatron_rl.rollout.client import Scores
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.runtime.colocation import Turn
 from megatron_rl.runtime.training_run import TrainingRun
-from megatron_rl.types import Floats, Ints, Prompt, TrainBatch
+from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, TrainBatch
 
 Calls = list[tuple[Any, ...]]
 
@@ -104,6 +104,28 @@ class Ranks:
     def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
         self.calls.append(("load", directory.parent.name, weights_only))
         return ("training.optimizer.lr is 2 from now on, was 1 in the checkpoint",)
+
+
+class Rewards:
+    """Rewards in place of worker processes: the first token of the response."""
+
+    def __init__(self, _: object, *, log_path: Path) -> None:
+        pass
+
+    def __enter__(self) -> "Rewards":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def probe(self, prompt: Prompt) -> None:
+        return None
+
+    def note_failures(self, rewards: Sequence[Reward], *, step: int) -> None:
+        return None
+
+    async def score(self, sample: Sample) -> Reward:
+        return Reward(RewardOutcome.SCORED, float(sample.response_ids[0]))
 
 
 class Devices:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from run_parts import Rewards
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
@@ -24,7 +25,7 @@ from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import session
-from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
+from megatron_rl.types import Floats, Ints, Prompt, Reward, Sample, StopReason, TrainBatch
 
 ADDRESS = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
 
@@ -118,28 +119,6 @@ class Sync:
         Client.version = version
         self._pool.admit(self._pool.membership.members)
         return {"weights/version": Last(version)}
-
-
-class Rewards:
-    """The reward is the token."""
-
-    def __init__(self, _: object, *, log_path: Path) -> None:
-        pass
-
-    def __enter__(self) -> "Rewards":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def probe(self, prompt: Prompt) -> None:
-        return None
-
-    def note_failures(self, rewards: Sequence[Reward], *, step: int) -> None:
-        return None
-
-    async def score(self, sample: Sample) -> Reward:
-        return Reward(RewardOutcome.SCORED, float(sample.response_ids[0]))
 
 
 @pytest.fixture
