@@ -159,7 +159,7 @@ class TrainerGroup:
         return max(self._dp_ranks) + 1
 
     def check_answers(self) -> None:
-        """Raise DeadlineError when a rank takes no call within ANSWER_TIMEOUT_S: whoever waits for it waits for its own deadline in vain."""
+        """Raise DeadlineError when a rank takes no call within ANSWER_TIMEOUT_S, so that nobody waits for it once more."""
         refs = [worker.saves_are_written.remote() for worker in self.workers]
         self._watchdog.wait(refs, name="asking whether the ranks still answer", owner=OWNER, timeout_s=ANSWER_TIMEOUT_S)
 
