@@ -215,9 +215,8 @@ def stand_ins(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
     for name in ("python", "ray"):
         _executable(tmp_path / "venv" / "bin" / name, STAND_IN)
     _executable(tmp_path / "path" / "nvidia-smi", "echo GPU 0")
-    _executable(
-        tmp_path / "path" / "scontrol", """case $1 in requeue) echo "$*" >>"$RECORD" ;; *) printf 'node1\\nnode2\\nnode3\\n' ;; esac"""
-    )
+    scontrol = """case $1 in requeue) echo "$*" >>"$RECORD" ;; *) printf 'node1\\nnode2\\nnode3\\n' ;; esac"""
+    _executable(tmp_path / "path" / "scontrol", scontrol)
     _executable(tmp_path / "path" / "srun", 'while [[ $1 == --* ]]; do echo "$1" >>"$RECORD.srun"; shift; done; exec "$@"')
     (tmp_path / "record").touch()
     return {**environment, "RECORD": str(tmp_path / "record"), "PATH": f"{tmp_path}/path:{environment['PATH']}", "TMPDIR": str(tmp_path)}
