@@ -116,7 +116,7 @@ def make_settings(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[.
     def make(*overrides: str) -> Settings:
         paths = (f"run.directory={tmp_path}/run", f"model.path={model}", f"data.train={tmp_path}/train.jsonl", "run.num_steps=8")
         sizes = (f"data.prompts_per_step={PROMPTS_PER_STEP}", "data.samples_per_prompt=2", "rollout.max_concurrent_requests=6")
-        return load_settings(None, [*paths, *sizes, *overrides])
+        return load_settings(None, [*paths, *sizes, "rollout.sampling.max_response_tokens=8", *overrides])
 
     return make
 
