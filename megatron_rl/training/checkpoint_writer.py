@@ -1,7 +1,7 @@
 """Writing a checkpoint in two halves: a collective one that takes hold of the state, and files that a thread of each rank writes.
 
-The format is megatron-core's, written by torch's own writer, and hashed on the way. Upstream's asynchronous writer forks a process for every
-file and keeps a manager process for the results, which would outlive a rank that is killed.
+The format is megatron-core's, written by torch's own writer, and hashed on the way. Upstream's asynchronous writer forks a process for
+every file and keeps a manager process for the results, which would outlive a rank that is killed.
 """
 
 import hashlib
