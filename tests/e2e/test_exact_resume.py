@@ -190,7 +190,7 @@ def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
     servers = [process for process in run.descendants() if "megatron_rl.rollout.sglang_server" in " ".join(process.cmdline())]
     min(servers, key=psutil.Process.create_time).kill()
     assert run.wait() == 0, run.output
-    assert "the run goes on with 1 of 2 engines" in run.output
+    assert "the run goes on with 1 of 2 engines" in run.output and "Traceback" not in run.output
     assert_same_run(directory, whole)
 
 
