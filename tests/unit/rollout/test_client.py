@@ -1,8 +1,8 @@
 """The client against a server of this file that misbehaves on demand."""
 
 import asyncio
-import gc
 import base64
+import gc
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
