@@ -276,6 +276,8 @@ class RolloutManager:
                 async for group in finished:
                     samples += group.samples
                     progress.advance()
+            # In one order, whichever engine was the quicker: a sum of fractions depends on it.
+            samples.sort(key=lambda sample: sample.group_id)
             shares.append(evaluation_metrics(samples, kind=kind))
         return merge_metrics(shares)
 

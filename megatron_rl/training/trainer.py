@@ -26,6 +26,7 @@ from megatron_rl.training.advantages import (
     needs_old_log_probs,
     values_before,
 )
+from megatron_rl.training.checkpoint_writer import HostCopies
 from megatron_rl.training.collectives import shares_of_data_parallel
 from megatron_rl.training.critic import Critic, critic_optimizer
 from megatron_rl.training.expert_load import check_routing_replay
@@ -106,6 +107,7 @@ class Trainer:
         )
         self._waiting: tuple[StepGradients, StepGradients | None] | None = None
         self._writing: list[sharded_checkpoint.Saving | Exporting] = []
+        self._host_copies = HostCopies()
         with ExitStack() as undo:
             # A process that could not build its rank is not left in the groups.
             undo.callback(self.close)
@@ -389,16 +391,17 @@ class Trainer:
         The directory, on storage that all ranks share, appears complete or not at all. Raises UserError when it cannot be written, and
         while a gradient of `forward_backward` waits.
         """
-        self._saving(Path(directory), stage=False).finish()
+        self._saving(Path(directory), stage=None).finish()
 
     def begin_save(self, directory: Path | str) -> None:
-        """As `save`, but return as soon as a copy is in host memory, which a thread of each rank writes while the training goes on.
+        """As `save`, but return as soon as a copy is in host memory, which a thread of each rank writes while the training goes on. That
+        memory stays for the next one.
 
         `finish_saves` has to follow before the process ends; the directory appears there. Raises UserError as `save`.
         """
-        self._writing.append(self._saving(Path(directory), stage=True))
+        self._writing.append(self._saving(Path(directory), stage=self._host_copies))
 
-    def _saving(self, directory: Path, *, stage: bool) -> sharded_checkpoint.Saving:
+    def _saving(self, directory: Path, *, stage: HostCopies | None) -> sharded_checkpoint.Saving:
         self._refuse_waiting("save")
         return sharded_checkpoint.Saving(directory, self.trained_models(), counters=self._steps.state(), stage=stage)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.errors import DeadlineError
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.rollout.client import Scores
 from megatron_rl.rollout.engine import EngineAddress
@@ -72,6 +73,8 @@ class Sync:
 class Ranks:
     """Megatron ranks."""
 
+    answers = True
+
     def __init__(self, calls: Calls, *, written: bool = True, save_error: Exception | None = None) -> None:
         self.calls = calls
         self.written, self.save_error = written, save_error
@@ -92,6 +95,10 @@ class Ranks:
 
     def begin_save_hf(self, directory: Path) -> None:
         directory.mkdir()
+
+    def check_answers(self) -> None:
+        if not self.answers:
+            raise DeadlineError("still waiting for: Megatron rank 1")
 
     def saves_are_written(self) -> bool:
         return self.written

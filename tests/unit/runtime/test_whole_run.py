@@ -141,7 +141,8 @@ def make_settings(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: 
     paths = (f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/rows.jsonl", "run.num_steps=2")
 
     def make(*overrides: str) -> Settings:
-        return load_settings(None, [*paths, "data.prompts_per_step=2", *overrides])
+        # Short ones come in one answer.
+        return load_settings(None, [*paths, "data.prompts_per_step=2", "rollout.sampling.max_response_tokens=8", *overrides])
 
     return make
 
