@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.data.buffer import Buffer
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import EngineError, UserError
 from megatron_rl.plugins import Generator
 from megatron_rl.rollout import kept_answers
 from megatron_rl.rollout.client import SHORT_RESPONSE_TOKENS, Generation
@@ -92,6 +92,8 @@ async def make(buffer: Buffer, *engines: Engine, num_samples: int = 3, killed: b
     await asyncio.sleep(0.1)
     assert not making.done()
     making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
     return None
 
 
@@ -161,15 +163,24 @@ def test_a_group_that_is_finished_soon_and_short_answers_cost_no_write(buffer: B
     assert written == []
 
 
-def test_an_answer_that_was_aborted_is_none(buffer: Buffer) -> None:
+@pytest.mark.parametrize(("tokens", "stop_reason"), [([5], StopReason.ABORT), ([], StopReason.STOP)], ids=["aborted", "empty"])
+def test_what_is_no_answer_is_not_kept(buffer: Buffer, tokens: list[int], stop_reason: StopReason) -> None:
     async def work() -> None:
         kept = KeptAnswers(buffer, group_id="p")
-        kept.add(PROMPT.token_ids, LONG, Generation(np.array([5]), np.zeros(1, np.float32), np.array([0]), StopReason.ABORT))
-        assert kept.find(PROMPT.token_ids, LONG) is None
+        zeros = np.zeros(len(tokens))
+        kept.add(PROMPT.token_ids, LONG, Generation(np.array(tokens), zeros.astype(np.float32), zeros.astype(int), stop_reason))
         kept.close(finished=False)
 
     asyncio.run(work())
     assert buffer.answers("p") == {}
+
+
+def test_a_full_disk_is_told_by_the_finished_group_alone(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(Buffer, "put_answers", full)
+    asyncio.run(make(buffer, Engine(limit=2), killed=True))
 
 
 def test_another_engine_is_asked_for_what_the_one_that_failed_has_not_answered(buffer: Buffer) -> None:
