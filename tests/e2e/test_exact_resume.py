@@ -40,8 +40,8 @@ WAIT_S = 240.0
 PHASES = ("rollout", "train", "save", "publish")
 LONGEST_S = {"rollout": 0.5, "train": 0.5, "save": 0.2, "publish": 0.2}
 """About as long as a phase takes."""
-GONE_S = 45.0
-"""After the driver's death. It is 20 s where the machine has room."""
+GONE_S = 30.0
+"""After the driver's death. It takes 4 s where the machine has room."""
 
 
 @dataclass(frozen=True)
