@@ -62,9 +62,9 @@ class Changes:
 
 
 def is_quantised(unit: Unit, tensor: WeightSpec) -> bool:
-    """Whether a weight is one that engines multiply in float8: not embeddings, head, norms and routers."""
+    """Whether a weight is one that engines multiply in float8: not embeddings, head, norms, routers and stacks of experts."""
     rule = unit.rule
-    if rule is None or rule.sharding is Sharding.VOCABULARY or len(tensor.shape) != 2:
+    if rule is None or rule.sharding is Sharding.VOCABULARY or len(tensor.shape) != 2 or not tensor.name.endswith(".weight"):
         return False
     return not rule.megatron.endswith((".router.weight", ".shared_experts.gate_weight"))
 

@@ -4,4 +4,4 @@ import dataclasses
 
 from megatron_rl.models.families import mistral
 
-FAMILY = dataclasses.replace(mistral.FAMILY, architecture="MinistralForCausalLM")
+FAMILY = dataclasses.replace(mistral.FAMILY, architecture="MinistralForCausalLM", windows="given")
