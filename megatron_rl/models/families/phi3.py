@@ -5,7 +5,7 @@ from megatron_rl.models.tensor_names import TensorNames
 
 FAMILY = Family(
     architecture="Phi3ForCausalLM",
-    proved=DENSE_LAYOUTS,
+    proved=DENSE_LAYOUTS | {"sync"},
     default_norm_epsilon=1e-5,
     default_rotary_fraction=1.0,
     windows="everywhere",
