@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from megatron_rl.config.checks import gpu_contradictions
+from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
@@ -37,7 +38,7 @@ from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.manager import RolloutManager, reward_log
 from megatron_rl.runtime.cluster import Places, cluster_device_kind, no_gpu, reserved_places
 from megatron_rl.runtime.colocation import SharedDevices, Turn
-from megatron_rl.runtime.engines import EngineGroup, engine_dtype, ranks_per_engine
+from megatron_rl.runtime.engines import EngineGroup, ranks_per_engine
 from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.launch_plan import weight_sync
 from megatron_rl.runtime.loop import train_loop
@@ -135,7 +136,7 @@ def _attention(settings: Settings) -> str:
 def _row_maths(settings: Settings) -> str:
     """What the ranks make log-probs and entropies with, and why."""
     kind = cluster_device_kind()
-    dtype = engine_dtype(settings, device_kind=kind)
+    dtype = dtype_name(settings.model, device_kind=kind)
     return f"{chosen_row_maths(kind, dtype)}, for {dtype} on {kind}"
 
 
@@ -227,7 +228,7 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
         devices.take(Turn.SYNC)
     with start.part("weight transport"):
         sync = _open_sync(settings, manager, trainers, watchdog, places=places, addresses=addresses)
-    dtype = engine_dtype(settings, device_kind=places.device_kind)
+    dtype = dtype_name(settings.model, device_kind=places.device_kind)
     return partial(RolloutRun, settings, manager=manager, sync=sync, dtype=dtype, watchdog=watchdog, devices=devices, trainers=trainers)
 
 
@@ -293,7 +294,7 @@ def _make_transport(
     device_kind, placement = places.device_kind, places.placement
     colocated = addresses if placement.needs.colocated else ()
     surroundings = Surroundings(
-        manifest=make_manifest(read_model_spec(settings.model.path), dtype=engine_dtype(settings, device_kind=device_kind)),
+        manifest=make_manifest(read_model_spec(settings.model.path), dtype=dtype_name(settings.model, device_kind=device_kind)),
         directory=settings.run.directory / "weights",
         free_address=trainers.free_address,
         backend="nccl" if device_kind == "cuda" else "gloo",

@@ -87,10 +87,6 @@ class RotarySpec:
             frequencies = torch.where(long, self.inverse_frequencies(dim, long=True).to(positions.device), frequencies)
         return positions.float()[:, None] * frequencies
 
-    def softmax_factor(self) -> float:
-        """What latent attention multiplies its softmax scale by, the square of YaRN's mscale (1 for other kinds)."""
-        return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
-
     def _kept_by_llama3(self, frequency: Tensor) -> Tensor:
         wavelength = 2 * math.pi / frequency
         kept = self.original_max_position_embeddings / wavelength - self.low_freq_factor
