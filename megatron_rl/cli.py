@@ -223,7 +223,7 @@ def models() -> int:
     """Print, for each architecture of config.json that can be trained, what is proved for it, and which are refused and why."""
     from megatron_rl.models.families.family_table import not_synced, refused, table
 
-    print("\n".join([*table(), "", "No sync, because of SGLang on a CPU:", *not_synced(), "", "Refused:", *refused()]))
+    print("\n".join([*table(), "", "No sync into SGLang on a CPU:", *not_synced(), "", "Refused:", *refused()]))
     return 0
 
 

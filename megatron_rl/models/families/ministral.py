@@ -9,6 +9,6 @@ FAMILY = dataclasses.replace(
     mistral.FAMILY,
     architecture="MinistralForCausalLM",
     proved=DENSE_LAYOUTS,
-    not_synced="not tried; it has no model of its own and takes the one of transformers",
+    not_synced="no test yet; it has no model of its own and is run by that of transformers",
     windows="given",
 )
