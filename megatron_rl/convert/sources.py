@@ -22,7 +22,7 @@ from megatron_rl.models.hf_weights import check_names
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
 from megatron_rl.models.tensor_files import TensorFiles
-from megatron_rl.models.weight_table import Rule, Sharding, rules, split
+from megatron_rl.models.weight_table import Rule, Sharding, parameter_shape, rules, split
 from megatron_rl.weights.bucket import WeightSpec
 
 KEPT = "left-out"
@@ -157,9 +157,8 @@ class MegatronSource:
         )
 
     def _check_shape(self, rule: Rule, place: "_Place") -> None:
-        first = rule.tensors[0].shape
-        rows = sum(tensor.shape[0] for tensor in rule.tensors) // len(place.keys)
-        needed, stacked = (rows, *first[1:]), self._stacked_sizes(rule, place)
+        whole = parameter_shape(rule, self.spec)
+        needed, stacked = (whole[0] // len(place.keys), *whole[1:]), self._stacked_sizes(rule, place)
         for key in place.keys:
             shape = self._state.shape(key)
             got = shape[len(place.at) :]

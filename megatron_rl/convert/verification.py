@@ -20,7 +20,7 @@ from megatron_rl.models.build import build_model
 from megatron_rl.models.hf_weights import global_parameters, held_name
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.weight_table import combine, rules
+from megatron_rl.models.weight_table import parameter_shape, rules
 from megatron_rl.planning.meta import rank_without_memory
 from megatron_rl.training.checkpoint_manifest import MANIFEST, sha256
 from megatron_rl.training.topology import Topology
@@ -140,8 +140,7 @@ def check_parameters(spec: ModelSpec) -> None:
         name = held_name(rule, shapes)
         if name not in shapes and not rule.exported:
             continue
-        tensors = [torch.empty(tensor.shape, device="meta") for tensor in rule.tensors]
-        made = tuple(combine(rule.sharding, tensors, spec, tp=1).shape)
+        made = parameter_shape(rule, spec)
         if shapes.pop(name, None) != made:
             raise UserError(f"the weight table makes {name} of shape {made}, which the model does not have; report this as a bug")
     if shapes:

@@ -62,6 +62,14 @@ def positive_number(config: Mapping[str, Any], key: str, origin: str, *, default
     raise UserError(f"{origin} has {key} = {value!r}, needs {needed}; correct the file")
 
 
+def positive_numbers(config: Mapping[str, Any], key: str, origin: str) -> tuple[float, ...]:
+    """The list of finite numbers above 0 at `key`. Raises UserError, naming `origin`, for anything else."""
+    value = config.get(key)
+    if not isinstance(value, list):
+        raise UserError(f"{origin} has {key} = {value!r}, needs a list of positive numbers; correct the file")
+    return tuple(positive_number({key: number}, key, origin) for number in value)
+
+
 def boolean(config: Mapping[str, Any], key: str, origin: str, *, default: bool = False) -> bool:
     """The JSON boolean at `key`, or `default` where it is absent. null is false, as it is to transformers.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import atomic_directory
+from megatron_rl.models.expert_stacks import part_name
 from megatron_rl.models.families import MTP_KEYS
 from megatron_rl.models.tensor_files import TensorFiles
 
@@ -62,7 +63,7 @@ class Checkpoint:
         self._files = TensorFiles(path, dequantised_dtype=dequantised_dtype)
         self._stored: dict[str, _StoredTensor] = {}
         for name in self._files.names():
-            suffix = next((suffix for suffix in _FUSED_EXPERTS if name.endswith(suffix)), None)
+            suffix = next((suffix for suffix in _FUSED_EXPERTS if name.removesuffix("_bias").endswith(suffix)), None)
             self._stored |= {name: _StoredTensor(name)} if suffix is None else self._experts(name, suffix)
 
     def __enter__(self) -> "Checkpoint":
@@ -99,7 +100,12 @@ class Checkpoint:
         return self._files.read(stored.name, expert=stored.expert, rows=slice(stored.part * rows, (stored.part + 1) * rows))
 
     def _experts(self, name: str, suffix: str) -> dict[str, _StoredTensor]:
-        """Each expert's tensors in the tensor `name` of all experts of a layer."""
+        """Each expert's tensors in the tensor `name` of all experts of a layer.
+
+        Biases are written beside the stacks of gpt-oss alone, which have rows and columns the other way round.
+        """
+        if f"{name.removesuffix('_bias')}_bias" in self._files.names():
+            return {part_name(name, expert): _StoredTensor(name, expert) for expert in range(self._files.shape(name)[0])}
         parts = _FUSED_EXPERTS[suffix]
         prefix = name.removesuffix(suffix)
         return {

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel
+from megatron_rl.models.expert_stacks import stored_tensors
 from megatron_rl.models.hf_files import Checkpoint
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules, shard, split, tensor_shapes
+from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules, shard, split, tensor_names
 
 # Tensors that some checkpoints carry and that are recomputed here.
 _RECOMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -75,6 +76,12 @@ def export_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterato
     Collective over tensor, expert and pipeline parallel ranks: each iterates to the end and gets the same names in the same order. A
     tensor can be a view of a live parameter: copy what is kept beyond the next optimizer step.
     """
+    for name, parts, stacked in stored_tensors(_exported(chunks, spec)):
+        yield name, torch.stack(parts) if stacked else parts[0]
+
+
+def _exported(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the table, of which those of experts may be parts of what a file has."""
     parameters = global_parameters(chunks)
     owners = _Owners(parameters)
     exported = (rule for rule in rules(spec) if rule.exported)
@@ -159,7 +166,7 @@ def _holders(held: list[str], group: dist.ProcessGroup) -> dict[str, int]:
 
 def check_names(checkpoint: NamedTensors, spec: ModelSpec) -> None:
     """Raise UserError for a tensor of the model that is missing, and for one that is neither the model's nor may be left out."""
-    expected, stored = {name for name, _ in tensor_shapes(spec)}, checkpoint.names()
+    expected, stored = tensor_names(spec), checkpoint.names()
     missing = sorted(expected - stored)
     if missing:
         raise UserError(

@@ -36,7 +36,7 @@ with quiet_megatron_imports():
     from megatron_rl.models.config_json import read_config
     from megatron_rl.models.hf_files import Checkpoint
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.models.weight_table import tensor_shapes
+    from megatron_rl.models.weight_table import tensor_names, tensor_shapes
     from megatron_rl.runtime.launch_plan import crossing_notes
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
@@ -191,7 +191,7 @@ def _check_weights(path: Path, *, generates: bool) -> list[str]:
             f"trainer's weights; run `megatron-rl convert {path} TARGET --to hf` and give TARGET as model.path"
         )
     with Checkpoint(path) as checkpoint:
-        missing = sorted({name for name, _ in tensor_shapes(spec)} - checkpoint.names())
+        missing = sorted(tensor_names(spec) - checkpoint.names())
     if missing:
         raise UserError(
             f"model directory {path} lacks {len(missing)} tensors that its config.json asks for, the first is {missing[0]}; "

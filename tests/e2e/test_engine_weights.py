@@ -153,12 +153,13 @@ def test_every_transport_leaves_what_the_checkpoint_says(tiny_model: Callable[..
     }
 
 
-# In the gate every run compares the log-probs of qwen3.
-@pytest.mark.slow
+# In the gate every run compares the log-probs of qwen3, and here those of a family whose layers have other norms and tensors.
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", GENERATING)
+@pytest.mark.parametrize("family", [pytest.param(family, marks=() if family == "glm4" else pytest.mark.slow) for family in GENERATING])
 def test_log_probs_agree_after_a_sync(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
-    served, trained = (tiny_model(family=family, name=f"model{seed}", seed=seed, tied=False) for seed in (0, 1))
+    # SGLang leaves out a head of Gemma-3, whose checkpoints have none.
+    tied = family == "gemma3"
+    served, trained = (tiny_model(family=family, name=f"model{seed}", seed=seed, tied=tied) for seed in (0, 1))
     prompts = [Prompt(id=str(number), token_ids=np.array([2 + number, 3, 4]), text="") for number in range(3)]
     probe = make_probe(prompts, vocab_size=32, num_sequences=6, length=40, seed=0)
 

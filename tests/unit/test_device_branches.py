@@ -46,6 +46,7 @@ THE_SAME_ON_A_GPU: dict[str, str] = {
     "models/hf_files.py _write_shards": "tensors are written from host memory",
     "training/policy_export.py Exporting._gather": "a copy in pageable host memory, which torch waits for",
     "models/norms.py NormOverHeads.__init__": "where its weight lies, as that of RMSNorm, which is rehearsed",
+    "models/attention/packed.py PackedAttention._sinks": "where they lie, as the weight of RMSNorm, which is rehearsed",
     "models/packed_sequences.py packed_sequences": "a default",
     "rollout/server_args.py keeps_prefixes": "what the CPU's server does not have",
     "rollout/sglang_server.py main": "shims for a server without a GPU",

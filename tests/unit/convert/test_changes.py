@@ -79,6 +79,17 @@ def test_the_gate_of_a_shared_expert_is_a_router_too(tiny_model, tmp_path):
     assert len(gates) >= 2 and all(stored[name].dtype is torch.float32 for name in gates)
 
 
+def test_stacks_of_experts_are_left_alone(tiny_model, tmp_path):
+    path = tiny_model(family="gpt_oss")
+    convert(path, tmp_path / "fp8", Options(quantise=True))
+    original, stored = (load_file(place / "model.safetensors") for place in (path, tmp_path / "fp8"))
+    stacks = [name for name in original if ".experts." in name]
+    assert len(stacks) == 8 and all(torch.equal(stored[name], original[name]) for name in stacks)
+    assert stored["model.layers.0.self_attn.o_proj.weight"].dtype is torch.float8_e4m3fn
+    section = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
+    assert "model.layers.1.mlp.experts" in section["modules_to_not_convert"]
+
+
 def test_our_own_format_is_not_quantised(tiny_model, tmp_path):
     with pytest.raises(UserError, match="--quantize was given for a target in our own format"):
         convert(tiny_model(), tmp_path / "ours", Options(to="megatron", quantise=True))

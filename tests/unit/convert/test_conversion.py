@@ -19,6 +19,7 @@ FAMILIES = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tied": False},
     "qwen3 moe": {"family": "qwen3_moe"},
+    "gpt-oss": {"family": "gpt_oss", "tied": False},
     "glm 4.5": {"family": "glm4_moe"},
     "deepseek v3": {"family": "deepseek_v3"},
     "deepseek v3 without a latent of queries": {"family": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 0},
