@@ -62,7 +62,7 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
     A second call after a kill goes on where the first one stopped.
     """
     started = time.monotonic()
-    with closing(open_source(path, config=options.config)) as source:
+    with closing(open_source(path, config=options.config, dequantised_dtype=options.dtype)) as source:
         to = _target_format(source, options)
         units = [unit for unit in source.units() if not (options.drop_mtp and _is_mtp(unit))]
         changes = _changes(source, units, options)

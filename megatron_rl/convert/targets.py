@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from megatron_rl.convert.resumable import FileJob, Summed, raw_bytes
-from megatron_rl.convert.sources import KEPT, Unit, stored_key
+from megatron_rl.convert.sources import Unit
 from megatron_rl.files import write_atomic
+from megatron_rl.models.megatron_files import KEPT, stored_key
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import Rule, combine
 from megatron_rl.weights.bucket import WeightSpec

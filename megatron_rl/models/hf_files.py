@@ -131,6 +131,13 @@ def save_hf(
         _state_what_is_written(directory / "config.json", dtype)
 
 
+def describe_hf(path: Path, *, source: Path, dtype: torch.dtype) -> None:
+    """Write the model directory `path` as `save_hf` does for weights of `dtype`, without the weights. Raises UserError as `save_hf`."""
+    with atomic_directory(path) as directory:
+        copy_model_files(source, directory)
+        _state_what_is_written(directory / "config.json", dtype)
+
+
 def copy_model_files(source: Path, directory: Path, *, code: bool = False) -> None:
     """Copy configuration, tokenizer and chat templates of a model directory byte for byte, and its Python files when asked for `code`."""
     for name in _COPIED_FILES:

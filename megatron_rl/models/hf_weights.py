@@ -8,7 +8,6 @@ import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel
-from megatron_rl.models.hf_files import Checkpoint
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.stored_weights import NamedTensors, open_weights
 from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules, shard, split, tensor_shapes
 
 # Tensors that some checkpoints carry and that are recomputed here.
@@ -31,25 +30,13 @@ _LOCAL_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.l
 
 
 def load_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, path: Path) -> None:
-    """Fill this rank's chunks from the safetensors of the Hugging Face directory `path`, casting to the parameters' dtype.
+    """Fill this rank's chunks from the weights of the model directory `path`, casting to the parameters' dtype.
 
-    Padded vocabulary rows become zero. Raises UserError when there are no safetensors, and for a tensor that is missing,
+    Padded vocabulary rows become zero. Raises UserError when there are no weights, and for a tensor that is missing,
     has another shape than config.json says, or is not known.
     """
-    with Checkpoint(path) as checkpoint:
-        load_weights(chunks, spec, checkpoint)
-
-
-class NamedTensors(Protocol):
-    """Hugging Face tensors by name, of the directory or checkpoint `path`."""
-
-    path: Path
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor [...] of `shape`. Raises UserError for one of another shape."""
+    with open_weights(path, spec) as weights:
+        load_weights(chunks, spec, weights)
 
 
 def load_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, checkpoint: NamedTensors) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.convert import resumable
 from megatron_rl.convert.conversion import Options, convert
-from megatron_rl.convert.sources import open_source, read_all
+from megatron_rl.convert.sources import open_source
 from megatron_rl.errors import UserError
 from megatron_rl.models.hf_files import save_hf
 
@@ -96,7 +96,7 @@ def test_code_is_left_behind_unless_asked_for(tiny_model, tmp_path):
     assert (tmp_path / "with/config.json").read_bytes() == (path / "config.json").read_bytes()
 
 
-def test_a_killed_conversion_goes_on_where_it_stopped(tiny_model, tmp_path, monkeypatch):
+def test_a_killed_conversion_goes_on_where_it_stopped(tiny_model, tmp_path, monkeypatch, read_all):
     path = tiny_model(layers=4)
     target, options = tmp_path / "ours", Options(max_shard_bytes=60_000)
     write, written = resumable._write, []
@@ -118,13 +118,13 @@ def test_a_killed_conversion_goes_on_where_it_stopped(tiny_model, tmp_path, monk
     monkeypatch.setattr(resumable, "_write", lambda partial, job, report: again.append(job.name) or write(partial, job, report))
     convert(path, target, options)
     assert len(again) > 1 and not set(again) & set(written)
-    with_read = dict((told.name, tensor) for told, tensor in read_all(open_source(target)))
-    assert all(torch.equal(with_read[name], tensor) for name, tensor in tensors_of(path).items())
+    read = read_all(target)
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors_of(path).items())
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".ours")]
     assert not list(target.rglob("*.unfinished"))
 
 
-def test_what_an_attempt_with_other_options_left_is_not_used(tiny_model, tmp_path, monkeypatch):
+def test_what_an_attempt_with_other_options_left_is_not_used(tiny_model, tmp_path, monkeypatch, read_all):
     path = tiny_model(layers=4)
     write = resumable._write
 
@@ -138,7 +138,7 @@ def test_what_an_attempt_with_other_options_left_is_not_used(tiny_model, tmp_pat
         convert(path, tmp_path / "ours", Options(max_shard_bytes=60_000))
     monkeypatch.setattr(resumable, "_write", write)
     convert(path, tmp_path / "ours", Options(max_shard_bytes=60_000, dtype=torch.bfloat16))
-    assert {tensor.dtype for _, tensor in read_all(open_source(tmp_path / "ours"))} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in read_all(tmp_path / "ours").values()} == {torch.bfloat16}
 
 
 def test_a_full_disk_is_seen_before_the_first_byte(tiny_model, tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def test_whatever_megatron_wrote_comes_back(tiny_model, tmp_path, one_rank, stor
 
 
 def test_layers_are_stacked_where_they_are_all_alike(tiny_model, tmp_path, one_rank):
-    from megatron_rl.convert.torch_dist import TorchDist
+    from megatron_rl.models.torch_dist import TorchDist
 
     save_as_megatron(tiny_model(), tmp_path / "release")
     assert TorchDist(tmp_path / "release").shape("decoder.layers.mlp.linear_fc1.weight") == (2, 384, 64)

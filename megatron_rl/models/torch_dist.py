@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_rl.errors import UserError
-from megatron_rl.training.checkpoint_pickles import RecordsUnpickler
+from megatron_rl.models.checkpoint_pickles import RecordsUnpickler
 
 
 @dataclass(frozen=True, slots=True)

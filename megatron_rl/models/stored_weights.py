@@ -1,0 +1,40 @@
+"""The weights of a model directory in whichever form they are stored there: safetensors, also quantised ones, or our own format."""
+
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_rl.models.config_json import read_config
+from megatron_rl.models.hf_files import Checkpoint
+from megatron_rl.models.megatron_files import MegatronCheckpoint
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.torch_dist import is_torch_dist
+
+
+class NamedTensors(Protocol):
+    """Hugging Face tensors by name, of the directory or checkpoint `path`."""
+
+    path: Path
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor [...] of `shape`. Raises UserError for one of another shape."""
+
+
+def open_weights(path: Path, spec: ModelSpec) -> Checkpoint | MegatronCheckpoint:
+    """The tensors of the model directory `path`, whose config.json says `spec`; quantised ones in float32.
+
+    Raises UserError when there are none, or when they and config.json do not belong together.
+    """
+    return MegatronCheckpoint(path, spec, directory=path) if is_torch_dist(path) else Checkpoint(path)
+
+
+def engines_read(path: Path) -> bool:
+    """Whether engines can take their weights from the model directory `path`: plain safetensors.
+
+    They would keep codes as codes, which the trainer's weights cannot replace, and do not know our own format.
+    """
+    return not is_torch_dist(path) and not read_config(path).get("quantization_config")
