@@ -17,14 +17,13 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.stored_weights import NamedTensors, open_weights
+from megatron_rl.models.stored_weights import NamedTensors, of_mtp, open_weights
 from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules, shard, split, tensor_shapes
 
 # Tensors that some checkpoints carry and that are recomputed here.
 _RECOMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 SENT_BYTES = 256 * 2**20
 """The most that one message carries of tensors that one rank has."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # The number of one of a rank's experts in a parameter's name, in a separate module or in Transformer Engine's module of all.
 _LOCAL_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 
@@ -170,14 +169,8 @@ def check_names(checkpoint: NamedTensors, spec: ModelSpec) -> None:
 
 
 def _is_left_out(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor that the model does not have may be in its files: recomputed here, or of multi-token prediction.
-
-    The layers of multi-token prediction come behind the last one. They propose tokens for speculative decoding, which only an engine
-    does: the policy's probabilities do not depend on them, so nothing here could train them.
-    """
-    layer = _LAYER.match(name)
-    beyond = layer is not None and spec.num_layers <= int(layer[1]) < spec.num_layers + spec.num_mtp_layers
-    return beyond or name.endswith(_RECOMPUTED_SUFFIXES)
+    """Whether a tensor that the model does not have may be in its files: recomputed here, or of multi-token prediction."""
+    return of_mtp(name, spec) or name.endswith(_RECOMPUTED_SUFFIXES)
 
 
 def held_name(rule: Rule, names: Container[str]) -> str:

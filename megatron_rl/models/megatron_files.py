@@ -53,10 +53,19 @@ class MegatronCheckpoint:
         """The dtype in which the parameter of `rule` is stored."""
         return self._state.dtype(self._places[rule.megatron].keys[0])
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape [...]."""
+        if name not in self._of_tensor and self.kept is not None:
+            return self.kept.shape(name)
+        rule, index = self._of_tensor[name]
+        return rule.tensors[index].shape
+
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """One tensor [...] of `shape`, on the CPU. Fast in the order of the model: those of one parameter are read together."""
+        assert self.shape(name) == shape, f"{name} has shape {self.shape(name)}, {shape} was asked for"
+        if name not in self._of_tensor and self.kept is not None:
+            return self.kept.read(name)
         rule, index = self._of_tensor[name]
-        assert rule.tensors[index].shape == shape, f"{name} has shape {rule.tensors[index].shape}, {shape} was asked for"
         if self._last is None or self._last[0] is not rule:
             self._last = rule, self.read_parameter(rule)
         return self._last[1][index]

@@ -15,7 +15,9 @@ from megatron_rl.convert.conversion import Options, convert
 def assert_trained(run: Any, directory: Path) -> None:
     """Two steps, in each of which engines and trainer have the same weights."""
     assert run.wait() == 0, run.output
-    assert re.search(r"note: engines cannot read the weights in .*: they start without, from .*/engine-model, and get the trainer's", run.output)
+    assert re.search(
+        r"note: engines cannot read the weights in .*: they start without, from .*/engine-model, and get the trainer's", run.output
+    )
     steps = metrics(directory)
     assert steps[0]["weights/parity_mean"] <= 1e-4
     assert all(steps[step]["train/log_prob_diff"] <= 1e-4 for step in (1, 2))
