@@ -5,8 +5,8 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,8 +75,9 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
             else megatron_jobs(pieces, source.spec, options.max_shard_bytes)
         )
         with locked_partial(target, _identity(source, options, to)) as partial:
-            with _progress(say, num_bytes) as report, without_sums_of_torch():
-                records = write_files(partial, jobs, report=report)
+            progress = Progress(say, num_bytes)
+            with without_sums_of_torch():
+                records = write_files(partial, jobs, report=progress.add, keep=progress.keep)
             if to == "hf":
                 write_index(partial, records, total_bytes=num_bytes)
             else:
@@ -165,24 +166,28 @@ def _written_spec(partial: Path, source: Source) -> ModelSpec:
     return parse_model_spec(read_config(partial), origin=str(source.directory / "config.json"))
 
 
-@contextmanager
-def _progress(say: Callable[[str], None], total: int) -> Iterator[Callable[[int], None]]:
-    """A function that counts bytes, and says every few seconds how many there are, how fast they come and how long the rest takes."""
-    started = last = time.monotonic()
-    done = 0
+class Progress:
+    """Counts bytes, and says every few seconds how many there are, how fast they come and how long the rest takes."""
 
-    def report(num_bytes: int) -> None:
-        nonlocal done, last
-        done += num_bytes
+    def __init__(self, say: Callable[[str], None], total: int) -> None:
+        self._say, self._total = say, total
+        self._started = self._last = time.monotonic()
+        self._kept = self._written = 0
+
+    def keep(self, num_bytes: int) -> None:
+        """An earlier attempt has written these: they are done, but say nothing about the speed."""
+        self._kept += num_bytes
+
+    def add(self, num_bytes: int) -> None:
+        """These are written."""
+        self._written += num_bytes
         now = time.monotonic()
-        if now - last < _REPORT_EVERY_S and not sys.stderr.isatty():
+        if now - self._last < _REPORT_EVERY_S and not sys.stderr.isatty():
             return
-        last = now
-        speed = done / max(now - started, 1e-9)
-        left = max(total - done, 0) / max(speed, 1.0)
-        say(f"{done / 1e9:,.2f} of {total / 1e9:,.2f} GB, {speed / 1e9:.2f} GB/s, {left:,.0f} s left")
-
-    yield report
+        self._last = now
+        done, speed = self._kept + self._written, self._written / max(now - self._started, 1e-9)
+        left_s = max(self._total - done, 0) / max(speed, 1.0)
+        self._say(f"{done / 1e9:,.2f} of {self._total / 1e9:,.2f} GB, {speed / 1e9:.2f} GB/s, {left_s:,.0f} s left")
 
 
 def parse_options(*, max_shard_size: str, to: Format | None, dtype: str | None, quantize: str | None, **others: Any) -> Options:

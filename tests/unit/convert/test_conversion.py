@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.convert import resumable
+from megatron_rl.convert import conversion, resumable
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.convert.sources import open_source
 from megatron_rl.errors import UserError
@@ -122,6 +122,19 @@ def test_a_killed_conversion_goes_on_where_it_stopped(tiny_model, tmp_path, monk
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors_of(path).items())
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".ours")]
     assert not list(target.rglob("*.unfinished"))
+
+
+def test_progress_has_speed_and_time_left_without_what_was_there(monkeypatch):
+    clock, said = [100.0], []
+    monkeypatch.setattr(conversion.time, "monotonic", lambda: clock[0])
+    progress = conversion.Progress(said.append, 100 * 10**9)
+    progress.keep(60 * 10**9)
+    clock[0] += 4
+    progress.add(4 * 10**9)
+    assert said == [], "every few seconds is enough"
+    clock[0] += 6
+    progress.add(6 * 10**9)
+    assert said == ["70.00 of 100.00 GB, 1.00 GB/s, 30 s left"]
 
 
 def test_what_an_attempt_with_other_options_left_is_not_used(tiny_model, tmp_path, monkeypatch, read_all):
