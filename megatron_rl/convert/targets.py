@@ -36,6 +36,7 @@ _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
 }
 _ALIGNMENT = 8
+_BLOB_ALIGNMENT = 64
 _BLOB_BYTES = 2048
 """About what torch.save adds to the numbers of a tensor."""
 
@@ -124,6 +125,8 @@ def _chunks_job(name: str, pieces: Sequence[Piece], spec: ModelSpec) -> FileJob:
     def write(file: Summed) -> list[list[int]]:
         places = []
         for piece in pieces:
+            # So that the numbers can be used where they are in the file.
+            file.write(bytes(-file.num_bytes % _BLOB_ALIGNMENT))
             start = file.num_bytes
             assert piece.unit.rule is not None
             torch.save(_parameter(piece, piece.unit.rule, spec), cast("IO[bytes]", file))
