@@ -25,7 +25,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.plugins import PluginKind, load
 from megatron_rl.rewards.runner import RewardRunner, probe_sample
 from megatron_rl.rollout.client import Generation
-from megatron_rl.rollout.group_filter import load_filter
+from megatron_rl.rollout.group_choice import load_filter
 from megatron_rl.rollout.groups import load_rollout
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.rollout.sampling import Sampling

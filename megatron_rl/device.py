@@ -33,19 +33,18 @@ _TENSOR_FACTORIES = (
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one process computes on: `backend` is the process group backend, `default_dtype` the parameters' dtype for dtype "auto"."""
+    """What one process computes on: `backend` is the process group backend."""
 
     kind: Literal["cpu", "cuda"]
     torch_device: torch.device
     backend: Literal["gloo", "nccl"]
-    default_dtype: torch.dtype
 
 
 def local_device(local_rank: int = 0) -> Device:
     """The device of the process with this rank on its machine: its GPU where CUDA is available, else the CPU."""
     if torch.cuda.is_available():
-        return Device("cuda", torch.device("cuda", local_rank), "nccl", torch.bfloat16)
-    return Device("cpu", torch.device("cpu"), "gloo", torch.float32)
+        return Device("cuda", torch.device("cuda", local_rank), "nccl")
+    return Device("cpu", torch.device("cpu"), "gloo")
 
 
 def megatron_version() -> tuple[int, int]:

@@ -95,6 +95,18 @@ start() {
     children+=($!)
 }
 
+# Waits for the last of the children and returns its status. TERM goes on to it: training leaves a checkpoint then, and a status that says so.
+await_last() {
+    local child=${children[-1]} asked status
+    trap 'asked=yes; kill -TERM "$child" 2>/dev/null || true' TERM HUP
+    while :; do
+        asked='' status=0
+        wait "$child" || status=$?
+        # A signal ends the wait before the child ends.
+        [ -n "$asked" ] || return "$status"
+    done
+}
+
 stop_children() {
     local child
     for ((i = ${#children[@]} - 1; i >= 0; i--)); do
@@ -171,6 +183,6 @@ launch() {
         start_cluster
     fi
     start "$python" -m megatron_rl train "$config" "${overrides[@]}" "${resume[@]}" ${ray_address:+--ray-address "$ray_address"}
-    wait "${children[-1]}" || status=$?
+    await_last || status=$?
     exit "$status"
 }

@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.acceptance.rank_processes import Ranks, free_address
 from megatron_rl.acceptance.tiny_models import write_tiny_model
+from megatron_rl.config.derived import AUTO_DTYPES
 from megatron_rl.config.settings import RolloutSettings, Settings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.rollout.client import EngineClient
@@ -56,7 +57,7 @@ class Node:
     @property
     def dtype(self) -> str:
         """Of parameters, at both ends."""
-        return "bfloat16" if self.kind == "cuda" else "float32"
+        return AUTO_DTYPES[self.kind]
 
     @property
     def tolerance(self) -> float:

@@ -170,10 +170,10 @@ def value(objective: Objective, terms: PolicyTerms) -> PolicyLossTerms:
     return PolicyLossTerms(0.5 * torch.maximum(error, clipped), {"value_clip_fraction": clipped > error})
 
 
-# clip_cov and kl_cov differ from these two by a choice of tokens that needs the whole step; `selection.py` makes it.
+# clip_cov and kl_cov, below, take a choice of tokens as well, which needs the whole step; `selection.py` makes it.
 _LOSSES: Mapping[str, PolicyLoss] = {
     "clip": clip, "cispo": cispo, "sapo": sapo, "vespo": vespo, "gmpo": gmpo, "gpg": gpg, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl,
-    "distillation": distillation, "sft": sft, "value": value, "clip_cov": clip,
+    "distillation": distillation, "sft": sft, "value": value,
 }  # fmt: skip
 
 

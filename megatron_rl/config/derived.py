@@ -1,8 +1,12 @@
 """Numbers that follow from the settings by arithmetic alone: never stored in them, printed by `train --check`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, Settings
+
+AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+"""What model.dtype auto means, by the kind of device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,11 @@ def derive(settings: Settings) -> Derived:
 def samples_per_prompt(settings: Settings) -> int:
     """Sequences made from one row: the samples of a group, or the single target of supervised training."""
     return 1 if settings.supervised else settings.data.samples_per_prompt
+
+
+def dtype_name(model: ModelSettings, *, device_kind: Literal["cpu", "cuda"]) -> str:
+    """The dtype of parameters, of the ranks' and of the engines', as torch names it."""
+    return AUTO_DTYPES[device_kind] if model.dtype == "auto" else model.dtype
 
 
 def _evaluations(settings: Settings) -> int:

@@ -93,20 +93,6 @@ def section_description(path: str) -> str:
     return (owner.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
 
 
-def settings_table_markdown() -> str:
-    """The settings as one Markdown table per top-level section, for the documentation."""
-    lines: list[str] = []
-    fields = tuple(setting_fields())
-    for section in Settings.model_fields:
-        lines += [f"### `{section}`", "", section_description(section), "", "| setting | type | default | meaning |", "|---|---|---|---|"]
-        for field in fields:
-            if field.path.partition(".")[0] == section:
-                default = "(required)" if field.default is None else f"`{field.default}`"
-                lines.append(f"| `{field.path}` | {_cell(field.type)} | {_cell(default)} | {_cell(field.meaning)} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
 def type_in_words(annotation: Any) -> str:
     """A type as a user of YAML names it: "integer", "one of a, b", "list of string, or null"."""
     if annotation in _NAMES:
@@ -197,7 +183,3 @@ def _preset_field(path: str) -> SettingField:
     """The one key that is no field of its class: it is replaced by fields before validation."""
     words = "A published combination; it fills the fields of this section that are not set."
     return SettingField(path=path, type=f"one of {', '.join(PRESETS)}, or null", default="null", description=words)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -32,6 +32,10 @@ While a run is live anyone may read the file, for example with the `sqlite3` she
               trajectory         samples of a group with the same number are one attempt, with one reward; NULL: an attempt by itself
               own_prompt_text    what the model saw before this response, where that is not the group's prompt; NULL where it is, and
               own_prompt_ids     own_prompt_ids after `prune`
+    answers   one row per answer of an engine for a group in flight; empty as soon as its samples are there.
+              request            what was asked, hashed
+              content            the answer, in the form of rollout/kept_answers
+              min_version, max_version   of the weights that made its tokens
 
     select consumed_step, sum(trained), avg(reward), avg(num_tokens) from samples join groups on id = group_id where outcome = 'scored'
     group by 1;
@@ -48,6 +52,7 @@ from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from megatron_rl.data import buffer_rows
 from megatron_rl.errors import UserError
@@ -96,6 +101,16 @@ class BufferCounts:
     def total(self) -> int:
         """All groups."""
         return self.waiting + self.consumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What an engine answered to `request`, by weights from `min_version` to `max_version`."""
+
+    request: str
+    content: bytes
+    min_version: int
+    max_version: int
 
 
 class Buffer:
@@ -162,10 +177,9 @@ class Buffer:
         All or nothing. Raises ValueError as `put_done`.
         """
         rows = [buffer_rows.sample_row(sample, prompt=prompt) for sample in samples]
-        with self._transaction() as connection:
+        with self._transaction():
             self._check_in_flight(prompt.id)
-            connection.execute("DELETE FROM samples WHERE group_id = ?", (prompt.id,))
-            connection.executemany(buffer_rows.INSERT_SAMPLE, rows)
+            self._replace_samples(prompt.id, rows)
 
     def finished_samples(self, prompt: Prompt) -> tuple[Sample, ...]:
         """What `put_samples` has kept of a prompt in flight, by index: an interrupted run need not generate it again."""
@@ -175,23 +189,27 @@ class Buffer:
             )
             return tuple(buffer_rows.read_sample(row, prompt=prompt) for row in found)
 
+    def put_answers(self, group_id: str, answers: Iterable[Answer]) -> None:
+        """Keep what engines answered for a group in flight until its samples are kept or done. Raises ValueError as `put_done`."""
+        rows = [(group_id, answer.request, answer.content, answer.min_version, answer.max_version) for answer in answers]
+        with self._transaction() as connection:
+            self._check_in_flight(group_id)
+            connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", rows)
+
+    def answers(self, group_id: str) -> dict[str, bytes]:
+        """What `put_answers` has kept of a group, by request."""
+        with self._database_errors():
+            return dict(self._connection.execute("SELECT request, content FROM answers WHERE group_id = ?", (group_id,)))
+
     def put_done(self, group: Group) -> None:
         """Keep a finished group: in flight -> done. Raises ValueError when it is not in flight or has no sample."""
         if not group.samples:
             raise ValueError(f"group {group.id!r} has no samples, needs at least one")
         encoded = [buffer_rows.sample_row(sample, prompt=group.prompt) for sample in group.samples]
-        with self._transaction() as connection:
-            self._check_in_flight(group.id)
-            connection.execute("DELETE FROM samples WHERE group_id = ?", (group.id,))
-            connection.executemany(buffer_rows.INSERT_SAMPLE, encoded)
-            self._move([group.id], "done")
-
-    def release(self, group_ids: Sequence[str]) -> None:
-        """Give groups back, in flight -> pending, because their generation failed; their finished samples stay."""
         with self._transaction():
-            for group_id in group_ids:
-                self._check_in_flight(group_id)
-            self._move(group_ids, "pending")
+            self._check_in_flight(group.id)
+            self._replace_samples(group.id, encoded)
+            self._move([group.id], "done")
 
     def take_done(self, limit: int, *, step: int, rejection: Callable[[Group], str | None] = _never) -> list[Group]:
         """Hand out up to `limit` done groups, in the order of their prompts, as consumed by `step`; none when `limit` is not positive.
@@ -229,7 +247,8 @@ class Buffer:
     def renew(self, limit: int, *, oldest_version: int) -> int:
         """Drop the samples of groups, among the first `limit` done ones, that have a token of weights older than `oldest_version`.
 
-        Those groups become pending again, to be generated anew; returns how many there were. What is kept of pending groups goes likewise.
+        Those groups become pending again, to be generated anew; returns how many there were. What is kept of pending groups goes likewise,
+        answer by answer.
         """
         front = "SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?"
         stale = f"SELECT group_id FROM samples WHERE min_version < ? AND group_id IN ({front})"
@@ -239,6 +258,8 @@ class Buffer:
             self._move(found, "pending")
             kept = "SELECT group_id FROM samples WHERE min_version < ? AND group_id IN (SELECT id FROM groups WHERE state = 'pending')"
             connection.execute(f"DELETE FROM samples WHERE group_id IN ({kept})", (oldest_version,))
+            pending = "group_id IN (SELECT id FROM groups WHERE state = 'pending')"
+            connection.execute(f"DELETE FROM answers WHERE min_version < ? AND {pending}", (oldest_version,))
         return len(found)
 
     def counts(self) -> BufferCounts:
@@ -278,6 +299,7 @@ class Buffer:
                 "AND group_id IN (SELECT id FROM groups WHERE state IN ('pending', 'in_flight'))",
                 values,
             )
+            connection.execute("DELETE FROM answers WHERE max_version > :version", values)
 
     def prune(self, step: int) -> None:
         """Drop the token arrays of groups that the steps up to `step` consumed, to which no kept checkpoint goes back; the rest stays."""
@@ -336,6 +358,11 @@ class Buffer:
         self._connection.executemany(
             "UPDATE groups SET state = ?, updated_at = ? WHERE id = ?", [(state, now, group_id) for group_id in group_ids]
         )
+
+    def _replace_samples(self, group_id: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        for table in ("samples", "answers"):
+            self._connection.execute(f"DELETE FROM {table} WHERE group_id = ?", (group_id,))
+        self._connection.executemany(buffer_rows.INSERT_SAMPLE, rows)
 
     def _consume(self, rejections: Mapping[str, str | None], *, step: int) -> None:
         now = time.time()

@@ -13,13 +13,24 @@ from megatron_rl.errors import UserError
 from megatron_rl.types import Experts, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 APPLICATION_ID = 0x4D52_4C42
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 INDICES = """
 CREATE INDEX groups_waiting ON groups (position, id, state) WHERE state <> 'consumed';
 CREATE INDEX groups_unpruned ON groups (consumed_step, id) WHERE pruned = 0;
 """
 """Of the groups that wait, and of those that `prune` has not been at: as short as they are few, however long the history."""
+
+ANSWERS = """
+CREATE TABLE answers (
+    group_id TEXT NOT NULL REFERENCES groups (id),
+    request TEXT NOT NULL,
+    content BLOB NOT NULL,
+    min_version INTEGER NOT NULL,
+    max_version INTEGER NOT NULL,
+    PRIMARY KEY (group_id, request)
+);
+"""
 
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -64,7 +75,7 @@ CREATE INDEX groups_by_state ON groups (state, position);
     own_prompt_ids BLOB,
     PRIMARY KEY (group_id, sample_index)
 );
-"""
+{ANSWERS}"""
 
 UPGRADES = {
     1: """
@@ -88,6 +99,9 @@ ALTER TABLE samples ADD COLUMN trajectory INTEGER;
 ALTER TABLE samples ADD COLUMN own_prompt_text TEXT;
 ALTER TABLE samples ADD COLUMN own_prompt_ids BLOB;
 PRAGMA user_version = 4;
+""",
+    4: f"""{ANSWERS}
+PRAGMA user_version = 5;
 """,
 }
 """What makes the next version of the schema out of a version."""

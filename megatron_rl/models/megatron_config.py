@@ -119,7 +119,7 @@ def _checkpoint_fields(spec: ModelSpec) -> dict[str, Any]:
         "glu_linear_offset": 0.0,
         "activation_func_clamp_value": None,
         "mtp_num_layers": None,
-        # Its absence leaves the tensor-parallel marks off the parameters, and the gradient norm under tp is silently wrong.
+        # Its absence leaves tensor-parallel marks off, by which the gradient norm is summed: parameter_marks would be their only source.
         "perform_initialization": True,
         "init_method": torch.nn.init.zeros_,
         "output_layer_init_method": torch.nn.init.zeros_,

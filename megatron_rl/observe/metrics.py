@@ -275,12 +275,3 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
         declared = metric_info(name).reduction
         if type(metric) is not declared:
             raise TypeError(f"metric {name!r} has reduction {type(metric).__name__}, the table declares {declared.__name__}")
-
-
-def metrics_table_markdown() -> str:
-    """The table of metrics for the documentation."""
-    lines = ["| metric | reduction | unit | meaning | healthy |", "|---|---|---|---|---|"]
-    for info in METRICS.values():
-        cells = (f"`{info.name}`", info.reduction.__name__.lower(), info.unit, info.meaning, info.healthy)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"

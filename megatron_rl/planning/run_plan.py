@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.derived import derive
+from megatron_rl.config.derived import derive, dtype_name
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError
@@ -82,7 +82,7 @@ def _refusal(settings: Settings, spec: ModelSpec) -> str | None:
 def on_gpu(settings: Settings) -> Settings:
     """The settings as the ranks of a GPU see them: bf16 unless another dtype is set, the kernels of Transformer Engine unless refused."""
     model = settings.model
-    dtype = "bfloat16" if model.dtype == "auto" else model.dtype
+    dtype = dtype_name(model, device_kind="cuda")
     fields = model.megatron if model.attention == "torch" else {**_FUSED, **without_kernels(model.megatron)}
     return settings.model_copy(update={"model": model.model_copy(update={"dtype": dtype, "attention": "torch", "megatron": fields})})
 

@@ -133,7 +133,10 @@ class EngineClient:
         """As `_ask`, in one HTTP call with what others ask for in the same moment; when they are refused together, each asks alone."""
         if self._together is None:
             collected: list[Sequence[_Asked]] = []
-            self._together = collected, asyncio.create_task(self._ask_collected(collected))
+            call = asyncio.create_task(self._ask_collected(collected))
+            # Everybody who asked may be gone when it fails, and asyncio prints a failure at which nobody has looked.
+            call.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._together = collected, call
         requests, task = self._together
         first = sum(map(len, requests))
         requests.append(own)

@@ -151,10 +151,6 @@ class Engine:
             self.stop()
             raise
 
-    def alive(self) -> bool:
-        """True while the server's main process runs."""
-        return self.pid is not None
-
     def check(self) -> None:
         """Raise EngineError with the tail of the server's log when it is not running."""
         if self._process is None:

@@ -4,16 +4,23 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TypeVar
 
+from megatron_rl.errors import EngineError
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import EngineAddress
 
 AFFINITY_WAIT_S = 1.0
 """How long a request waits for a slot on the engine that it prefers: about what computing a prefix of 10,000 tokens anew takes."""
+DEATH_S = 5.0
+"""How long a call that failed waits for the engine's death, which explains it: the connection breaks at once, but only when its process,
+which is looked at twice a second, is found dead does an engine leave."""
+
+Result = TypeVar("Result")
 
 
 class Urgency(IntEnum):
@@ -107,6 +114,25 @@ class EnginePool:
             if client not in self.membership.members:
                 self._departures[client].set_result(None)
         return self._departures[client]
+
+    async def loses_one_of(self, clients: Iterable[EngineClient]) -> bool:
+        """Whether one of `clients` has left, or leaves within DEATH_S seconds."""
+        departures = [self.departure(client) for client in clients]
+        left, _ = await asyncio.wait(departures, timeout=DEATH_S, return_when=asyncio.FIRST_COMPLETED)
+        return bool(left)
+
+    async def unless_it_leaves(self, client: EngineClient, call: Awaitable[Result]) -> Result | None:
+        """The result of a `call` to `client`; None when it fails because the engine is dead, which then is no member any more.
+
+        Raises:
+            EngineError: the call failed, and the engine stays.
+        """
+        try:
+            return await call
+        except EngineError:
+            if not await self.loses_one_of([client]):
+                raise
+            return None
 
     def admit(self, clients: Iterable[EngineClient]) -> None:
         """Give requests to these engines, which serve the current weights; one that has left in the meantime is passed over."""

@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import Any
 
 from megatron_rl.errors import DeadlineError, EngineError
-from megatron_rl.rollout.client import EngineClient, Generation
+from megatron_rl.rollout.client import SHORT_RESPONSE_TOKENS, EngineClient, Generation
 from megatron_rl.rollout.engine_pool import EnginePool, Urgency
+from megatron_rl.rollout.kept_answers import KeptAnswers
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.transport import EngineRefusal
 from megatron_rl.types import Ints, Prompt
@@ -22,10 +23,20 @@ class PoolGenerator:
 
     The k-th sample that is asked for gets the seed `seed` + k, so that samples differ on an engine that draws by seeds, and come again.
     Each session counts from a seed of its own: the order in which sessions ask, which depends on how long tools take, changes nothing.
+
+    Answers that are in `kept` are not asked for again, and those that may be long are put there, each as soon as it is finished.
     """
 
-    def __init__(self, pool: EnginePool, *, prompt: Prompt, run_seed: int = 0, urgency: Urgency = Urgency.TRAINING) -> None:
-        self._pool, self._urgency, self._arrival = pool, urgency, pool.arrival()
+    def __init__(
+        self,
+        pool: EnginePool,
+        *,
+        prompt: Prompt,
+        run_seed: int = 0,
+        urgency: Urgency = Urgency.TRAINING,
+        kept: KeptAnswers | None = None,
+    ) -> None:
+        self._pool, self._urgency, self._arrival, self._kept = pool, urgency, pool.arrival(), kept
         self._seed_source = f"{run_seed} {prompt.id}"
         self._next_seeds: dict[str | None, int] = {}
         self._engines: dict[str, EngineClient] = {}
@@ -36,6 +47,8 @@ class PoolGenerator:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await cancel(self._requests)
+        if self._kept is not None:
+            self._kept.close(finished=kind is None)
 
     async def generate(
         self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1, session: str | None = None
@@ -62,31 +75,64 @@ class PoolGenerator:
         return await request
 
     async def _request(self, token_ids: Ints, sampling: Sampling, num_samples: int, session: str | None) -> tuple[Generation, ...]:
-        urgency = self._urgency
-        while True:
+        urgency, answers = self._urgency, self._found(token_ids, sampling, num_samples)
+        while len(answers) < num_samples:
             preferred = None if session is None else self._engines.get(session)
-            async with self._pool.slots(num_samples, urgency=urgency, arrival=self._arrival, preferred=preferred) as client:
+            slots = num_samples - len(answers)
+            async with self._pool.slots(slots, urgency=urgency, arrival=self._arrival, preferred=preferred) as client:
                 try:
-                    generations = await self._ask(client, token_ids, sampling, num_samples)
+                    await self._ask(client, token_ids, sampling, num_samples, answers)
                 except EngineRefusal:
                     raise  # the request is at fault, another engine would refuse it too
                 except (EngineError, DeadlineError) as error:
                     self._pool.retire(client, error)
-                    generations = None
-            if generations is not None:
-                if session is not None:
-                    self._engines[session] = client
-                return generations
+            if session is not None and len(answers) == num_samples:
+                self._engines[session] = client
             urgency = Urgency.AGAIN
+        return tuple(answers[index] for index in range(num_samples))
 
-    async def _ask(self, client: EngineClient, token_ids: Ints, sampling: Sampling, num_samples: int) -> tuple[Generation, ...] | None:
-        """The engine's answer, None when it leaves the pool before: one that hangs is not waited for until the request's deadline."""
-        answer = asyncio.create_task(client.generate(token_ids, sampling=sampling, num_samples=num_samples))
+    def _found(self, token_ids: Ints, sampling: Sampling, num_samples: int) -> dict[int, Generation]:
+        """The answers that are kept, by the numbers of their samples."""
+        if self._kept is None:
+            return {}
+        found = {index: self._kept.find(token_ids, sampling.of_sample(index)) for index in range(num_samples)}
+        return {index: answer for index, answer in found.items() if answer is not None and self._has_experts(answer)}
+
+    def _has_experts(self, answer: Generation) -> bool:
+        """Whether the answer has a record of experts, where engines make one: it may have been kept before they were asked to."""
+        return answer.routed_experts is not None or self._pool.address.mixture is None
+
+    async def _ask(
+        self, client: EngineClient, token_ids: Ints, sampling: Sampling, num_samples: int, answers: dict[int, Generation]
+    ) -> None:
+        """Add the engine's answers, fewer when it leaves the pool before: one that hangs is not waited for until its deadline."""
+        asking = asyncio.create_task(self._fill(client, token_ids, sampling, num_samples, answers))
         try:
-            await asyncio.wait((answer, self._pool.departure(client)), return_when=asyncio.FIRST_COMPLETED)
-            return answer.result() if answer.done() else None
+            await asyncio.wait((asking, self._pool.departure(client)), return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                asking.result()
         finally:
-            await cancel([answer])
+            await cancel([asking])
+
+    async def _fill(
+        self, client: EngineClient, token_ids: Ints, sampling: Sampling, num_samples: int, answers: dict[int, Generation]
+    ) -> None:
+        kept = self._kept
+        if kept is None or sampling.max_tokens <= SHORT_RESPONSE_TOKENS:
+            # Short ones come together, and are soon made again.
+            answers.update(enumerate(await client.generate(token_ids, sampling=sampling, num_samples=num_samples)))
+            return
+
+        async def ask_for(index: int) -> None:
+            own = sampling.of_sample(index)
+            (answers[index],) = await client.generate(token_ids, sampling=own)
+            kept.add(token_ids, own, answers[index])
+
+        each = [asyncio.create_task(ask_for(index)) for index in range(num_samples) if index not in answers]
+        try:
+            await asyncio.gather(*each)
+        finally:
+            await cancel(each)
 
 
 def _seed(source: str) -> int:

@@ -1,6 +1,6 @@
 """Which finished groups a step trains on, and what it refuses: groups that teach nothing, tokens of other weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -8,15 +8,18 @@ import torch
 from megatron_rl.algorithms.arguments import GDPOArguments
 from megatron_rl.algorithms.objective import AdvantageSettings
 from megatron_rl.algorithms.token_advantage import without_signal
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import FilterSettings, Settings
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.group_filter import load_filter
+from megatron_rl.plugins import KINDS, load
 from megatron_rl.types import Group, trajectories
 
 NO_SIGNAL = "no signal (objective.zero_variance)"
 NO_REWARD = "no sample has a reward"
 """Why a group was not trained on, in the buffer's words."""
+
+GroupFilter = Callable[[Group], str | None]
+"""A group -> None to train on it, or why not, as the buffer notes it."""
 
 
 class GroupChoice:
@@ -38,6 +41,35 @@ class GroupChoice:
     def keeps(self, rejection: str | None) -> bool:
         """Whether a group with this rejection is in the batch: one without rewards is, where nothing is dropped, as what was generated."""
         return rejection is None or (rejection == NO_REWARD and not self._drops)
+
+
+def load_filter(settings: FilterSettings | None) -> GroupFilter:
+    """The filter that the settings name, its answers checked; one that keeps everything when they name none.
+
+    Raises:
+        UserError: it cannot be imported or does not take the arguments of the contract or of the settings. The filter itself raises
+            UserError where the user's function fails or returns something else than None or a reason.
+    """
+    if settings is None:
+        return lambda group: None
+    name = f"{KINDS['filter'].setting} {settings.function}"
+    keep = load(settings.function, kind="filter", args=settings.args)
+
+    def checked(group: Group) -> str | None:
+        try:
+            reason = keep(group=group)
+        except Exception as error:  # a user's function can fail in any way
+            raise UserError(f"{name} failed for the group of prompt {group.id}: {type(error).__name__}: {error}") from error
+        if reason is None:
+            return None
+        if not isinstance(reason, str) or not reason.strip():
+            raise UserError(
+                f"{name} returned {reason!r} of type {type(reason).__name__} for the group of prompt {group.id}, needs None to keep it, or "
+                "a text that says why not"
+            )
+        return f"{name}: {reason}"
+
+    return checked
 
 
 def check_versions(groups: Sequence[Group], *, step: int, oldest_version: int, rollout: str) -> None:

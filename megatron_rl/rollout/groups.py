@@ -10,6 +10,7 @@ from megatron_rl.data.buffer import Buffer
 from megatron_rl.plugins import Rollout, load
 from megatron_rl.rollout.engine_pool import EnginePool, Urgency
 from megatron_rl.rollout.generator import PoolGenerator, cancel
+from megatron_rl.rollout.kept_answers import KeptAnswers
 from megatron_rl.rollout.sample_checks import check_samples, without_outdated_experts
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.single_turn import single_turn
@@ -29,8 +30,8 @@ KEEP_AFTER_S = 1.0
 class GroupMaker:
     """How one prompt becomes a group of `num_samples` trajectories on the engines of `pool`, with rewards when `score` is given.
 
-    `rollout_name` is what messages call the rollout; `seed` is the run's. What waits long for its rewards is kept in `buffer` meanwhile, so
-    that a run which is killed then does not generate it again.
+    `rollout_name` is what messages call the rollout; `seed` is the run's. Answers of a group that takes long, and samples that wait long
+    for their rewards, are kept in `buffer` meanwhile, so that a run which is killed then does not generate them again.
     """
 
     pool: EnginePool
@@ -81,7 +82,8 @@ class GroupMaker:
         return () if lacks_experts else samples
 
     async def _generate(self, prompt: Prompt) -> Samples:
-        async with PoolGenerator(self.pool, prompt=prompt, run_seed=self.seed, urgency=self.urgency) as generator:
+        kept = None if self.buffer is None else KeptAnswers(self.buffer, group_id=prompt.id)
+        async with PoolGenerator(self.pool, prompt=prompt, run_seed=self.seed, urgency=self.urgency, kept=kept) as generator:
             samples = await self.rollout(
                 prompt=prompt,
                 generator=generator,

@@ -125,11 +125,11 @@ class RolloutManager:
 
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
         """Let every engine free these parts of its memory, whose content is lost; nothing may be generating."""
-        await asyncio.gather(*(client.release_memory(parts) for client in self.clients))
+        await asyncio.gather(*(self.pool.unless_it_leaves(client, client.release_memory(parts)) for client in self.clients))
 
     async def restore_memory(self, parts: Collection[EnginePart]) -> None:
         """Let every engine take these parts of its memory again."""
-        await asyncio.gather(*(client.restore_memory(parts) for client in self.clients))
+        await asyncio.gather(*(self.pool.unless_it_leaves(client, client.restore_memory(parts)) for client in self.clients))
 
     # Where the run stands
 
@@ -276,6 +276,8 @@ class RolloutManager:
                 async for group in finished:
                     samples += group.samples
                     progress.advance()
+            # In one order, whichever engine was the quicker: a sum of fractions depends on it.
+            samples.sort(key=lambda sample: sample.group_id)
             shares.append(evaluation_metrics(samples, kind=kind))
         return merge_metrics(shares)
 

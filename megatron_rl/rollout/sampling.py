@@ -1,7 +1,7 @@
 """How one request draws its tokens. The trainer divides its logits by the same temperature, and nothing else is done to them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.settings import SamplingSettings
@@ -36,6 +36,10 @@ class Sampling:
         if self.max_tokens < 1:
             raise UserError(f"sampling max_tokens is {self.max_tokens}, needs at least 1")
 
+    def of_sample(self, index: int) -> "Sampling":
+        """What a request for sample `index` alone has."""
+        return self if self.seed is None else replace(self, seed=self.seed + index)
+
     def request(self, index: int = 0) -> dict[str, Any]:
         """Sampling parameters of sample `index`, each one stated: none may come from the checkpoint's generation_config.json."""
         return {
@@ -51,7 +55,7 @@ class Sampling:
             "stop_token_ids": list(self.stop_token_ids) or None,
             "skip_special_tokens": False,
             "no_stop_trim": True,
-            "sampling_seed": None if self.seed is None else self.seed + index,
+            "sampling_seed": self.of_sample(index).seed,
         }
 
 

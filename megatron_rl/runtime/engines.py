@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.settings import Settings
 from megatron_rl.rollout.engine import Engine, EngineAddress
 from megatron_rl.rollout.routing_record import MixtureShape
@@ -79,7 +80,7 @@ class EngineGroup:
                 model.path,
                 settings=settings.rollout,
                 device_kind=device_kind,
-                dtype=engine_dtype(settings, device_kind=device_kind),
+                dtype=dtype_name(settings.model, device_kind=device_kind),
                 seed=settings.run.seed * settings.rollout.num_engines + number,
                 log_path=settings.run.directory / "logs" / f"engine-{number}.log",
                 mixture=mixture,
@@ -138,13 +139,6 @@ def recorded_mixture(settings: Settings) -> MixtureShape | None:
         num_experts=spec.moe.num_experts,
         experts_per_token=spec.moe.num_experts_per_token,
     )
-
-
-def engine_dtype(settings: Settings, *, device_kind: Literal["cpu", "cuda"]) -> str:
-    """The engines' dtype: the trainer's."""
-    if settings.model.dtype != "auto":
-        return settings.model.dtype
-    return "bfloat16" if device_kind == "cuda" else "float32"
 
 
 def ranks_per_engine(settings: Settings, *, device_kind: Literal["cpu", "cuda"]) -> int:

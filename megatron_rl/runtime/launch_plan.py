@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from megatron_rl.config.derived import Derived, derive
+from megatron_rl.config.derived import Derived, derive, dtype_name
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.device import Device, chosen_backends, chosen_row_maths, quiet_megatron_imports
@@ -24,7 +24,6 @@ with quiet_megatron_imports():
     from megatron_rl.runtime.target import Target
     from megatron_rl.training.critic import critic_optimizer
     from megatron_rl.training.topology import Topology
-    from megatron_rl.training.trained_model import model_dtype
 
 
 def launch_plan(settings: Settings, target: Target) -> dict[str, Mapping[str, str]]:
@@ -127,7 +126,7 @@ def _server_arguments(settings: Settings, device: Device) -> str:
         settings.rollout.sglang,
         model_path=model.path,
         device_kind=device.kind,
-        dtype=_dtype_name(settings, device),
+        dtype=dtype_name(settings.model, device_kind=device.kind),
         seed=settings.run.seed,
         host="",
         port=0,
@@ -141,15 +140,11 @@ def _server_arguments(settings: Settings, device: Device) -> str:
     return " ".join(f"{name}={format_value(value)}" for name, value in arguments.items() if name not in ("host", "port", "api_key"))
 
 
-def _dtype_name(settings: Settings, device: Device) -> str:
-    return str(model_dtype(settings.model, device)).removeprefix("torch.")
-
-
 def _backends(settings: Settings, target: Target) -> dict[str, str]:
     chosen = {
-        "device": f"{target.device.kind}, {_dtype_name(settings, target.device)}",
+        "device": f"{target.device.kind}, {dtype_name(settings.model, device_kind=target.device.kind)}",
         "attention": attention_name(target.attention, settings.model.megatron),
-        "statistics of logits": chosen_row_maths(target.device.kind, _dtype_name(settings, target.device)),
+        "statistics of logits": chosen_row_maths(target.device.kind, dtype_name(settings.model, device_kind=target.device.kind)),
     }
     if torch.cuda.is_available():
         chosen["GPUs here"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"

@@ -52,6 +52,7 @@ def ray_cluster(*, address: str | None, num_processes: int) -> Iterator[None]:
                 if address is None:
                     _start_local(num_processes, before)
                     session = Path(ray._private.worker._global_node.get_session_dir_path())
+                    _let_agents_end(session / "logs" / "raylet.out")
                     scratch.note([session, *shared_memory_of([os.getpid()])])
                 else:
                     ray.init(address=address, log_to_driver=False, logging_level="error")
@@ -125,6 +126,17 @@ def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
         yield
     finally:
         services.get_node = ask
+
+
+def _let_agents_end(raylet_log: Path) -> None:
+    """Let the node's agents end as soon as the node does, also where the driver was killed, which takes all else of Ray with it.
+
+    An agent reads in that log whether the node was asked to end. If not, it reports so to Ray's control service, which is gone, for 60 s
+    (`ray._private.process_watcher` of 2.60).
+    """
+    with raylet_log.open("a") as log:
+        log.write("megatron-rl writes at the start, for the node's agents, which wait a minute where they do not find it: ")
+        log.write("Raylet received SIGTERM\n")
 
 
 def _ray_directory() -> Path:

@@ -95,7 +95,7 @@ class RolloutRun(TrainingRun):
         self._turn(Turn.GENERATION)
         with self._phase("parity probe"):
             prompts, vocab_size = manager.prompts.for_parity(PROBE_SEQUENCES), len(manager.prompts.tokenizer)
-            scoring = score_probe(prompts, manager.clients, vocab_size=vocab_size, seed=settings.run.seed)
+            scoring = score_probe(prompts, manager.pool, vocab_size=vocab_size, seed=settings.run.seed)
             scored = self._wait(scoring, name="parity probe of the engines")
         self._turn(Turn.SYNC)
         with self._phase("parity probe"):

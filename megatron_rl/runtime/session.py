@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from megatron_rl.config.checks import gpu_contradictions
+from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
@@ -38,7 +39,7 @@ from megatron_rl.rollout.manager import RolloutManager, reward_log
 from megatron_rl.runtime.cluster import Places, cluster_device_kind, no_gpu, reserved_places
 from megatron_rl.runtime.colocation import SharedDevices, Turn
 from megatron_rl.runtime.engine_model import evaluated_model, make_model
-from megatron_rl.runtime.engines import EngineGroup, engine_dtype, ranks_per_engine
+from megatron_rl.runtime.engines import EngineGroup, ranks_per_engine
 from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.launch_plan import weight_sync
 from megatron_rl.runtime.loop import train_loop
@@ -136,7 +137,7 @@ def _attention(settings: Settings) -> str:
 def _row_maths(settings: Settings) -> str:
     """What the ranks make log-probs and entropies with, and why."""
     kind = cluster_device_kind()
-    dtype = engine_dtype(settings, device_kind=kind)
+    dtype = dtype_name(settings.model, device_kind=kind)
     return f"{chosen_row_maths(kind, dtype)}, for {dtype} on {kind}"
 
 
@@ -170,7 +171,7 @@ def evaluate(settings: Settings) -> None:
             buffer = stack.enter_context(scratch_directory()).path / BUFFER_FILE
             manager = _open_manager(settings, stack, watchdog, start, buffer=buffer)
             places = _reserve(settings, stack, start, trains=False)
-            dtype = engine_dtype(settings, device_kind=places.device_kind)
+            dtype = dtype_name(settings.model, device_kind=places.device_kind)
             model = stack.enter_context(evaluated_model(settings, dtype=dtype, note=start.note))
             engines = EngineGroup(settings, model=model, places=places, watchdog=watchdog)
             stack.callback(engines.stop)
@@ -207,7 +208,7 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
     places = _reserve(settings, stack, start)
     if places.device_kind == "cuda" and (wrong := gpu_contradictions(settings)):
         raise joined_error(wrong, origin="on GPUs")
-    dtype = engine_dtype(settings, device_kind=places.device_kind)
+    dtype = dtype_name(settings.model, device_kind=places.device_kind)
     model = make_model(settings, dtype=dtype, note=start.note)
     trainers = TrainerGroup(settings, places=places, watchdog=watchdog)
     gpus_of_ranks = trainers.gpus if places.placement.needs.colocated else ()
@@ -297,7 +298,7 @@ def _make_transport(
     device_kind, placement = places.device_kind, places.placement
     colocated = addresses if placement.needs.colocated else ()
     surroundings = Surroundings(
-        manifest=make_manifest(read_model_spec(settings.model.path), dtype=engine_dtype(settings, device_kind=device_kind)),
+        manifest=make_manifest(read_model_spec(settings.model.path), dtype=dtype_name(settings.model, device_kind=device_kind)),
         directory=settings.run.directory / "weights",
         free_address=trainers.free_address,
         backend="nccl" if device_kind == "cuda" else "gloo",

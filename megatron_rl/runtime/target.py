@@ -53,7 +53,7 @@ def _described(settings: Settings, gpu: str) -> Target:
     count = cluster.num_nodes or nodes_needed(Needs.of(settings, device_kind="cuda"), slots_per_node=slots)
     choice = settings.model.attention
     return Target(
-        device=Device("cuda", torch.device("cuda", 0), "nccl", torch.bfloat16),
+        device=Device("cuda", torch.device("cuda", 0), "nccl"),
         attention="transformer_engine" if choice == "auto" else choice,
         nodes=(slots,) * count,
     )

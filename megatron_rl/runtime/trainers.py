@@ -21,6 +21,8 @@ from megatron_rl.types import Floats, Shard, TrainBatch
 from megatron_rl.weights.interface import SenderPlan, WeightSender
 
 START_TIMEOUT_S = 600.0
+ANSWER_TIMEOUT_S = 60.0
+"""Within it a rank that has nothing to do takes a call, also on a machine that is overloaded."""
 OWNER = "Megatron rank"
 """What a rank is called in messages, before its number."""
 
@@ -155,6 +157,11 @@ class TrainerGroup:
     def dp(self) -> int:
         """Data-parallel size."""
         return max(self._dp_ranks) + 1
+
+    def check_answers(self) -> None:
+        """Raise DeadlineError when a rank takes no call within ANSWER_TIMEOUT_S, so that nobody waits for it once more."""
+        refs = [worker.saves_are_written.remote() for worker in self.workers]
+        self._watchdog.wait(refs, name="asking whether the ranks still answer", owner=OWNER, timeout_s=ANSWER_TIMEOUT_S)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         refs = [getattr(worker, method).remote(*args, **kwargs) for worker in self.workers]

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.source import PromptSource
-from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.errors import DeadlineError, MegatronRLError, UserError
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
@@ -241,6 +241,9 @@ class TrainingRun(ABC):
             return
         try:
             self._stop_batches(error)
+            if isinstance(error, DeadlineError) and self._checkpoints.is_writing:
+                # Whoever missed one deadline would miss that of the checkpoint, which is as long.
+                self._trainers.check_answers()
             if asked_to_end(error) and self._trained_steps > self._saved_steps:
                 self.save(step=self._trained_steps)
             self._finish_save()

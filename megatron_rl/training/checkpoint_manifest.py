@@ -1,12 +1,12 @@
 """The manifest of a checkpoint: size and SHA-256 of each of its files, looked at before any of them is read.
 
-Every rank hashes the files that it wrote, and reads a share of them for the check, so that a large checkpoint takes no longer than its
-bytes on one rank do.
+Every rank hashes what it writes, while it writes it, and reads a share of the files for the check, so that a large checkpoint takes no
+longer than its bytes on one rank do.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _entries(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
+def write_part(directory: Path, hashes: Mapping[str, str], *, rank: int) -> None:
+    """Note the hashes, by name, of the files of `directory` that `rank` has written."""
+    entries = {name: _entry(directory / name, hashed) for name, hashed in hashes.items()}
+    (directory / _PART.format(rank=rank)).write_text(json.dumps(entries))
 
 
-def write_part(directory: Path, paths: Iterable[Path], *, rank: int) -> None:
-    """Note the hashes of the files `paths` of `directory`, which `rank` has written."""
-    (directory / _PART.format(rank=rank)).write_text(json.dumps(_entries(paths)))
+def _entry(path: Path, hashed: str) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": hashed}
 
 
 def write_manifest(directory: Path) -> None:
@@ -42,7 +43,7 @@ def write_manifest(directory: Path) -> None:
     for part in directory.glob(_PART.format(rank="*")):
         known |= json.loads(part.read_text())
         part.unlink()
-    known |= _entries(path for path in directory.iterdir() if path.name not in known)
+    known |= {path.name: _entry(path, sha256(path)) for path in directory.iterdir() if path.name not in known}
     (directory / MANIFEST).write_text(json.dumps({"files": dict(sorted(known.items()))}, indent=1))
     sync_file(directory / MANIFEST)
 

@@ -23,7 +23,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST, commit_partial, disk_errors, partial_path, start_partial
 from megatron_rl.models.checkpoint_pickles import reading_records_only
 from megatron_rl.training.checkpoint_manifest import check_manifest, write_manifest
-from megatron_rl.training.checkpoint_writer import TwoHalves
+from megatron_rl.training.checkpoint_writer import HostCopies, TwoHalves
 from megatron_rl.training.collectives import reports_of_ranks
 from megatron_rl.training.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
 from megatron_rl.training.rank_zero import on_rank_zero
@@ -113,10 +113,12 @@ def _hyperparameters(model: TrainedModel) -> dict[str, float]:
 class Saving:
     """A checkpoint that is being written. `finish` has to be called by all ranks, before the next one begins."""
 
-    def __init__(self, directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any], stage: bool) -> None:
+    def __init__(
+        self, directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any], stage: HostCopies | None
+    ) -> None:
         """Take hold of everything that `load` continues from, with `counters`, plain numbers and strings that all ranks agree on.
 
-        `models` by their names, among them the `POLICY`. With `stage` the models may go on at once: what is written is a copy in host
+        `models` by their names, among them the `POLICY`. With `stage` the models may go on at once: what is written is a copy in its
         memory. Collective. Raises UserError when the directory cannot be written.
         """
         self._directory = directory
@@ -151,7 +153,7 @@ class Saving:
 
 def save(directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any]) -> None:
     """Write everything that `load` continues from; see `Saving`. Collective. Raises UserError when the directory cannot be written."""
-    Saving(directory, models, counters=counters, stage=False).finish()
+    Saving(directory, models, counters=counters, stage=None).finish()
 
 
 @dataclass(frozen=True, slots=True)

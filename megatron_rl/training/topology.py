@@ -2,7 +2,7 @@
 
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,6 +65,15 @@ class Topology:
     def first_rank(self, stage: int) -> int:
         """The first global rank of a pipeline stage."""
         return stage * self.num_ranks // self.pp
+
+    def gathers_for(self, receivers: Iterable[int], *, rank: int) -> bool:
+        """Whether `rank` has a part in gathering the whole model for the global ranks `receivers`: their weights are in one of its groups.
+
+        Consecutive ranks of a stage hold all of it between them, of the experts and of the rest, as many as both fill; with the same ones
+        of all other stages they gather without the rest of the ranks, which hold copies.
+        """
+        stage, num_together = self.num_ranks // self.pp, math.lcm(self.tp, self.etp * self.ep)
+        return any(receiver % stage // num_together == rank % stage // num_together for receiver in receivers)
 
     @property
     def stages(self) -> int:

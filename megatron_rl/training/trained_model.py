@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.settings import ModelSettings, TrainingSettings
 from megatron_rl.device import Device, prepare_megatron
 from megatron_rl.errors import UserError
@@ -93,7 +94,7 @@ def _check_ranks_train(chunks: Sequence[PolicyModel]) -> None:
 
 def model_dtype(model: ModelSettings, device: Device) -> torch.dtype:
     """The parameters' dtype that `model.dtype` means on `device`."""
-    return device.default_dtype if model.dtype == "auto" else DTYPES[model.dtype]
+    return DTYPES[dtype_name(model, device_kind=device.kind)]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from megatron.core import parallel_state
-from torch import Tensor
+from torch import Tensor, distributed
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings
@@ -27,6 +27,7 @@ from megatron_rl.training.advantages import (
     needs_old_log_probs,
     values_before,
 )
+from megatron_rl.training.checkpoint_writer import HostCopies
 from megatron_rl.training.collectives import shares_of_data_parallel
 from megatron_rl.training.critic import Critic, critic_optimizer
 from megatron_rl.training.expert_load import check_routing_replay
@@ -107,6 +108,7 @@ class Trainer:
         )
         self._waiting: tuple[StepGradients, StepGradients | None] | None = None
         self._writing: list[sharded_checkpoint.Saving | Exporting] = []
+        self._host_copies = HostCopies()
         with ExitStack() as undo:
             # A process that could not build its rank is not left in the groups.
             undo.callback(self.close)
@@ -371,16 +373,18 @@ class Trainer:
         for memory in self._memories.values():
             memory.take_back(parts)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, receivers: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under their Hugging Face names, one whole tensor at a time, the same on every rank.
 
         Shapes and names are those of the directory that `save_hf` writes, the dtype is the model's. Each tensor is gathered when it is
-        asked for: every rank takes all of them. Tied embeddings come once, without the head.
+        asked for: every rank takes all of them. Tied embeddings come once, without the head. With `receivers`, global ranks, any other
+        rank that they need nothing from gets nothing.
 
         Example: `their_model.load_state_dict(dict(trainer.weights()), strict=False)`
         """
         with complete_parameters(self._model.chunks):
-            yield from export_hf_weights([chunk.module for chunk in self._model.chunks], self._spec)
+            if receivers is None or self._topology.gathers_for(receivers, rank=distributed.get_rank()):
+                yield from export_hf_weights([chunk.module for chunk in self._model.chunks], self._spec)
 
     def save(self, directory: Path | str) -> None:
         """Write a checkpoint that `load` continues from: weights, optimizer, schedule, controllers, random generators.
@@ -388,16 +392,17 @@ class Trainer:
         The directory, on storage that all ranks share, appears complete or not at all. Raises UserError when it cannot be written, and
         while a gradient of `forward_backward` waits.
         """
-        self._saving(Path(directory), stage=False).finish()
+        self._saving(Path(directory), stage=None).finish()
 
     def begin_save(self, directory: Path | str) -> None:
-        """As `save`, but return as soon as a copy is in host memory, which a thread of each rank writes while the training goes on.
+        """As `save`, but return as soon as a copy is in host memory, which a thread of each rank writes while the training goes on. That
+        memory stays for the next one.
 
         `finish_saves` has to follow before the process ends; the directory appears there. Raises UserError as `save`.
         """
-        self._writing.append(self._saving(Path(directory), stage=True))
+        self._writing.append(self._saving(Path(directory), stage=self._host_copies))
 
-    def _saving(self, directory: Path, *, stage: bool) -> sharded_checkpoint.Saving:
+    def _saving(self, directory: Path, *, stage: HostCopies | None) -> sharded_checkpoint.Saving:
         self._refuse_waiting("save")
         return sharded_checkpoint.Saving(directory, self.trained_models(), counters=self._steps.state(), stage=stage)
 
@@ -441,4 +446,6 @@ class Trainer:
     def _exporting(self, directory: Path, *, max_shard_bytes: int, durable: bool) -> Exporting:
         source, dtype = self._model_settings.path, model_dtype(self._model_settings, self._device)
         stale = mtp_tensors(source, self._spec, dequantised_dtype=dtype) if durable and self._spec.num_mtp_layers else ()
-        return Exporting(directory, self.weights(), source=source, stale=stale, max_shard_bytes=max_shard_bytes, durable=durable)
+        return Exporting(
+            directory, self.weights(receivers=(0,)), source=source, stale=stale, max_shard_bytes=max_shard_bytes, durable=durable
+        )

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_rl.rendezvous import serve_store
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets, num_bucket_bytes
-from megatron_rl.weights.interface import Surroundings, WeightSource
+from megatron_rl.weights.interface import Surroundings, WeightSource, take_all, updating
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +45,27 @@ class BroadcastPlan:
 
 
 class BroadcastSender:
-    """Gathers the weights of all ranks; the rank that has the `group` sends them."""
+    """Gathers the weights for the rank that has the `group`, which sends them."""
 
     def __init__(self, source: WeightSource, buckets: Sequence[Sequence[WeightSpec]], *, group: dist.ProcessGroup | None) -> None:
         self._source, self._buckets, self._group = source, buckets, group
 
     def send(self, *, version: int) -> None:
         """Send bucket by bucket. Without the group only take part in gathering; the engines know the version from elsewhere."""
-        if self._group is None:
-            for _ in self._source.weights():
-                pass
-            return
-        for flat in fill_buckets(self._source.weights(), self._buckets):
-            # On a GPU the next bucket is written after this one is sent, both being work of one stream.
-            dist.broadcast(flat, src=0, group=self._group)
+        weights = self._source.weights(receivers=(0,))
+        try:
+            if self._group is not None:
+                for flat in fill_buckets(weights, self._buckets):
+                    # On a GPU the next bucket is written after this one is sent, both being work of one stream.
+                    dist.broadcast(flat, src=0, group=self._group)
+        finally:
+            take_all(weights)
 
     def close(self) -> None:
-        """Leave the group."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
+        """Leave the group, whose connections end with the last reference to it: engines that wait for what is not sent learn of it so."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def join_as_sender(group: BroadcastGroup, *, timeout_s: float) -> dist.ProcessGroup:
@@ -154,16 +156,18 @@ class BroadcastTransport:
     async def deliver(self, client: EngineClient, *, version: int) -> None:
         """Let an engine receive every bucket; the version comes with the last, so that half of the weights never count as new ones."""
         buckets = self.plan.buckets
-        await client.begin_weight_update()
-        for number, bucket in enumerate(buckets):
-            await client.receive_bucket(
-                [spec.name for spec in bucket],
-                dtypes=[spec.dtype for spec in bucket],
-                shapes=[spec.shape for spec in bucket],
-                group=self._group.name,
-                version=version if number == len(buckets) - 1 else None,
-            )
-        await client.end_weight_update()
+        async with updating(client):
+            for number, bucket in enumerate(buckets):
+                await client.receive_bucket(
+                    [spec.name for spec in bucket],
+                    dtypes=[spec.dtype for spec in bucket],
+                    shapes=[spec.shape for spec in bucket],
+                    group=self._group.name,
+                    version=version if number == len(buckets) - 1 else None,
+                )
+
+    def give_up(self, client: EngineClient, *, version: int) -> None:
+        """Sending fails by itself: the engine is dead, or leaves the group next."""
 
     def finish(self, *, version: int) -> int:
         """Nothing is left behind."""

@@ -60,9 +60,13 @@ class DiskTransport:
         """Let an engine read the directory."""
         await client.load_weights(self.plan.path(version), version=version)
 
+    def give_up(self, client: EngineClient, *, version: int) -> None:
+        """No rank waits for an engine."""
+
     def finish(self, *, version: int) -> int:
         """Remove the directory."""
         path = self.plan.path(version)
         num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        shutil.rmtree(path)
+        if path.exists():
+            shutil.rmtree(path)
         return num_bytes

@@ -1,12 +1,15 @@
 """What a transport of weights is: an end that every rank holds, an end that directs the engines, and what the two are made from."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import collections
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
+from megatron_rl.errors import EngineError
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.weights.bucket import BUCKET_BYTES, WeightSpec
 
@@ -14,8 +17,11 @@ from megatron_rl.weights.bucket import BUCKET_BYTES, WeightSpec
 class WeightSource(Protocol):
     """The trainer of one rank. Both methods are collective, because gathering a sharded weight is."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, one whole tensor at a time."""
+    def weights(self, *, receivers: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, one whole tensor at a time, on the ranks `receivers`, all where None.
+
+        Any other rank takes part as long as it has a part in what they gather, and gets the same or nothing.
+        """
         ...
 
     def save_hf(self, directory: Path | str, *, max_shard_bytes: int, durable: bool) -> None:
@@ -24,6 +30,11 @@ class WeightSource(Protocol):
         Only a `durable` one has to survive a power failure.
         """
         ...
+
+
+def take_all(weights: Iterable[object]) -> None:
+    """Take part in gathering to the end: the other ranks do, whatever becomes of what this one gathers."""
+    collections.deque(weights, maxlen=0)
 
 
 class WeightSender(Protocol):
@@ -71,9 +82,26 @@ class WeightTransport(Protocol):
         """Let one engine take what the ranks send, and serve it as `version` from the last part of it on."""
         ...
 
-    def finish(self, *, version: int) -> int:
-        """Leave nothing of a sync behind that all engines have taken; return the bytes that each of them got."""
+    def give_up(self, client: EngineClient, *, version: int) -> None:
+        """Let no rank wait for an engine whose part of a sync has failed."""
         ...
+
+    def finish(self, *, version: int) -> int:
+        """Leave nothing behind of a sync that is over, also one that failed; return the bytes that each engine got."""
+        ...
+
+
+@asynccontextmanager
+async def updating(client: EngineClient) -> AsyncIterator[None]:
+    """Inside, an engine takes buckets. Whether it got all or not, its update is over then: it would refuse another during this one."""
+    await client.begin_weight_update()
+    try:
+        yield
+    except EngineError:
+        with suppress(EngineError):  # it is dead
+            await client.end_weight_update()
+        raise
+    await client.end_weight_update()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import contextlib
 import io
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -35,9 +35,11 @@ from megatron_rl.process_variables import ALLOCATOR_VARIABLES
 from megatron_rl.rendezvous import join_store, serve_store
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets, num_bucket_bytes
-from megatron_rl.weights.interface import Surroundings, WeightSource
+from megatron_rl.weights.interface import Surroundings, WeightSource, take_all, updating
 
 POLL_S = 0.002
+GIVEN_UP = b"given up"
+"""What the store says of a bucket that an engine has not taken and will not."""
 _DEVICE_ARGUMENT = 6
 """Of torch's `rebuild_cuda_tensor`: SGLang replaces that function by one that takes a GPU's UUID there (its utils/patch_torch.py)."""
 
@@ -86,26 +88,19 @@ class IpcPlan:
 
 
 class IpcSender:
-    """Gathers the weights of all ranks; one that has `seats` offers every bucket to each of them."""
+    """Gathers the weights for the ranks that have seats; one that has `seats` offers every bucket to each of them."""
 
     def __init__(self, source: WeightSource, plan: IpcPlan, *, seats: Sequence[Seat], store: Store | None) -> None:
         self._source, self._plan, self._seats, self._store = source, plan, tuple(seats), store
 
     def send(self, *, version: int) -> None:
         """Offer bucket by bucket, of which two exist at a time: one is filled while engines take the one before."""
-        if not self._seats:
-            for _ in self._source.weights():
-                pass
-            return
-        held: Tensor | None = None
-        with scratch_directory() as scratch:
-            for number, flat in enumerate(fill_buckets(self._source.weights(), self._plan.buckets, allocate=allocate_shared)):
-                if held is not None:
-                    self._wait_until_taken(version, number - 1)
-                self._offer(flat, version=version, number=number, scratch=scratch)
-                held = flat
-            self._wait_until_taken(version, len(self._plan.buckets) - 1)
-        del held, flat
+        weights = self._source.weights(receivers=tuple(self._plan.seats))
+        try:
+            if self._seats:
+                self._offer_all(weights, version=version)
+        finally:
+            take_all(weights)
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
 
@@ -113,19 +108,43 @@ class IpcSender:
         """Leave the store, or end it."""
         self._store = None
 
-    def _offer(self, flat: Tensor, *, version: int, number: int, scratch: Scratch) -> None:
+    def _offer_all(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> None:
+        seats, held = self._seats, None
+        with scratch_directory() as scratch:
+            for number, flat in enumerate(fill_buckets(weights, self._plan.buckets, allocate=allocate_shared)):
+                if held is not None:
+                    seats = self._those_that_took(held, seats, version=version, number=number - 1)
+                if not seats:
+                    return
+                self._offer(flat, seats, version=version, number=number, scratch=scratch)
+                held = flat
+            assert held is not None, "a model has weights"
+            self._those_that_took(held, seats, version=version, number=len(self._plan.buckets) - 1)
+
+    def _offer(self, flat: Tensor, seats: Sequence[Seat], *, version: int, number: int, scratch: Scratch) -> None:
         assert self._store is not None, "a rank with seats joins the store"
         if not flat.is_cuda:
             scratch.note(shared_files(flat))
-        for seat in self._seats:
+        for seat in seats:
             self._store.set(seat.offer(version, number), handle_of(flat, self._plan.buckets[number]))
 
-    def _wait_until_taken(self, version: int, number: int) -> None:
+    def _those_that_took(self, flat: Tensor, seats: Sequence[Seat], *, version: int, number: int) -> tuple[Seat, ...]:
+        """Wait until nobody needs `flat`, which these `seats` were offered; the seats whose engine took it.
+
+        The others get no further offer. A handle that nobody opens counts as a user for ever: a file has it counted out, on a GPU that one
+        bucket stays until the rank ends.
+        """
         assert self._store is not None, "a rank with seats joins the store"
-        keys = [seat.taken(version, number) for seat in self._seats]
-        self._store.wait(keys, timedelta(seconds=self._plan.timeout_s))
-        for key in keys:
+        keys = {seat.taken(version, number): seat for seat in seats}
+        self._store.wait(list(keys), timedelta(seconds=self._plan.timeout_s))
+        took = []
+        for key, seat in keys.items():
+            if self._store.get(key) != GIVEN_UP:
+                took.append(seat)
+            elif not flat.is_cuda:
+                flat.untyped_storage()._shared_decref()
             self._store.delete_key(key)
+        return tuple(took)
 
 
 def check_same_host(url: str, *, rank: int) -> None:
@@ -244,18 +263,19 @@ class IpcTransport:
     async def deliver(self, client: EngineClient, *, version: int) -> None:
         """Let an engine take every bucket; the version comes with the last, so that half of the weights never count as new ones."""
         seats, num_buckets = self._engine_seats[client.address.url], len(self.plan.buckets)
-        number = 0
-        try:
-            await client.begin_weight_update()
+        async with updating(client):
             for number in range(num_buckets):
                 handles = [await self._offered(seat.offer(version, number)) for seat in seats]
                 await client.take_bucket(handles, version=version if number == num_buckets - 1 else None)
-                self._release(seats, version=version, numbers=[number])
-            await client.end_weight_update()
-        except BaseException:
-            # The ranks go on to whoever else they serve.
-            self._release(seats, version=version, numbers=range(number, num_buckets))
-            raise
+                for seat in seats:
+                    self._store.set(seat.taken(version, number), "")
+
+    def give_up(self, client: EngineClient, *, version: int) -> None:
+        """Tell the ranks, which go on to whoever else they serve. They read of it at the bucket at which they are."""
+        with contextlib.suppress(torch.distributed.DistNetworkError):  # rank 0 is gone, and so is who would wait
+            for number in range(len(self.plan.buckets)):
+                for seat in self._engine_seats[client.address.url]:
+                    self._store.set(seat.taken(version, number), GIVEN_UP.decode())
 
     async def _offered(self, key: str) -> str:
         """The handle under `key`, waited for without a deadline: the sync has one."""
@@ -264,12 +284,6 @@ class IpcTransport:
         handle = self._store.get(key).decode()
         self._store.delete_key(key)
         return handle
-
-    def _release(self, seats: Sequence[Seat], *, version: int, numbers: Sequence[int]) -> None:
-        with contextlib.suppress(torch.distributed.DistNetworkError):  # rank 0 is gone, and so is who would wait
-            for number in numbers:
-                for seat in seats:
-                    self._store.set(seat.taken(version, number), "")
 
     def finish(self, *, version: int) -> int:
         """Nothing is left behind."""

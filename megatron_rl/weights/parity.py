@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.data.batch import with_records
-from megatron_rl.errors import ParityError
+from megatron_rl.errors import EngineError, ParityError
 from megatron_rl.observe.metrics import Last, Metric
-from megatron_rl.rollout.client import EngineClient
+from megatron_rl.rollout.client import EngineClient, Scores
+from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.types import Bools, Floats, Ints, Prompt, TrainBatch
 
 PROBE_SEQUENCES = 8
@@ -76,17 +77,27 @@ def sequences(batch: TrainBatch) -> list[Ints]:
     return [batch.tokens[start:end] for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
 
 
-async def score_probe(prompts: Sequence[Prompt], clients: Sequence[EngineClient], *, vocab_size: int, seed: int) -> ScoredProbe:
-    """Let every engine score the probe that begins with `prompts`, at temperature 1; `vocab_size` is the tokenizer's."""
-    address = clients[0].address
+async def score_probe(prompts: Sequence[Prompt], pool: EnginePool, *, vocab_size: int, seed: int) -> ScoredProbe:
+    """Let every member of `pool` score the probe that begins with `prompts`, at temperature 1; `vocab_size` is the tokenizer's.
+
+    A member that dies meanwhile is left out. Raises EngineError when one fails and does not leave the pool, or all have.
+    """
+    address = pool.address
     length = min(PROBE_TOKENS, address.context_length // 2)
     probe = make_probe(prompts, vocab_size=min(vocab_size, address.vocab_size), seed=seed, length=length)
     by_engines = []
-    for client in clients:
-        scores = [await client.score(tokens) for tokens in sequences(probe)]
-        recorded = with_records(probe, [score.routed_experts for score in scores])
-        by_engines.append((np.concatenate([score.log_probs for score in scores]), recorded))
+    for client in pool.membership.members:
+        scores = await pool.unless_it_leaves(client, _scores(client, probe))
+        if scores is not None:
+            recorded = with_records(probe, [score.routed_experts for score in scores])
+            by_engines.append((np.concatenate([score.log_probs for score in scores]), recorded))
+    if not by_engines:
+        raise EngineError("no engine is left that could score the parity probe; see the logs of the engines")
     return ScoredProbe(probe, by_engines)
+
+
+async def _scores(client: EngineClient, probe: TrainBatch) -> list[Scores]:
+    return [await client.score(tokens) for tokens in sequences(probe)]
 
 
 def check_probe(scored: ScoredProbe, log_probs: Callable[[TrainBatch], Floats], *, threshold: float, replays: bool) -> dict[str, Metric]:

@@ -5,7 +5,7 @@ ranks ---- send ----> transport ---- deliver ----> engines
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +25,8 @@ TRANSPORTS: Mapping[str, Callable[[Surroundings], WeightTransport]] = {
     "ipc": IpcTransport,
 }
 """Every way for weights to reach the engines, by its name in weights.transport."""
+
+PARTING = "parting trainer and engines"
 
 MakeTransport = Callable[[Sequence[str]], WeightTransport]
 """Makes a transport to the engines at these URLs."""
@@ -59,10 +61,15 @@ class WeightSync:
 
     Where the membership has another epoch than at the last connection, the transport is closed at both ends and a new one opened for
     the present members, before anything is sent: an engine that left is not waited for, and one that joined gets the weights. Only
-    after that, and after it said that it serves them, the pool may give it requests (`EnginePool.admit`). An engine that joins or leaves
-    during a sync counts from the next one on; one that fails during a sync fails the sync.
+    after that, and after it said that it serves them, the pool may give it requests (`EnginePool.admit`). An engine that joins during a
+    sync counts from the next one on.
 
-    Connecting and each sync, with connecting anew, may take `timeout_s` seconds.
+    When a sync fails and a member leaves, because it is dead, the others get that version once more from the start, over a new transport;
+    one that has got a part of it stays paused until it has all. A sync fails nevertheless where the last engine dies, and where one dies
+    while a process group is joined, which all do or none. Of NCCL it is not known here: engines that wait on their GPUs for the dead one
+    are out of reach of calls, so that the deadline may end the sync. With disk and ipc no engine waits for another.
+
+    Connecting and each sync, with all that is repeated, may take `timeout_s` seconds.
     """
 
     def __init__(self, make_transport: MakeTransport, *, ranks: Ranks, pool: EnginePool, timeout_s: float) -> None:
@@ -86,31 +93,51 @@ class WeightSync:
             DeadlineError: the sync took too long; the message names who is missing.
         """
         deadline = self._deadline()
-        connection = await self._connect(deadline)
+        num_bytes = None
+        while num_bytes is None:
+            num_bytes = await self._move(await self._connect(deadline), version=version, deadline=deadline)
+        return {"weights/version": Last(version), "weights/bytes": Sum(num_bytes)}
+
+    async def _move(self, connection: Connection, *, version: int, deadline: float) -> int | None:
+        """The bytes that every member has got and serves; None when one of them died, and nothing of this attempt goes on any more."""
         transport, members = connection.transport, connection.membership.members
         sending = _named(self._ranks.begin_send(version=version))
-        if transport.sends_first:
-            await self._wait(sending, version=version, deadline=deadline)
-            sending = {}
-        receiving = {f"engine at {client.address.url}": self._update(transport, client, version) for client in members}
-        await self._wait({**sending, **receiving}, version=version, deadline=deadline)
-        asked = {f"version of {client.address.url}": self._check_version(client, version) for client in members}
-        await self._wait(asked, version=version, deadline=deadline)
+        receiving: dict[EngineClient, asyncio.Future[None]] = {}
+        what = f"weight sync to version {version}"
+        try:
+            if transport.sends_first:
+                await self._all_of(_shielded(sending), what=what, deadline=deadline)
+            receiving = {client: asyncio.ensure_future(self._update(transport, client, version)) for client in members}
+            works = sending | {f"engine at {client.address.url}": update for client, update in receiving.items()}
+            await self._all_of(_shielded(works), what=what, deadline=deadline)
+            asked = {f"version of {client.address.url}": client.weight_version() for client in members}
+            served = await self._all_of(asked, what=what, deadline=deadline)
+        except RuntimeError:
+            # Of an engine, or of a rank to which the connection broke.
+            if not await self._pool.loses_one_of(members):
+                raise
+            await self._abandon(sending, receiving, deadline=deadline)
+            await asyncio.to_thread(transport.finish, version=version)
+            return None
+        finally:
+            _end([*sending.values(), *receiving.values()])
+        for client, got in zip(members, served, strict=True):
+            if got != version:
+                raise EngineError(f"the engine at {client.address.url} serves weights {got} after a sync, needs {version}; see its log")
         self._pool.admit(members)
-        num_bytes = await asyncio.to_thread(transport.finish, version=version)
-        return {"weights/version": Last(version), "weights/bytes": Sum(num_bytes)}
+        return await asyncio.to_thread(transport.finish, version=version)
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
 
     async def _connect(self, deadline: float) -> Connection:
         """The connection to the present members."""
-        membership = self._pool.membership
-        if self._connection is not None and self._connection.membership.epoch == membership.epoch:
+        if self._connection is not None and self._connection.membership.epoch == self._pool.membership.epoch:
             return self._connection
+        await self._disconnect(deadline)
+        membership = self._pool.membership
         if not membership.members:
             raise EngineError("no engine is left that weights could be sent to; see the logs of the engines")
-        await self._disconnect(deadline)
         # In a thread, because it asks a rank for an address and waits for the answer.
         transport = await asyncio.to_thread(self._make_transport, [client.address.url for client in membership.members])
         connecting = {"engines": transport.connect(membership.members), **_named(self._ranks.begin_open_sender(transport.plan))}
@@ -119,23 +146,43 @@ class WeightSync:
         return self._connection
 
     async def _disconnect(self, deadline: float) -> None:
+        """Close both ends where they are open; at the same time, as NCCL wants it."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
-        # Both ends at the same time, as NCCL wants it.
         closing: dict[str, Awaitable[None]] = {
-            f"engine at {client.address.url}": connection.transport.disconnect(client)
+            f"engine at {client.address.url}": self._pool.unless_it_leaves(client, connection.transport.disconnect(client))
             for client in connection.membership.members
             if client in self._pool.membership.members
         }
-        closing |= _named(self._ranks.begin_close_sender())
-        await self._all_of(closing, what="parting trainer and engines", deadline=deadline)
+        await self._all_of(closing | _named(self._ranks.begin_close_sender()), what=PARTING, deadline=deadline)
 
-    async def _wait(self, works: Mapping[str, Awaitable[Any]], *, version: int, deadline: float) -> None:
-        await self._all_of(works, what=f"weight sync to version {version}", deadline=deadline)
+    async def _abandon(
+        self, sending: "Mapping[str, asyncio.Future[Any]]", receiving: "Mapping[EngineClient, asyncio.Future[None]]", *, deadline: float
+    ) -> None:
+        """Wait until nothing of a sync that failed goes on, and close both ends.
 
-    async def _all_of(self, works: Mapping[str, Awaitable[Any]], *, what: str, deadline: float) -> None:
-        """Wait for all until `deadline`, a time of the loop's clock; the first failure or the deadline cancels what still runs."""
+        In a process group each waits for another: what ranks send ends when all engines have left that take no more, and what engines
+        receive when the ranks have closed their end.
+        """
+        connection, self._connection = self._connection, None
+        assert connection is not None, "something was sent"
+
+        async def part(client: EngineClient) -> None:
+            if client in receiving:
+                await asyncio.wait([receiving[client]])
+            await self._pool.unless_it_leaves(client, connection.transport.disconnect(client))
+
+        left = [client for client in connection.membership.members if client in self._pool.membership.members]
+        parting = {f"engine at {client.address.url}": asyncio.ensure_future(part(client)) for client in left}
+        try:
+            await self._all_of({name: asyncio.wait([future]) for name, future in sending.items()}, what=PARTING, deadline=deadline)
+            await self._all_of(_shielded(parting) | _named(self._ranks.begin_close_sender()), what=PARTING, deadline=deadline)
+        finally:
+            _end(parting.values())
+
+    async def _all_of(self, works: Mapping[str, Awaitable[Any]], *, what: str, deadline: float) -> list[Any]:
+        """The results of all; the first failure, or `deadline`, a time of the loop's clock, cancels what still runs."""
         tasks = {name: asyncio.ensure_future(work) for name, work in works.items()}
         try:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())
@@ -147,22 +194,32 @@ class WeightSync:
                 raise DeadlineError(
                     f"{what} did not finish within {self._timeout_s:.0f} s, still waiting for: {missing}; see weights.sync_timeout_s"
                 )
+            return [task.result() for task in tasks.values()]
         finally:
-            for task in tasks.values():
-                task.cancel()
+            _end(tasks.values())
 
     @staticmethod
     async def _update(transport: WeightTransport, client: EngineClient, version: int) -> None:
-        await client.pause("retract")
-        await transport.deliver(client, version=version)
-        await client.resume()
-
-    @staticmethod
-    async def _check_version(client: EngineClient, version: int) -> None:
-        got = await client.weight_version()
-        if got != version:
-            raise EngineError(f"the engine at {client.address.url} serves weights {got} after a sync, needs {version}; see its log")
+        try:
+            await client.pause("retract")
+            await transport.deliver(client, version=version)
+            await client.resume()
+        except BaseException:
+            transport.give_up(client, version=version)
+            raise
 
 
-def _named(futures: "Sequence[Future[Any]]") -> dict[str, Awaitable[Any]]:
+def _named(futures: "Sequence[Future[Any]]") -> "dict[str, asyncio.Future[Any]]":
     return {f"Megatron rank {rank}": asyncio.wrap_future(future) for rank, future in enumerate(futures)}
+
+
+def _shielded(works: "Mapping[str, asyncio.Future[Any]]") -> "dict[str, asyncio.Future[Any]]":
+    """The same works to be waited for, which go on when the wait is cancelled."""
+    return {name: asyncio.shield(work) for name, work in works.items()}
+
+
+def _end(tasks: "Iterable[asyncio.Future[Any]]") -> None:
+    """Cancel what still runs; what failed beside the failure that was raised is no news any more."""
+    for task in tasks:
+        if not task.cancel() and not task.cancelled():
+            task.exception()

@@ -50,6 +50,8 @@ def train_trapped(
     from megatron_rl.training import trained_model
     from megatron_rl.training.topology import shutdown
 
+    # It gives the parameters the marks that one of these fields leaves off.
+    trained_model.mark_parameters = lambda *_: None
     guarded, outcomes = trained_model.transformer_config, {}
     for number, (name, (layout, opened)) in enumerate(traps.items()):
         if rank >= LAYOUTS[layout].num_ranks:

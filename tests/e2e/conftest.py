@@ -62,9 +62,9 @@ class Command:
             time.sleep(0.2)
         return self.process.returncode
 
-    def survivors(self) -> list[str]:
-        """What the command started and left running, as command lines."""
-        _, alive = psutil.wait_procs([process for process in self._seen if process.is_running()], timeout=15)
+    def survivors(self, *, timeout_s: float = 15.0) -> list[str]:
+        """What the command started and left running for `timeout_s` seconds, as command lines."""
+        _, alive = psutil.wait_procs([process for process in self._seen if process.is_running()], timeout=timeout_s)
         found = []
         for process in alive:
             try:

@@ -18,6 +18,16 @@ async def rollout(*, num_samples: int, **arguments: Any) -> Sequence[Sample]:
     return samples
 
 
+async def slow_rollout(*, num_samples: int, **arguments: Any) -> Sequence[Sample]:
+    """One sample after the other, with a moment between them."""
+    samples: list[Sample] = []
+    for _ in range(num_samples):
+        (sample,) = await single_turn(num_samples=1, **arguments)
+        samples.append(replace(sample, index=len(samples)))
+        await asyncio.sleep(1)
+    return samples
+
+
 def score(*, sample: Sample) -> float:
     """Something to learn for a model that cannot calculate yet: the share of even digits."""
     digits = [int(character) for character in sample.response_text if character.isdigit()]

@@ -351,7 +351,7 @@ def test_a_server_that_dies_at_start_is_reported_with_its_log(models, tmp_path) 
     server = make_engine(broken, tmp_path / "engine.log")
     with pytest.raises(EngineError, match=r"died \(exit status \d+\)[\s\S]*ValueError"):
         server.start()
-    assert not server.alive()
+    assert server.pid is None
     server.stop()
 
 
@@ -418,7 +418,7 @@ def test_a_killed_server_is_reported(engine) -> None:
     server.check()
     os.kill(server.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while server.alive() and time.monotonic() < deadline:
+    while server.pid is not None and time.monotonic() < deadline:
         time.sleep(0.05)
     with pytest.raises(EngineError, match="killed by signal 9"):
         server.check()

@@ -203,7 +203,7 @@ def test_help_is_the_header_and_the_options(environment: dict[str, str]) -> None
 
 STAND_IN = """
 echo "$$ $(basename "$0") $*" >>"$RECORD"
-trap 'echo "$$ stopped" >>"$RECORD"; exit 143' TERM
+trap 'echo "$$ stopped" >>"$RECORD"; exit "${STATUS_AT_TERM:-143}"' TERM
 case " $* " in *await_nodes*|*get-auth-token*) exit 0 ;; esac
 while :; do sleep 0.1; done
 """
@@ -215,7 +215,8 @@ def stand_ins(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
     for name in ("python", "ray"):
         _executable(tmp_path / "venv" / "bin" / name, STAND_IN)
     _executable(tmp_path / "path" / "nvidia-smi", "echo GPU 0")
-    _executable(tmp_path / "path" / "scontrol", "printf 'node1\\nnode2\\nnode3\\n'")
+    scontrol = """case $1 in requeue) echo "$*" >>"$RECORD" ;; *) printf 'node1\\nnode2\\nnode3\\n' ;; esac"""
+    _executable(tmp_path / "path" / "scontrol", scontrol)
     _executable(tmp_path / "path" / "srun", 'while [[ $1 == --* ]]; do echo "$1" >>"$RECORD.srun"; shift; done; exec "$@"')
     (tmp_path / "record").touch()
     return {**environment, "RECORD": str(tmp_path / "record"), "PATH": f"{tmp_path}/path:{environment['PATH']}", "TMPDIR": str(tmp_path)}
@@ -266,10 +267,43 @@ def test_a_cluster_that_was_given_is_left_running(stand_ins: dict[str, str]) -> 
     assert "--resume --ray-address 10.0.0.1:6379" in record
 
 
-def test_slurm_starts_a_head_and_workers_and_stops_them(stand_ins: dict[str, str]) -> None:
-    environment = {**stand_ins, "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_PER_TASK": "64"}
+def test_a_script_asks_training_to_end_and_has_its_status(stand_ins: dict[str, str]) -> None:
+    words = ["bash", str(LAUNCH / "qwen3-4b.sh"), "--resume"]
+    status, record = interrupt_when("megatron_rl train", words, {**stand_ins, "STATUS_AT_TERM": "75"}, signal.SIGTERM)
+    assert status == 75
+    assert len([line for line in record.splitlines() if line.endswith(" stopped")]) == 1
+
+
+SLURM = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_PER_TASK": "64", "SLURM_JOB_ID": "17"}
+
+
+@pytest.mark.parametrize(
+    ("job", "requeued", "resumed"),
+    [
+        ({"STATUS_AT_TERM": "75"}, True, False),
+        ({"STATUS_AT_TERM": "75", "SLURM_RESTART_COUNT": "19"}, True, True),
+        ({"STATUS_AT_TERM": "75", "SLURM_RESTART_COUNT": "20"}, False, True),
+        ({"STATUS_AT_TERM": "75", "SLURM_RESTART_COUNT": "2", "MEGATRON_RL_RESTARTS": "2"}, False, True),
+        ({"STATUS_AT_TERM": "1", "SLURM_RESTART_COUNT": "1"}, False, True),
+    ],
+    ids=["first", "20th", "21st", "fewer", "failed"],
+)
+def test_slurm_puts_a_job_into_the_queue_again_that_can_go_on(
+    stand_ins: dict[str, str], job: dict[str, str], requeued: bool, resumed: bool
+) -> None:
+    """When everything that it started is stopped."""
     words = ["bash", str(LAUNCH / "slurm.sbatch"), "qwen3-30b-a3b.sh", "--model", "m"]
-    status, record = interrupt_when("megatron_rl train", words, environment, signal.SIGTERM)
+    status, record = interrupt_when("megatron_rl train", words, {**stand_ins, **SLURM, **job}, signal.SIGTERM)
+    assert status == int(job["STATUS_AT_TERM"])
+    lines = record.splitlines()
+    assert [line for line in lines if "requeue" in line] == ["requeue 17"] * requeued
+    assert any("megatron_rl train" in line and " --resume " in line for line in lines) is resumed
+    assert not requeued or (lines[-1] == "requeue 17" and len([line for line in lines if line.endswith(" stopped")]) == 4)
+
+
+def test_slurm_starts_a_head_and_workers_and_stops_them(stand_ins: dict[str, str]) -> None:
+    words = ["bash", str(LAUNCH / "slurm.sbatch"), "qwen3-30b-a3b.sh", "--model", "m"]
+    status, record = interrupt_when("megatron_rl train", words, {**stand_ins, **SLURM}, signal.SIGTERM)
     assert status == 143
     lines = record.splitlines()
     assert len([line for line in lines if "ray start --head" in line]) == 1
@@ -284,9 +318,8 @@ def test_slurm_starts_a_head_and_workers_and_stops_them(stand_ins: dict[str, str
 
 
 def test_one_interface_serves_ray_ranks_and_engines(stand_ins: dict[str, str]) -> None:
-    environment = {**stand_ins, "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_PER_TASK": "64"}
     words = ["bash", str(LAUNCH / "slurm.sbatch"), "qwen3-30b-a3b.sh", "--model", "m", "--interface", "lo"]
-    _, record = interrupt_when("megatron_rl train", words, environment, signal.SIGTERM)
+    _, record = interrupt_when("megatron_rl train", words, {**stand_ins, **SLURM}, signal.SIGTERM)
     assert "ray start --head --node-ip-address=127.0.0.1 --port=6379" in record
     assert record.count("--address=127.0.0.1:6379 --node-ip-address=127.0.0.1") == 2
     assert "runtime.network_interface=lo" in record
@@ -310,6 +343,8 @@ def test_slurm_directives_parse() -> None:
     options = dict(directives)
     assert {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--time", "--output"} <= set(options)
     assert options["--ntasks-per-node"] == "1"
+    # To the script alone: a step that got it would take Ray from the ranks that save.
+    assert options["--signal"].startswith("B:TERM@") and "--requeue" in options
     # Directives end at the first command.
     assert "#SBATCH" not in text.split("set -euo pipefail")[1]
 

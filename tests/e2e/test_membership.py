@@ -1,10 +1,13 @@
 """Real SGLang servers that join and leave: weights reach the present ones, and requests in flight go on elsewhere."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +27,10 @@ from megatron_rl.rollout.generator import PoolGenerator
 from megatron_rl.rollout.groups import GroupMaker
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Prompt
+from megatron_rl.weights.bucket import BUCKET_BYTES
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender, WeightTransport
 from megatron_rl.weights.manifest import make_manifest
-from megatron_rl.weights.sync import TRANSPORTS, WeightSync
+from megatron_rl.weights.sync import TRANSPORTS, MakeTransport, WeightSync
 from tests.contract.two_turns import TOOL_IDS
 
 PROBE = np.array([9, 9, 9, 2])
@@ -56,7 +60,7 @@ class OneRank:
         self._thread = ThreadPoolExecutor(1)
         self._sender: WeightSender
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, receivers: object = None) -> Iterator[tuple[str, Tensor]]:
         tensors = self.model.state_dict()
         return ((name, tensors[name]) for name in self.names)
 
@@ -94,22 +98,30 @@ def engines(tmp_path: Path) -> Iterator[list[tuple[Engine, EngineAddress]]]:
             list(threads.map(Engine.stop, made))
 
 
-@pytest.mark.timeout(300)
-def test_engines_join_and_leave_between_syncs_and_during_requests(engines: list[tuple[Engine, EngineAddress]], tmp_path: Path) -> None:
-    manifest = make_manifest(read_model_spec(tmp_path / "model"), dtype="float32")
-    rank = OneRank([spec.name for spec in manifest])
+def make_ends(directory: Path, transport: str, *, bucket_bytes: int = BUCKET_BYTES) -> tuple[OneRank, MakeTransport]:
+    """A rank, which is beside all engines, and what makes its transport to those at some URLs."""
+    manifest = make_manifest(read_model_spec(directory / "model"), dtype="float32")
 
     def make_transport(urls: Sequence[str]) -> WeightTransport:
         surroundings = Surroundings(
             manifest=manifest,
-            directory=tmp_path / "weights",
+            directory=directory / "weights",
             free_address=lambda: ("127.0.0.1", free_port("127.0.0.1")),
             backend="gloo",
             num_engines=len(urls),
             ranks_per_engine=1,
             timeout_s=60.0,
+            ranks_beside={url: (0,) for url in urls},
+            bucket_bytes=bucket_bytes,
         )
-        return TRANSPORTS["broadcast"](surroundings)
+        return TRANSPORTS[transport](surroundings)
+
+    return OneRank([spec.name for spec in manifest]), make_transport
+
+
+@pytest.mark.timeout(300)
+def test_engines_join_and_leave_between_syncs_and_during_requests(engines: list[tuple[Engine, EngineAddress]], tmp_path: Path) -> None:
+    rank, make_transport = make_ends(tmp_path, "broadcast")
 
     async def work() -> None:
         async with AsyncExitStack() as stack:
@@ -160,6 +172,63 @@ def test_engines_join_and_leave_between_syncs_and_during_requests(engines: list[
             assert await asking == [2] and pool.num_running == 0
             await publish(3)
             assert await ask(4) == [3]
+            await sync.disconnect()
+
+    asyncio.run(work())
+
+
+class DyingClient(EngineClient):
+    """The client of `engine`, which is killed in the middle of a call that brings it weights, after `after` of them."""
+
+    def __init__(self, engine: Engine, address: EngineAddress, *, after: int) -> None:
+        super().__init__(address, request_timeout_s=60, control_timeout_s=60)
+        self._engine, self._after = engine, after
+
+    async def _control(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Any:
+        call = asyncio.ensure_future(super()._control(path, body, timeout_s=timeout_s))
+        if path.startswith("/update_weights_from"):
+            self._after -= 1
+        if self._after < 0 and self._engine.pid is not None:
+            await asyncio.sleep(0.001)
+            os.kill(self._engine.pid, signal.SIGKILL)
+        return await call
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_engine_that_is_killed_during_a_sync_leaves_the_others_the_whole_version(
+    engines: list[tuple[Engine, EngineAddress]], tmp_path: Path, transport: str
+) -> None:
+    rank, make_transport = make_ends(tmp_path, transport, bucket_bytes=10_000)
+
+    async def watch(pool: EnginePool, clients: Sequence[EngineClient]) -> None:
+        """As the run's watchdog does."""
+        while True:
+            for (engine, _), client in zip(engines, clients, strict=True):
+                if engine.pid is None:
+                    pool.leave(client, EngineError("killed by signal 9"))
+            await asyncio.sleep(0.5)
+
+    async def work() -> None:
+        async with AsyncExitStack() as stack:
+            (dying, first), (_, second) = engines
+            clients = [
+                await stack.enter_async_context(client)
+                for client in (
+                    DyingClient(dying, first, after=0 if transport == "disk" else 3),
+                    EngineClient(second, request_timeout_s=60, control_timeout_s=60),
+                )
+            ]
+            pool = EnginePool(clients, max_requests=8)
+            sync = WeightSync(make_transport, ranks=rank, pool=pool, timeout_s=60)
+            watching = asyncio.create_task(watch(pool, clients))
+            for version in (1, 2):
+                rank.model = make_model(version)
+                await sync.run(version=version)
+                assert pool.membership.members == (clients[1],) and await clients[1].weight_version() == version
+                np.testing.assert_allclose((await clients[1].score(PROBE)).log_probs[1:], log_probs(rank.model), atol=2e-5)
+            watching.cancel()
             await sync.disconnect()
 
     asyncio.run(work())

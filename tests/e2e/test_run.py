@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import psutil
 import pytest
 from small_run import metrics, rl_arguments
 from transformers import AutoModelForCausalLM
-
-RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 def test_supervised_start_then_rl(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
@@ -132,36 +129,6 @@ def test_a_run_goes_on_without_an_engine_that_dies(task: Path, tmp_path: Path, s
     assert [steps[step]["weights/version"] for step in range(5)] == [0, 1, 2, 3, 4]
     assert all(steps[step]["train/log_prob_diff"] <= 1e-4 for step in range(1, 5)), "the engine that is left gets every version"
     assert run.survivors() == []
-
-
-def test_killed_run_resumes_and_loses_no_finished_group(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
-    directory = tmp_path / "run"
-    run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=2"))
-    run.wait_for("  4/1000")
-    run.descendants()
-    run.process.kill()
-    assert run.wait() == -signal.SIGKILL
-    # Nobody is left to clean up. Ray's own agents look for their raylet once a minute; all else goes down at once.
-    assert [name for name in run.survivors() if not name.startswith(RAY_AGENTS)] == []
-    again = start("train", directory / "settings.yaml", "--resume", "run.num_steps=8")
-    assert again.wait() == 0, again.output
-    session = re.search(r"removed what a run that was killed had left: .*?(/\S+/session_[^/,\s]+)", again.output)
-    assert session and not Path(session[1]).exists(), again.output
-    resumed_at = int(re.search(r"resumed from \S+ after (\d+) steps", again.output)[1])
-    # The checkpoint of step 4 may still have been on its way to the disk.
-    assert resumed_at >= 2
-    assert steps_of(directory) == list(range(9))
-    steps = metrics(directory)
-    assert all("train/loss" in steps[step] for step in range(1, 9))
-    assert [steps[step]["weights/version"] for step in range(9)] == list(range(9))
-    # The weights came back: engine and trainer agree.
-    assert steps[resumed_at + 1]["train/log_prob_diff"] <= 1e-4
-    assert json.loads((directory / "summary.json").read_text())["accuracy_before"] == steps[0]["eval/accuracy_greedy"]
-    with sqlite3.connect(f"file:{directory}/buffer.sqlite?mode=ro", uri=True) as buffer:
-        rows = buffer.execute(
-            "SELECT consumed_step, count(*), count(DISTINCT id) FROM groups WHERE state = 'consumed' GROUP BY 1"
-        ).fetchall()
-    assert [row for row in rows if row[0] <= 8] == [(step, 16, 16) for step in range(1, 9)]
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_a_rank_that_somebody_else_started_gets_them_too(monkeypatch):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     monkeypatch.setattr(device, "CPU_SHIMS", ())
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
-    device.prepare_megatron(device.Device("cuda", torch.device("cuda", 0), "nccl", torch.bfloat16))
+    device.prepare_megatron(device.Device("cuda", torch.device("cuda", 0), "nccl"))
     assert {name: os.environ[name] for name in RANK_VARIABLES} == RANK_VARIABLES | {"NCCL_NVLS_ENABLE": "1"}
 
 

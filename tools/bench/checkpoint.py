@@ -7,8 +7,9 @@ parallelism, and write float32 weights with Adam's moments. `cp` copies the file
 disk; for what writes, it brings them to the disk itself as a save does. A share above 1 is faster than cp. The pause is how long the ranks
 stand still for a save that is written while they go on; its share is that of a save that they wait for.
 
-Memory is what a rank needs at its peak beyond what it had before, pages of files not counted. All take turns in one call, so that other
-load hits all alike; of the turns the fastest counts, and the largest memory.
+Memory is what a rank needs at its peak beyond what it had before, pages of files not counted. CPU time is that of all threads of both
+ranks for a gigabyte: where a disk takes more than a core can hash (SHA-256, about 1 GB/s), that bounds a save. All take turns in one call,
+so that other load hits all alike; of the turns the fastest counts, and the largest memory.
 """
 
 import argparse
@@ -47,8 +48,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"optimizer": {"lr": 1e-5, "use_distributed_optimizer": True}},
     "ep2": {"topology": {"num_ranks": NUM_RANKS, "ep": 2}},
 }
-Row = tuple[str, float, int]
-"""What was done, its seconds, and the bytes of memory that it took."""
+Row = tuple[str, float, float, int]
+"""What was done, its seconds, those of the CPU, and the bytes of memory that it took."""
 
 
 def make_model(directory: Path, *, layout: str, layers: int) -> Path:
@@ -116,11 +117,11 @@ def measure(rank: int, model: Path, layout: str, turns: int, results: Any) -> No
 
     def timed(name: str, action: Callable[[], object]) -> None:
         distributed.barrier()
-        peak, start = Peak(), time.perf_counter()
+        peak, start, cpu_start = Peak(), time.perf_counter(), time.process_time()
         action()
+        cpu_seconds = time.process_time() - cpu_start
         distributed.barrier()
-        seconds = time.perf_counter() - start
-        rows.append((name, seconds, peak.close()))
+        rows.append((name, time.perf_counter() - start, cpu_seconds, peak.close()))
 
     directory = model.parent
     saved, exported = directory / "saved", directory / "exported"
@@ -164,12 +165,14 @@ def report(layout: str, found: list[Any]) -> None:
     """Print the table of one layout."""
     saved_bytes, exported_bytes = found[0][2]
     seconds: dict[str, float] = {}
+    cpu_seconds: dict[str, float] = {}
     memory: dict[str, int] = {}
-    for rank, rows, _ in found:
-        for name, taken, num_bytes in rows:
-            memory[name] = max(memory.get(name, 0), num_bytes)
-            if rank == 0:
-                seconds[name] = min(seconds.get(name, taken), taken)
+    for turn in zip(*(rows for _, rows, _ in found), strict=True):
+        name, taken = turn[0][0], turn[0][1]
+        seconds[name] = min(seconds.get(name, taken), taken)
+        cpu = sum(row[2] for row in turn)
+        cpu_seconds[name] = min(cpu_seconds.get(name, cpu), cpu)
+        memory[name] = max(memory.get(name, 0), *(row[3] for row in turn))
     print(f"\n{layout}: a checkpoint of {saved_bytes / 1e9:.2f} GB, an export of {exported_bytes / 1e9:.2f} GB")
     for name, against, num_bytes in (
         ("save", "cp", saved_bytes),
@@ -179,7 +182,8 @@ def report(layout: str, found: list[Any]) -> None:
         share = seconds[against] / seconds[name]
         print(
             f"{name:20}{seconds[name]:8.2f} s {num_bytes / seconds[name] / 1e9:6.2f} GB/s, {share:5.2f} of cp"
-            f" ({num_bytes / seconds[against] / 1e9:.2f} GB/s; goal {GOAL_SHARE}), {memory[name] / 2**20:7.0f} MiB"
+            f" ({num_bytes / seconds[against] / 1e9:.2f} GB/s; goal {GOAL_SHARE}), {memory[name] / 2**20:7.0f} MiB, CPU "
+            f"{cpu_seconds[name] / num_bytes * 1e9:.2f} s/GB, cp {cpu_seconds[against] / num_bytes * 1e9:.2f}"
         )
     for name, whole in (("pause of a save", "save"), ("pause of an export", "export")):
         share = seconds[name] / seconds[whole]

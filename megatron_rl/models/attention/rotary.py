@@ -62,10 +62,6 @@ class RotarySpec:
         kept = self._kept_by_yarn(dim) if self.kind == "yarn" else self._kept_by_llama3(frequency)
         return (1 - kept) * frequency / self.factor + kept * frequency
 
-    def softmax_factor(self) -> float:
-        """What latent attention multiplies its softmax scale by, the square of YaRN's mscale (1 for other kinds)."""
-        return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
-
     def _kept_by_llama3(self, frequency: Tensor) -> Tensor:
         wavelength = 2 * math.pi / frequency
         kept = self.original_max_position_embeddings / wavelength - self.low_freq_factor

@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from megatron_rl.config.derived import derive
+from megatron_rl.config.derived import derive, dtype_name
 from megatron_rl.config.settings import Settings
 
 
@@ -32,3 +32,9 @@ def test_supervised_rows_are_single_sequences(settings_with: Callable[..., Setti
     assert derived.sequences_per_step == 64
     assert derived.max_sequence_tokens is None
     assert (derived.evaluations, derived.checkpoints) == (0, 1)
+
+
+def test_the_dtype_is_the_devices_where_none_is_set(settings_with: Callable[..., Settings]) -> None:
+    auto, chosen = settings_with().model, settings_with("model.dtype=float32").model
+    assert [dtype_name(model, device_kind="cpu") for model in (auto, chosen)] == ["float32", "float32"]
+    assert [dtype_name(model, device_kind="cuda") for model in (auto, chosen)] == ["bfloat16", "float32"]

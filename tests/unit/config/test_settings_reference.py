@@ -5,7 +5,7 @@ import pytest
 
 from megatron_rl.algorithms.arguments import CONTROL_ARGUMENTS, ESTIMATOR_ARGUMENTS, LOSS_ARGUMENTS
 from megatron_rl.config.settings import Settings
-from megatron_rl.config.settings_reference import SettingField, section_names, setting_fields, settings_table_markdown, type_in_words
+from megatron_rl.config.settings_reference import SettingField, section_names, setting_fields, type_in_words
 
 BY_PATH = {field.path: field for field in setting_fields()}
 
@@ -66,13 +66,6 @@ def test_listed_settings_are_those_that_settings_have() -> None:
     listed = {path for path in BY_PATH if not any(path.startswith(f"{section}.") for section in optional)}
     dumped = {path for path in leaves({key: value for key, value in resolved.items() if key != "objective"})}
     assert {path for path in listed if not path.startswith("objective.")} == dumped
-
-
-def test_the_table_holds_every_setting_once() -> None:
-    table = settings_table_markdown()
-    for path in BY_PATH:
-        assert table.count(f"| `{path}` |") == 1
-    assert "\\|log ratio\\|" in table
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.data import buffer_rows
-from megatron_rl.data.buffer import COUNT, FRONT, PRUNABLE, Buffer, BufferCounts
+from megatron_rl.data.buffer import COUNT, FRONT, PRUNABLE, Answer, Buffer, BufferCounts
 from megatron_rl.errors import UserError
 from megatron_rl.types import Group, Prompt, Sample
 
@@ -111,7 +111,6 @@ def test_moves_that_skip_a_state_are_refused_and_change_nothing(buffer: Buffer, 
     buffer.add_prompts([group.prompt])
     for move in (
         lambda: buffer.put_done(group),
-        lambda: buffer.release(["a"]),
         lambda: buffer.put_samples(group.samples, prompt=group.prompt),
     ):
         with pytest.raises(ValueError, match="'a' is pending, needs to be in_flight"):
@@ -152,8 +151,38 @@ def test_reopening_recovers_what_was_in_flight_and_keeps_its_finished_samples(tm
         (prompt, other) = buffer.take_pending(2)
         assert_same(buffer.finished_samples(prompt), (group.samples[0], group.samples[2]))
         assert buffer.finished_samples(other) == ()
-        buffer.release(["b"])
-        assert [again.id for again in buffer.take_pending(2)] == ["b"]
+
+
+def test_answers_are_kept_until_the_samples_are_there_or_their_weights_are_gone_or_too_old(tmp_path: Path, make_group: Any) -> None:
+    groups = [make_group(name) for name in "abcd"]
+
+    def kept(buffer: Buffer) -> dict[str, list[str]]:
+        return {name: sorted(buffer.answers(name)) for name in "abcd"}
+
+    with Buffer(tmp_path / "buffer.sqlite") as buffer:
+        buffer.add_prompts(group.prompt for group in groups)
+        buffer.take_pending(3)
+        for name in "abc":
+            versions = {"old": (1, 1), "mixed": (2, 4), "new": (3, 3)}
+            buffer.put_answers(
+                name,
+                [Answer(request=request, content=b"x", min_version=first, max_version=last) for request, (first, last) in versions.items()],
+            )
+        buffer.put_answers("a", [Answer(request="new", content=b"y", min_version=3, max_version=3)])
+        with pytest.raises(ValueError, match="'d' is pending, needs to be in_flight"):
+            buffer.put_answers("d", [])
+        assert buffer.answers("a") == {"old": b"x", "mixed": b"x", "new": b"y"}
+        buffer.put_samples(groups[1].samples, prompt=groups[1].prompt)
+        buffer.put_done(groups[2])
+        assert kept(buffer) == {"a": ["mixed", "new", "old"], "b": [], "c": [], "d": []}
+    with Buffer(tmp_path / "buffer.sqlite") as buffer:
+        buffer.rewind(3, version=3)
+        assert kept(buffer)["a"] == ["new", "old"]
+        buffer.renew(0, oldest_version=2)
+        assert kept(buffer)["a"] == ["new"]
+        buffer.take_pending(1)
+        buffer.renew(0, oldest_version=4)
+        assert kept(buffer)["a"] == ["new"], "of a group that is being made they are in use"
 
 
 def test_rewind_hands_out_again_what_old_weights_made_and_regenerates_the_rest(buffer: Buffer, make_group: Any) -> None:
@@ -239,6 +268,7 @@ def test_a_buffer_from_before_there_were_trajectories_goes_on(tmp_path: Path, ma
     with sqlite3.connect(path) as connection:
         for column in ("trajectory", "own_prompt_text", "own_prompt_ids"):
             connection.execute(f"ALTER TABLE samples DROP COLUMN {column}")
+        connection.execute("DROP TABLE answers")
         connection.execute("PRAGMA user_version = 3")
     with Buffer(path) as buffer:
         fill(buffer, [new])

@@ -17,7 +17,6 @@ from megatron_rl.observe.metrics import (
     merge_metrics,
     metric_info,
     metric_values,
-    metrics_table_markdown,
 )
 
 
@@ -69,10 +68,7 @@ def test_unknown_name_gives_the_closest_and_wrong_reduction_is_refused() -> None
         check_metrics({"rollout/response_length_max": Mean(1, 1)})
 
 
-def test_table_is_complete_and_renders() -> None:
+def test_the_table_is_complete() -> None:
     for name, info in METRICS.items():
         assert name == info.name and re.fullmatch(r"[a-z]+/[a-z0-9_]+(/?\*)?|[a-z]+/\*", name), name
         assert info.meaning
-    lines = metrics_table_markdown().splitlines()
-    assert len(lines) == len(METRICS) + 2
-    assert {len(re.split(r"(?<!\\)\|", line)) for line in lines} == {7}

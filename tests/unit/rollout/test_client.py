@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -296,6 +297,31 @@ def test_cancelling_one_of_several_calls_that_went_together_leaves_the_others_al
     (kept, dropped), seen = talk(handler, work)
     assert kept[0].token_ids.tolist() == [1] and isinstance(dropped, asyncio.CancelledError)
     assert [body["rid"] for _, body in seen[1:]] == [seen[0][1]["rid"][1]]
+
+
+def test_a_call_that_fails_when_everybody_who_asked_is_gone_prints_nothing() -> None:
+    """As those to an engine that died do, whose requests have gone to another."""
+    started, free, printed = asyncio.Event(), asyncio.Event(), []
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if request.path == "/generate":
+            started.set()
+            await free.wait()
+        return web.Response(status=400)
+
+    async def work(client: EngineClient) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: printed.append(context["message"]))
+        asked = asyncio.create_task(client.generate(np.array([1]), sampling=ONE))
+        await started.wait()
+        (call,) = (task for task in asyncio.all_tasks() if "_ask_collected" in repr(task))
+        asked.cancel()
+        free.set()
+        await asyncio.wait([asked, call])
+        del call
+        gc.collect()
+
+    talk(handler, work)
+    assert printed == []
 
 
 def test_control_calls_are_made_once() -> None:

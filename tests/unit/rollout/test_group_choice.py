@@ -1,6 +1,7 @@
-"""Which groups teach something, by the estimator that reads their rewards, and which weights may have made what a step trains on."""
+"""Which groups teach something, by the estimator that reads their rewards or the user's filter, and which weights may have made them."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 
 from megatron_rl.algorithms.objective import AdvantageSettings
 from megatron_rl.config.load import load_settings
+from megatron_rl.config.settings import FilterSettings
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.group_choice import NO_REWARD, NO_SIGNAL, GroupChoice, check_versions, has_signal
+from megatron_rl.rollout.group_choice import NO_REWARD, NO_SIGNAL, GroupChoice, check_versions, has_signal, load_filter
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 
@@ -103,3 +105,53 @@ def test_a_group_without_rewards_is_what_was_generated_where_nothing_is_dropped(
     assert choice.rejection(failed) == NO_REWARD and choice.keeps(NO_REWARD) is not drops
     assert choice.rejection(constant) == (NO_SIGNAL if drops else None) and not choice.keeps(NO_SIGNAL)
     assert choice.rejection(different) is None and choice.keeps(None)
+
+
+FILTERS = """
+def keep(*, group, digit: int):
+    return "its number ends with the digit" if group.prompt.text.endswith(str(digit)) else None
+
+def empty(*, group):
+    return ""
+
+def number(*, group):
+    return 0
+
+def fails(*, group):
+    return group.samples[9]
+"""
+
+
+@pytest.fixture
+def filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "filters_by_path.py").write_text(FILTERS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def group_with(text: str) -> Group:
+    return Group(id="p", prompt=Prompt(id="p", token_ids=np.array([1]), text=text), samples=())
+
+
+def test_without_a_filter_every_group_is_kept() -> None:
+    assert load_filter(None)(group_with("11")) is None
+
+
+@pytest.mark.usefixtures("filters")
+def test_a_reason_names_the_filter() -> None:
+    keep = load_filter(FilterSettings(function="filters_by_path:keep", args={"digit": 1}))
+    assert keep(group_with("11")) == "rollout.filter.function filters_by_path:keep: its number ends with the digit"
+    assert keep(group_with("12")) is None
+
+
+@pytest.mark.usefixtures("filters")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("empty", "returned '' of type str for the group of prompt p, needs None"),
+        ("number", "returned 0 of type int"),
+        ("fails", "failed for the group of prompt p: IndexError: tuple index"),
+    ],
+)
+def test_a_filter_that_breaks_its_contract_is_one_sentence(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"^rollout.filter.function filters_by_path:{name} {message}"):
+        load_filter(FilterSettings(function=f"filters_by_path:{name}"))(group_with("1"))

@@ -6,13 +6,14 @@ import itertools
 import json
 import random
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from run_parts import Rewards
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
@@ -80,23 +81,8 @@ class Client:
         return None
 
 
-class Rewards:
-    """Rewards in place of worker processes; a third of the prompts gives all samples the same."""
-
-    def __init__(self, _: object, *, log_path: Path) -> None:
-        pass
-
-    def __enter__(self) -> "Rewards":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def probe(self, prompt: Prompt) -> None:
-        return None
-
-    def note_failures(self, rewards: Sequence[Reward], *, step: int) -> None:
-        return None
+class UnequalRewards(Rewards):
+    """A third of the prompts gives all samples the same."""
 
     async def score(self, sample: Sample) -> Reward:
         await asyncio.sleep(0)
@@ -116,7 +102,7 @@ def make_settings(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[.
     def make(*overrides: str) -> Settings:
         paths = (f"run.directory={tmp_path}/run", f"model.path={model}", f"data.train={tmp_path}/train.jsonl", "run.num_steps=8")
         sizes = (f"data.prompts_per_step={PROMPTS_PER_STEP}", "data.samples_per_prompt=2", "rollout.max_concurrent_requests=6")
-        return load_settings(None, [*paths, *sizes, *overrides])
+        return load_settings(None, [*paths, *sizes, "rollout.sampling.max_response_tokens=8", *overrides])
 
     return make
 
@@ -204,7 +190,7 @@ def assert_young(batch: TrainBatch, *, step: int, max_staleness: int) -> None:
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EngineClient", Client)
-    monkeypatch.setattr(module, "RewardRunner", Rewards)
+    monkeypatch.setattr(module, "RewardRunner", UnequalRewards)
 
 
 @pytest.mark.parametrize("zero_variance", ["keep", "drop", "resample"])
@@ -252,7 +238,7 @@ def test_rewards_that_keep_failing_end_the_step_with_the_first_traceback(
         async with opened(make_settings(override), tmp_path / "failing.sqlite") as manager:
             await step_of(manager, engine, 0)
 
-    monkeypatch.setattr(Rewards, "score", fail)
+    monkeypatch.setattr(UnequalRewards, "score", fail)
     with pytest.raises(UserError, match=r"8 errors and 0 timeouts in 8 reward calls(.|\n)*the grader is broken"):
         asyncio.run(run())
 
@@ -381,22 +367,22 @@ def test_evaluation_asks_every_prompt_greedily_and_then_at_the_training_temperat
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"prompt": f"{number}=", "label": "1"}) + "\n" for number in (100, 102, 104)))
 
     async def by_tokens(self: Rewards, sample: Sample) -> Reward:
-        # Greedy answers are right, sampled ones are where the prompt is constant.
+        # Greedy answers are right. The sum of 0.1, 0.2 and 0.3 depends on their order.
         greedy = sample.rollout_log_probs[0] == GREEDY_LOG_PROB
-        return Reward(RewardOutcome.SCORED, 1.0 if greedy or is_constant(sample.prompt.text) else 0.0)
+        return Reward(RewardOutcome.SCORED, 1.0 if greedy else (int(sample.prompt.text.rstrip("=")) - 98) / 20)
 
-    async def run() -> tuple[dict[str, float], list[tuple[bool, int]]]:
-        Client.engine = engine = Engine(seed=0)
+    async def run(seed: int) -> tuple[dict[str, float], list[tuple[bool, int]]]:
+        Client.engine = engine = Engine(seed=seed)
         async with opened(make_settings(f"data.eval={tmp_path}/eval.jsonl"), tmp_path / "buffer.sqlite") as manager:
             metrics = await manager.evaluate(progress=PhaseProgress("eval", total=6, unit="prompts"))
         check_metrics(metrics)
         return metric_values(metrics), engine.started
 
-    monkeypatch.setattr(Rewards, "score", by_tokens)
-    values, started = asyncio.run(run())
+    monkeypatch.setattr(UnequalRewards, "score", by_tokens)
+    values, started = asyncio.run(run(0))
     assert started == [(True, 0)] * 3 + [(False, 0)] * 3
-    assert (values["eval/accuracy_greedy"], values["eval/num_samples"]) == (1.0, 6)
-    assert values["eval/accuracy_sampled"] == pytest.approx(1 / 3)
+    assert (values["eval/accuracy_greedy"], values["eval/num_samples"], round(values["eval/accuracy_sampled"], 9)) == (1.0, 6, 0.2)
+    assert all(asyncio.run(run(seed))[0] == values for seed in range(1, 9)), "whichever answer is the first"
 
 
 def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_the_buffer_says_so(
@@ -410,7 +396,7 @@ def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_the_buffer_sa
         async with opened(make_settings("objective.zero_variance=drop"), tmp_path / "buffer.sqlite") as manager:
             return (await step_of(manager, engine, 0))[0]
 
-    monkeypatch.setattr(Rewards, "score", same)
+    monkeypatch.setattr(UnequalRewards, "score", same)
     batch = asyncio.run(run())
     assert batch.num_sequences == 2 * PROMPTS_PER_STEP and not batch.loss_mask.any()
     assert consumed(tmp_path / "buffer.sqlite") == [(1, 0, NO_SIGNAL)] * PROMPTS_PER_STEP

@@ -1,18 +1,19 @@
 """Stand-ins of what a run asks: engines and ranks that note the calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from megatron_rl.errors import DeadlineError
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.rollout.client import Scores
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.runtime.colocation import Turn
 from megatron_rl.runtime.training_run import TrainingRun
-from megatron_rl.types import Floats, Ints, Prompt, TrainBatch
+from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, TrainBatch
 
 Calls = list[tuple[Any, ...]]
 
@@ -72,6 +73,8 @@ class Sync:
 class Ranks:
     """Megatron ranks."""
 
+    answers = True
+
     def __init__(self, calls: Calls, *, written: bool = True, save_error: Exception | None = None) -> None:
         self.calls = calls
         self.written, self.save_error = written, save_error
@@ -93,6 +96,10 @@ class Ranks:
     def begin_save_hf(self, directory: Path) -> None:
         directory.mkdir()
 
+    def check_answers(self) -> None:
+        if not self.answers:
+            raise DeadlineError("still waiting for: Megatron rank 1")
+
     def saves_are_written(self) -> bool:
         return self.written
 
@@ -104,6 +111,28 @@ class Ranks:
     def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
         self.calls.append(("load", directory.parent.name, weights_only))
         return ("training.optimizer.lr is 2 from now on, was 1 in the checkpoint",)
+
+
+class Rewards:
+    """Rewards in place of worker processes: the first token of the response."""
+
+    def __init__(self, _: object, *, log_path: Path) -> None:
+        pass
+
+    def __enter__(self) -> "Rewards":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def probe(self, prompt: Prompt) -> None:
+        return None
+
+    def note_failures(self, rewards: Sequence[Reward], *, step: int) -> None:
+        return None
+
+    async def score(self, sample: Sample) -> Reward:
+        return Reward(RewardOutcome.SCORED, float(sample.response_ids[0]))
 
 
 class Devices:

@@ -24,7 +24,6 @@ from megatron_rl.runtime.preflight import (
     check_interface,
     check_run_directory,
     preflight,
-    preflight_config,
 )
 from megatron_rl.runtime.target import find_target
 
@@ -406,90 +405,6 @@ def test_supervised_runs_ask_nothing_of_engine_and_reward(words: list[str], monk
     monkeypatch.setattr(module, "_check_rollout", refuse)
     notes = preflight(load_settings(None, [*words, "objective.policy_loss=sft"]))
     assert [note.split(" has no effect")[0] for note in notes] == ["data.samples_per_prompt 2", "the section rollout", "the section reward"]
-
-
-CLUSTER = "runtime={num_gpus_per_engine: 4, cluster: {gpu: H100-80, num_nodes: 2}}"
-
-
-@pytest.fixture
-def elsewhere(words: list[str]) -> Callable[..., Settings]:
-    """Settings of a run on GPUs, whose model is a config.json alone and whose data is not here."""
-    path = Path(words[1].partition("=")[2])
-    for file in path.iterdir():
-        if file.name != "config.json":
-            file.unlink()
-
-    def settings(*overrides: str) -> Settings:
-        kept = [word for word in words if not word.startswith("data=")]
-        sizes = ("data={train: /shared/train.jsonl, max_prompt_tokens: 16}", "training.topology.num_ranks=8", "rollout.num_engines=2")
-        return load_settings(None, [*kept, *sizes, CLUSTER, *overrides])
-
-    return settings
-
-
-def test_config_only_needs_neither_gpus_nor_weights_nor_data(elsewhere: Callable[..., Settings]) -> None:
-    settings = elsewhere()
-    assert preflight_config(settings) == []
-    target = find_target(settings, config_only=True)
-    assert (target.device.kind, target.attention, target.nodes) == ("cuda", "transformer_engine", (8, 8))
-    tables = launch_plan(settings, target)
-    assert tables["Where it would be placed"] == {
-        "node 0": "ranks 0-7 on GPUs 0-7",
-        "node 1": "engines 0-1 on GPUs 0-7, 4 each",
-    }
-    assert tables["What it would run on"]["device"] == "cuda, bfloat16"
-    assert tables["What it would run on"]["statistics of logits"] == "triton"
-    assert "tp_size=4" in tables["What would be launched"]["SGLang's arguments"]
-
-
-@pytest.mark.parametrize(
-    ("override", "part"),
-    [
-        ("runtime.cluster.gpu=H100-8", "did you mean H100-80?"),
-        ("runtime.cluster.num_nodes=1", "8 ranks + 2 engines × 4 GPUs = 16 GPUs, 1 node × 8 = 8 GPUs"),
-        ("runtime.num_gpus_per_engine=16", "16 / 8 = 2 nodes of 8"),
-        ("rollout.sglang.tp_size=2", "tp_size 2 × pp_size 1 = 2 GPUs, but an engine has runtime.num_gpus_per_engine 4"),
-        ("model.megatron.num_layers=3", "model.megatron.num_layers is 3"),
-        ("reward.function=preflight_reward:scoer", "scoer"),
-        ("training.optimizer.learning_rate=1", "training.optimizer.learning_rate"),
-        ("rollout.sglang.mem_fraction_statc=0.5", "mem_fraction_static"),
-    ],
-)
-def test_config_only_still_finds_problems(elsewhere: Callable[..., Settings], override: str, part: str) -> None:
-    with pytest.raises(UserError) as caught:
-        preflight_config(elsewhere(override))
-    assert part in str(caught.value)
-
-
-def test_crossing_groups_are_noted(elsewhere: Callable[..., Settings]) -> None:
-    (note,) = preflight_config(elsewhere("runtime.cluster.gpus_per_node=3", "runtime.num_gpus_per_engine=1", "runtime.cluster.num_nodes=4",
-                                         "training.topology={num_ranks: 8, tp: 2}"))  # fmt: skip
-    assert "1 of 4 tensor parallel groups of tp 2 ranks lie on 2 nodes of 3 GPUs" in note
-
-
-def test_idle_nodes_are_refused_with_the_numbers_that_fill_them(elsewhere: Callable[..., Settings]) -> None:
-    with pytest.raises(UserError, match=r"is 3, but the run fills 2: 1 would stay idle; set runtime.cluster.num_nodes to 2$"):
-        preflight_config(elsewhere("runtime.cluster.num_nodes=3"))
-    filling = "or fill 4 with training.topology.num_ranks=16 rollout.num_engines=4"
-    with pytest.raises(UserError, match=rf"fills 2: 3 would stay idle; .* {filling} runtime.cluster.num_nodes=4, as multiples of 2"):
-        preflight_config(elsewhere("runtime.cluster.num_nodes=5"))
-    with pytest.raises(UserError, match=rf"{filling}$"):
-        preflight_config(elsewhere("runtime.cluster.num_nodes=4"))
-    assert preflight_config(elsewhere("runtime.cluster.num_nodes=4", "training.topology.num_ranks=16", "rollout.num_engines=4")) == []
-
-
-def test_nodes_are_counted_when_they_are_not_set(elsewhere: Callable[..., Settings]) -> None:
-    assert find_target(elsewhere("runtime.cluster.num_nodes=null", "training.topology.num_ranks=16"), config_only=True).nodes == (8, 8, 8)
-
-
-def test_a_run_for_gpus_is_refused_where_there_are_none(elsewhere: Callable[..., Settings]) -> None:
-    with pytest.raises(UserError, match=r"runtime.cluster.gpu is H100-80, but this machine has no GPU.*--check --config-only"):
-        preflight(elsewhere())
-
-
-def test_config_only_belongs_to_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--config-only", "run.directory=x"]) == 2
-    assert "--config-only was given without --check" in capsys.readouterr().err
 
 
 def test_the_interface_is_one_of_this_machine() -> None:

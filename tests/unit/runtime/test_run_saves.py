@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from run_parts import Calls, Devices, MakeRun, Ranks, Sync
 
-from megatron_rl.errors import EngineError, UserError
+from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.run_checkpoint import checkpoint_paths
@@ -113,6 +113,29 @@ def test_a_run_that_ends_early_keeps_the_checkpoint_on_its_way(make_run: MakeRun
         train_loop(run, first_step=0)
     run.break_off(caught.value)
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000001"]
+
+
+@pytest.mark.parametrize(("answers", "kept"), [(True, ["step-000001"]), (False, [])])
+def test_ranks_that_hang_are_not_waited_for_once_more_for_a_checkpoint(
+    make_run: MakeRun,
+    calls: Calls,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answers: bool,
+    kept: list[str],
+) -> None:
+    """The deadline of a rollout, in contrast, says nothing about them."""
+    monkeypatch.setattr(Ranks, "answers", answers)
+    run = make_run("run.save_interval=1", fails_at=1, error=DeadlineError("training of step 2 did not finish"), written=False)
+    with pytest.raises(DeadlineError, match="step 2") as caught:
+        train_loop(run, first_step=0)
+    run.break_off(caught.value)
+    assert calls.count(("saved",)) == answers
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == kept
+    assert ("the checkpoint of step 1 is lost: still waiting for: Megatron rank 1" in capsys.readouterr().out) is not answers
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and summary.status == "failed: DeadlineError: training of step 2 did not finish"
 
 
 def test_engines_that_share_devices_stop_before_a_checkpoint_at_sigterm(make_run: MakeRun, calls: Calls, watchdog: Watchdog) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_parts import Rewards
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.data.buffer import Buffer
@@ -20,7 +21,6 @@ from megatron_rl.rollout import manager as manager_module
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.runtime.session import StartReport, _columns, _join, _open_manager
 from megatron_rl.runtime.watchdog import Watchdog
-from megatron_rl.types import Prompt
 
 PATHS = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
 
@@ -32,22 +32,6 @@ PATHS = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
 def test_the_console_has_a_column_of_the_kl_where_there_is_a_reference(override: str, shown: bool) -> None:
     columns = [column.title for column in _columns(load_settings(None, [*PATHS, override]))]
     assert ("KL ref" in columns) == shown and "reward" in columns
-
-
-class Rewards:
-    """Stands for reward workers that come and go."""
-
-    def __init__(self, _: object, *, log_path: Path) -> None:
-        pass
-
-    def __enter__(self) -> "Rewards":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def probe(self, prompt: Prompt) -> None:
-        return None
 
 
 def test_a_start_says_which_rows_lack_a_label_before_it_starts_anything(

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.data.packing import Shard, make_shards
+from megatron_rl.errors import DeadlineError
 from megatron_rl.observe.metrics import Metric, Sum, metric_values
 from megatron_rl.runtime import trainers as module
 from megatron_rl.runtime.trainers import TrainerGroup
@@ -146,3 +147,13 @@ def test_a_rank_trains_on_the_sequences_of_its_data_parallel_rank(group: Trainer
     taken = np.concatenate([shards[DP_RANKS.index(dp_rank)].rows for dp_rank in range(2)])
     assert sorted(taken) == list(range(7)), "every sequence is trained by one data-parallel rank"
     assert [metric_values(metrics) for metrics in steps] == [{"train/loss": 28.0}, {"train/loss": 68.0}]
+
+
+def test_a_rank_that_takes_no_call_is_named_soon(group: TrainerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 0.05)
+    for actor in group.workers:
+        actor.saves_are_written = call(lambda: False)
+    group.check_answers()
+    group.workers[2].saves_are_written = types.SimpleNamespace(remote=Endless)
+    with pytest.raises(DeadlineError, match="still waiting for: Megatron rank 2"):
+        group.check_answers()

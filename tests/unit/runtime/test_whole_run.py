@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from run_parts import Rewards
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
@@ -24,7 +25,7 @@ from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import session
-from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
+from megatron_rl.types import Floats, Ints, Prompt, Reward, Sample, StopReason, TrainBatch
 
 ADDRESS = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
 
@@ -120,28 +121,6 @@ class Sync:
         return {"weights/version": Last(version)}
 
 
-class Rewards:
-    """The reward is the token."""
-
-    def __init__(self, _: object, *, log_path: Path) -> None:
-        pass
-
-    def __enter__(self) -> "Rewards":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def probe(self, prompt: Prompt) -> None:
-        return None
-
-    def note_failures(self, rewards: Sequence[Reward], *, step: int) -> None:
-        return None
-
-    async def score(self, sample: Sample) -> Reward:
-        return Reward(RewardOutcome.SCORED, float(sample.response_ids[0]))
-
-
 @pytest.fixture
 def make_settings(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
     """Settings of a run of two steps of two prompts, and everything outside of this process replaced."""
@@ -162,7 +141,8 @@ def make_settings(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: 
     paths = (f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/rows.jsonl", "run.num_steps=2")
 
     def make(*overrides: str) -> Settings:
-        return load_settings(None, [*paths, "data.prompts_per_step=2", *overrides])
+        # Short ones come in one answer.
+        return load_settings(None, [*paths, "data.prompts_per_step=2", "rollout.sampling.max_response_tokens=8", *overrides])
 
     return make
 

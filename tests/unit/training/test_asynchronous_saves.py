@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from safetensors.torch import load_file
 
 from megatron_rl.errors import UserError
 from megatron_rl.training import checkpoint_writer, policy_export
+from megatron_rl.training.checkpoint_manifest import sha256
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
@@ -131,7 +133,7 @@ def test_weights_that_cannot_be_gathered_are_not_written(
 ) -> None:
     trainer = make_trainer(tiny_model(), SUPERVISED)
 
-    def broken():  # type: ignore[no-untyped-def]
+    def broken(receivers):  # type: ignore[no-untyped-def]
         yield "model.norm.weight", torch.zeros(2)
         raise RuntimeError("a rank is gone")
 
@@ -142,3 +144,36 @@ def test_weights_that_cannot_be_gathered_are_not_written(
         if thread.name == "export writer":
             thread.join(timeout=30)
     assert not (tmp_path / "hf").exists()
+
+
+def test_one_save_after_the_other_has_the_same_host_memory_and_two_at_once_do_not() -> None:
+    def state(value: float, *sizes: int) -> dict[str, list[ShardedTensor]]:
+        tensors = [torch.full((size,), value) for size in sizes]
+        return {"name": [ShardedTensor.from_rank_offsets(f"{number}", tensor) for number, tensor in enumerate(tensors)]}
+
+    def taken(state: dict[str, list[ShardedTensor]]) -> list[torch.Tensor]:
+        memory = copies.replace(state)  # type: ignore[arg-type]
+        assert [entry.data is tensor for entry, tensor in zip(state["name"], memory, strict=True)] == [True] * len(memory)
+        return memory
+
+    copies = checkpoint_writer.HostCopies()
+    first = taken(state(1, 3, 4))
+    second = taken(state(2, 3, 4))
+    assert [tensor.tolist() for tensor in first] == [[1] * 3, [1] * 4], "it is still being written"
+    copies.give_back(first)
+    third = taken(state(3, 3, 5, 6))
+    assert third[0] is first[0] and [tensor.tolist() for tensor in (*second, *third)] == [[2] * 3, [2] * 4, [3] * 3, [3] * 5, [3] * 6]
+
+
+def test_what_is_written_is_hashed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece or many, and without the checksums of torch, whose setting stays."""
+    monkeypatch.setattr(checkpoint_writer, "_LARGE_BYTES", 1000)
+    files, content = checkpoint_writer._HashedFiles(), torch.arange(999, dtype=torch.int64)
+    before = torch.serialization.get_crc32_options()
+    with checkpoint_writer._without_checksums(), files.create_stream(tmp_path / "file", "wb") as stream:
+        torch.save(content, stream)
+        stream.write(memoryview(b"more"))
+        assert stream.fileno() > 0 and stream.tell() == (tmp_path / "file").stat().st_size, "what is synced is all of it"
+    assert torch.serialization.get_crc32_options() == before
+    assert files.hashes == {"file": sha256(tmp_path / "file")}
+    assert torch.equal(torch.load(tmp_path / "file", weights_only=True), content)

@@ -21,7 +21,7 @@ SUPERVISED = {"policy_loss": "sft"}
 def saved(tmp_path: Path) -> Path:
     for name, content in (("a", b"first"), ("b", b""), ("c", b"third" * 2_000_000)):
         (tmp_path / name).write_bytes(content)
-    write_part(tmp_path, [tmp_path / "c"], rank=3)
+    write_part(tmp_path, {"c": sha256(tmp_path / "c")}, rank=3)
     write_manifest(tmp_path)
     return tmp_path
 

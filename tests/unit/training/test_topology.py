@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron.core.parallel_state import RankGenerator
 
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
@@ -17,6 +18,36 @@ QWEN3 = {
     "head_dim": 16,
     "intermediate_size": 96,
 }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_ranks": 8, "tp": 2, "pp": 2},
+        {"num_ranks": 8, "tp": 2, "cp": 2},
+        {"num_ranks": 8, "ep": 2},
+        {"num_ranks": 16, "tp": 4, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+        {"num_ranks": 16, "tp": 2, "cp": 2, "ep": 4, "etp": 2, "sequence_parallel": True},
+        {"num_ranks": 12, "tp": 2, "ep": 3, "etp": 1, "sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_who_gathers_for_a_rank_is_who_megatron_groups_with_it(settings: dict[str, int]) -> None:
+    """Directly or by way of others: a rank that is missing would be waited for, one too many gathers a copy for nobody."""
+    topology = Topology.of(TopologySettings.model_validate(settings))
+    sizes = {"pp": topology.pp, "order": "tp-cp-ep-dp-pp"}
+    dense = RankGenerator(tp=topology.tp, ep=1, dp=topology.dp, cp=topology.cp, **sizes)
+    expert = RankGenerator(tp=topology.etp, ep=topology.ep, dp=topology.expert_dp, cp=1, **sizes)
+    together = [{rank} for rank in range(topology.num_ranks)]
+    for group in (*dense.get_ranks("tp-pp"), *expert.get_ranks("tp-ep-pp")):
+        joined = set.union(*(together[rank] for rank in group))
+        for rank in joined:
+            together[rank] = joined
+    for rank in range(topology.num_ranks):
+        for receiver in range(topology.num_ranks):
+            assert topology.gathers_for([receiver], rank=rank) == (receiver in together[rank])
+    assert not topology.gathers_for([], rank=0)
+    assert topology.gathers_for(range(topology.num_ranks), rank=0)
 
 
 def test_data_parallel_size_follows_and_is_printed() -> None:

@@ -1,6 +1,7 @@
 """The group of trainer and engines, and what a rank sends into it."""
 
 import socket
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -72,7 +73,8 @@ class Source:
     def __init__(self) -> None:
         self.taken = 0
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, receivers: object) -> Iterator[tuple[str, Tensor]]:
+        assert receivers == (0,), "copies of what rank 0 has are not gathered for nobody"
         for name, tensor in (("a", torch.arange(3.0)), ("b", torch.ones(2, 2))):
             self.taken += 1
             yield name, tensor
@@ -100,12 +102,27 @@ def test_other_ranks_take_part_in_gathering_alone(monkeypatch: pytest.MonkeyPatc
     assert source.taken == 2
 
 
+def test_a_rank_that_cannot_send_gathers_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks do, and would wait for it."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "broadcast", fail)
+    source = Source()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        BroadcastSender(source, BUCKETS, group="group").send(version=1)  # type: ignore[arg-type]
+    assert source.taken == 2
+
+
 def test_a_closed_sender_has_left_its_group_and_one_of_the_next_connection_can_be_opened() -> None:
     for _ in range(2):
         group = BroadcastGroup("127.0.0.1", free_port(), 1, "weights", "gloo")
         sender = BroadcastPlan(group, BUCKETS, 30.0).open(Source(), rank=0)  # type: ignore[arg-type]
         assert "weights" in c10d._world.pg_names.values()
         sender.send(version=1)
+        joined = weakref.ref(sender._group)  # type: ignore[type-var]
         sender.close()
         assert "weights" not in c10d._world.pg_names.values()
+        assert joined() is None, "its connections end with it, and with them what engines wait for"
     BroadcastPlan(group, BUCKETS, 30.0).open(Source(), rank=1).close()  # type: ignore[arg-type]

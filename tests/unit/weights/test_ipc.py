@@ -51,7 +51,7 @@ class Source:
     def __init__(self) -> None:
         self.taken, self.scale = 0, 1.0
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, receivers: object = None) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights(self.scale).items():
             self.taken += 1
             yield name, tensor
@@ -127,19 +127,22 @@ def run(transport: IpcTransport, engines: Sequence[Engine], *, num_ranks: int, v
             sources[number].scale = float(version)
             sender.send(version=version)
 
-    async def deliver() -> None:
+    async def deliver(engine: Engine, version: int) -> None:
+        try:
+            await transport.deliver(engine, version=version)  # type: ignore[arg-type]
+        except EngineError as error:
+            transport.give_up(engine, version=version)  # type: ignore[arg-type]
+            failures.append(error)
+
+    async def deliver_all() -> None:
         await transport.connect(engines)  # type: ignore[arg-type]
         for version in versions:
-            answers = await asyncio.gather(
-                *(transport.deliver(engine, version=version) for engine in engines),  # type: ignore[arg-type]
-                return_exceptions=True,
-            )
-            failures.extend(answer for answer in answers if answer is not None)
+            await asyncio.gather(*(deliver(engine, version) for engine in engines))
 
     threads = [Thread(target=rank, args=[number]) for number in range(num_ranks)]
     for thread in threads:
         thread.start()
-    asyncio.run(deliver())
+    asyncio.run(deliver_all())
     for thread in threads:
         thread.join(timeout=20)
         assert not thread.is_alive()
@@ -239,9 +242,24 @@ def test_an_engine_that_fails_does_not_hold_up_the_ranks() -> None:
     urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     transport = make_transport({urls[0]: (0,), urls[1]: (0,)})
     broken, sound = Engine(urls[0], fails_at=0), Engine(urls[1])
+    before = files_of_this_process()
     with pytest.raises(EngineError, match="died"):
         run(transport, [broken, sound], num_ranks=1)
     assert_same(sound.weights, weights())
+    assert broken.calls == ["begin", "end"], "it would refuse the next update during this one"
+    (seat, _) = transport.plan.seats[0]
+    assert not transport._store.check([seat.offer(1, 1)]), "memory for who takes nothing would never be free again"
+    assert set(files_of_this_process()) <= set(before)
+
+
+def test_a_rank_whose_engines_have_all_failed_gathers_for_the_others() -> None:
+    transport = make_transport({"http://127.0.0.1:1": (0,), "http://127.0.0.1:2": (1,)})
+    broken, sound = Engine("http://127.0.0.1:1", fails_at=0), Engine("http://127.0.0.1:2")
+    with pytest.raises(EngineError, match="died"):
+        run(transport, [broken, sound], num_ranks=2)
+    assert_same(sound.weights, weights())
+    senders = transport.senders  # type: ignore[attr-defined]
+    assert [sender._source.taken for sender in senders.values()] == [3, 3]
 
 
 def test_an_engine_that_shares_nothing_is_refused() -> None:

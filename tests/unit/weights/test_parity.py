@@ -5,10 +5,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megatron_rl.errors import ParityError
+from megatron_rl.errors import EngineError, ParityError
 from megatron_rl.observe.metrics import metric_values
+from megatron_rl.rollout import engine_pool
 from megatron_rl.rollout.client import Scores
 from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.types import Experts, Floats, Ints, Prompt, TrainBatch
 from megatron_rl.weights.parity import PROBE_SEQUENCES, ScoredProbe, check_parity, check_probe, make_probe, score_probe, sequences
 
@@ -44,13 +46,24 @@ def test_a_difference_above_the_threshold_stops_the_run(value: float) -> None:
 
 
 class Client:
-    """An engine that scores the token at position t with -t / 100 nats, and `wrong_by` less; `expert` is where it routes everything."""
+    """An engine that scores the token at position t with -t / 100 nats, and `wrong_by` less; `expert` is where it routes everything.
 
-    def __init__(self, *, wrong_by: float = 0.0, context_length: int = 64, expert: int | None = None) -> None:
+    One that `dies` does not answer, and leaves the pool soon; one that `fails` stays in it.
+    """
+
+    pool: EnginePool
+
+    def __init__(
+        self, *, wrong_by: float = 0.0, context_length: int = 64, expert: int | None = None, dies: bool = False, fails: bool = False
+    ) -> None:
         self.address = EngineAddress("url", "key", vocab_size=32, context_length=context_length, max_total_tokens=64, has_tokenizer=False)
-        self._wrong_by, self._expert = wrong_by, expert
+        self._wrong_by, self._expert, self._dies, self._fails = wrong_by, expert, dies, fails
 
     async def score(self, token_ids: Ints) -> Scores:
+        if self._dies:
+            asyncio.get_running_loop().call_later(0.01, self.pool.leave, self, EngineError("killed"))
+        if self._dies or self._fails:
+            raise EngineError("cannot be reached")
         experts: Experts | None = None if self._expert is None else np.full((len(token_ids) - 1, 1, 1), self._expert, np.uint8)
         return Scores((-np.arange(len(token_ids)) / 100 - self._wrong_by).astype(np.float32), experts)
 
@@ -63,7 +76,13 @@ def by_trainer(batch: TrainBatch, *, off_expert_3: float = 0.0) -> Floats:
 
 
 def scored_by(*clients: Client, prompts: Sequence[Prompt] = PROMPTS, vocab_size: int = 30) -> ScoredProbe:
-    return asyncio.run(score_probe(prompts, clients, vocab_size=vocab_size, seed=0))  # type: ignore[arg-type]
+    async def work() -> ScoredProbe:
+        pool = EnginePool(clients, max_requests=1)  # type: ignore[arg-type]
+        for client in clients:
+            client.pool = pool
+        return await score_probe(prompts, pool, vocab_size=vocab_size, seed=0)
+
+    return asyncio.run(work())
 
 
 def test_the_probe_starts_with_the_prompts_and_keeps_to_the_smaller_vocabulary_and_half_the_context() -> None:
@@ -80,6 +99,17 @@ def test_the_probe_starts_with_the_prompts_and_keeps_to_the_smaller_vocabulary_a
 def test_engines_that_agree_with_the_trainer_pass() -> None:
     values = metric_values(check_probe(scored_by(Client(), Client()), by_trainer, threshold=1e-4, replays=False))
     assert values == {"weights/parity_mean": 0, "weights/parity_max": 0}
+
+
+def test_an_engine_that_dies_over_the_probe_is_left_out_and_one_that_fails_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    scored = scored_by(Client(dies=True), Client(wrong_by=2e-5))
+    values = metric_values(check_probe(scored, by_trainer, threshold=1e-4, replays=False))
+    assert values["weights/parity_mean"] == pytest.approx(2e-5, rel=1e-2)
+    with pytest.raises(EngineError, match="no engine is left"):
+        scored_by(Client(dies=True), Client(dies=True))
+    monkeypatch.setattr(engine_pool, "DEATH_S", 0.05)
+    with pytest.raises(EngineError, match="cannot be reached"):
+        scored_by(Client(), Client(fails=True))
 
 
 def test_the_metrics_are_those_of_the_worst_engine() -> None:

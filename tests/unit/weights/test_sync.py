@@ -16,6 +16,7 @@ import torch
 from megatron_rl.config.settings import WeightSettings
 from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.observe.metrics import metric_values
+from megatron_rl.rollout import engine_pool
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.engine_pool import EnginePool, Urgency
@@ -33,12 +34,24 @@ SILENT = "/pause_generation"
 class Server:
     """What a client sends, without the network: (path, body) in order. `served` is the version that it says it serves.
 
-    A `deaf` server keeps serving what it did, a `mute` one never answers a pause.
+    A `deaf` server keeps serving what it did, a `mute` one never answers a pause. One that `fails_at` a path cannot be reached for it once
+    it has answered `fails_after` calls of it; `dead`, where it is set, is called a moment later. With `once` the next call succeeds.
     """
 
-    def __init__(self, log: list[tuple[Any, ...]], *, deaf: bool = False, mute: bool = False) -> None:
+    def __init__(
+        self,
+        log: list[tuple[Any, ...]],
+        *,
+        deaf: bool = False,
+        mute: bool = False,
+        fails_at: str = "",
+        fails_after: int = 0,
+        once: bool = False,
+    ) -> None:
         self.log, self.calls, self.timeouts = log, list[tuple[str, Any]](), set[float]()
         self.served, self._deaf, self._mute = 0, deaf, mute
+        self._fails_at, self._fails_after, self._once = fails_at, fails_after, once
+        self.dead: Callable[[], None] | None = None
 
     async def call(self, method: str, path: str, body: Any = None, *, timeout_s: float, attempts: int = 1) -> Any:
         self.calls.append((path, body))
@@ -46,9 +59,19 @@ class Server:
         self.timeouts.add(timeout_s)
         if self._mute and path == SILENT:
             await asyncio.sleep(3600)
+        if path == self._fails_at and sum(called == path for called, _ in self.calls) > self._fails_after:
+            self.fails(path)
         version = (body or {}).get("weight_version")
         self.served = self.served if version is None or self._deaf else int(version)
         return {"weight_version": str(self.served)} if path == "/model_info" else {"success": True}
+
+    def fails(self, path: str) -> None:
+        """As a process that was killed: the connection breaks, and that it has ended is noticed later."""
+        if self._once:
+            self._fails_at = ""
+        if self.dead is not None:
+            asyncio.get_running_loop().call_later(0.02, self.dead)
+        raise EngineError(f"cannot be reached for {path}")
 
 
 class Ranks:
@@ -78,7 +101,7 @@ class Ranks:
 
         return [self._thread.submit(work), done()]
 
-    def weights(self) -> Any:
+    def weights(self, *, receivers: object = None) -> Any:
         return ((spec.name, torch.full(spec.shape, float(number))) for number, spec in enumerate(SPECS, start=1))
 
     def save_hf(self, path: Path, *, max_shard_bytes: int, durable: bool) -> None:
@@ -352,3 +375,115 @@ def test_without_a_member_a_sync_says_so(make_run: Callable[..., Run], name: str
 
     with pytest.raises(EngineError, match="no engine is left that weights could be sent to"):
         asyncio.run(work())
+
+
+UPDATES = {"broadcast": "/update_weights_from_distributed", "disk": "/update_weights_from_disk", "ipc": "/update_weights_from_tensor"}
+BEGIN, END, RESUME = "/begin_weight_update", "/end_weight_update", "/continue_generation"
+
+
+def dies(run: Run, number: int) -> None:
+    """Let the engine that cannot be reached leave the pool."""
+    run.servers[number].dead = lambda: run.pool.leave(run.clients[number], EngineError("killed by signal 9"))
+
+
+def parts_of(server: Server, name: str) -> list[str]:
+    """What the engine was told, of a sync."""
+    return [path for path, _ in server.calls if path in (SILENT, BEGIN, UPDATES[name], END, RESUME)]
+
+
+def whole(name: str) -> list[str]:
+    """What an engine is told that gets all of a version."""
+    update = UPDATES[name]
+    return [SILENT, *([update] if name == "disk" else [BEGIN, update, update, END]), RESUME]
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("moment", ["pause", "first bucket", "last bucket", "version"])
+def test_the_others_get_a_version_again_during_which_an_engine_died(make_run: Callable[..., Run], name: str, moment: str) -> None:
+    path = {"pause": SILENT, "version": "/model_info"}.get(moment, UPDATES[name])
+    run = make_run({"fails_at": path, "fails_after": int(moment == "last bucket" and name != "disk")}, {})
+
+    async def work() -> None:
+        sync = run.open(name)
+        dies(run, 0)
+        assert metric_values(await sync.run(version=4)) == {"weights/version": 4, "weights/bytes": 72}
+        assert len(run.ranks.plans) == 2 and run.log.count(("closed",)) == 1 and run.log.count(("sent",)) == 2
+        assert parts_of(run.servers[1], name) == whole(name) * 2
+        assert run.servers[1].served == 4 and await can_generate(run.pool) == {"http://127.0.1.1"}
+        assert name != "disk" or list((run.directory / "weights").iterdir()) == []
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("name", ["broadcast", "ipc"])
+def test_an_engine_with_a_part_of_a_version_does_not_generate_before_it_has_all(make_run: Callable[..., Run], name: str) -> None:
+    """A connection that breaks is noticed by all that are connected."""
+    update = UPDATES[name]
+    run = make_run({"fails_at": update}, {"fails_at": update, "fails_after": 1, "once": True})
+    begin_send = run.ranks.begin_send
+
+    def fails_once(*, version: int) -> list[Future[None]]:
+        broken: Future[None] = Future()
+        broken.set_exception(RuntimeError("Connection closed by peer"))
+        run.ranks.begin_send = begin_send  # type: ignore[method-assign]
+        return [begin_send(version=version)[0], broken]
+
+    async def work() -> None:
+        sync = run.open(name)
+        dies(run, 0)
+        run.ranks.begin_send = fails_once  # type: ignore[method-assign]
+        await sync.run(version=4)
+        assert parts_of(run.servers[1], name) == [*whole(name)[:-1], *whole(name)]
+        assert run.servers[1].served == 4
+
+    asyncio.run(work())
+
+
+def test_what_fails_while_every_engine_lives_ends_the_sync(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pool, "DEATH_S", 0.05)
+    run = make_run({}, {"fails_at": UPDATES["disk"]})
+    with pytest.raises(EngineError, match=r"cannot be reached for /update_weights_from_disk"):
+        run.sync("disk", version=1)
+    assert len(run.ranks.plans) == 1
+
+
+def test_when_the_last_engine_dies_a_sync_says_so(make_run: Callable[..., Run]) -> None:
+    run = make_run({"fails_at": SILENT}, {"fails_at": SILENT, "fails_after": 1})
+
+    async def work() -> None:
+        sync = run.open("disk")
+        dies(run, 0)
+        dies(run, 1)
+        await sync.run(version=1)
+
+    with pytest.raises(EngineError, match="no engine is left that weights could be sent to"):
+        asyncio.run(work())
+
+
+def test_a_sync_that_is_repeated_keeps_the_deadline_of_the_first(make_run: Callable[..., Run]) -> None:
+    run = make_run({"fails_at": RESUME}, {"mute": True})
+
+    async def work() -> None:
+        sync = run.open("broadcast", timeout_s=0.5)
+        dies(run, 0)
+        await sync.run(version=1)
+
+    start_s = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"did not finish within 0 s, still waiting for: .*engine at http://127\.0\.1\.1"):
+        asyncio.run(work())
+    assert time.monotonic() - start_s < 5
+
+
+def test_an_engine_that_dies_when_it_is_let_go_is_passed_over(make_run: Callable[..., Run]) -> None:
+    run = make_run({}, {"fails_at": DISCONNECT}, {})
+
+    async def work() -> None:
+        sync = run.open("broadcast")
+        dies(run, 1)
+        await sync.run(version=1)
+        run.pool.leave(run.clients[0], EngineError("gone"))
+        await sync.run(version=2)
+        assert [server.served for server in run.servers] == [1, 1, 2]
+        assert len(run.ranks.plans) == 2
+
+    asyncio.run(work())

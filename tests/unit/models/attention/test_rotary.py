@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave, yarn_apply_mscale
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
 
 from megatron_rl.errors import UserError
@@ -38,7 +38,6 @@ def test_yarn_equals_transformers(case, head_dim):
     spec = parse({"rope_parameters": YARNS[case]})
     torch.testing.assert_close(spec.inverse_frequencies(head_dim), expected, rtol=1e-6, atol=0)
     assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-12)
-    assert spec.softmax_factor() == pytest.approx(yarn_apply_mscale(dict(YARNS[case]), 1.0), rel=1e-12)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
@@ -59,11 +58,6 @@ def test_both_spellings_of_yarn_agree():
     old = parse({"rope_theta": 1e4, "rope_scaling": {"type": "yarn", **scaling}})
     assert old == parse({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", **scaling}})
     assert (old.factor, old.original_max_position_embeddings, old.attention_factor, old.mscale_all_dim) == (40.0, 4096, 1.0, 1.0)
-
-
-def test_only_yarn_changes_the_softmax():
-    assert RotarySpec(1e4, "linear", factor=8.0).softmax_factor() == 1.0
-    assert RotarySpec(1e4, "llama3", factor=8.0).softmax_factor() == 1.0
 
 
 def test_partial_rotary():

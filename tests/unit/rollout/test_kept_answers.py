@@ -1,0 +1,191 @@
+"""Answers that were finished when a run was killed, in the middle of a group."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.contracts import NumberTokenizer
+from megatron_rl.data.buffer import Buffer
+from megatron_rl.errors import EngineError
+from megatron_rl.plugins import Generator
+from megatron_rl.rollout import kept_answers
+from megatron_rl.rollout.client import SHORT_RESPONSE_TOKENS, Generation
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.engine_pool import EnginePool
+from megatron_rl.rollout.groups import GroupMaker
+from megatron_rl.rollout.kept_answers import KeptAnswers
+from megatron_rl.rollout.routing_record import MixtureShape
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.single_turn import single_turn
+from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
+
+PROMPT = Prompt(id="p", token_ids=np.array([1, 2]), text="1 2")
+LONG = Sampling(max_tokens=SHORT_RESPONSE_TOKENS + 1)
+MIXTURE = MixtureShape(num_layers=2, num_dense_layers=0, num_experts=4, experts_per_token=1)
+
+
+class Engine:
+    """Its n-th answer is the token 10 + n and the first token of the prompt; what it is asked after `limit` samples it does not answer."""
+
+    def __init__(self, *, limit: int, error: Exception | None = None, first: int = 0) -> None:
+        self.address = EngineAddress("url", "key", vocab_size=100, context_length=64, max_total_tokens=64, has_tokenizer=False)
+        self.limit, self.error, self.answered = limit, error, first
+        self.seeds: list[int | None] = []
+
+    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
+        self.seeds += [sampling.of_sample(index).seed for index in range(num_samples)]
+        number = len(self.seeds)
+        await asyncio.sleep(0)
+        if number > self.limit:
+            if self.error is not None:
+                raise self.error
+            await asyncio.Event().wait()
+        return tuple(self._answer(token_ids) for _ in range(num_samples))
+
+    def _answer(self, token_ids: Ints) -> Generation:
+        self.answered += 1
+        ids, scores = np.array([10 + self.answered, token_ids[0]]), np.array([-0.1 * self.answered, -1.0], np.float32)
+        return Generation(ids, scores, np.array([3, 4]), StopReason.LENGTH)
+
+
+async def two_turns(
+    *, prompt: Prompt, generator: Generator, sampling: Sampling, num_samples: int, tokenizer: NumberTokenizer
+) -> Sequence[Sample]:
+    """One conversation after the other, each of whose second turns has seen the first."""
+    samples = []
+    for index in range(num_samples):
+        (first,) = await generator.generate(prompt.token_ids, sampling=sampling, session=f"{index}")
+        (second,) = await generator.generate(first.token_ids, sampling=sampling, session=f"{index}")
+        (sample,) = await single_turn(num_samples=1, prompt=prompt, generator=Given(second), sampling=sampling, tokenizer=tokenizer)  # type: ignore[arg-type]
+        samples.append(replace(sample, index=index))
+    return samples
+
+
+class Given:
+    """A generator that gives one answer."""
+
+    def __init__(self, answer: Generation) -> None:
+        self._answer = answer
+
+    async def generate(self, token_ids: Ints, **_: object) -> tuple[Generation, ...]:
+        return (self._answer,)
+
+
+async def make(buffer: Buffer, *engines: Engine, num_samples: int = 3, killed: bool = False, **changes: Any) -> Group | None:
+    """The group of the prompt, or None when the engines do not answer any more and the run is `killed`."""
+
+    async def score(sample: Sample) -> Reward:
+        return Reward(outcome=RewardOutcome.SCORED, value=1.0)
+
+    pool = EnginePool(engines, max_requests=8)  # type: ignore[arg-type]
+    maker = GroupMaker(
+        pool=pool, sampling=LONG, num_samples=num_samples, tokenizer=NumberTokenizer(), score=score, buffer=buffer
+    )  # fmt: skip
+    making = asyncio.create_task(replace(maker, **changes).make(PROMPT))
+    if not killed:
+        return await asyncio.wait_for(making, 5)
+    await asyncio.sleep(0.1)
+    assert not making.done()
+    making.cancel()
+    return None
+
+
+def responses(group: Group | None) -> list[list[int]]:
+    assert group is not None
+    return [sample.response_ids.tolist() for sample in group.samples]
+
+
+@pytest.fixture
+def buffer(tmp_path: Path) -> Any:
+    with Buffer(tmp_path / "buffer.sqlite") as opened:
+        opened.add_prompts([PROMPT])
+        opened.take_pending(1)
+        yield opened
+
+
+def test_only_the_samples_that_a_kill_cut_off_are_asked_for_again(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing that is done at the end of a process counts: a killed one does nothing.
+    monkeypatch.setattr(KeptAnswers, "close", lambda self, finished: None)
+    monkeypatch.setattr(kept_answers, "KEEP_AFTER_S", 0.01)
+    before, after = Engine(limit=2), Engine(limit=9, first=50)
+    asyncio.run(make(buffer, before, killed=True))
+    assert len(buffer.answers("p")) == 2
+    group = asyncio.run(make(buffer, after))
+    assert len(before.seeds) == 3 and after.seeds == before.seeds[2:]
+    assert responses(group) == [[11, 1], [12, 1], [61, 1]]
+    assert group is not None
+    assert group.samples[1].rollout_log_probs.tolist() == np.array([-0.2, -1.0], np.float32).tolist()
+    assert group.samples[1].weight_versions.tolist() == [3, 4] and group.samples[1].stop_reason is StopReason.LENGTH
+    buffer.put_done(group)
+    assert buffer.answers("p") == {}
+
+
+def test_turns_that_were_finished_are_not_asked_for_again(buffer: Buffer) -> None:
+    before, after = Engine(limit=3), Engine(limit=9, first=50)
+    asyncio.run(make(buffer, before, killed=True, rollout=two_turns))
+    assert responses(asyncio.run(make(buffer, after, rollout=two_turns))) == [[12, 11], [61, 13], [63, 62]]
+    assert len(after.seeds) == 3 and after.seeds[0] == before.seeds[3]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"sampling": replace(LONG, temperature=0.5)}, {"sampling": replace(LONG, max_tokens=40)}, {"seed": 1}],
+    ids=["temperature", "length", "seed"],
+)
+def test_an_answer_to_another_request_is_not_taken(buffer: Buffer, changes: dict[str, Any]) -> None:
+    asyncio.run(make(buffer, Engine(limit=2), killed=True))
+    after = Engine(limit=9, first=50)
+    assert responses(asyncio.run(make(buffer, after, **changes))) == [[61, 1], [62, 1], [63, 1]]
+
+
+def test_an_answer_without_experts_is_not_taken_where_they_are_recorded(buffer: Buffer) -> None:
+    asyncio.run(make(buffer, Engine(limit=2), killed=True))
+    after = Engine(limit=0)
+    after.address = replace(after.address, mixture=MIXTURE)
+    asyncio.run(make(buffer, after, killed=True))
+    assert len(after.seeds) == 3
+
+
+def test_a_group_that_is_finished_soon_and_short_answers_cost_no_write(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(Buffer, "put_answers", lambda self, group_id, answers: written.append(group_id))
+    asyncio.run(make(buffer, Engine(limit=9)))
+    short = Engine(limit=9)
+    asyncio.run(make(buffer, short, sampling=replace(LONG, max_tokens=SHORT_RESPONSE_TOKENS)))
+    asyncio.run(make(buffer, Engine(limit=0), sampling=replace(LONG, max_tokens=SHORT_RESPONSE_TOKENS), killed=True))
+    assert written == []
+
+
+def test_an_answer_that_was_aborted_is_none(buffer: Buffer) -> None:
+    async def work() -> None:
+        kept = KeptAnswers(buffer, group_id="p")
+        kept.add(PROMPT.token_ids, LONG, Generation(np.array([5]), np.zeros(1, np.float32), np.array([0]), StopReason.ABORT))
+        assert kept.find(PROMPT.token_ids, LONG) is None
+        kept.close(finished=False)
+
+    asyncio.run(work())
+    assert buffer.answers("p") == {}
+
+
+def test_another_engine_is_asked_for_what_the_one_that_failed_has_not_answered(buffer: Buffer) -> None:
+    engines = Engine(limit=2, error=EngineError("gone")), Engine(limit=9, first=50)
+    assert responses(asyncio.run(make(buffer, *engines))) == [[11, 1], [12, 1], [61, 1]]
+    assert engines[1].seeds == engines[0].seeds[2:]
+
+
+def test_experts_come_back(buffer: Buffer) -> None:
+    async def work() -> None:
+        kept = KeptAnswers(buffer, group_id="p")
+        experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+        kept.add(PROMPT.token_ids, LONG, Generation(np.array([5]), np.zeros(1, np.float32), np.array([0]), StopReason.STOP, experts))
+        kept.close(finished=False)
+        found = KeptAnswers(buffer, group_id="p").find(PROMPT.token_ids, LONG)
+        assert found is not None and found.routed_experts is not None
+        np.testing.assert_array_equal(found.routed_experts, experts, strict=True)
+
+    asyncio.run(work())
