@@ -73,6 +73,16 @@ def test_layers_that_are_not_built_are_kept_whole_or_dropped_whole(tiny_model, t
     assert json.loads((tmp_path / "dropped/config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
+def test_what_is_computed_anew_is_no_layer_of_multi_token_prediction(tiny_model, tmp_path):
+    path = tiny_model(family="glm4_moe")
+    original = tensors_of(path) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(original, path / "model.safetensors")
+    convert(path, tmp_path / "back", Options(to="hf", drop_mtp=True))
+    assert_same_tensors(tmp_path / "back", original)
+    assert json.loads((tmp_path / "back/manifest.json").read_text())["stale_once_trained"] == []
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
 def test_another_dtype_is_rounded_once_and_named(tiny_model, tmp_path):
     path = tiny_model(family="deepseek_v3")
     original = tensors_of(path)
