@@ -124,10 +124,12 @@ def test_a_killed_conversion_goes_on_where_it_stopped(tiny_model, tmp_path, monk
     assert not target.exists()
     # A kill leaves a file without its record, too: that one is written again.
     (tmp_path / ".ours.partial/__9_0.distcp.unfinished").write_bytes(b"half")
-    again = []
+    again, kept = [], []
+    monkeypatch.setattr(conversion.Progress, "keep", lambda self, num_bytes: kept.append(num_bytes))
     monkeypatch.setattr(resumable, "_write", lambda partial, job, report: again.append(job.name) or write(partial, job, report))
     convert(path, target, options)
     assert len(again) > 1 and not set(again) & set(written)
+    assert len(kept) == len(written)
     read = read_all(target)
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors_of(path).items())
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".ours")]

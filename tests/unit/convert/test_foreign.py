@@ -77,14 +77,15 @@ def test_layers_are_stacked_where_they_are_all_alike(tiny_model, tmp_path, one_r
 
 def test_of_stacked_layers_the_asked_one_alone_is_read(tmp_path):
     """A checkpoint of many layers would be read once for each of them, and each read take the memory of all."""
-    state = {"aligned": torch.arange(6.0).view(3, 2), "odd": torch.arange(6.0).view(3, 2) + 6, "turned": torch.arange(6.0).view(2, 3).T}
+    state = {name: torch.arange(6.0).view(3, 2) + number for number, name in enumerate(("one", "behind it", "and so on"))}
+    state["turned"] = torch.arange(6.0).view(2, 3).T
     distributed_checkpoint.save(state, storage_writer=distributed_checkpoint.FileSystemWriter(tmp_path))
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     stored, sizes = TorchDist(tmp_path), set()
     for key, tensor in state.items():
         for layer in range(len(tensor)):
             read = stored.read(key, (layer,))
-            assert torch.equal(read, tensor[layer]), key
+            assert torch.equal(read, tensor[layer]) and read.data_ptr() % 4 == 0, key
             sizes |= {read.untyped_storage().nbytes()} if key != "turned" else set()
     assert sizes == {2 * 4}
 
