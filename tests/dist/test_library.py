@@ -78,13 +78,16 @@ def run(rank: int, world_size: int, init_method: str, model: str, topologies: li
             for rows in (np.arange(0, 5), np.arange(5, 9)):
                 steps.append(trainer.forward_backward(kept.select(rows)) | trainer.optimizer_step())
             weights = {name: tensor.numpy().copy() for name, tensor in trainer.weights()}
+            received = [name for name, _ in trainer.weights(receivers=(0,))]
             refusals = []
             for call in (trainer.train, trainer.forward_backward, trainer.log_probs, trainer.values):
                 try:
                     call(make_batch(rank))
                 except UserError as error:
                     refusals.append(str(error))
-        said.append({"steps": steps, "log_probs": log_probs, "values": values, "weights": weights, "refusals": refusals})
+        said.append(
+            {"steps": steps, "log_probs": log_probs, "values": values, "weights": weights, "received": received, "refusals": refusals}
+        )
     return said
 
 
@@ -108,5 +111,8 @@ def test_every_rank_passes_the_whole_batch_and_gets_the_numbers_of_one(run_ranks
             np.testing.assert_array_equal(first[name], second[name])
             responses = make_batch(0).loss_mask
             np.testing.assert_allclose(first[name][responses], alone[name][responses], rtol=0, atol=2e-5)
+        assert first["received"] == list(first["weights"])
+        # The other rank has a part of the model, or a copy of all of it.
+        assert second["received"] == (first["received"] if topology in ({"tp": 2}, {"pp": 2}) else []), topology
         for name, tensor in first["weights"].items():
             assert np.linalg.norm(tensor - alone["weights"][name]) <= 1e-5 * np.linalg.norm(tensor), (topology, name)

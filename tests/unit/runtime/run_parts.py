@@ -11,6 +11,7 @@ from megatron_rl.errors import DeadlineError
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.rollout.client import Scores
 from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.runtime.colocation import Turn
 from megatron_rl.runtime.training_run import TrainingRun
 from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, TrainBatch
@@ -24,10 +25,11 @@ class Manager:
     busy_s = 0.0
 
     def __init__(self, calls: Calls, *, held_out: int, fails_at: int | None, error: BaseException | None) -> None:
-        self.calls, self.clients = calls, [self]
+        self.calls = calls
         prompt = Prompt(id="p", token_ids=np.array([1, 2, 3]), text="abc")
         self.prompts = SimpleNamespace(held_out=(prompt,) * held_out, tokenizer=range(30), for_parity=lambda count: [prompt])
         self.address = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
+        self.pool = EnginePool([self], max_requests=1)  # type: ignore[list-item]
         self._fails_at, self._error = fails_at, error
 
     async def next_batch(self, step: int, *, progress: object) -> tuple[str, dict[str, Metric]]:

@@ -1,9 +1,10 @@
 """What a start says before, while and after it waits, and what the console of a run shows."""
 
+import asyncio
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_rl.errors import EngineError
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.rollout import manager as manager_module
+from megatron_rl.rollout.client import EngineClient, EnginePart
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.runtime.session import StartReport, _columns, _join, _open_manager
 from megatron_rl.runtime.watchdog import Watchdog
@@ -74,12 +76,24 @@ def test_a_run_goes_on_without_an_engine_that_dies_but_not_without_the_last(
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
     settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"])
     stream, engines = io.StringIO(), Engines()
+
+    async def only_the_second(self: EngineClient, parts: Collection[EnginePart]) -> None:
+        if self.address is engines.addresses[0]:
+            raise EngineError("cannot be reached")
+
+    monkeypatch.setattr(EngineClient, "release_memory", only_the_second)
+    monkeypatch.setattr(EngineClient, "restore_memory", only_the_second)
     with ExitStack() as stack:
         watchdog, start = stack.enter_context(Watchdog()), StartReport(RunConsole(1, stream=stream), PhaseTimer())
         manager = _open_manager(settings, stack, watchdog, start, buffer=tmp_path / "buffer.sqlite")
         _join(manager, engines, [], watchdog, start)  # type: ignore[arg-type]
         assert [client.address for client in manager.clients] == engines.addresses
+        # Its memory is asked for while that becomes known.
+        moving = [
+            asyncio.run_coroutine_threadsafe(call(["weights"]), watchdog._loop) for call in (manager.release_memory, manager.restore_memory)
+        ]
         assert engines.goes_on(engines.addresses[0], EngineError("killed by signal 9"))
+        assert [move.result(timeout=10) for move in moving] == [None, None]
         assert [client.address for client in manager.clients] == engines.addresses[1:]
         assert "note: the run goes on with 1 of 2 engines, because one ended: killed by signal 9" in stream.getvalue()
         printed = stream.getvalue()

@@ -29,6 +29,7 @@ SPECS = tuple(WeightSpec(f"w{index}", "float32", (2, 3)) for index in range(3))
 BUCKETS = (SPECS[:2], SPECS[2:])
 SYNC_TIMEOUT_S = 7200.0
 SILENT = "/pause_generation"
+UPDATES = {"broadcast": "/update_weights_from_distributed", "disk": "/update_weights_from_disk", "ipc": "/update_weights_from_tensor"}
 
 
 class Server:
@@ -52,6 +53,7 @@ class Server:
         self.served, self._deaf, self._mute = 0, deaf, mute
         self._fails_at, self._fails_after, self._once = fails_at, fails_after, once
         self.dead: Callable[[], None] | None = None
+        self.update_s = 0.0
 
     async def call(self, method: str, path: str, body: Any = None, *, timeout_s: float, attempts: int = 1) -> Any:
         self.calls.append((path, body))
@@ -61,6 +63,8 @@ class Server:
             await asyncio.sleep(3600)
         if path == self._fails_at and sum(called == path for called, _ in self.calls) > self._fails_after:
             self.fails(path)
+        if path in UPDATES.values():
+            await asyncio.sleep(self.update_s)
         version = (body or {}).get("weight_version")
         self.served = self.served if version is None or self._deaf else int(version)
         return {"weight_version": str(self.served)} if path == "/model_info" else {"success": True}
@@ -80,6 +84,7 @@ class Ranks:
     def __init__(self, log: list[tuple[Any, ...]]) -> None:
         self.log = log
         self.plans: list[Any] = []
+        self.send_s = 0.02
         self._thread = ThreadPoolExecutor(1)
 
     def begin_open_sender(self, plan: SenderPlan) -> list[Future[None]]:
@@ -95,7 +100,7 @@ class Ranks:
 
     def begin_send(self, *, version: int) -> list[Future[None]]:
         def work() -> None:
-            time.sleep(0.02)
+            time.sleep(self.send_s)
             self._sender.send(version=version)
             self.log.append(("sent",))
 
@@ -364,20 +369,20 @@ def test_one_that_joined_and_serves_other_weights_gets_no_requests(make_run: Cal
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_without_a_member_a_sync_says_so(make_run: Callable[..., Run], name: str) -> None:
-    run = make_run({})
+def test_when_the_last_engine_dies_a_sync_says_so(make_run: Callable[..., Run], name: str) -> None:
+    run = make_run({"fails_at": SILENT}, {})
 
     async def work() -> None:
         sync = run.open(name)
+        dies(run, 0)
         await sync.connect()
-        run.pool.leave(run.clients[0], EngineError("gone"))
+        run.pool.leave(run.clients[1], EngineError("gone"))
         await sync.run(version=1)
 
     with pytest.raises(EngineError, match="no engine is left that weights could be sent to"):
         asyncio.run(work())
 
 
-UPDATES = {"broadcast": "/update_weights_from_distributed", "disk": "/update_weights_from_disk", "ipc": "/update_weights_from_tensor"}
 BEGIN, END, RESUME = "/begin_weight_update", "/end_weight_update", "/continue_generation"
 
 
@@ -439,25 +444,29 @@ def test_an_engine_with_a_part_of_a_version_does_not_generate_before_it_has_all(
     asyncio.run(work())
 
 
+def test_both_ends_are_closed_when_nothing_goes_on_any_more(make_run: Callable[..., Run]) -> None:
+    """What still runs would otherwise reach into the next attempt, or wait for who has left."""
+    update = UPDATES["broadcast"]
+    run = make_run({"fails_at": SILENT}, {})
+
+    async def work() -> None:
+        sync = run.open("broadcast")
+        dies(run, 0)
+        run.ranks.send_s, run.servers[1].update_s = 0.15, 0.05
+        await sync.run(version=1)
+        told = [path for path, _ in run.servers[1].calls if path in (CONNECT, DISCONNECT, update, END)]
+        assert told == [CONNECT, update, update, END, DISCONNECT, CONNECT, update, update, END]
+        assert run.log.index(("sent",)) < run.log.index(("closed",))
+
+    asyncio.run(work())
+
+
 def test_what_fails_while_every_engine_lives_ends_the_sync(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_pool, "DEATH_S", 0.05)
     run = make_run({}, {"fails_at": UPDATES["disk"]})
     with pytest.raises(EngineError, match=r"cannot be reached for /update_weights_from_disk"):
         run.sync("disk", version=1)
     assert len(run.ranks.plans) == 1
-
-
-def test_when_the_last_engine_dies_a_sync_says_so(make_run: Callable[..., Run]) -> None:
-    run = make_run({"fails_at": SILENT}, {"fails_at": SILENT, "fails_after": 1})
-
-    async def work() -> None:
-        sync = run.open("disk")
-        dies(run, 0)
-        dies(run, 1)
-        await sync.run(version=1)
-
-    with pytest.raises(EngineError, match="no engine is left that weights could be sent to"):
-        asyncio.run(work())
 
 
 def test_a_sync_that_is_repeated_keeps_the_deadline_of_the_first(make_run: Callable[..., Run]) -> None:
