@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from megatron_rl.convert.resumable import FileJob, Summed, raw_bytes
-from megatron_rl.convert.sources import KEPT, Unit, stored_key
+from megatron_rl.convert.sources import Unit
 from megatron_rl.files import write_atomic
 from megatron_rl.models.expert_stacks import stored_name, stored_tensors
+from megatron_rl.models.megatron_files import KEPT, stored_key
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import Rule, combine, parameter_shape
 from megatron_rl.weights.bucket import WeightSpec
@@ -37,6 +38,7 @@ _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
 }
 _ALIGNMENT = 8
+_BLOB_ALIGNMENT = 64
 _BLOB_BYTES = 2048
 """About what torch.save adds to the numbers of a tensor."""
 
@@ -138,6 +140,8 @@ def _chunks_job(name: str, pieces: Sequence[Piece], spec: ModelSpec) -> FileJob:
     def write(file: Summed) -> list[list[int]]:
         places = []
         for piece in pieces:
+            # So that the numbers can be used where they are in the file.
+            file.write(bytes(-file.num_bytes % _BLOB_ALIGNMENT))
             start = file.num_bytes
             assert piece.unit.rule is not None
             torch.save(_parameter(piece, piece.unit.rule, spec), cast("IO[bytes]", file))

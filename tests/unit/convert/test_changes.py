@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.convert.changes import quantise_blocks
 from megatron_rl.convert.conversion import Options, convert
-from megatron_rl.convert.sources import open_source, read_all
 from megatron_rl.errors import UserError
 
 QUERY, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
@@ -46,7 +45,7 @@ def test_a_block_of_zeros_stays_zero():
     assert torch.equal(codes.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1), weight)
 
 
-def test_a_quantised_target_says_what_it_is_and_is_read_again(tiny_model, tmp_path):
+def test_a_quantised_target_says_what_it_is_and_is_read_again(tiny_model, tmp_path, read_all):
     path = tiny_model(family="glm4_moe")
     original = load_file(path / "model.safetensors")
     assert convert(path, tmp_path / "fp8", Options(quantise=True)).to == "hf"
@@ -61,7 +60,7 @@ def test_a_quantised_target_says_what_it_is_and_is_read_again(tiny_model, tmp_pa
     }
     assert set(section["modules_to_not_convert"]) == {"model.embed_tokens", "lm_head", "model.layers.1.mlp.gate"}
     assert all(torch.equal(stored[name], original[name]) for name in plain)
-    again = {told.name: tensor for told, tensor in read_all(open_source(tmp_path / "fp8"))}
+    again = read_all(tmp_path / "fp8")
     assert again.keys() == original.keys()
     for name in original.keys() - plain:
         assert stored[name].dtype is torch.float8_e4m3fn and f"{name}_scale_inv" in stored

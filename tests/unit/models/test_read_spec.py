@@ -174,3 +174,15 @@ def test_missing_and_malformed_files(tmp_path):
         read_model_spec(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     assert read_model_spec(tmp_path) == spec_of()
+
+
+def test_a_directory_of_a_run_or_of_another_program_is_told_from_a_model(tmp_path):
+    for name, words in (("hf", "give .*/step/hf"), ("megatron", "convert the checkpoint first: megatron-rl convert .*/step TARGET")):
+        step = tmp_path / name / "step"
+        (step / name).mkdir(parents=True)
+        (step / name / "config.json").touch()
+        (step / ".metadata").touch()
+        with pytest.raises(UserError, match=rf"has no config\.json; {words}"):
+            read_model_spec(step)
+    with pytest.raises(UserError, match="give a Hugging Face model directory"):
+        read_model_spec(tmp_path)
