@@ -1,6 +1,6 @@
 """One optimizer step computed in this process under any split: micro-batches, order, padding, data- and context-parallel ranks.
 
-It runs the same code as training, one thread per rank, with the collectives replaced by barriers. The proof that a split changes
+It runs the same code as training, each rank in a thread, with the collectives replaced by barriers. The proof that a split changes
 nothing (`tools/check_vectors.py --layouts`, the property tests) stands on it. Legend: T tokens of the whole step.
 """
 
@@ -128,12 +128,14 @@ def run_step(objective: Objective, step: Step, layout: Layout, *, coefficients: 
             context.barrier.abort()
             world.barrier.abort()
 
-    threads = []
+    ranks = []
     for dp_rank in range(len(layout.ranks)):
         context = _Exchange(layout.cp)
-        threads += [threading.Thread(target=rank_program, args=(dp_rank, cp_rank, context)) for cp_rank in range(layout.cp)]
+        ranks += [(dp_rank, cp_rank, context) for cp_rank in range(layout.cp)]
+    threads = [threading.Thread(target=rank_program, args=rank) for rank in ranks[1:]]
     for thread in threads:
         thread.start()
+    rank_program(*ranks[0])
     for thread in threads:
         thread.join()
     if failures:

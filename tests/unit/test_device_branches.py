@@ -44,7 +44,6 @@ THE_SAME_ON_A_GPU: dict[str, str] = {
     "models/attention/packed.py _attend_bucket": "the CPU takes a shorter way to the same numbers, which test_attention compares",
     "models/attention/packed.py _attend_long": "the CPU takes a shorter way to the same numbers, which test_attention compares",
     "models/hf_files.py _write_shards": "tensors are written from host memory",
-    "training/checkpoint_writer.py _copy_to_host": "a copy in pageable host memory, which torch waits for",
     "training/policy_export.py Exporting._gather": "a copy in pageable host memory, which torch waits for",
     "models/norms.py NormOverHeads.__init__": "where its weight lies, as that of RMSNorm, which is rehearsed",
     "models/packed_sequences.py packed_sequences": "a default",

@@ -95,7 +95,10 @@ def imported_modules(path: Path) -> list[tuple[int, str]]:
 
 def type_checking_lines(path: Path) -> set[int]:
     """Lines of the imports that only type checkers make."""
-    guards = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.If)]
+    source = path.read_text(encoding="utf-8")
+    if "TYPE_CHECKING" not in source:
+        return set()
+    guards = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If)]
     return {line.lineno for node in guards if ast.unparse(node.test) == "TYPE_CHECKING" for line in node.body}
 
 

@@ -16,7 +16,7 @@ LENGTHS = (5, 3, 9, 4, 4, 6, 2, 7)
 TRAJECTORIES = (3, 0, 0, 3, 1, 2, 3, 2)
 MASKED = (3, 4)
 """Of a trajectory with other sequences, and of one that has no trainable token."""
-LAYOUTS = [trivial_layout(len(LENGTHS)), *random_layouts(len(LENGTHS), count=6, seed=3)]
+LAYOUTS = [trivial_layout(len(LENGTHS)), *random_layouts(len(LENGTHS), count=3, seed=3)]
 REJECTING = OffPolicyCorrection(mode="mask", low=0.8, high=1.2, keep_rejected_in_denominator=False)
 
 

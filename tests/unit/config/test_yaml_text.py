@@ -66,13 +66,13 @@ _values = st.recursive(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.dictionaries(st.text(min_size=1, max_size=6), _values, max_size=4))
 def test_text_is_read_back_to_the_same_value(value: dict[str, object]) -> None:
     assert parse_yaml(format_yaml(value), origin="test") == value
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(_scalars)
 def test_one_value_is_read_back_too(value: object) -> None:
     assert parse_yaml(format_value(value), origin="test") == value

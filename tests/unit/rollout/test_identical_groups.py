@@ -41,7 +41,7 @@ def draw(random: np.random.Generator, *, probability: float, length: int, num_sa
 )
 def test_independent_samples_are_never_taken_for_copies(probability: float, length: int, num_samples: int) -> None:
     random, identical = np.random.default_rng(0), IdenticalGroups()
-    for _ in range(3000):
+    for _ in range(1000):
         identical.add(draw(random, probability=probability, length=length, num_samples=num_samples))
         assert identical.problem() is None
 

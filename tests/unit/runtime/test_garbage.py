@@ -12,9 +12,10 @@ from megatron_rl.runtime.garbage import spare_what_is_loaded
 
 
 @pytest.fixture(autouse=True)
-def thaw() -> Iterator[None]:
+def spare_again() -> Iterator[None]:
+    """Otherwise every later collection of this process would walk all that was ever imported."""
     yield
-    gc.unfreeze()
+    gc.freeze()
 
 
 class Node:

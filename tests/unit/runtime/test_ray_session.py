@@ -58,6 +58,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
         monkeypatch.setattr(services, "get_node", rays.get_node)
         return rays
 
+    (tmp_path / "session" / "logs").mkdir(parents=True)
     node = SimpleNamespace(get_session_dir_path=lambda: str(tmp_path / "session"))
     monkeypatch.setattr(ray._private.worker, "_global_node", node)
     monkeypatch.setattr(ray, "shutdown", lambda: None)

@@ -133,7 +133,7 @@ def test_weights_that_cannot_be_gathered_are_not_written(
 ) -> None:
     trainer = make_trainer(tiny_model(), SUPERVISED)
 
-    def broken():  # type: ignore[no-untyped-def]
+    def broken(**_):  # type: ignore[no-untyped-def]
         yield "model.norm.weight", torch.zeros(2)
         raise RuntimeError("a rank is gone")
 

@@ -155,6 +155,7 @@ def numbers(seed: int, *, low: float = -2.0, spread: float = 0.5) -> np.ndarray:
 
 
 @functools.cache
+@functools.cache
 def shard() -> Shard:
     mask = np.random.default_rng(3).random(sum(LENGTHS)) < 0.8
     mask[np.cumsum(LENGTHS) - LENGTHS] = False

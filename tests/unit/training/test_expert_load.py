@@ -74,7 +74,7 @@ def batch_with(experts: Any) -> TrainBatch:
 )
 def test_records_of_another_model_are_refused(tiny_model: Callable[..., Path], experts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_record(batch_with(experts), read_model_spec(tiny_model(**MOE)))
+        check_record(batch_with(experts), read_model_spec(tiny_model(**MOE, layers=2)))
 
 
 def test_a_record_has_the_layers_with_experts_only(tiny_model: Callable[..., Path]) -> None:
@@ -98,7 +98,7 @@ def test_balance_loss_of_a_step_is_its_coefficient_times_the_mean_over_sequences
     """Gradient norm and metrics of a supervised step against transformers in float64; the last sequence has nothing to train on."""
     import transformers
 
-    path = tiny_model(**MOE, tied=False, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+    path = tiny_model(**MOE, layers=2, tied=False, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     log_probs, balance, z_loss, num_tokens = [], torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
     for row in ROWS[:-1]:
@@ -127,13 +127,13 @@ def test_balance_loss_of_a_step_is_its_coefficient_times_the_mean_over_sequences
 
 def test_a_loss_without_a_coefficient_is_not_reported(make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path]) -> None:
     shard = make_shards(make_batch(ROWS), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=12, seed=0)[0]
-    metrics = make_trainer(tiny_model(**MOE), {"policy_loss": "sft"}).train_shard(shard)[0]
+    metrics = make_trainer(tiny_model(**MOE, layers=2), {"policy_loss": "sft"}).train_shard(shard)[0]
     assert "train/expert_load_max" in metrics
     assert not metrics.keys() & {"train/aux_loss", "train/router_z_loss"}
 
 
 def test_only_the_policy_replays_and_only_when_asked_to(make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path]) -> None:
-    path = tiny_model(**MOE, norm_topk_prob=True)
+    path = tiny_model(**MOE, layers=2, norm_topk_prob=True)
     free = make_batch(ROWS)
     experts = np.random.default_rng(0).random((len(free.tokens), 2, 4)).argsort(-1)[..., :2].astype(np.uint8)
     recorded = dataclasses.replace(free, routed_experts=experts, routed=np.ones(len(experts), np.bool_))

@@ -70,35 +70,27 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [(("plain", "float32"), (other, dtype)) for other in KINDS for dtype in ("float32", "bfloat16")]
-    + [(("distributed, several padded buckets", "bfloat16"), (other, dtype)) for other in KINDS for dtype in ("float32", "bfloat16")],
-)
+@pytest.mark.parametrize("saved", [("plain", "float32"), ("distributed, several padded buckets", "bfloat16")])
 def test_another_kind_or_precision_has_the_same_state(
-    make_trainer: Callable[..., Trainer],
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-    saved: tuple[str, str],
-    loaded: tuple[str, str],
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, saved: tuple[str, str]
 ) -> None:
-    model = tiny_model(vocab=33)
+    model = tiny_model(vocab=33, layers=2)
     trainer = make_trainer(model, {"policy_loss": "sft"}, dtype=saved[1], **KINDS[saved[0]])
     train(trainer)
     train(trainer)
     trainer.save(tmp_path / "checkpoint")
     want = state_of(trainer)
-    resumed = make_trainer(model, {"policy_loss": "sft"}, dtype=loaded[1], **KINDS[loaded[0]])
-    resumed.load(tmp_path / "checkpoint")
-    got = state_of(resumed)
-    assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        assert tensor.any() and torch.equal(got[name], tensor), name
-    for name, parameter in resumed._model.chunks[0].module.named_parameters():
-        assert torch.equal(parameter.float().flatten(), want[f"{name} param"].to(parameter.dtype).float()), name
-    assert [group["step"] for part in parts_of(resumed._model.optimizer) for group in part.param_groups] == [2] * len(
-        resumed._model.optimizer.param_groups
-    )
+    for loaded in itertools.product(KINDS, ("float32", "bfloat16")):
+        resumed = make_trainer(model, {"policy_loss": "sft"}, dtype=loaded[1], **KINDS[loaded[0]])
+        resumed.load(tmp_path / "checkpoint")
+        got = state_of(resumed)
+        assert got.keys() == want.keys(), loaded
+        for name, tensor in want.items():
+            assert tensor.any() and torch.equal(got[name], tensor), (loaded, name)
+        for name, parameter in resumed._model.chunks[0].module.named_parameters():
+            assert torch.equal(parameter.float().flatten(), want[f"{name} param"].to(parameter.dtype).float()), (loaded, name)
+        steps = [group["step"] for part in parts_of(resumed._model.optimizer) for group in part.param_groups]
+        assert steps == [2] * len(resumed._model.optimizer.param_groups), loaded
 
 
 def test_a_distributed_optimizer_with_several_padded_buckets_goes_on_as_if_it_had_not_stopped(

@@ -71,7 +71,7 @@ def load_hf(path: Path) -> Any:
 
 
 def test_three_supervised_steps_are_those_of_a_plain_loop(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
-    path = tiny_model()
+    path = tiny_model(layers=2)
     trainer, model = make_trainer(path, SUPERVISED), load_hf(path)
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     plain = [parameter for parameter in model.parameters() if parameter.ndim == 1]
@@ -95,7 +95,7 @@ def test_three_supervised_steps_are_those_of_a_plain_loop(make_trainer: MakeTrai
 def test_log_probs_are_those_of_transformers_at_the_sampling_temperature(
     make_trainer: MakeTrainer, tiny_model: Callable[..., Path]
 ) -> None:
-    path = tiny_model(tied=False)
+    path = tiny_model(tied=False, layers=2)
     trainer, model = make_trainer(path), load_hf(path)
     with torch.no_grad():
         expected = [np.concatenate([[0.0], hf_log_probs(model, row, temperature=TEMPERATURE).numpy()]) for row in ROWS]
