@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from megatron_rl.errors import UserError
 
 MEBIBYTE = 2**20
+MANIFEST = "manifest.json"
+"""In a directory of weights: what is to be known of its files and tensors."""
 _TORCH_WRITER = "inline_container"
 """In every message of torch's file writer. It fails after a short write, and by then what it had written may be gone again."""
 

@@ -92,6 +92,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "rope_local_base_freq": 100.0,
     },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "sliding_window": 6,
+        # Small, so that some of what comes to it is cut off.
+        "swiglu_limit": 0.5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+        "tie_word_embeddings": False,
+    },
     "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
 }
 CHARACTERS = string.digits + "+-*= ()?.:\n"
@@ -153,10 +173,11 @@ def _write_weights(path: Path, seed: int) -> None:
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.weight_table import tensor_shapes
 
-    generator = torch.Generator().manual_seed(seed)
+    generator, spec = torch.Generator().manual_seed(seed), read_model_spec(path)
+    # Norms multiply by about 1.
+    center = 0.0 if spec.zero_centered_norms else 1.0
     tensors = {
-        name: torch.randn(shape, generator=generator) * 0.1 + (1.0 if "norm" in name else 0.0)
-        for name, shape in tensor_shapes(read_model_spec(path))
+        name: torch.randn(shape, generator=generator) * 0.1 + (center if "norm" in name else 0.0) for name, shape in tensor_shapes(spec)
     }
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 

@@ -68,9 +68,9 @@ class RunSettings(Section):
 class ModelSettings(Section):
     """The policy."""
 
-    path: FilePath = Field(description="Hugging Face directory: config.json, tokenizer, safetensors.")
+    path: FilePath = Field(description="Model directory: config.json, tokenizer, and safetensors or what convert has written.")
     teacher: FilePath | None = Field(
-        None, description="Hugging Face directory of a teacher with the policy's tokenizer, for objective.distillation_coef."
+        None, description="Model directory of a teacher with the policy's tokenizer, for objective.distillation_coef."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto is float32 on CPU and bfloat16 on GPU.")
     attention: Literal["auto", "transformer_engine", "torch"] = Field(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_rl.convert.sources import Unit
 from megatron_rl.errors import UserError
+from megatron_rl.models.expert_stacks import stored_name
 from megatron_rl.models.tensor_files import TensorFiles
 from megatron_rl.models.weight_table import Sharding
 from megatron_rl.weights.bucket import WeightSpec
@@ -62,9 +63,9 @@ class Changes:
 
 
 def is_quantised(unit: Unit, tensor: WeightSpec) -> bool:
-    """Whether a weight is one that engines multiply in float8: not embeddings, head, norms and routers."""
+    """Whether a weight is one that engines multiply in float8: not embeddings, head, norms, routers and stacks of experts."""
     rule = unit.rule
-    if rule is None or rule.sharding is Sharding.VOCABULARY or len(tensor.shape) != 2:
+    if rule is None or rule.sharding is Sharding.VOCABULARY or len(tensor.shape) != 2 or not tensor.name.endswith(".weight"):
         return False
     return not rule.megatron.endswith((".router.weight", ".shared_experts.gate_weight"))
 
@@ -97,8 +98,14 @@ def quantization_config(units: Sequence[Unit]) -> dict[str, Any]:
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        "modules_to_not_convert": sorted({name.removesuffix(".weight") for name in left} | {"lm_head"}),
+        "modules_to_not_convert": sorted({_module(name) for name in left} | {"lm_head"}),
     }
+
+
+def _module(name: str) -> str:
+    """The module of a weight; of a part of a stack that of the stack."""
+    stored = stored_name(name)
+    return name.removesuffix(".weight") if stored == name else stored.rpartition(".")[0]
 
 
 class Adapter:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.settings import TopologySettings
-from megatron_rl.convert.sources import HuggingFaceSource, Source, Unit, open_source
+from megatron_rl.convert.sources import HuggingFaceSource, Source, open_source
 from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.models.build import PolicyModel, build_model
 from megatron_rl.models.hf_weights import load_weights
@@ -141,7 +141,7 @@ def _by_megatron(source: Source, tokens: Sequence[Tensor]) -> list[Outputs]:
         for parameter in model.parameters():
             # What nobody writes shows in every number behind it.
             parameter.fill_(float("nan"))
-        load_weights([model], source.spec, SourceTensors(source))
+        load_weights([model], source.spec, source.tensors)
         return [_forward(model, ids, source.spec) for ids in tokens]
 
 
@@ -170,27 +170,3 @@ def _forward(model: PolicyModel, ids: Tensor, spec: ModelSpec) -> Outputs:
         for hook in hooks:
             hook.remove()
     return Outputs(logits[0, :, : spec.vocab_size].float().log_softmax(-1), tuple(hidden))
-
-
-class SourceTensors:
-    """The tensors of a source by name, as a loader asks for them: one parameter after the other."""
-
-    def __init__(self, source: Source) -> None:
-        self.path = source.path
-        self._source = source
-        self._units = {tensor.name: unit for unit in source.units() for tensor in unit.tensors}
-        self._last: tuple[Unit, list[Tensor]] | None = None
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._units)
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor [...] of `shape`."""
-        unit = self._units[name]
-        if self._last is None or self._last[0] is not unit:
-            self._last = unit, self._source.read(unit)
-        index = [tensor.name for tensor in unit.tensors].index(name)
-        tensor = self._last[1][index]
-        assert tuple(tensor.shape) == shape, f"{name} has shape {tuple(tensor.shape)}, needs {shape}"
-        return tensor

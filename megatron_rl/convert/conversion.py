@@ -5,8 +5,8 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,13 +18,14 @@ from megatron_rl.convert.resumable import locked_partial, write_files
 from megatron_rl.convert.sources import HuggingFaceSource, MegatronSource, Source, Unit, open_source
 from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, without_sums_of_torch, write_index, write_metadata
 from megatron_rl.errors import UserError
-from megatron_rl.files import write_atomic
+from megatron_rl.files import MANIFEST, write_atomic
 from megatron_rl.models.config_json import read_config
 from megatron_rl.models.families import MTP_KEYS
-from megatron_rl.models.hf_files import MAX_SHARD_BYTES, copy_model_files
+from megatron_rl.models.hf_files import MAX_SHARD_BYTES, STALE, copy_model_files
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
-from megatron_rl.training.checkpoint_manifest import MANIFEST, sha256
+from megatron_rl.models.stored_weights import of_mtp
+from megatron_rl.training.checkpoint_manifest import sha256
 
 if TYPE_CHECKING:
     from megatron_rl.convert.comparison import Comparison
@@ -62,9 +63,9 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
     A second call after a kill goes on where the first one stopped.
     """
     started = time.monotonic()
-    with closing(open_source(path, config=options.config)) as source:
+    with closing(open_source(path, config=options.config, dequantised_dtype=options.dtype)) as source:
         to = _target_format(source, options)
-        units = [unit for unit in source.units() if not (options.drop_mtp and _is_mtp(unit))]
+        units = [unit for unit in source.units() if not (options.drop_mtp and _is_mtp(unit, source))]
         changes = _changes(source, units, options)
         pieces = [_piece(source, unit, changes) for unit in units]
         num_bytes = sum(piece.num_bytes for piece in pieces)
@@ -74,8 +75,9 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
             else megatron_jobs(pieces, source.spec, options.max_shard_bytes)
         )
         with locked_partial(target, _identity(source, options, to)) as partial:
-            with _progress(say, num_bytes) as report, without_sums_of_torch():
-                records = write_files(partial, jobs, report=report)
+            progress = Progress(say, num_bytes)
+            with without_sums_of_torch():
+                records = write_files(partial, jobs, report=progress.add, keep=progress.keep)
             if to == "hf":
                 write_index(partial, records, total_bytes=num_bytes)
             else:
@@ -103,8 +105,8 @@ def _changes(source: Source, units: list[Unit], options: Options) -> Changes:
     return Changes(options.dtype, adapter, options.quantise)
 
 
-def _is_mtp(unit: Unit) -> bool:
-    return unit.rule is None and ".layers." in unit.tensors[0].name
+def _is_mtp(unit: Unit, source: Source) -> bool:
+    return unit.rule is None and of_mtp(unit.tensors[0].name, source.spec)
 
 
 def _identity(source: Source, options: Options, to: Format) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def _write_config(file: Path, source: Source, pieces: list[Piece], options: Opti
     dtype = str(options.dtype).removeprefix("torch.") if options.dtype is not None else _most_common_dtype(source)
     if config.get(key) is not None or options.dtype is not None:
         config[key] = dtype
-    if not any(piece.unit.rule is None and _is_mtp(piece.unit) for piece in pieces):
+    if not any(_is_mtp(piece.unit, source) for piece in pieces):
         config |= {key: 0 for key in MTP_KEYS if config.get(key)}
     if not options.copy_code:
         # It names code that is not there.
@@ -150,11 +152,11 @@ def _write_manifest(partial: Path, source: Source, units: list[Unit], records: d
     for file in sorted(partial.iterdir()):
         if file.is_file() and file.name not in files:
             files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    stale = sorted(tensor.name for unit in units if _is_mtp(unit) for tensor in unit.tensors)
+    stale = sorted(tensor.name for unit in units if _is_mtp(unit, source) for tensor in unit.tensors)
     content = {
         "model": dataclasses.asdict(_written_spec(partial, source)),
         "files": files,
-        "stale_once_trained": stale,
+        STALE: stale,
         "quantised_source": isinstance(source, HuggingFaceSource) and source.quantised,
     }
     write_atomic(partial / MANIFEST, json.dumps(content, indent=2) + "\n")
@@ -164,24 +166,28 @@ def _written_spec(partial: Path, source: Source) -> ModelSpec:
     return parse_model_spec(read_config(partial), origin=str(source.directory / "config.json"))
 
 
-@contextmanager
-def _progress(say: Callable[[str], None], total: int) -> Iterator[Callable[[int], None]]:
-    """A function that counts bytes, and says every few seconds how many there are, how fast they come and how long the rest takes."""
-    started = last = time.monotonic()
-    done = 0
+class Progress:
+    """Counts bytes, and says every few seconds how many there are, how fast they come and how long the rest takes."""
 
-    def report(num_bytes: int) -> None:
-        nonlocal done, last
-        done += num_bytes
+    def __init__(self, say: Callable[[str], None], total: int) -> None:
+        self._say, self._total = say, total
+        self._started = self._last = time.monotonic()
+        self._kept = self._written = 0
+
+    def keep(self, num_bytes: int) -> None:
+        """An earlier attempt has written these: they are done, but say nothing about the speed."""
+        self._kept += num_bytes
+
+    def add(self, num_bytes: int) -> None:
+        """These are written."""
+        self._written += num_bytes
         now = time.monotonic()
-        if now - last < _REPORT_EVERY_S and not sys.stderr.isatty():
+        if now - self._last < _REPORT_EVERY_S and not sys.stderr.isatty():
             return
-        last = now
-        speed = done / max(now - started, 1e-9)
-        left = max(total - done, 0) / max(speed, 1.0)
-        say(f"{done / 1e9:,.2f} of {total / 1e9:,.2f} GB, {speed / 1e9:.2f} GB/s, {left:,.0f} s left")
-
-    yield report
+        self._last = now
+        done, speed = self._kept + self._written, self._written / max(now - self._started, 1e-9)
+        left_s = max(self._total - done, 0) / max(speed, 1.0)
+        self._say(f"{done / 1e9:,.2f} of {self._total / 1e9:,.2f} GB, {speed / 1e9:.2f} GB/s, {left_s:,.0f} s left")
 
 
 def parse_options(*, max_shard_size: str, to: Format | None, dtype: str | None, quantize: str | None, **others: Any) -> Options:

@@ -105,15 +105,16 @@ def _start(partial: Path, identity: Mapping[str, Any]) -> None:
     write_atomic(digest, text)
 
 
-def write_files(partial: Path, jobs: Sequence[FileJob], *, report: Report) -> dict[str, dict[str, Any]]:
+def write_files(partial: Path, jobs: Sequence[FileJob], *, report: Report, keep: Report) -> dict[str, dict[str, Any]]:
     """Write what is not there yet and return the record of each file: its bytes, its SHA-256 and what its job says.
 
-    `report` is called with every number of bytes that is done. Raises UserError before the first byte when the disk has too little room.
+    `report` is called with every number of bytes that is written, `keep` with those that were there. Raises UserError before the first byte
+    when the disk has too little room.
     """
     records = {job.name: _finished(partial, job) for job in jobs}
     for job in jobs:
         if records[job.name] is not None:
-            report(job.num_bytes)
+            keep(job.num_bytes)
     left = [job for job in jobs if records[job.name] is None]
     _check_room(partial, sum(job.num_bytes for job in left))
     lock = threading.Lock()

@@ -3,6 +3,7 @@
 Both are planned before the first byte: which file has which tensors follows from their names, shapes and dtypes alone.
 """
 
+import itertools
 import json
 import pickle
 import struct
@@ -18,10 +19,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from megatron_rl.convert.resumable import FileJob, Summed, raw_bytes
-from megatron_rl.convert.sources import KEPT, Unit, stored_key
+from megatron_rl.convert.sources import Unit
 from megatron_rl.files import write_atomic
+from megatron_rl.models.expert_stacks import stored_name, stored_tensors
+from megatron_rl.models.megatron_files import KEPT, stored_key
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.weight_table import Rule, combine
+from megatron_rl.models.weight_table import Rule, combine, parameter_shape
 from megatron_rl.weights.bucket import WeightSpec
 
 _SAFETENSORS_DTYPES = {
@@ -35,6 +38,7 @@ _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
 }
 _ALIGNMENT = 8
+_BLOB_ALIGNMENT = 64
 _BLOB_BYTES = 2048
 """About what torch.save adds to the numbers of a tensor."""
 
@@ -54,15 +58,20 @@ class Piece:
 
 
 def in_files(pieces: Sequence[Piece], max_bytes: int) -> list[list[Piece]]:
-    """`pieces` in order, divided into runs of at most `max_bytes` bytes; one that is larger has a file of its own."""
+    """`pieces` in order, divided into runs of at most `max_bytes` bytes; what is larger has a file of its own.
+
+    What is one tensor in Hugging Face's files stays together.
+    """
     files: list[list[Piece]] = []
     room = 0
-    for piece in pieces:
-        if not files or piece.num_bytes > room:
+    for _, run in itertools.groupby(pieces, key=lambda piece: stored_name(piece.tensors[0].name)):
+        together = list(run)
+        num_bytes = sum(piece.num_bytes for piece in together)
+        if not files or num_bytes > room:
             files.append([])
             room = max_bytes
-        files[-1].append(piece)
-        room -= piece.num_bytes
+        files[-1] += together
+        room -= num_bytes
     return files
 
 
@@ -78,7 +87,8 @@ def safetensors_job(name: str, pieces: Sequence[Piece]) -> FileJob:
     """One safetensors file of all tensors of `pieces`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor in (tensor for piece in pieces for tensor in piece.tensors):
+    stored = list(_stored(pieces))
+    for tensor in stored:
         start, end = end, end + tensor.num_bytes
         header[tensor.name] = {"dtype": _SAFETENSORS_DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -90,9 +100,16 @@ def safetensors_job(name: str, pieces: Sequence[Piece]) -> FileJob:
             for tensor, told in zip(_made(piece), piece.tensors, strict=True):
                 assert WeightSpec.of(told.name, tensor) == told, f"{told} was planned, {WeightSpec.of(told.name, tensor)} came"
                 file.write_tensor(tensor)
-        return [tensor.name for piece in pieces for tensor in piece.tensors]
+        return [tensor.name for tensor in stored]
 
     return FileJob(name, 8 + len(text) + end, write)
+
+
+def _stored(pieces: Sequence[Piece]) -> Iterator[WeightSpec]:
+    """The tensors of a file: those of `pieces`, of which experts' parts may follow one another as a stack."""
+    tensors = ((tensor.name, tensor) for piece in pieces for tensor in piece.tensors)
+    for name, parts, stacked in stored_tensors(tensors):
+        yield WeightSpec(name, parts[0].dtype, (len(parts), *parts[0].shape)) if stacked else parts[0]
 
 
 def _made(piece: Piece) -> Iterator[Tensor]:
@@ -123,6 +140,8 @@ def _chunks_job(name: str, pieces: Sequence[Piece], spec: ModelSpec) -> FileJob:
     def write(file: Summed) -> list[list[int]]:
         places = []
         for piece in pieces:
+            # So that the numbers can be used where they are in the file.
+            file.write(bytes(-file.num_bytes % _BLOB_ALIGNMENT))
             start = file.num_bytes
             assert piece.unit.rule is not None
             torch.save(_parameter(piece, piece.unit.rule, spec), cast("IO[bytes]", file))
@@ -161,7 +180,7 @@ def write_metadata(partial: Path, pieces: Sequence[Piece], spec: ModelSpec, reco
         for piece, (start, length) in zip(file, records[name]["content"], strict=True):
             assert piece.unit.rule is not None
             key, at = stored_key(piece.unit.rule)
-            sizes = _sizes(piece)
+            sizes = parameter_shape(piece.unit.rule, spec)
             stacked = (spec.moe.num_experts,) if at and spec.moe is not None else ()
             if key not in tensors:
                 properties = TensorProperties(dtype=_dtype(piece))
@@ -174,10 +193,6 @@ def write_metadata(partial: Path, pieces: Sequence[Piece], spec: ModelSpec, reco
     torch.save({}, common)
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     write_atomic(partial / "metadata.json", json.dumps(backends))
-
-
-def _sizes(piece: Piece) -> tuple[int, ...]:
-    return (sum(tensor.shape[0] for tensor in piece.tensors), *piece.tensors[0].shape[1:])
 
 
 def _dtype(piece: Piece) -> torch.dtype:

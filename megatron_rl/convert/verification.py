@@ -16,13 +16,14 @@ from megatron_rl.config.settings import TopologySettings
 from megatron_rl.convert.sources import MegatronSource, Source, config_dtype, open_source
 from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
+from megatron_rl.files import MANIFEST
 from megatron_rl.models.build import build_model
 from megatron_rl.models.hf_weights import global_parameters, held_name
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.weight_table import combine, rules
+from megatron_rl.models.weight_table import parameter_shape, rules
 from megatron_rl.planning.meta import rank_without_memory
-from megatron_rl.training.checkpoint_manifest import MANIFEST, sha256
+from megatron_rl.training.checkpoint_manifest import sha256
 from megatron_rl.training.topology import Topology
 
 
@@ -60,16 +61,20 @@ def _checked(promise: str, check: Callable[[], None]) -> Finding:
 
 def _checked_manifest(path: Path) -> Finding:
     """Of a converted directory or of a saved step, which has its manifest beside Megatron's files."""
-    places = [place for place in (path, path / "megatron") if (place / MANIFEST).exists()]
+    promise = "files are those of the manifest"
+    try:
+        # What a run exports has a manifest of what is stale in it, without hashes.
+        places = [place for place in (path, path / "megatron") if "files" in _manifest_of(place)]
+    except UserError as error:
+        return Finding(promise, str(error))
     if not places:
         return Finding("there is no manifest whose hashes the files could be compared with")
-    return _checked("files are those of the manifest", lambda: check_manifest(places[0]))
+    return _checked(promise, lambda: check_manifest(places[0]))
 
 
 def check_manifest(path: Path) -> None:
     """Raise UserError when a file of the manifest in `path` is missing, cut off or changed."""
-    manifest = path / MANIFEST
-    for name, written in _read_manifest(manifest)["files"].items():
+    for name, written in _manifest_of(path)["files"].items():
         file = path / name
         if not file.is_file():
             raise UserError(f"{path} lacks the file {name}; copy the checkpoint again")
@@ -84,7 +89,11 @@ def check_manifest(path: Path) -> None:
             raise UserError(f"{file} was changed since it was written: its SHA-256 is not the manifest's; copy the checkpoint again")
 
 
-def _read_manifest(file: Path) -> dict[str, Any]:
+def _manifest_of(path: Path) -> dict[str, Any]:
+    """The manifest of the directory `path`, empty where there is none. Raises UserError."""
+    file = path / MANIFEST
+    if not file.exists():
+        return {}
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -94,8 +103,7 @@ def _read_manifest(file: Path) -> dict[str, Any]:
 
 def check_written_spec(path: Path, spec: ModelSpec) -> None:
     """Raise UserError when config.json describes another model than the one that was written, also one of the same shapes."""
-    manifest = path / MANIFEST
-    written = _read_manifest(manifest).get("model") if manifest.exists() else None
+    written = _manifest_of(path).get("model")
     if written is None:
         return
     now = json.loads(json.dumps(dataclasses.asdict(spec)))
@@ -140,8 +148,7 @@ def check_parameters(spec: ModelSpec) -> None:
         name = held_name(rule, shapes)
         if name not in shapes and not rule.exported:
             continue
-        tensors = [torch.empty(tensor.shape, device="meta") for tensor in rule.tensors]
-        made = tuple(combine(rule.sharding, tensors, spec, tp=1).shape)
+        made = parameter_shape(rule, spec)
         if shapes.pop(name, None) != made:
             raise UserError(f"the weight table makes {name} of shape {made}, which the model does not have; report this as a bug")
     if shapes:

@@ -17,7 +17,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"model directory {path} has no config.json; give a Hugging Face model directory") from error
+        raise UserError(f"model directory {path} has no config.json; {_what_to_give(path)}") from error
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error}); give a Hugging Face model directory with a readable config.json") from error
     except ValueError as error:
@@ -25,6 +25,16 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{file} holds a {type(config).__name__}, needs a JSON object; download or save the model again")
     return config
+
+
+def _what_to_give(path: Path) -> str:
+    """What was meant by a directory that is no model's: that of a run, of one of its checkpoints, or of another program's."""
+    for name in ("hf", "huggingface"):
+        if (path / name / "config.json").is_file():
+            return f"give {path / name}"
+    if any((path / name).exists() for name in (".metadata", "latest_checkpointed_iteration.txt")):
+        return f"convert the checkpoint first: megatron-rl convert {path} TARGET --config HUGGING_FACE_DIRECTORY"
+    return "give a Hugging Face model directory"
 
 
 def positive_int(config: Mapping[str, Any], key: str, origin: str, *, default: int | None = None) -> int:
@@ -60,6 +70,14 @@ def positive_number(config: Mapping[str, Any], key: str, origin: str, *, default
         return float(value)
     needed = "a number >= 0" if or_zero else "a positive number"
     raise UserError(f"{origin} has {key} = {value!r}, needs {needed}; correct the file")
+
+
+def positive_numbers(config: Mapping[str, Any], key: str, origin: str) -> tuple[float, ...]:
+    """The list of finite numbers above 0 at `key`. Raises UserError, naming `origin`, for anything else."""
+    value = config.get(key)
+    if not isinstance(value, list):
+        raise UserError(f"{origin} has {key} = {value!r}, needs a list of positive numbers; correct the file")
+    return tuple(positive_number({key: number}, key, origin) for number in value)
 
 
 def boolean(config: Mapping[str, Any], key: str, origin: str, *, default: bool = False) -> bool:

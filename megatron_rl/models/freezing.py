@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel
+from megatron_rl.models.expert_stacks import stored_name
 from megatron_rl.models.hf_weights import global_parameters
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import Rule, rules, tensor_shapes
@@ -45,7 +46,7 @@ def _check_matches(spec: ModelSpec, pattern: str) -> None:
 
 
 def _frozen_names(rule: Rule, patterns: Sequence[str]) -> list[str]:
-    return [name for name in rule.hugging_face if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in rule.hugging_face if any(fnmatchcase(stored_name(name), pattern) for pattern in patterns)]
 
 
 def freeze(chunks: Sequence[PolicyModel], spec: ModelSpec, patterns: Sequence[str]) -> None:

@@ -3,8 +3,9 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -12,11 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import atomic_directory
+from megatron_rl.files import MANIFEST, atomic_directory
+from megatron_rl.models.expert_stacks import part_name
 from megatron_rl.models.families import MTP_KEYS
 from megatron_rl.models.tensor_files import TensorFiles
 
 MAX_SHARD_BYTES = 4 * 2**30
+STALE = "stale_once_trained"
+"""Key of a manifest: names of tensors that training leaves as they were, so that they fit the weights around them less and less."""
 
 # transformers can write all experts of a layer as one tensor [experts, ...]: its suffix, and the tensors of one expert in it, row by row.
 _FUSED_EXPERTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}
@@ -62,7 +66,7 @@ class Checkpoint:
         self._files = TensorFiles(path, dequantised_dtype=dequantised_dtype)
         self._stored: dict[str, _StoredTensor] = {}
         for name in self._files.names():
-            suffix = next((suffix for suffix in _FUSED_EXPERTS if name.endswith(suffix)), None)
+            suffix = next((suffix for suffix in _FUSED_EXPERTS if name.removesuffix("_bias").endswith(suffix)), None)
             self._stored |= {name: _StoredTensor(name)} if suffix is None else self._experts(name, suffix)
 
     def __enter__(self) -> "Checkpoint":
@@ -99,7 +103,12 @@ class Checkpoint:
         return self._files.read(stored.name, expert=stored.expert, rows=slice(stored.part * rows, (stored.part + 1) * rows))
 
     def _experts(self, name: str, suffix: str) -> dict[str, _StoredTensor]:
-        """Each expert's tensors in the tensor `name` of all experts of a layer."""
+        """Each expert's tensors in the tensor `name` of all experts of a layer.
+
+        Biases are written beside the stacks of gpt-oss alone, which have rows and columns the other way round.
+        """
+        if f"{name.removesuffix('_bias')}_bias" in self._files.names():
+            return {part_name(name, expert): _StoredTensor(name, expert) for expert in range(self._files.shape(name)[0])}
         parts = _FUSED_EXPERTS[suffix]
         prefix = name.removesuffix(suffix)
         return {
@@ -114,21 +123,40 @@ def save_hf(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     *,
     source: Path,
+    stale: Iterable[tuple[str, Tensor]] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
     durable: bool = True,
 ) -> None:
     """Write the model directory `path` from named whole tensors, with configuration and tokenizer of the directory `source`.
 
-    `tensors` are taken one at a time and at most `max_shard_bytes` of them are held. The directory appears only when it is complete,
-    and on the disk itself when it is to be `durable`.
+    `stale` are layers of multi-token prediction as they were before the training, which the manifest then names; config.json promises
+    none where there are none. `tensors` are taken one at a time and at most `max_shard_bytes` of them are held. The directory appears only
+    when it is complete, and on the disk itself when it is to be `durable`.
     Raises UserError when the disk is full or `path` is not writable, or when `source` has no config.json.
     """
     if not (source / "config.json").is_file():
         raise UserError(f"model directory {source} has no config.json, which a saved model needs; give a Hugging Face model directory")
     with atomic_directory(path, durable=durable) as directory:
         copy_model_files(source, directory)
-        dtype = _write_shards(directory, tensors.items() if isinstance(tensors, Mapping) else tensors, max_shard_bytes)
-        _state_what_is_written(directory / "config.json", dtype)
+        old: list[str] = []
+        written = chain(tensors.items() if isinstance(tensors, Mapping) else tensors, _noting(stale, old))
+        dtype = _write_shards(directory, written, max_shard_bytes)
+        _state_what_is_written(directory / "config.json", dtype, keeps_mtp=bool(old))
+        if old:
+            (directory / MANIFEST).write_text(json.dumps({STALE: old}, indent=2) + "\n", encoding="utf-8")
+
+
+def describe_hf(path: Path, *, source: Path, dtype: torch.dtype) -> None:
+    """Write the model directory `path` as `save_hf` does for weights of `dtype`, without the weights. Raises UserError as `save_hf`."""
+    with atomic_directory(path) as directory:
+        copy_model_files(source, directory)
+        _state_what_is_written(directory / "config.json", dtype, keeps_mtp=False)
+
+
+def _noting(tensors: Iterable[tuple[str, Tensor]], names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        names.append(name)
+        yield name, tensor
 
 
 def copy_model_files(source: Path, directory: Path, *, code: bool = False) -> None:
@@ -140,15 +168,15 @@ def copy_model_files(source: Path, directory: Path, *, code: bool = False) -> No
         shutil.copyfile(file, directory / file.name)
 
 
-def _state_what_is_written(file: Path, dtype: torch.dtype) -> None:
-    """Let config.json name the dtype that was written, and no layers of multi-token prediction and no codes, which are not.
+def _state_what_is_written(file: Path, dtype: torch.dtype, *, keeps_mtp: bool) -> None:
+    """Let config.json name the dtype that was written, no codes, which are not, and layers of multi-token prediction where they are.
 
     transformers casts to the dtype that it finds there, so a stale one would round the weights.
     """
     config = json.loads(file.read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config else "torch_dtype"
     config.pop("quantization_config", None)
-    config |= {key: str(dtype).removeprefix("torch.")} | {key: 0 for key in MTP_KEYS if config.get(key)}
+    config |= {key: str(dtype).removeprefix("torch.")} | ({} if keeps_mtp else {key: 0 for key in MTP_KEYS if config.get(key)})
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,39 +16,27 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel
-from megatron_rl.models.hf_files import Checkpoint
+from megatron_rl.models.expert_stacks import stored_tensors
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules, shard, split, tensor_shapes
+from megatron_rl.models.stored_weights import NamedTensors, of_mtp, open_weights
+from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules, shard, split, tensor_names
 
 # Tensors that some checkpoints carry and that are recomputed here.
 _RECOMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 SENT_BYTES = 256 * 2**20
 """The most that one message carries of tensors that one rank has."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # The number of one of a rank's experts in a parameter's name, in a separate module or in Transformer Engine's module of all.
 _LOCAL_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 
 
 def load_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, path: Path) -> None:
-    """Fill this rank's chunks from the safetensors of the Hugging Face directory `path`, casting to the parameters' dtype.
+    """Fill this rank's chunks from the weights of the model directory `path`, casting to the parameters' dtype.
 
-    Padded vocabulary rows become zero. Raises UserError when there are no safetensors, and for a tensor that is missing,
+    Padded vocabulary rows become zero. Raises UserError when there are no weights, and for a tensor that is missing,
     has another shape than config.json says, or is not known.
     """
-    with Checkpoint(path) as checkpoint:
-        load_weights(chunks, spec, checkpoint)
-
-
-class NamedTensors(Protocol):
-    """Hugging Face tensors by name, of the directory or checkpoint `path`."""
-
-    path: Path
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor [...] of `shape`. Raises UserError for one of another shape."""
+    with open_weights(path, spec) as weights:
+        load_weights(chunks, spec, weights)
 
 
 def load_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, checkpoint: NamedTensors) -> None:
@@ -75,6 +62,12 @@ def export_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterato
     Collective over tensor, expert and pipeline parallel ranks: each iterates to the end and gets the same names in the same order. A
     tensor can be a view of a live parameter: copy what is kept beyond the next optimizer step.
     """
+    for name, parts, stacked in stored_tensors(_exported(chunks, spec)):
+        yield name, torch.stack(parts) if stacked else parts[0]
+
+
+def _exported(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the table, of which those of experts may be parts of what a file has."""
     parameters = global_parameters(chunks)
     owners = _Owners(parameters)
     exported = (rule for rule in rules(spec) if rule.exported)
@@ -159,7 +152,7 @@ def _holders(held: list[str], group: dist.ProcessGroup) -> dict[str, int]:
 
 def check_names(checkpoint: NamedTensors, spec: ModelSpec) -> None:
     """Raise UserError for a tensor of the model that is missing, and for one that is neither the model's nor may be left out."""
-    expected, stored = {name for name, _ in tensor_shapes(spec)}, checkpoint.names()
+    expected, stored = tensor_names(spec), checkpoint.names()
     missing = sorted(expected - stored)
     if missing:
         raise UserError(
@@ -183,14 +176,8 @@ def check_names(checkpoint: NamedTensors, spec: ModelSpec) -> None:
 
 
 def _is_left_out(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor that the model does not have may be in its files: recomputed here, or of multi-token prediction.
-
-    The layers of multi-token prediction come behind the last one. They propose tokens for speculative decoding, which only an engine
-    does: the policy's probabilities do not depend on them, so nothing here could train them.
-    """
-    layer = _LAYER.match(name)
-    beyond = layer is not None and spec.num_layers <= int(layer[1]) < spec.num_layers + spec.num_mtp_layers
-    return beyond or name.endswith(_RECOMPUTED_SUFFIXES)
+    """Whether a tensor that the model does not have may be in its files: recomputed here, or of multi-token prediction."""
+    return of_mtp(name, spec) or name.endswith(_RECOMPUTED_SUFFIXES)
 
 
 def held_name(rule: Rule, names: Container[str]) -> str:

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_rl.models.attention.attention_fields import Attention
 from megatron_rl.models.attention.latent import LatentAttention
 from megatron_rl.models.attention.packed import PackedAttention
+from megatron_rl.models.experts.biased import with_expert_biases
 from megatron_rl.models.experts.moe_fields import has_experts
 from megatron_rl.models.experts.router import with_packed_router
 from megatron_rl.models.model_spec import ModelSpec
@@ -43,6 +44,8 @@ def _layer(spec: ModelSpec, config: TransformerConfig, attention: Attention, *, 
     else:
         layer = _torch_layer(get_gpt_layer_local_spec(normalization="RMSNorm", **arguments), config)
         layer = with_norms(layer, spec)
+        if experts and spec.linear_bias:
+            layer = with_expert_biases(layer)
     return with_packed_router(layer)
 
 

@@ -28,7 +28,13 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """megatron-core's own is compiled at its first call."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clamped_swiglu": _quick_gelu,
     "silu": torch.nn.functional.silu,
     "gelu_pytorch_tanh": _gelu_tanh,
 }
@@ -112,12 +118,12 @@ def _checkpoint_fields(spec: ModelSpec) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": _ACTIVATIONS[spec.activation],
-        "add_bias_linear": False,
+        "add_bias_linear": spec.linear_bias,
         "hidden_dropout": 0.0,
         "layernorm_zero_centered_gamma": spec.zero_centered_norms,
         "apply_residual_connection_post_layernorm": False,
-        "glu_linear_offset": 0.0,
-        "activation_func_clamp_value": None,
+        "glu_linear_offset": 1.0 if spec.activation == "clamped_swiglu" else 0.0,
+        "activation_func_clamp_value": spec.activation_limit,
         "mtp_num_layers": None,
         # Its absence leaves tensor-parallel marks off, by which the gradient norm is summed: parameter_marks would be their only source.
         "perform_initialization": True,

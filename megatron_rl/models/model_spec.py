@@ -8,7 +8,8 @@ from megatron_rl.models.attention.rotary import RotarySpec
 from megatron_rl.models.experts.moe_spec import MoeSpec
 from megatron_rl.models.tensor_names import USUAL_NAMES, TensorNames
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
+"""Of the gate of an MLP. The clamped one is gpt-oss's: x sigmoid(1.702 x) of a gate of at most the limit, times 1 + up within the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,9 @@ class ModelSpec:
     one included. `num_mtp_layers` layers of multi-token prediction may stand behind the last one in a checkpoint; they are not built.
     With `qk_norm_over_heads` the norm of queries (and of keys) is over the channels of all heads together. `names` are of its files.
     Layers with a window are rotated by `window_rotary` where that is given. The embedding is multiplied by `embedding_scale`, scores by
-    `softmax_scale` (None is 1 / sqrt(`head_dim`)); norms multiply by 1 + weight where `zero_centered_norms`.
+    `softmax_scale` (None is 1 / sqrt(`head_dim`)); norms multiply by 1 + weight where `zero_centered_norms`. With `linear_bias` every
+    linear layer but the head has a bias. `attention_sinks` are logits, one for each head, that have a share in every
+    softmax of attention and no value.
     """
 
     architecture: str
@@ -50,6 +53,9 @@ class ModelSpec:
     embedding_scale: float = 1.0
     softmax_scale: float | None = None
     activation: Activation = "silu"
+    activation_limit: float | None = None
+    linear_bias: bool = False
+    attention_sinks: bool = False
 
     @property
     def rotary_dim(self) -> int:

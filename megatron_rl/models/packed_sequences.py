@@ -25,11 +25,13 @@ from megatron_rl.models.experts.routed_tokens import Routing
 class PackedSequences(PackedSeqParams):
     """megatron-core's packed sequence parameters with this project's attention plan.
 
-    `positions` [T] are those of each local token in its sequence. `logit_positions` [N], when given, are the local tokens at which the
-    language model head runs; None runs it on all. `routing` is for the routers of a mixture of experts.
+    `positions` [T] are those of each local token in its sequence, `lengths` [T] the tokens of that sequence. `logit_positions` [N], when
+    given, are the local tokens at which the language model head runs; None runs it on all. `routing` is for the routers of a mixture of
+    experts.
     """
 
     positions: Tensor = field(kw_only=True)
+    lengths: Tensor = field(kw_only=True)
     make_plan: Callable[[], AttentionPlan] = field(kw_only=True, repr=False)
     logit_positions: Tensor | None = field(default=None, kw_only=True)
     routing: Routing | None = field(default=None, kw_only=True)
@@ -50,8 +52,7 @@ class PackedSequences(PackedSeqParams):
         """
         key = (rotary, dim, dtype)
         if key not in self._angles:
-            frequencies = rotary.inverse_frequencies(dim).to(self.positions.device)
-            angle = (self.positions.float()[:, None] * frequencies)[:, None, :]
+            angle = rotary.angles(self.positions, self.lengths, dim=dim)[:, None, :]
             factor = rotary.attention_factor
             self._angles[key] = ((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype))
         return self._angles[key]
@@ -72,21 +73,29 @@ class PackedSequences(PackedSeqParams):
 
 
 def packed_sequences(
-    cu_seqlens: NDArray[np.integer[Any]], *, device: torch.device | str = "cpu", cp_size: int = 1, cp_rank: int = 0
+    cu_seqlens: NDArray[np.integer[Any]],
+    *,
+    lengths: NDArray[np.integer[Any]] | None = None,
+    device: torch.device | str = "cpu",
+    cp_size: int = 1,
+    cp_rank: int = 0,
 ) -> PackedSequences:
     """Describe one micro-batch to the model.
 
     `cu_seqlens` [sequences + 1] are the offsets of whole sequences, padding included, before context parallelism; every token
-    of the input belongs to one of them. Raises ValueError for lengths that context parallelism cannot split, and when there is
-    no token: megatron-core's layers cannot run on none, so a rank without sequences runs on padding.
+    of the input belongs to one of them. `lengths` [sequences] are their tokens without padding, None where there is none. Raises
+    ValueError for lengths that context parallelism cannot split, and when there is no token: megatron-core's layers cannot run on none,
+    so a rank without sequences runs on padding.
     """
     offsets = np.asarray(cu_seqlens, np.int64)
     if offsets[-1] < 1:
         raise ValueError("a micro-batch has no tokens, the model needs at least one; give it a sequence of padding")
     check_splits(offsets, cp_size=cp_size)
     positions = torch.from_numpy(local_positions(offsets, cp_size=cp_size, cp_rank=cp_rank)).to(device, non_blocking=True)
+    padded = np.diff(offsets)
+    token_lengths = np.repeat(padded if lengths is None else np.asarray(lengths, np.int64), padded // cp_size)
     tensor = torch.from_numpy(offsets.astype(np.int32)).to(device)
-    longest = int(np.diff(offsets).max(initial=0))
+    longest = int(padded.max(initial=0))
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=tensor,
@@ -96,5 +105,6 @@ def packed_sequences(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         positions=positions,
+        lengths=torch.from_numpy(token_lengths).to(device, non_blocking=True),
         make_plan=partial(plan_attention, offsets, cp_size=cp_size, cp_rank=cp_rank, device=device),
     )

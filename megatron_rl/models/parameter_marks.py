@@ -26,9 +26,10 @@ def mark_parameters(chunks: Sequence[PolicyModel], spec: ModelSpec) -> None:
     for rule, parameter in _trained(chunks, spec):
         replicated = rule.sharding is Sharding.REPLICATED
         marks = vars(parameter)
-        marks["tensor_model_parallel"] = not replicated
+        # Tensor parallel ranks have the same of it. Biases of whole experts they have not: those are of each rank's own.
+        marks["tensor_model_parallel"] = not replicated or rule.of_expert
         sums_over_tokens, own_group = bool(marks.get("sequence_parallel", False)), not marks.get("allreduce", True)
-        assert sums_over_tokens == (config.sequence_parallel and replicated), (
+        assert sums_over_tokens == (config.sequence_parallel and replicated and not rule.of_expert), (
             f"{rule.megatron} is {rule.sharding.value} with sequence parallelism {config.sequence_parallel}, but its mark "
             f"sequence_parallel is {sums_over_tokens}: its gradient would not be the sum over ranks"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_spec import parse_mla, parse_sliding_window
-from megatron_rl.models.attention.rotary import RotarySpec, parse_rotary, parse_rotary_fraction, rotary_by_layer_type
+from megatron_rl.models.attention.rotary import RotarySpec, check_pairs, parse_rotary, parse_rotary_fraction, rotary_by_layer_type
 from megatron_rl.models.config_json import boolean, count, names, positive_int, positive_number, read_config
 from megatron_rl.models.experts.moe_spec import MoeSpec, parse_moe
 from megatron_rl.models.families import FAMILIES, MTP_KEYS, REFUSED, Family
@@ -66,9 +66,7 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
         **_rotary(config, family, origin, max_position_embeddings),
         moe=_experts(config, family, origin, num_layers),
         mla=mla,
-        rotary_fraction=1.0
-        if family.window_theta_key is not None
-        else parse_rotary_fraction(config, origin, default=family.default_rotary_fraction),
+        rotary_fraction=_rotary_fraction(config, family, origin),
         sliding_window=window,
         sliding_layers=windowed,
         num_mtp_layers=max(count(config, key, origin, default=0) for key in sorted(MTP_KEYS)),
@@ -78,6 +76,9 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
         embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
         softmax_scale=_softmax_scale(config, family, origin),
         activation=family.activation,
+        activation_limit=_activation_limit(config, family, origin),
+        linear_bias=family.linear_bias,
+        attention_sinks=family.attention_sinks,
     )
     _check_rotated_channels(spec, origin)
     return spec
@@ -96,6 +97,8 @@ def _family(config: Mapping[str, Any], origin: str) -> Family:
 
 def _rotary(config: Mapping[str, Any], family: Family, origin: str, max_position_embeddings: int) -> dict[str, RotarySpec]:
     """The rotary embedding, and that of layers with a window where the family has another one for them."""
+    if family.default_rope_scaling is not None and not any(config.get(key) for key in ("rope_parameters", "rope_scaling")):
+        config = {**config, "rope_scaling": dict(family.default_rope_scaling)}
     interleaved = family.rotary_interleaved or (family.mla and boolean(config, "rope_interleave", origin, default=True))
     parse = partial(
         parse_rotary,
@@ -106,10 +109,21 @@ def _rotary(config: Mapping[str, Any], family: Family, origin: str, max_position
     )
     if family.window_theta_key is None:
         return {"rotary": parse(config)}
-    full, window = rotary_by_layer_type(
-        config, origin, window_theta_key=family.window_theta_key, default_window_theta=family.default_window_theta
-    )
+    full, window = _by_layer_type(config, family, origin)
     return {"rotary": parse(full), "window_rotary": parse(window)}
+
+
+def _rotary_fraction(config: Mapping[str, Any], family: Family, origin: str) -> float:
+    """The same for all layers: families that rotate those with a window differently rotate all channels of both."""
+    views = [config] if family.window_theta_key is None else _by_layer_type(config, family, origin)
+    return max(parse_rotary_fraction(view, origin, default=family.default_rotary_fraction) for view in views)
+
+
+def _by_layer_type(config: Mapping[str, Any], family: Family, origin: str) -> list[dict[str, Any]]:
+    assert family.window_theta_key is not None, "the family rotates all layers alike"
+    return list(
+        rotary_by_layer_type(config, origin, window_theta_key=family.window_theta_key, default_window_theta=family.default_window_theta)
+    )
 
 
 def _window_pattern(config: Mapping[str, Any], family: Family, origin: str) -> int | None:
@@ -121,6 +135,11 @@ def _window_pattern(config: Mapping[str, Any], family: Family, origin: str) -> i
 
 def _softmax_scale(config: Mapping[str, Any], family: Family, origin: str) -> float | None:
     return None if family.query_scalar_key is None else positive_number(config, family.query_scalar_key, origin, default=256.0) ** -0.5
+
+
+def _activation_limit(config: Mapping[str, Any], family: Family, origin: str) -> float | None:
+    key = family.activation_limit_key
+    return None if key is None else positive_number(config, key, origin, default=family.default_activation_limit)
 
 
 def _experts(config: Mapping[str, Any], family: Family, origin: str, num_layers: int) -> MoeSpec | None:
@@ -142,6 +161,9 @@ def _check_rotated_channels(spec: ModelSpec, origin: str) -> None:
     room = spec.head_dim if spec.mla is None else spec.mla.qk_rope_head_dim
     if not 0 < spec.rotary_dim + spec.rotary_dim % 2 <= room:
         raise UserError(f"{origin} rotates {spec.rotary_dim} of {room} channels, which turn in pairs; correct the size of a head there")
+    for rotary in (spec.rotary, spec.window_rotary):
+        if rotary is not None:
+            check_pairs(rotary, (spec.rotary_dim + 1) // 2, origin)
 
 
 def _account_for_keys(config: Mapping[str, Any], family: Family, origin: str) -> None:

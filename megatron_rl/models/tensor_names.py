@@ -9,7 +9,8 @@ class TensorNames:
 
     The norms stand before attention, behind it, before the MLP and behind it; a layer lacks one whose name is None. `qkv` and `gate_up`
     name the one tensor that holds them one above the other; None says that each has its own. `mixture` is the module of router and experts,
-    `expert` the gate, up and down projection of an expert.
+    `router` its router, `expert` the gate, up and down projection of an expert. Where `stacked_experts`, files have those of all experts in
+    one tensor each, gate and up in turns, see `expert_stacks`.
     """
 
     attention_input_norm: str | None = "input_layernorm"
@@ -19,6 +20,8 @@ class TensorNames:
     qkv: str | None = None
     gate_up: str | None = None
     mixture: str = "mlp"
+    router: str = "gate"
+    stacked_experts: bool = False
     shared_experts: str = "shared_experts"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.models.attention.attention_spec import MlaSpec
+from megatron_rl.models.expert_stacks import part_name, stored_tensors
 from megatron_rl.models.experts.moe_spec import MoeSpec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.tensor_names import USUAL_NAMES
@@ -37,9 +38,14 @@ class Sharding(enum.Enum):
     """The same parameter from one tensor with all queries above all keys above all values."""
     STACKED_GATE_UP = "stacked_gate_up"
     """The same parameter from one tensor with gate above up."""
+    ALTERNATE_GATE_UP = "alternate_gate_up"
+    """The same parameter from one tensor whose columns are those of gate and up in turns: the transpose of the weight, or a bias."""
+    TRANSPOSED_COLUMNS = "transposed_columns"
+    """The transpose of one tensor, split along its last dimension."""
 
 
-_GATE_UP = (Sharding.GATE_UP, Sharding.STACKED_GATE_UP)
+_GATE_UP = (Sharding.GATE_UP, Sharding.STACKED_GATE_UP, Sharding.ALTERNATE_GATE_UP)
+_COLUMNS = (Sharding.COLUMNS, Sharding.TRANSPOSED_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +81,14 @@ class Rule:
 
 
 def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and whole shape of every Hugging Face tensor of the model, in export order, from its architecture alone."""
-    return ((tensor.name, tensor.shape) for rule in rules(spec) if rule.exported for tensor in rule.tensors)
+    """Name and whole shape of every tensor of a Hugging Face directory, in export order, from the model's architecture alone."""
+    tensors = ((tensor.name, tensor.shape) for rule in rules(spec) if rule.exported for tensor in rule.tensors)
+    return ((name, (len(parts), *parts[0]) if stacked else parts[0]) for name, parts, stacked in stored_tensors(tensors))
+
+
+def tensor_names(spec: ModelSpec) -> set[str]:
+    """Names of the Hugging Face tensors of all rules, of which those of experts may be parts of what a file has."""
+    return {tensor.name for rule in rules(spec) for tensor in rule.tensors}
 
 
 def rules(spec: ModelSpec) -> Iterator[Rule]:
@@ -117,6 +129,11 @@ def _attention_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Itera
         yield from _latent_rules(spec, spec.mla, attention, original)
     output = HfTensor(f"{original}o_proj.weight", (hidden, spec.num_heads * spec.value_dim))
     yield Rule(f"{attention}linear_proj.weight", (output,), Sharding.COLUMNS)
+    if spec.linear_bias:
+        yield Rule(f"{attention}linear_proj.bias", (HfTensor(f"{original}o_proj.bias", (hidden,)),), Sharding.REPLICATED)
+    if spec.attention_sinks:
+        sinks = HfTensor(f"{original}sinks", (spec.num_heads,))
+        yield Rule(f"{attention}core_attention.softmax_offset", (sinks,), Sharding.ROWS)
     if names.attention_output_norm is not None:
         yield _norm(f"{attention}linear_proj.output_layernorm.weight", f"{hugging_face}{names.attention_output_norm}.weight", hidden)
 
@@ -178,10 +195,12 @@ def _moe_rules(spec: ModelSpec, moe: MoeSpec, megatron: str, hugging_face: str) 
     names, hidden = spec.names, spec.hidden_size
     yield _norm(f"{megatron}pre_mlp_layernorm.weight", f"{hugging_face}{names.mlp_input_norm}.weight", hidden)
     mixture = f"{hugging_face}{names.mixture}."
-    gate = HfTensor(f"{mixture}gate.weight", (moe.num_experts, hidden))
-    yield Rule(f"{megatron}mlp.router.weight", (gate,), Sharding.REPLICATED)
+    router = f"{mixture}{names.router}."
+    yield Rule(f"{megatron}mlp.router.weight", (HfTensor(f"{router}weight", (moe.num_experts, hidden)),), Sharding.REPLICATED)
+    if spec.linear_bias:
+        yield Rule(f"{megatron}mlp.router.bias", (HfTensor(f"{router}bias", (moe.num_experts,)),), Sharding.REPLICATED)
     if moe.expert_bias:
-        bias = HfTensor(f"{mixture}gate.e_score_correction_bias", (moe.num_experts,))
+        bias = HfTensor(f"{router}e_score_correction_bias", (moe.num_experts,))
         yield Rule(f"{megatron}mlp.router.expert_bias", (bias,), Sharding.REPLICATED, float32=True)
     if moe.shared_ffn_hidden_size:
         shared = f"{mixture}{names.shared_experts}."
@@ -189,10 +208,28 @@ def _moe_rules(spec: ModelSpec, moe: MoeSpec, megatron: str, hugging_face: str) 
     if moe.shared_gate:
         shared_gate = HfTensor(f"{mixture}{names.shared_experts}_gate.weight", (1, hidden))
         yield Rule(f"{megatron}mlp.shared_experts.gate_weight", (shared_gate,), Sharding.REPLICATED)
+    if names.stacked_experts:
+        yield from _stacked_expert_rules(moe, f"{megatron}mlp.experts.local_experts.", f"{mixture}experts.", hidden, bias=spec.linear_bias)
+        return
     for expert in range(moe.num_experts):
         own, original = f"{megatron}mlp.experts.local_experts.{expert}.", f"{mixture}experts.{expert}."
         grouped = f"{megatron}mlp.experts.", expert
         yield from _gated_rules(own, original, hidden=hidden, width=moe.ffn_hidden_size, expert=grouped, projections=names.expert)
+
+
+def _stacked_expert_rules(moe: MoeSpec, megatron: str, hugging_face: str, hidden: int, *, bias: bool) -> Iterator[Rule]:
+    """The parameters of experts whose files have all of a layer in a tensor: all experts' parts of one, then of the next."""
+    width = moe.ffn_hidden_size
+    parts = [
+        ("linear_fc1.weight", "gate_up_proj", (hidden, 2 * width), Sharding.ALTERNATE_GATE_UP),
+        ("linear_fc1.bias", "gate_up_proj_bias", (2 * width,), Sharding.ALTERNATE_GATE_UP),
+        ("linear_fc2.weight", "down_proj", (width, hidden), Sharding.TRANSPOSED_COLUMNS),
+        ("linear_fc2.bias", "down_proj_bias", (hidden,), Sharding.REPLICATED),
+    ]
+    for own, stack, shape, sharding in parts:
+        for expert in range(moe.num_experts) if bias or own.endswith(".weight") else ():
+            tensor = HfTensor(part_name(f"{hugging_face}{stack}", expert), shape)
+            yield Rule(f"{megatron}{expert}.{own}", (tensor,), sharding, of_expert=True)
 
 
 def _gated_rules(
@@ -230,10 +267,22 @@ def combine(sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, t
     if sharding is Sharding.GATE_UP:
         return torch.cat(list(tensors))
     (tensor,) = tensors
+    if sharding is Sharding.ALTERNATE_GATE_UP:
+        alternate = tensor.T if tensor.dim() == 2 else tensor
+        return torch.cat((alternate[0::2], alternate[1::2]))
+    if sharding is Sharding.TRANSPOSED_COLUMNS:
+        return tensor.T
     if sharding is Sharding.VOCABULARY:
         padding = spec.padded_vocab_size(tp) - len(tensor)
         return torch.nn.functional.pad(tensor, (0, 0, 0, padding)) if padding else tensor
     return tensor
+
+
+def parameter_shape(rule: Rule, spec: ModelSpec) -> tuple[int, ...]:
+    """The whole shape of the Megatron parameter of `rule`, without padding."""
+    if rule.sharding is Sharding.VOCABULARY:
+        return rule.tensors[0].shape
+    return tuple(combine(rule.sharding, [torch.empty(tensor.shape, device="meta") for tensor in rule.tensors], spec, tp=1).shape)
 
 
 def split(sharding: Sharding, whole: Tensor, spec: ModelSpec) -> list[Tensor]:
@@ -245,6 +294,11 @@ def split(sharding: Sharding, whole: Tensor, spec: ModelSpec) -> list[Tensor]:
         return [part.flatten(0, 1) for part in whole.unflatten(0, (spec.num_kv_heads, -1)).split(per_group, dim=1)]
     if sharding is Sharding.GATE_UP:
         return list(whole.chunk(2))
+    if sharding is Sharding.ALTERNATE_GATE_UP:
+        alternate = torch.stack(whole.chunk(2), dim=1).flatten(0, 1)
+        return [alternate.T.contiguous() if alternate.dim() == 2 else alternate]
+    if sharding is Sharding.TRANSPOSED_COLUMNS:
+        return [whole.T.contiguous()]
     return [whole[: spec.vocab_size]] if sharding is Sharding.VOCABULARY else [whole]
 
 
@@ -252,7 +306,7 @@ def shard(sharding: Sharding, whole: Tensor, *, tp_rank: int, tp: int) -> Tensor
     """The part of a whole parameter [rows, columns] or [rows] that tensor parallel rank `tp_rank` holds."""
     if sharding is Sharding.REPLICATED:
         return whole
-    if sharding is Sharding.COLUMNS:
+    if sharding in _COLUMNS:
         return whole.chunk(tp, dim=-1)[tp_rank]
     if sharding in _GATE_UP:
         return torch.cat([half.chunk(tp)[tp_rank] for half in whole.chunk(2)])
@@ -263,7 +317,7 @@ def join(sharding: Sharding, shards: Sequence[Tensor]) -> Tensor:
     """The whole parameter [rows, columns] or [rows] from the parts of all tensor parallel ranks, in rank order."""
     if len(shards) == 1 or sharding is Sharding.REPLICATED:
         return shards[0]
-    if sharding is Sharding.COLUMNS:
+    if sharding in _COLUMNS:
         return torch.cat(list(shards), dim=-1)
     if sharding in _GATE_UP:
         return torch.cat([half for index in range(2) for half in (part.chunk(2)[index] for part in shards)])

@@ -286,9 +286,11 @@ class EngineClient:
     async def load_weights(self, path: Path, *, version: int) -> None:
         """Read new weights from a Hugging Face directory that the engine's machine sees; cached prefixes are forgotten.
 
-        The tensors need the shapes of the running model: SGLang dies of others.
+        The tensors need the shapes of the running model: SGLang dies of others. The format is named, because it would be that of the start:
+        a server that has started without weights would make some up.
         """
-        await self._control("/update_weights_from_disk", {"model_path": str(path), "flush_cache": True} | _version(version))
+        body = {"model_path": str(path), "load_format": "auto", "flush_cache": True}
+        await self._control("/update_weights_from_disk", body | _version(version))
 
     async def checksum(self) -> str:
         """A checksum of all weights; equal weights on equally configured engines have equal checksums.

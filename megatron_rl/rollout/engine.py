@@ -59,7 +59,7 @@ class Engine:
     sampling; `log_path` gets everything the server prints; `gpu_ids` the GPUs that it may see, one tensor parallel rank
     each; `host` the address to bind; `port` a fixed port, or None for a free one; `mixture` the model's experts, when the
     server is to record to which of them it routes tokens; `colocated` when it shares its GPUs; `max_prompt_tokens` the longest prompt,
-    when all requests are prompts.
+    when all requests are prompts; `has_weights` False when `model_path` has none and the first sync brings them.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Engine:
         mixture: MixtureShape | None = None,
         colocated: bool = False,
         max_prompt_tokens: int | None = None,
+        has_weights: bool = True,
     ) -> None:
         self._settings = settings
         self._gpu_ids = tuple(gpu_ids)
@@ -102,6 +103,7 @@ class Engine:
             records_routing=mixture is not None,
             colocated=colocated,
             max_prompt_tokens=max_prompt_tokens,
+            has_weights=has_weights,
         )
 
     @property

@@ -187,11 +187,12 @@ def server_arguments(
     records_routing: bool = False,
     colocated: bool = False,
     max_prompt_tokens: int | None = None,
+    has_weights: bool = True,
 ) -> dict[str, Any]:
     """All fields for one server: defaults, then what the user set, then what the system owns. `num_gpus` is the default tp_size.
 
     A `colocated` server on GPUs allocates so that its memory can be released. `max_prompt_tokens` is the longest prompt of requests that
-    are all prompts, None when they may be anything.
+    are all prompts, None when they may be anything. Without `has_weights` the directory describes the model alone.
 
     Raises:
         UserError: something that JSON cannot carry was set.
@@ -212,6 +213,8 @@ def server_arguments(
         "weight_version": "0",
         "skip_tokenizer_init": not needs_tokenizer,
     }
+    if not has_weights:
+        owned["load_format"] = "dummy"
     if records_routing:
         owned[RECORD_ROUTING] = True
     if colocated and device_kind == "cuda":

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -20,6 +20,9 @@ from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.server_args import sent_prompt_tokens
 from megatron_rl.runtime.cluster import Places, enter_directory, own_gpus
 from megatron_rl.runtime.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from megatron_rl.runtime.engine_model import EngineModel
 
 STOP_TIMEOUT_S = 30.0
 HEALTH_INTERVAL_S = 0.5
@@ -52,12 +55,20 @@ class EngineWorker:
 
 
 class EngineGroup:
-    """Starts one actor per engine, each with a server of its own.
+    """Starts one actor per engine, each with a server of its own, on `model`.
 
     `gpus_of_ranks` are the GPUs of every Megatron rank, of which colocated engines take those of the ranks beside them.
     """
 
-    def __init__(self, settings: Settings, *, places: Places, watchdog: Watchdog, gpus_of_ranks: Sequence[tuple[str, ...]] = ()) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        model: "EngineModel",
+        places: Places,
+        watchdog: Watchdog,
+        gpus_of_ranks: Sequence[tuple[str, ...]] = (),
+    ) -> None:
         self._settings = settings
         self._watchdog = watchdog
         self._workers = []
@@ -66,7 +77,7 @@ class EngineGroup:
         for number in range(settings.rollout.num_engines):
             make_engine = partial(
                 Engine,
-                settings.model.path,
+                model.path,
                 settings=settings.rollout,
                 device_kind=device_kind,
                 dtype=dtype_name(settings.model, device_kind=device_kind),
@@ -75,6 +86,7 @@ class EngineGroup:
                 mixture=mixture,
                 colocated=settings.runtime.colocate,
                 max_prompt_tokens=sent_prompt_tokens(settings),
+                has_weights=model.has_weights,
             )
             beside = placement.ranks_beside(number) if placement.needs.colocated else ()
             shared_gpus = tuple(gpu for rank in beside for gpu in gpus_of_ranks[rank])

@@ -12,6 +12,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.device import Device, chosen_backends, chosen_row_maths, quiet_megatron_imports
 from megatron_rl.rollout.server_args import sent_prompt_tokens, server_arguments
+from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.placement import NodeShare, Placement
 
 with quiet_megatron_imports():
@@ -120,9 +121,10 @@ def _places(settings: Settings, target: Target) -> dict[str, str]:
 
 def _server_arguments(settings: Settings, device: Device) -> str:
     """What each server is started with, apart from its own address and key."""
+    model = planned_model(settings)
     arguments = server_arguments(
         settings.rollout.sglang,
-        model_path=settings.model.path,
+        model_path=model.path,
         device_kind=device.kind,
         dtype=dtype_name(settings.model, device_kind=device.kind),
         seed=settings.run.seed,
@@ -133,6 +135,7 @@ def _server_arguments(settings: Settings, device: Device) -> str:
         needs_tokenizer=bool(settings.rollout.sampling.stop),
         colocated=settings.runtime.colocate,
         max_prompt_tokens=sent_prompt_tokens(settings),
+        has_weights=model.has_weights,
     )
     return " ".join(f"{name}={format_value(value)}" for name, value in arguments.items() if name not in ("host", "port", "api_key"))
 

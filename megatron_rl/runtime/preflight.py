@@ -29,14 +29,14 @@ from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.groups import load_rollout
 from megatron_rl.rollout.server_args import check_environment, check_records_routing, validate_server_args
 from megatron_rl.runtime.cluster import no_gpu
+from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.resources import available_memory_bytes
 from megatron_rl.runtime.run_checkpoint import newest_checkpoint
 
 with quiet_megatron_imports():
-    from megatron_rl.models.config_json import read_config
-    from megatron_rl.models.hf_files import Checkpoint
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.models.weight_table import tensor_shapes
+    from megatron_rl.models.stored_weights import open_weights
+    from megatron_rl.models.weight_table import tensor_names, tensor_shapes
     from megatron_rl.runtime.launch_plan import crossing_notes
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
@@ -50,7 +50,7 @@ with quiet_megatron_imports():
 GIB = 2**30
 OPTIMIZER_BYTES = 12
 """Bytes per parameter of an fp32 main weight and Adam's two moments."""
-START_FILES = ("settings.yaml", "buffer.sqlite", "logs")
+START_FILES = ("settings.yaml", "buffer.sqlite", "logs", "engine-", ".engine-")
 """What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
 RANK_BYTES = int(0.5 * GIB)
 ENGINE_BYTES = int(1.6 * GIB)
@@ -70,7 +70,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         partial(check_run_directory, settings.run.directory, resume=resume),
         partial(_check_steps_left, settings, resume=resume),
         *_config_checks(settings, find_target(settings, config_only=False)),
-        partial(_check_weights, settings.model.path, generates=not settings.supervised),
+        partial(_check_weights, settings.model.path),
         partial(_check_teacher, settings),
         partial(_check_sinks, settings),
         partial(check_interface, settings.runtime),
@@ -180,18 +180,13 @@ def _check_teacher(settings: Settings) -> list[str]:
     if teacher is None or not teacher.is_dir():
         return []
     check_vocabulary(settings.model.path, teacher)
-    return _check_weights(teacher, generates=False)
+    return _check_weights(teacher)
 
 
-def _check_weights(path: Path, *, generates: bool) -> list[str]:
+def _check_weights(path: Path) -> list[str]:
     spec = read_model_spec(path)
-    if generates and read_config(path).get("quantization_config"):
-        raise UserError(
-            f"the weights in {path} are quantised (quantization_config in config.json), and engines that hold codes cannot take the "
-            f"trainer's weights; run `megatron-rl convert {path} TARGET --to hf` and give TARGET as model.path"
-        )
-    with Checkpoint(path) as checkpoint:
-        missing = sorted({name for name, _ in tensor_shapes(spec)} - checkpoint.names())
+    with open_weights(path, spec) as weights:
+        missing = sorted(tensor_names(spec) - weights.names())
     if missing:
         raise UserError(
             f"model directory {path} lacks {len(missing)} tensors that its config.json asks for, the first is {missing[0]}; "
@@ -279,6 +274,7 @@ def _check_sharing(settings: Settings, target: Target) -> list[str]:
 
 
 def _check_rollout(settings: Settings) -> list[str]:
+    planned_model(settings)
     with warnings.catch_warnings():
         # SGLang imports torchvision, whose image part is not used and cannot load next to a CPU build of torch.
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")

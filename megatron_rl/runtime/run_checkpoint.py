@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import commit_partial, partial_path, start_partial, write_atomic
-from megatron_rl.training.checkpoint_manifest import MANIFEST
+from megatron_rl.files import MANIFEST, commit_partial, partial_path, start_partial, write_atomic
 
 if TYPE_CHECKING:
     # Ray must not be imported before the environment that it reads is set, and preflight looks at checkpoints earlier.

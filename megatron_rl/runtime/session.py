@@ -38,6 +38,7 @@ from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.manager import RolloutManager, reward_log
 from megatron_rl.runtime.cluster import Places, cluster_device_kind, no_gpu, reserved_places
 from megatron_rl.runtime.colocation import SharedDevices, Turn
+from megatron_rl.runtime.engine_model import evaluated_model, make_model
 from megatron_rl.runtime.engines import EngineGroup, ranks_per_engine
 from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.launch_plan import weight_sync
@@ -169,7 +170,10 @@ def evaluate(settings: Settings) -> None:
             # Nothing is trained on, so nothing has to be kept.
             buffer = stack.enter_context(scratch_directory()).path / BUFFER_FILE
             manager = _open_manager(settings, stack, watchdog, start, buffer=buffer)
-            engines = EngineGroup(settings, places=_reserve(settings, stack, start, trains=False), watchdog=watchdog)
+            places = _reserve(settings, stack, start, trains=False)
+            dtype = dtype_name(settings.model, device_kind=places.device_kind)
+            model = stack.enter_context(evaluated_model(settings, dtype=dtype, note=start.note))
+            engines = EngineGroup(settings, model=model, places=places, watchdog=watchdog)
             stack.callback(engines.stop)
             with start.part("engines"):
                 # What they have started with is what is evaluated.
@@ -204,10 +208,11 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
     places = _reserve(settings, stack, start)
     if places.device_kind == "cuda" and (wrong := gpu_contradictions(settings)):
         raise joined_error(wrong, origin="on GPUs")
+    dtype = dtype_name(settings.model, device_kind=places.device_kind)
+    model = make_model(settings, dtype=dtype, note=start.note)
     trainers = TrainerGroup(settings, places=places, watchdog=watchdog)
-    engines = EngineGroup(
-        settings, places=places, watchdog=watchdog, gpus_of_ranks=trainers.gpus if places.placement.needs.colocated else ()
-    )
+    gpus_of_ranks = trainers.gpus if places.placement.needs.colocated else ()
+    engines = EngineGroup(settings, model=model, places=places, watchdog=watchdog, gpus_of_ranks=gpus_of_ranks)
     stack.callback(engines.stop)
     if settings.runtime.colocate:
         # An engine sizes its cache by what is free when it starts.
@@ -228,7 +233,6 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
         devices.take(Turn.SYNC)
     with start.part("weight transport"):
         sync = _open_sync(settings, manager, trainers, watchdog, places=places, addresses=addresses)
-    dtype = dtype_name(settings.model, device_kind=places.device_kind)
     return partial(RolloutRun, settings, manager=manager, sync=sync, dtype=dtype, watchdog=watchdog, devices=devices, trainers=trainers)
 
 

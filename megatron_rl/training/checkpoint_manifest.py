@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import sync_file
+from megatron_rl.files import MANIFEST, sync_file
 
-MANIFEST = "manifest.json"
 _PART = "manifest-part-{rank}.json"
 _CHUNK_BYTES = 2**22
 _ADVICE = "resume from another one, or copy it again from where it came"

@@ -64,7 +64,9 @@ def make_micro_batch(
         input_ids=move(tokens)[None],
         position_ids=move(held.position_ids)[None],
         token_index=held.token_index,
-        packed=packed_sequences(held.cu_seqlens_padded, device=device, cp_size=topology.cp, cp_rank=place.cp_rank),
+        packed=packed_sequences(
+            held.cu_seqlens_padded, lengths=np.diff(held.cu_seqlens), device=device, cp_size=topology.cp, cp_rank=place.cp_rank
+        ),
         positions=move(positions),
         targets=move(batch.tokens[target_index]),
         target_index=target_index,

@@ -24,6 +24,16 @@ def check_layout(topology: Topology, spec: ModelSpec, megatron: Mapping[str, Any
         ffn_size=spec.ffn_hidden_size,
         megatron=megatron,
     )
+    if spec.qk_norm_over_heads and spec.num_kv_heads % topology.tp:
+        raise UserError(
+            f"training.topology: {topology}: tp {topology.tp} ranks would share {spec.num_kv_heads} key-value heads, over all of which "
+            f"{spec.architecture} has one norm; choose a tp that divides {spec.num_kv_heads}"
+        )
+    if spec.linear_bias and spec.moe is not None and topology.etp != 1:
+        raise UserError(
+            f"training.topology: {topology}: etp is {topology.etp}, but megatron-core keeps experts with biases, as {spec.architecture} "
+            "has them, whole; set training.topology.etp to 1, and with a tp above 1 ep to 2 or more"
+        )
 
 
 def check_model(settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, attention: Attention) -> None:
@@ -39,6 +49,12 @@ def check_model(settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, atte
 def _check_context(settings: Settings, spec: ModelSpec) -> None:
     prompt, response = settings.data.max_prompt_tokens, settings.rollout.sampling.max_response_tokens
     context = spec.max_position_embeddings
+    if spec.rotary.kind == "longrope" and prompt + response > spec.rotary.original_max_position_embeddings:
+        raise UserError(
+            f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = {prompt + response} tokens, more than "
+            f"the {spec.rotary.original_max_position_embeddings} (original_max_position_embeddings) up to which SGLang's longrope is the "
+            "trainer's: above, it turns all tokens of a batch by the long factors and leaves what it has cached; allow fewer tokens"
+        )
     if prompt + response > context:
         raise UserError(
             f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = {prompt + response} tokens, more than "

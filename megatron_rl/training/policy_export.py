@@ -2,8 +2,9 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 from torch import Tensor, distributed
@@ -16,7 +17,14 @@ class Exporting:
     """An export that is being written. `finish` has to be called by all ranks."""
 
     def __init__(
-        self, directory: Path, weights: Iterator[tuple[str, Tensor]], *, source: Path, max_shard_bytes: int, durable: bool
+        self,
+        directory: Path,
+        weights: Iterator[tuple[str, Tensor]],
+        *,
+        source: Path,
+        stale: Iterable[tuple[str, Tensor]],
+        max_shard_bytes: int,
+        durable: bool,
     ) -> None:
         """Gather `weights` on rank 0, to be written with the other files of `source`; see `hf_files.save_hf` for the rest. Collective.
 
@@ -33,7 +41,7 @@ class Exporting:
                 pass
             return
         self._limit_bytes = psutil.virtual_memory().available // 2
-        options = {"source": source, "max_shard_bytes": max_shard_bytes, "durable": durable}
+        options = {"source": source, "stale": stale, "max_shard_bytes": max_shard_bytes, "durable": durable}
         self._thread = threading.Thread(target=self._write, kwargs=options, name="export writer", daemon=True)
         self._thread.start()
         try:
@@ -67,10 +75,10 @@ class Exporting:
         if not self._complete:
             raise RuntimeError("the weights could not all be gathered, so that none are written")
 
-    def _write(self, *, source: Path, max_shard_bytes: int, durable: bool) -> None:
+    def _write(self, **options: Any) -> None:
         """Body of the thread: no collective, and no error that nobody would see."""
         try:
-            save_hf(self._directory, self._next_weights(), source=source, max_shard_bytes=max_shard_bytes, durable=durable)
+            save_hf(self._directory, self._next_weights(), **options)
         except BaseException as error:  # handed to the thread that waits
             with self._changed:
                 self._error = error

@@ -20,9 +20,9 @@ from torch import distributed
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import commit_partial, disk_errors, partial_path, start_partial
-from megatron_rl.training.checkpoint_manifest import MANIFEST, check_manifest, write_manifest
-from megatron_rl.training.checkpoint_pickles import reading_records_only
+from megatron_rl.files import MANIFEST, commit_partial, disk_errors, partial_path, start_partial
+from megatron_rl.models.checkpoint_pickles import reading_records_only
+from megatron_rl.training.checkpoint_manifest import check_manifest, write_manifest
 from megatron_rl.training.checkpoint_writer import HostCopies, TwoHalves
 from megatron_rl.training.collectives import reports_of_ranks
 from megatron_rl.training.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer

@@ -18,6 +18,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.hf_files import MAX_SHARD_BYTES
 from megatron_rl.models.hf_weights import export_hf_weights
 from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.models.stored_weights import mtp_tensors
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.training import passes, sharded_checkpoint
 from megatron_rl.training.advantages import (
@@ -40,7 +41,7 @@ from megatron_rl.training.policy_step import StepRunner
 from megatron_rl.training.resting import RestingWeights, trained_tensors
 from megatron_rl.training.teacher import Teacher
 from megatron_rl.training.topology import Place, Topology, shutdown
-from megatron_rl.training.trained_model import TrainedModel, build_trained_model, complete_parameters
+from megatron_rl.training.trained_model import TrainedModel, build_trained_model, complete_parameters, model_dtype
 from megatron_rl.training.weight_update import StepGradients
 from megatron_rl.training.whole_batch import check_same_everywhere, divide, merge_over_ranks
 from megatron_rl.types import Floats, Shard, TrainBatch
@@ -432,7 +433,8 @@ class Trainer:
     def save_hf(self, directory: Path | str, *, max_shard_bytes: int = MAX_SHARD_BYTES, durable: bool = True) -> None:
         """Write the policy as a Hugging Face directory, in files of at most `max_shard_bytes`.
 
-        One that is not `durable` need not survive a power failure, which saves waiting for the disk.
+        Layers of multi-token prediction, which are not trained, are those of model.path, and named in manifest.json. One that is not
+        `durable` is for engines alone: it has none of them and need not survive a power failure, which saves waiting for the disk.
         Raises UserError when it cannot be written.
         """
         self._exporting(Path(directory), max_shard_bytes=max_shard_bytes, durable=durable).finish()
@@ -442,5 +444,8 @@ class Trainer:
         self._writing.append(self._exporting(Path(directory), max_shard_bytes=MAX_SHARD_BYTES, durable=True))
 
     def _exporting(self, directory: Path, *, max_shard_bytes: int, durable: bool) -> Exporting:
-        source = self._model_settings.path
-        return Exporting(directory, self.weights(receivers=(0,)), source=source, max_shard_bytes=max_shard_bytes, durable=durable)
+        source, dtype = self._model_settings.path, model_dtype(self._model_settings, self._device)
+        stale = mtp_tensors(source, self._spec, dequantised_dtype=dtype) if durable and self._spec.num_mtp_layers else ()
+        return Exporting(
+            directory, self.weights(receivers=(0,)), source=source, stale=stale, max_shard_bytes=max_shard_bytes, durable=durable
+        )

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_rl.errors import EngineError
 from megatron_rl.rendezvous import serve_store
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets, num_bucket_bytes
@@ -57,7 +59,9 @@ class BroadcastSender:
             if self._group is not None:
                 for flat in fill_buckets(weights, self._buckets):
                     # On a GPU the next bucket is written after this one is sent, both being work of one stream.
-                    dist.broadcast(flat, src=0, group=self._group)
+                    failure = _broadcast(flat, self._group)
+                    if failure is not None:
+                        raise EngineError(f"weights {version} could not be sent to all engines: {failure}")
         finally:
             take_all(weights)
 
@@ -66,6 +70,15 @@ class BroadcastSender:
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _broadcast(flat: Tensor, group: dist.ProcessGroup) -> str | None:
+    """Send; why it failed. As text, because the traceback of torch's error keeps the group, and with it connections that have to end."""
+    try:
+        dist.broadcast(flat, src=0, group=group)
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def join_as_sender(group: BroadcastGroup, *, timeout_s: float) -> dist.ProcessGroup:

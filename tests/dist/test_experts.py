@@ -19,7 +19,7 @@ TOLERANCE = 1e-5
 HALF_DENSE = "glm4_moe, first half dense"
 """A model whose first pipeline stage of two has no experts at all."""
 MODELS: dict[str, dict[str, Any]] = {
-    **{name: layout_table.MODELS[name] for name in EXPERTS},
+    **{name: layout_table.MODELS[name] for name in (*EXPERTS, "gpt_oss")},
     HALF_DENSE: {"family": "glm4_moe", "layers": 4, "first_k_dense_replace": 2},
 }
 Case = tuple[str, str]
@@ -32,6 +32,7 @@ GATE: list[Case] = [
     ("glm4_moe", "ep2 all-gather"),
     ("glm4_moe", "ep2 tp2 sp etp1"),
     ("deepseek_v3", "ep2"),
+    ("gpt_oss", "ep2 tp2 sp etp1"),
 ]
 
 
@@ -44,6 +45,7 @@ def expert_cases(num_ranks: int) -> list[Case]:
 
 
 TWO_RANKS = [*expert_cases(2), *itertools.product(EXPERTS, ("dp2", "pp2", "tp2 sp")), (HALF_DENSE, "pp2")]
+TWO_RANKS += itertools.product(["gpt_oss"], ("dp2", "pp2", "cp2", "ep2"))
 FOUR_RANKS = [*expert_cases(4), (HALF_DENSE, "ep2 pp2")]
 SFT = OBJECTIVES["sft"].objective
 Models = dict[str, str]
@@ -105,11 +107,12 @@ def reference(path: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
 
 
 def _original_gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and gradients as in files: transformers holds the experts of a layer in one tensor."""
-    for name, parameter in model.named_parameters():
+    """Names and gradients as in files: transformers holds the experts of a layer in one tensor, files those of gpt-oss alone."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
         assert parameter.grad is not None, f"{name} has no gradient"
         prefix, kind = name.rpartition(".")[::2]
-        if not prefix.endswith(".experts"):
+        if not prefix.endswith(".experts") or f"{prefix}.down_proj_bias" in parameters:
             yield name, parameter.grad
             continue
         for expert, gradient in enumerate(parameter.grad):
@@ -200,6 +203,7 @@ WIDE_RESUMES = [
     ("glm4_moe", "ep2 pp2", "ep2 tp2 sp etp2"),
     ("glm4_moe", "ep2 tp2 dp2 sp etp1", "ep2 dp2"),
     (HALF_DENSE, "ep2 pp2", "ep2 pp2"),
+    ("gpt_oss", "ep2 pp2", "ep2 tp2 sp etp1"),
 ]
 
 

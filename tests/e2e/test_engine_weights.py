@@ -96,9 +96,10 @@ async def sync(trainer: Trainer, client: EngineClient, *, transport: str, versio
 
 
 @contextmanager
-def serving(model: Path, log: Path, **arguments: object) -> Iterator[EngineAddress]:
+def serving(model: Path, log: Path, *, has_weights: bool = True, **arguments: object) -> Iterator[EngineAddress]:
+    """Without weights: a server whose every tensor has to come from a sync."""
     settings = RolloutSettings(startup_timeout_s=180, sglang=arguments)
-    engine = Engine(model, settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=log)
+    engine = Engine(model, settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=log, has_weights=has_weights)
     try:
         yield engine.start()
     finally:
@@ -134,7 +135,8 @@ def test_every_transport_leaves_what_the_checkpoint_says(tiny_model: Callable[..
         found = {}
         async with EngineClient(address, request_timeout_s=60, control_timeout_s=60) as client:
             for number, transport in enumerate(TRANSPORTS, start=1):
-                await client.load_weights(served, version=0)
+                if number > 1:
+                    await client.load_weights(served, version=0)
                 found[f"before {transport}"] = await client.checksum()
                 await sync(trainer, client, transport=transport, version=number, model=trained, directory=tmp_path, tp=tp)
                 found[transport] = await client.checksum()
@@ -144,7 +146,7 @@ def test_every_transport_leaves_what_the_checkpoint_says(tiny_model: Callable[..
         trainer.save_hf(exported)
         with serving(exported, tmp_path / "fresh.log", **arguments) as address:
             expected = asyncio.run(checksum(address))
-        with serving(served, tmp_path / "engine.log", **arguments) as address:
+        with serving(served, tmp_path / "engine.log", has_weights=False, **arguments) as address:
             found = asyncio.run(checksums_after_syncs(address))
     finally:
         shutdown()
@@ -153,12 +155,13 @@ def test_every_transport_leaves_what_the_checkpoint_says(tiny_model: Callable[..
     }
 
 
-# In the gate every run compares the log-probs of qwen3.
-@pytest.mark.slow
+# In the gate every run compares the log-probs of qwen3, and here those of a family whose layers have other norms and tensors.
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", GENERATING)
+@pytest.mark.parametrize("family", [pytest.param(family, marks=() if family == "glm4" else pytest.mark.slow) for family in GENERATING])
 def test_log_probs_agree_after_a_sync(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
-    served, trained = (tiny_model(family=family, name=f"model{seed}", seed=seed, tied=False) for seed in (0, 1))
+    # SGLang leaves out a head of Gemma-3, whose checkpoints have none.
+    tied = family == "gemma3"
+    served, trained = (tiny_model(family=family, name=f"model{seed}", seed=seed, tied=tied) for seed in (0, 1))
     prompts = [Prompt(id=str(number), token_ids=np.array([2 + number, 3, 4]), text="") for number in range(3)]
     probe = make_probe(prompts, vocab_size=32, num_sequences=6, length=40, seed=0)
 
@@ -167,7 +170,7 @@ def test_log_probs_agree_after_a_sync(tiny_model: Callable[..., Path], tmp_path:
             await sync(trainer, client, transport="broadcast", version=1, model=trained, directory=tmp_path)
             return np.concatenate([(await client.score(tokens)).log_probs for tokens in sequences(probe)])
 
-    with serving(served, tmp_path / "engine.log") as address:
+    with serving(served, tmp_path / "engine.log", has_weights=False) as address:
         trainer = make_trainer(trained, tmp_path)
         expected = trainer.log_probs(probe)
         found = asyncio.run(scored(trainer, address))

@@ -75,11 +75,18 @@ def test_conversions_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     run_here(BENCH / "convert.py", "--small", "--layers", "2", "--turns", "1", monkeypatch=monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("0.00 GB, largest parameter") and [line[:7] for line in lines[1:]] == [
-        "cp and ",
         "to ours",
         "to Hugg",
         "load at",
     ]
+    monkeypatch.syspath_prepend(str(BENCH))
+    bench = importlib.import_module("convert")
+    # A load on the machine that comes and goes slows both of a pair: shares of 0.5, 0.25 and 0.8, whose median counts.
+    turns = [bench.Pair((2.0, 1.0), (4.0, 3.0, 5)), bench.Pair((10.0, 1.0), (40.0, 3.0, 7)), bench.Pair((4.0, 1.0), (5.0, 3.0, 6))]
+    line = bench.row("to ours", turns, num_bytes=8_000_000_000, bound=6)
+    assert " ".join(line.split()) == (
+        "to ours 1.60 GB/s, cp 2.00: 0.50 of cp (0.25 to 0.80; goal 0.5) met; CPU 3.0 s, cp 1.0 s; memory 0.00 GB (goal 0.00) MISSED"
+    )
 
 
 def test_checkpoints_are_compared_with_cp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,27 @@
 """What conversions and loading cost against `cp` of the same bytes, and the memory that they take.
 
-    python tools/bench/convert.py [--layers 20] [--turns 2] [--directory DIR]
+    python tools/bench/convert.py [--layers 20] [--turns 5] [--directory DIR]
 
-A random Qwen3 checkpoint (bfloat16, 2.2 GB with 20 layers) is copied by `cp`, with the disk's own write counted as conversions count it
-(`sync`), then converted into our format and back, and loaded into a model as a run loads it. All take turns in one call, so that other
-load hits all alike; of the turns the fastest counts, and the largest memory. Memory is what a process allocates beyond what it has after
-its imports, at its peak; pages of files are not counted. Goals are half of the speed of `cp`, and three times the largest tensor and 1 GiB.
-CPU seconds are those of all threads: on a machine that is busy with other things they say what the seconds would be without them.
+A random Qwen3 checkpoint (bfloat16, 2.5 GB with 20 layers) is converted into our format and back, and loaded into a model as a run loads
+it. Each piece of work is measured right behind a `cp` of the same bytes: before either, what was written is brought to the disk, and
+the source is read once, so that both find it in memory. Conversions bring their files to the disk, so their `cp` is followed by
+`sync` of its files; loading writes nothing, so its `cp` leaves them in memory. The share is that of the pair, and the median of the turns
+counts, so that a load that comes and goes does not; the range says how much it came and went. `sha256sum` of the same bytes is shown as
+well: conversions hash what they write, cp does not.
+
+Memory is what a process allocates beyond what it has after its imports, at its peak; pages of files are not counted; the largest of the
+turns counts. Goals are half of the speed of `cp`, and three times the largest tensor and 1 GiB. CPU seconds are those of all threads, of
+the process beside those of `cp`: they depend least on what else the machine does.
+
+mbridge is not beside it: 0.15.1 installs, but builds its model of TransformerEngine's layers (`TENorm` is not defined without them) and
+moves each tensor that it exports to `torch.cuda.current_device()`, so that it neither loads nor saves without a GPU.
 """
 
 import argparse
 import json
+import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,6 +45,7 @@ with quiet_megatron_imports():
     from megatron_rl.models.megatron_config import transformer_config
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.weight_table import tensor_shapes
+    from megatron_rl.training.checkpoint_manifest import sha256
     from megatron_rl.training.topology import Topology, initialize, shutdown
 
 GOAL_SHARE, GIB = 0.5, 2**30
@@ -71,14 +83,30 @@ def make_checkpoint(path: Path, *, layers: int, small: bool) -> int:
     return 2 * max(spec.vocab_size * spec.hidden_size, 2 * spec.ffn_hidden_size * spec.hidden_size)
 
 
-def copy(source: Path, target: Path) -> float:
-    """Seconds of `cp` of the weights, until they are on the disk."""
+def settle(source: Path) -> None:
+    """Bring everything that was written to the disk, and the weights of `source` into memory."""
+    os.sync()
+    for file in weight_files(source):
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(2**24):
+                pass
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of `path` with weights, of either format."""
+    return sorted([*path.glob("*.safetensors"), *path.glob("*.distcp")])
+
+
+def copy(source: Path, target: Path, *, to_disk: bool) -> tuple[float, float]:
+    """Seconds and CPU seconds of `cp` of the weights, with `to_disk` until they are there."""
     target.mkdir()
-    started = time.perf_counter()
-    files = [str(file) for file in source.glob("*.safetensors")]
-    subprocess.run(["cp", *files, str(target)], check=True)
-    subprocess.run(["sync", *(str(file) for file in target.iterdir())], check=True)
-    return time.perf_counter() - started
+    before, started = os.times(), time.perf_counter()
+    subprocess.run(["cp", *map(str, weight_files(source)), str(target)], check=True)
+    if to_disk:
+        subprocess.run(["sync", *(str(file) for file in target.iterdir())], check=True)
+    seconds, after = time.perf_counter() - started, os.times()
+    shutil.rmtree(target)
+    return seconds, sum(after[2:4]) - sum(before[2:4])
 
 
 def anonymous_bytes() -> int:
@@ -145,6 +173,19 @@ def in_a_process(work: str, source: Path, target: Path) -> tuple[float, float, i
     return float(seconds), float(cpu_s), int(allocated)
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A `cp` (seconds, CPU seconds) and the work right behind it (seconds, CPU seconds, bytes of memory)."""
+
+    copied: tuple[float, float]
+    done: tuple[float, float, int]
+
+    @property
+    def share(self) -> float:
+        """Speed of the work as a share of that of `cp`."""
+        return self.copied[0] / self.done[0]
+
+
 def said(met: bool) -> str:
     """Whether a goal is met, in a word."""
     return "met" if met else "MISSED"
@@ -152,35 +193,47 @@ def said(met: bool) -> str:
 
 def compare(directory: Path, *, layers: int, turns: int, small: bool) -> None:
     """Print the table."""
-    source = directory / "source"
+    source, ours = directory / "source", directory / "ours"
     largest = make_checkpoint(source, layers=layers, small=small)
-    num_bytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    copies, found = [], {work: [] for work in WORK}
-    places = {"to ours": (source, "ours"), "to Hugging Face": (directory / "ours", "back"), "load at start": (source, "none")}
-    for _ in range(turns):
-        copies.append(copy(source, directory / "copy"))
+    num_bytes = sum(file.stat().st_size for file in weight_files(source))
+    in_a_process("to ours", source, ours)
+    places = {"to ours": (source, "again"), "to Hugging Face": (ours, "back"), "load at start": (source, "none")}
+    pairs: dict[str, list[Pair]] = {work: [] for work in WORK}
+    for turn in range(turns):
         for work, (start, end) in places.items():
-            found[work].append(in_a_process(work, start, directory / end))
-        for name in ("copy", "ours", "back"):
-            shutil.rmtree(directory / name)
-    fastest = min(copies)
+            settle(start)
+            copied = copy(start, directory / "copy", to_disk=work != "load at start")
+            settle(start)
+            pairs[work].append(Pair(copied, in_a_process(work, start, directory / end)))
+            shutil.rmtree(directory / end, ignore_errors=True)
+            print(f"turn {turn + 1}: {work}, {pairs[work][-1].share:.2f} of cp", file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    for file in weight_files(source):
+        sha256(file)
+    hashed = num_bytes / 1e9 / (time.perf_counter() - started)
     bound = 3 * largest + GIB
-    print(f"{num_bytes / 1e9:.2f} GB, largest parameter {largest / 1e9:.2f} GB, {turns} turns")
-    print(f"{'cp and sync':<18}{num_bytes / 1e9 / fastest:7.2f} GB/s")
-    for work, turned in found.items():
-        seconds, cpu_s, allocated = min(turn[0] for turn in turned), min(turn[1] for turn in turned), max(turn[2] for turn in turned)
-        share = fastest / seconds
-        print(
-            f"{work:<18}{num_bytes / 1e9 / seconds:7.2f} GB/s  {share:5.2f} of cp (goal {GOAL_SHARE}): {said(share >= GOAL_SHARE)}"
-            f"  {cpu_s:5.1f} CPU s  {allocated / 1e9:6.2f} GB of memory (goal {bound / 1e9:.2f}): {said(allocated <= bound)}"
-        )
+    print(f"{num_bytes / 1e9:.2f} GB, largest parameter {largest / 1e9:.2f} GB, median of {turns} turns; a thread hashes {hashed:.2f} GB/s")
+    for work, turned in pairs.items():
+        print(row(work, turned, num_bytes=num_bytes, bound=bound))
+
+
+def row(work: str, turned: list[Pair], *, num_bytes: int, bound: int) -> str:
+    """The line of the table about one piece of work."""
+    shares = sorted(pair.share for pair in turned)
+    share, allocated = statistics.median(shares), max(pair.done[2] for pair in turned)
+    seconds, cpu_s = (statistics.median(pair.done[index] for pair in turned) for index in (0, 1))
+    copied_s, copied_cpu_s = (statistics.median(pair.copied[index] for pair in turned) for index in (0, 1))
+    speeds = f"{num_bytes / 1e9 / seconds:6.2f} GB/s, cp {num_bytes / 1e9 / copied_s:.2f}"
+    goal = f"({shares[0]:.2f} to {shares[-1]:.2f}; goal {GOAL_SHARE}) {said(share >= GOAL_SHARE)}"
+    memory = f"memory {allocated / 1e9:.2f} GB (goal {bound / 1e9:.2f}) {said(allocated <= bound)}"
+    return f"{work:<16}{speeds}: {share:5.2f} of cp {goal}; CPU {cpu_s:.1f} s, cp {copied_cpu_s:.1f} s; {memory}"
 
 
 def main() -> int:
     """Measure as the command line asks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="a model of a few MB, to try the benchmark itself")
     parser.add_argument("--directory", type=Path, help="where to write; the temporary directory when not given")
     parser.add_argument("--work", nargs=3, metavar=("WORK", "SOURCE", "TARGET"), help=argparse.SUPPRESS)

@@ -23,7 +23,7 @@ def attention_fields(spec: ModelSpec, *, attention: Attention, cp: int) -> dict[
         "qk_layernorm": (spec.qk_norm and not spec.qk_norm_over_heads) or spec.mla is not None,
         "attention_dropout": 0.0,
         "softmax_scale": spec.softmax_scale,
-        "softmax_type": "vanilla",
+        "softmax_type": "learnable" if spec.attention_sinks else "vanilla",
         "window_size": None,
         "rotary_interleaved": False,
         "no_rope_freq": None,
@@ -61,6 +61,8 @@ def _transformer_engine_fields(spec: ModelSpec, cp: int) -> dict[str, Any]:
         "norms around 1, or another scale of embeddings or scores": spec.zero_centered_norms or spec.softmax_scale is not None,
         "a rotary embedding of its own for layers with a window": spec.window_rotary is not None,
         "rotated pairs of neighbouring channels": spec.rotary.interleaved,
+        "attention sinks": spec.attention_sinks,
+        "frequencies that follow from the length of the sequence": spec.rotary.kind == "longrope",
     }
     for what, needed in unusual.items():
         if needed:

@@ -24,12 +24,14 @@ _SHORTEST_BLOCK = 128
 class Part:
     """The next `query_length` queries of every sequence of a bucket, against `key_length` keys from `first_key` on.
 
-    `mask` is True where a query sees a key, [S or 1, 1, query_length, key_length]; None is the plain causal triangle.
+    `mask` is True where a query sees a key, [S or 1, 1, query_length, key_length]; None is the plain causal triangle. `positions`
+    [S or 1, query_length] are those of the queries in their sequences, in host memory.
     """
 
     query_length: int
     key_length: int
     mask: torch.Tensor | None
+    positions: Ints
     first_key: int = 0
 
 
@@ -135,12 +137,12 @@ def _windowed(part: Part, window: int, device: torch.device) -> Iterator[Part]:
     if window >= part.key_length:
         yield part
         return
-    # A query sees all keys up to its own position, so their number gives its position, [S or 1, query_length].
-    positions = torch.arange(part.query_length, device=device)[None] if part.mask is None else part.mask[:, 0].sum(-1) - 1
-    for block in positions.split(max(window, _SHORTEST_BLOCK), dim=1):
+    size = max(window, _SHORTEST_BLOCK)
+    for start in range(0, part.query_length, size):
+        block = part.positions[:, start : start + size]
         first, last = max(0, int(block.min()) - window + 1), int(block.max())
-        keys, queries = torch.arange(first, last + 1, device=device), block[:, None, :, None]
-        yield Part(block.shape[1], len(keys), (keys <= queries) & (keys > queries - window), first)
+        keys, queries = torch.arange(first, last + 1, device=device), torch.from_numpy(block).to(device)[:, None, :, None]
+        yield Part(block.shape[1], len(keys), (keys <= queries) & (keys > queries - window), block, first)
 
 
 def local_positions(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0) -> Ints:
@@ -216,15 +218,13 @@ class _Rows:
     def parts(self, device: torch.device | str) -> tuple[Part, ...]:
         longest = int(self.lengths.max())
         if self.cp_size == 1:
-            return (Part(longest, longest, None),)
-        chunk_length = longest // self.num_chunks
-        return tuple(Part(chunk_length, (chunk + 1) * chunk_length, self._mask(chunk, device)) for chunk in self.chunks)
+            return (Part(longest, longest, None, np.arange(longest)[None]),)
+        return tuple(self._part(chunk, longest // self.num_chunks, device) for chunk in self.chunks)
 
-    def _mask(self, chunk: int, device: torch.device | str) -> torch.Tensor:
+    def _part(self, chunk: int, longest: int, device: torch.device | str) -> Part:
         """Query j of chunk c is at position c C_i + j of row i and sees the keys up to itself; a padded one sees what the last one does."""
         lengths = np.unique(self.lengths) if len(np.unique(self.lengths)) == 1 else self.lengths
-        chunk_length = torch.from_numpy(lengths // self.num_chunks).to(device)[:, None, None, None]
-        longest = int(lengths.max()) // self.num_chunks
-        query = torch.arange(longest, device=device)[:, None]
-        position = chunk * chunk_length + torch.minimum(query, chunk_length - 1)
-        return torch.arange((chunk + 1) * longest, device=device) <= position
+        chunk_length = (lengths // self.num_chunks)[:, None]
+        positions = chunk * chunk_length + np.minimum(np.arange(longest), chunk_length - 1)
+        keys = torch.arange((chunk + 1) * longest, device=device)
+        return Part(longest, len(keys), keys <= torch.from_numpy(positions).to(device)[:, None, :, None], positions)

@@ -39,7 +39,7 @@ def parse_mla(config: Mapping[str, Any], origin: str) -> MlaSpec:
     )
 
 
-Windows = Literal["never", "switched", "given"]
+Windows = Literal["never", "switched", "given", "everywhere"]
 
 
 def parse_sliding_window(
@@ -48,11 +48,12 @@ def parse_sliding_window(
     """Tokens that a layer with a window sees, the querying one included, and the layers that have it, counted from 0.
 
     `windows` is how the family says that there are any: "switched" on by `use_sliding_window`, or "given" by `sliding_window` itself, whose
-    value is `default` where the key is absent. `layer_types` names the layers where it is given. Otherwise they start at
-    `max_window_layers` in the first case; in the second they are all, or all but every `pattern`-th.
+    value is `default` where the key is absent; "everywhere" is the same for a family that has it in all layers or in none. `layer_types`
+    names the layers where it is given. Otherwise they start at `max_window_layers` in the first case; in the second they are all, or all
+    but every `pattern`-th.
 
-    Raises UserError for layer types that are not known, for windows in a family that has "never" any, and for values of the wrong type,
-    also where no layer uses them.
+    Raises UserError for layer types that are not known or that the family does not have, for windows in a family that has "never" any, and
+    for values of the wrong type, also where no layer uses them.
     """
     kinds = names(config, "layer_types", origin)
     strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -60,9 +61,14 @@ def parse_sliding_window(
         raise UserError(f"{origin} has layers of type {', '.join(strange)}, supported are full_attention and sliding_attention")
     if kinds and len(kinds) != num_layers:
         raise UserError(f"{origin} has {len(kinds)} layer_types for {num_layers} layers, needs one for each; correct the file")
-    if windows == "given":
+    if windows in ("given", "everywhere"):
         if config.get("sliding_window", default) is None:
             return None, ()
+        if windows == "everywhere" and "full_attention" in kinds:
+            raise UserError(
+                f"{origin} has a sliding_window and layers of type full_attention, but this family has its window in every layer whatever "
+                "layer_types says; remove layer_types, or set sliding_window to null"
+            )
         kinds = kinds or [
             "sliding_attention" if pattern is None or (layer + 1) % pattern else "full_attention" for layer in range(num_layers)
         ]

@@ -4,16 +4,19 @@ Legend: T tokens on this rank, H query heads, G key-value heads, D channels of a
 `plan`.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_rl.models.attention.attention_plan import AttentionPlan, Bucket, Part
@@ -55,6 +58,27 @@ class PackedAttention(MegatronModule):
         self.rotary: RotarySpec | None = None
         self.rotary_dim = 0
         self.window: int | None = None
+        self.tp_group = pg_collection.tp
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = self._sinks()
+
+    def _sinks(self) -> torch.nn.Parameter:
+        """The logits of the sinks [H], under megatron-core's name for them."""
+        config = self.config
+        device = None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+        heads = config.num_attention_heads // self.tp_group.size()
+        sinks = torch.nn.Parameter(torch.zeros(heads, device=device, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+        return sinks
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """As megatron-core's modules give it for a checkpoint: the sinks are split over tensor parallel ranks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
+        return sharded
 
     def forward(
         self,
@@ -78,25 +102,28 @@ class PackedAttention(MegatronModule):
             both = torch.cat((key, value), dim=-1)
             both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
             key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
-        output = attend(query, key, value, plan, scale=self.scale)
+        output = attend(query, key, value, plan, scale=self.scale, sinks=self.softmax_offset)
         return output.flatten(1)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *, scale: float | None = None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *, scale: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Causal attention within the sequences of `plan`: query [T, H, D], gathered key [cp T, G, D] and value [cp T, G, E] to [T, H, E].
 
-    `scale` multiplies the scores; None is 1 / sqrt(D).
+    `scale` multiplies the scores; None is 1 / sqrt(D). `sinks` [H] are one more logit in each softmax, whose share goes nowhere
+    (gpt-oss, https://arxiv.org/abs/2508.10925, 2.2).
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if not plan.identity:
         query = _ToSlots.apply(query, plan.query_tokens, plan.token_queries)
         key, value = (_ToSlots.apply(x, plan.key_tokens, plan.token_keys) for x in (key, value))
-    outputs = [_attend_bucket(query, key, value, bucket, scale) for bucket in plan.buckets]
+    outputs = [_attend_bucket(query, key, value, bucket, scale, sinks) for bucket in plan.buckets]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output if plan.identity else _FromSlots.apply(output, plan.token_queries, plan.query_tokens, plan.query_padding)
 
 
-def _attend_bucket(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scale: float) -> Tensor:
+def _attend_bucket(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scale: float, sinks: Tensor | None) -> Tensor:
     """The bucket's slice of the query slots, [S queries, H, E]."""
     count, length = bucket.num_sequences, bucket.length
     queries = query.narrow(0, bucket.first_query, bucket.num_queries).unflatten(0, (count, -1)).transpose(1, 2)
@@ -105,8 +132,30 @@ def _attend_bucket(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, sc
     for part, part_queries in zip(bucket.parts, queries.split([part.query_length for part in bucket.parts], dim=2), strict=True):
         part_keys, part_values = (x.narrow(2, part.first_key, part.key_length) for x in (keys, values))
         short = part.key_length <= _SHORT_KEYS and query.device.type == "cpu"
-        outputs.append((_attend_short if short else _attend_long)(part_queries, part_keys, part_values, part, scale).transpose(1, 2))
+        attend_part = _attend_short if short else _attend_long
+        if sinks is None:
+            output = attend_part(part_queries, part_keys, part_values, part, scale)
+        else:
+            output = attend_part(*_with_sink_key(part_queries, part_keys, part_values, part, sinks / scale), scale)
+            output = output[:, :, -part.query_length :, :-1]
+        outputs.append(output.transpose(1, 2))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).flatten(0, 1)
+
+
+def _with_sink_key(query: Tensor, key: Tensor, value: Tensor, part: Part, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor, Part]:
+    """The part with one more key in front, of value 0, whose product with each query of a head is that head's of `sinks` [H].
+
+    One more channel makes it so: of each query it is the sink, of that key 1, of the others 0. The fused kernels compute this like any
+    other attention, and its gradient. A triangle gets one more query in front, so that it stays one.
+    """
+    last = sinks.to(query.dtype)[None, :, None, None].expand(*query.shape[:-1], 1)
+    query = torch.cat((query, last), dim=-1)
+    first = F.pad(key.new_ones(1, 1, 1, 1), (key.shape[-1], 0)).expand(len(key), key.shape[1], 1, -1)
+    key = torch.cat((first, F.pad(key, (0, 1))), dim=2)
+    value = F.pad(value, (0, 1, 1, 0))
+    if part.mask is None:
+        return F.pad(query, (0, 0, 1, 0)), key, value, replace(part, query_length=part.query_length + 1, key_length=part.key_length + 1)
+    return query, key, value, replace(part, key_length=part.key_length + 1, mask=F.pad(part.mask, (1, 0), value=True))
 
 
 def _attend_long(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> Tensor:

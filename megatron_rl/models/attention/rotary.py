@@ -5,7 +5,7 @@ Legend: T tokens on this rank, H heads, D channels that are rotated.
 
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.config_json import boolean, positive_int, positive_number, section
+from megatron_rl.models.config_json import boolean, positive_int, positive_number, positive_numbers, section
 
-RotaryKind = Literal["default", "linear", "llama3", "yarn"]
+RotaryKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 # Keys of the scaling that each kind needs, and those that it may have.
 _NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -23,9 +23,20 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
 }
 _YARN_OPTIONAL = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-_OPTIONAL: Mapping[str, tuple[str, ...]] = {"yarn": (*_YARN_OPTIONAL, "attention_factor", "truncate")}
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "yarn": (*_YARN_OPTIONAL, "attention_factor", "truncate"),
+    "longrope": ("factor", "attention_factor", "original_max_position_embeddings"),
+}
+# Phi-3's first name of it.
+_RENAMED: Mapping[object, str] = {"su": "longrope"}
+REFUSED_KINDS: Mapping[str, str] = {
+    "dynamic": "SGLang turns sequences of every length by one base, theta (factor^2 - factor + 1)^(d / (d - 2)), transformers by theta "
+    "itself up to max_position_embeddings tokens and by another base for each length above"
+}
+"""Rope types in which engine and trainer would not compute the same, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +45,9 @@ class RotarySpec:
 
     `factor` divides frequencies. `low_freq_factor` and `high_freq_factor` are of Llama 3.1's scaling, `beta_fast`, `beta_slow` and
     `truncate` of YaRN's (https://arxiv.org/abs/2309.00071, 3.2; turns within `original_max_position_embeddings` tokens, and whether
-    the channels they mean are rounded to whole ones). `attention_factor` multiplies cosine and sine; `mscale_all_dim` is YaRN's
+    the channels they mean are rounded to whole ones). `short_factor` and `long_factor` divide the frequency of each pair under longrope
+    (https://arxiv.org/abs/2402.13753), the latter in sequences longer than `original_max_position_embeddings`.
+    `attention_factor` multiplies cosine and sine; `mscale_all_dim` is YaRN's
     second factor, which latent attention has in its softmax scale. `interleaved` says which channels make a pair: (2i, 2i + 1), or
     (i, i + D / 2).
     """
@@ -51,16 +64,28 @@ class RotarySpec:
     attention_factor: float = 1.0
     mscale_all_dim: float = 0.0
     interleaved: bool = False
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
-    def inverse_frequencies(self, dim: int) -> Tensor:
-        """Radians per token of each pair among `dim` rotated channels, float32 [dim / 2]."""
+    def inverse_frequencies(self, dim: int, *, long: bool = False) -> Tensor:
+        """Radians per token of each pair among `dim` rotated channels, float32 [dim / 2], under longrope in `long` or in other ones."""
         frequency = 1.0 / (self.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
         if self.kind == "default":
             return frequency
         if self.kind == "linear":
             return frequency / self.factor
+        if self.kind == "longrope":
+            return frequency / torch.tensor(self.long_factor if long else self.short_factor)
         kept = self._kept_by_yarn(dim) if self.kind == "yarn" else self._kept_by_llama3(frequency)
         return (1 - kept) * frequency / self.factor + kept * frequency
+
+    def angles(self, positions: Tensor, lengths: Tensor, *, dim: int) -> Tensor:
+        """Radians [T, dim / 2] by which the pairs are turned at `positions` [T] of sequences of `lengths` [T] tokens."""
+        frequencies = self.inverse_frequencies(dim).to(positions.device)
+        if self.kind == "longrope":
+            long = (lengths > self.original_max_position_embeddings)[:, None]
+            frequencies = torch.where(long, self.inverse_frequencies(dim, long=True).to(positions.device), frequencies)
+        return positions.float()[:, None] * frequencies
 
     def _kept_by_llama3(self, frequency: Tensor) -> Tensor:
         wavelength = 2 * math.pi / frequency
@@ -95,6 +120,9 @@ def parse_rotary(
     """
     scaling, where = _scaling(config, origin)
     kind = next((scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None), "default")
+    kind = _RENAMED.get(kind, kind) if isinstance(kind, str) else kind
+    if isinstance(kind, str) and kind in REFUSED_KINDS:
+        raise UserError(f"{origin} asks for rope type {kind}, which cannot be trained: {REFUSED_KINDS[kind]}; use another model")
     if not isinstance(kind, str) or kind not in _NEEDED:
         raise UserError(f"{origin} asks for rope type {kind!r}, supported are {', '.join(_NEEDED)}; remove the scaling")
     missing = [name for name in _NEEDED[kind] if name not in scaling]
@@ -107,7 +135,12 @@ def parse_rotary(
     theta = positive_number(scaling, "rope_theta", where, default=positive_number(config, "rope_theta", origin, default=default_theta))
     if theta <= 1:
         raise UserError(f"{origin} has rope_theta = {theta:g}, needs a number above 1; correct the file")
-    values = _yarn(scaling, where, max_position_embeddings) if kind == "yarn" else _needed_values(scaling, where, kind)
+    original = config.get("original_max_position_embeddings")
+    if original is not None:
+        # Beside the scaling it is what Phi-3 has, and to transformers it comes first.
+        scaling = {**scaling, "original_max_position_embeddings": original}
+    parse = _WITH_LENGTHS.get(kind)
+    values = _needed_values(scaling, where, kind) if parse is None else parse(scaling, where, max_position_embeddings)
     return RotarySpec(theta=theta, kind=typing.cast(RotaryKind, kind), interleaved=interleaved, **values)
 
 
@@ -153,6 +186,13 @@ def _scaling(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], st
     return (sections[given[0]], f"{given[0]} in {origin}") if given else ({}, origin)
 
 
+def check_pairs(rotary: RotarySpec, pairs: int, origin: str) -> None:
+    """Raise UserError, naming `origin`, when longrope has another number of factors than `pairs` that are rotated."""
+    for name, factors in (("short_factor", rotary.short_factor), ("long_factor", rotary.long_factor)):
+        if rotary.kind == "longrope" and len(factors) != pairs:
+            raise UserError(f"{origin} has {len(factors)} numbers in {name} for {pairs} pairs of rotated channels; correct the file")
+
+
 def _needed_values(scaling: Mapping[str, Any], origin: str, kind: str) -> dict[str, Any]:
     lengths = ("original_max_position_embeddings",)
     values = {key: (positive_int if key in lengths else positive_number)(scaling, key, origin) for key in _NEEDED[kind]}
@@ -179,6 +219,23 @@ def _yarn(scaling: Mapping[str, Any], origin: str, max_position_embeddings: int)
         "attention_factor": positive_number(scaling, "attention_factor", origin, default=attention_factor),
         "mscale_all_dim": mscale_all_dim,
     }
+
+
+def _longrope(scaling: Mapping[str, Any], origin: str, max_position_embeddings: int) -> dict[str, Any]:
+    """The fields of longrope with the defaults of transformers; a factor of null is the ratio of the lengths."""
+    original = positive_int(scaling, "original_max_position_embeddings", origin, default=max_position_embeddings)
+    factor = positive_number(scaling, "factor", origin, default=max_position_embeddings / original)
+    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    lists = {key: positive_numbers(scaling, key, origin) for key in ("short_factor", "long_factor")}
+    return {
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "attention_factor": positive_number(scaling, "attention_factor", origin, default=stretched),
+        **lists,
+    }
+
+
+_WITH_LENGTHS: Mapping[str, Callable[[Mapping[str, Any], str, int], dict[str, Any]]] = {"yarn": _yarn, "longrope": _longrope}
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False) -> Tensor:

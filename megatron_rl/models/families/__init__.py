@@ -8,6 +8,7 @@ from megatron_rl.models.families import (
     glm,
     glm4,
     glm4_moe,
+    gpt_oss,
     llama,
     ministral,
     mistral,
@@ -41,12 +42,12 @@ _MODULES = (
     qwen2_moe,
     mixtral,
     glm4_moe,
+    gpt_oss,
     deepseek_v3,
 )
 FAMILIES: Mapping[str, Family] = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 
 REFUSED: Mapping[str, str] = {
-    "GptOssForCausalLM": "megatron-core builds its experts without biases on torch's layers, and attention here has no sinks",
     "Gemma2ForCausalLM": "attention here has no softcap on scores",
     "Gemma3ForConditionalGeneration": "only text is trained; give the text model as Gemma3ForCausalLM",
     "Qwen3NextForCausalLM": "gated delta nets of megatron-core take packed sequences from release 0.18 on, and none is built here yet",

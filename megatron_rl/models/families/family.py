@@ -28,18 +28,21 @@ class Family:
     """What sets one architecture apart. Where config.json gives no value, `default_...` is what transformers takes for this family.
 
     `proved` is what tests show beyond one rank that equals transformers: sizes of layouts, weights sent to a real engine, quantised files.
+    `not_synced` says for a family without "sync" what keeps a real engine from running it where no GPU is, or that nobody has tried.
     `ignored` are keys of config.json that only this family has and that say nothing about what the network computes,
     `fixed` those of which only one value is supported. `names` are those of its tensors.
-    `activation` is that of the MLP; `zero_centered_norms` multiply by 1 + weight; a `scaled_embedding` is multiplied by sqrt(hidden size).
+    `activation` is that of the MLP, whose limit, if it has one, is at `activation_limit_key`; `zero_centered_norms` multiply by 1 + weight;
+    a `scaled_embedding` is multiplied by sqrt(hidden size). With `linear_bias` every linear layer but the head has a bias.
 
     Attention: `qkv_bias` and `qk_norm` None mean that `attention_bias` and `use_qk_norm` in config.json say so; `qk_norm_over_heads` is one
     norm over the channels of all heads. `default_head_dim` None means hidden size / heads. `default_rotary_fraction` None says that all of
-    a head is rotated always; `rotary_interleaved` pairs channels (2i, 2i + 1). Scores are divided by the root of the value at
-    `query_scalar_key`; None divides by that of the channels of a head. `mla` is latent attention.
+    a head is rotated always; `default_rope_scaling` is taken where the file has neither spelling of it; `rotary_interleaved` pairs channels
+    (2i, 2i + 1). Scores are divided by the root of the value at `query_scalar_key`; None divides by that of the channels of a head.
+    `attention_sinks` are learned logits, one for each head, in every softmax. `mla` is latent attention.
 
-    `windows`: "never", "switched" on by `use_sliding_window`, or "given" wherever `sliding_window` is not null; `default_window` is that of
-    an absent key. "Given" windows are in the layers that `layer_types` names, without it in all but every n-th, n being at
-    `window_pattern_key` or `default_window_pattern`.
+    `windows`: "never", "switched" on by `use_sliding_window`, or, where `sliding_window` is not null, "everywhere" or "given";
+    `default_window` is that of an absent key. "Given" windows are in the layers that `layer_types` names, without it in all but every n-th,
+    n being at `window_pattern_key` or `default_window_pattern`.
     `window_theta_key` has the base of their rotary embedding where they have one of their own.
 
     Experts: `router` is how they are scored, None without experts; `expert_width_key` has their width; `normalize_top_k` None reads
@@ -48,12 +51,16 @@ class Family:
 
     architecture: str
     proved: frozenset[Proof] = frozenset()
+    not_synced: str | None = None
     ignored: frozenset[str] = frozenset()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     names: TensorNames = USUAL_NAMES
     default_norm_epsilon: float = 1e-6
     default_tied: bool = False
     activation: Activation = "silu"
+    activation_limit_key: str | None = None
+    default_activation_limit: float | None = None
+    linear_bias: bool = False
     zero_centered_norms: bool = False
     scaled_embedding: bool = False
     qkv_bias: bool | None = False
@@ -63,6 +70,7 @@ class Family:
     default_head_dim: int | None = None
     default_rope_theta: float = 10000.0
     default_rotary_fraction: float | None = None
+    default_rope_scaling: Mapping[str, Any] | None = None
     rotary_interleaved: bool = False
     windows: Windows = "never"
     default_window: int | None = None
@@ -71,6 +79,7 @@ class Family:
     window_theta_key: str | None = None
     default_window_theta: float = 10000.0
     query_scalar_key: str | None = None
+    attention_sinks: bool = False
     mla: bool = False
     router: Literal["softmax", "sigmoid"] | None = None
     expert_width_key: str = "moe_intermediate_size"
@@ -90,7 +99,7 @@ class Family:
         known = IGNORED_KEYS | READ_KEYS | self.fixed_keys.keys() | self.ignored
         if self.qkv_bias is None:
             known |= {"attention_bias"}
-        own = (self.window_theta_key, self.window_pattern_key, self.query_scalar_key)
+        own = (self.window_theta_key, self.window_pattern_key, self.query_scalar_key, self.activation_limit_key)
         known |= {key for key in own if key is not None}
         if self.qk_norm is None:
             known |= {"use_qk_norm"}

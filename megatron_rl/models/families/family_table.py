@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_rl.models.attention.rotary import REFUSED_KINDS
 from megatron_rl.models.families import FAMILIES, REFUSED
 from megatron_rl.models.families.family import Family
 
@@ -17,9 +18,15 @@ def table() -> list[str]:
     return [lines[0], _line("-" * width for width in widths), *lines[1:]]
 
 
+def not_synced() -> list[str]:
+    """One line for each family whose weights no test sends to a real engine, with the reason."""
+    return [f"{name}: {family.not_synced}" for name, family in FAMILIES.items() if family.not_synced is not None]
+
+
 def refused() -> list[str]:
-    """One line for each architecture that cannot be trained, with the reason."""
-    return [f"{architecture}: {reason}" for architecture, reason in REFUSED.items()]
+    """One line for each architecture and for each rope type that cannot be trained, with the reason."""
+    kinds = (f"rope type {kind}: {reason}" for kind, reason in REFUSED_KINDS.items())
+    return [*(f"{architecture}: {reason}" for architecture, reason in REFUSED.items()), *kinds]
 
 
 def _line(cells: Iterator[str]) -> str:

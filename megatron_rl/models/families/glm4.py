@@ -5,7 +5,7 @@ from megatron_rl.models.tensor_names import TensorNames
 
 FAMILY = Family(
     architecture="Glm4ForCausalLM",
-    proved=DENSE_LAYOUTS,
+    proved=DENSE_LAYOUTS | {"sync"},
     default_norm_epsilon=1.5625e-7,
     qkv_bias=None,
     default_attention_bias=True,

@@ -2,4 +2,4 @@
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 
-FAMILY = Family(architecture="MistralForCausalLM", proved=DENSE_LAYOUTS, windows="given", default_window=4096)
+FAMILY = Family(architecture="MistralForCausalLM", proved=DENSE_LAYOUTS | {"sync"}, windows="everywhere", default_window=4096)

@@ -5,10 +5,10 @@ from megatron_rl.models.tensor_names import TensorNames
 
 FAMILY = Family(
     architecture="MixtralForCausalLM",
-    proved=MIXTURE_LAYOUTS,
+    proved=MIXTURE_LAYOUTS | {"sync"},
     default_norm_epsilon=1e-5,
     default_rope_theta=1e6,
-    windows="given",
+    windows="everywhere",
     router="softmax",
     expert_width_key="intermediate_size",
     normalize_top_k=True,

@@ -5,7 +5,7 @@ from megatron_rl.models.tensor_names import TensorNames
 
 FAMILY = Family(
     architecture="Olmo2ForCausalLM",
-    proved=DENSE_LAYOUTS,
+    proved=DENSE_LAYOUTS | {"sync"},
     default_norm_epsilon=1e-5,
     qk_norm=True,
     qk_norm_over_heads=True,

@@ -5,12 +5,12 @@ from megatron_rl.models.tensor_names import TensorNames
 
 FAMILY = Family(
     architecture="Phi3ForCausalLM",
-    proved=DENSE_LAYOUTS,
+    proved=DENSE_LAYOUTS | {"sync"},
     default_norm_epsilon=1e-5,
     default_rotary_fraction=1.0,
-    windows="given",
-    # The length before longrope, which repeats what the scaling says.
+    windows="everywhere",
+    # Read with longrope, and without meaning without it.
     ignored=frozenset(["original_max_position_embeddings"]),
-    fixed={"embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    fixed={"embd_pdrop": 0.0, "resid_pdrop": 0.0, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
     names=TensorNames(qkv="qkv_proj", gate_up="gate_up_proj"),
 )

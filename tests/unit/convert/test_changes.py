@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.convert.changes import quantise_blocks
 from megatron_rl.convert.conversion import Options, convert
-from megatron_rl.convert.sources import open_source, read_all
 from megatron_rl.errors import UserError
 
 QUERY, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
@@ -46,7 +45,7 @@ def test_a_block_of_zeros_stays_zero():
     assert torch.equal(codes.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1), weight)
 
 
-def test_a_quantised_target_says_what_it_is_and_is_read_again(tiny_model, tmp_path):
+def test_a_quantised_target_says_what_it_is_and_is_read_again(tiny_model, tmp_path, read_all):
     path = tiny_model(family="glm4_moe")
     original = load_file(path / "model.safetensors")
     assert convert(path, tmp_path / "fp8", Options(quantise=True)).to == "hf"
@@ -61,7 +60,7 @@ def test_a_quantised_target_says_what_it_is_and_is_read_again(tiny_model, tmp_pa
     }
     assert set(section["modules_to_not_convert"]) == {"model.embed_tokens", "lm_head", "model.layers.1.mlp.gate"}
     assert all(torch.equal(stored[name], original[name]) for name in plain)
-    again = {told.name: tensor for told, tensor in read_all(open_source(tmp_path / "fp8"))}
+    again = read_all(tmp_path / "fp8")
     assert again.keys() == original.keys()
     for name in original.keys() - plain:
         assert stored[name].dtype is torch.float8_e4m3fn and f"{name}_scale_inv" in stored
@@ -77,6 +76,17 @@ def test_the_gate_of_a_shared_expert_is_a_router_too(tiny_model, tmp_path):
     stored = load_file(tmp_path / "fp8/model.safetensors")
     gates = [name for name in stored if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))]
     assert len(gates) >= 2 and all(stored[name].dtype is torch.float32 for name in gates)
+
+
+def test_stacks_of_experts_are_left_alone(tiny_model, tmp_path):
+    path = tiny_model(family="gpt_oss")
+    convert(path, tmp_path / "fp8", Options(quantise=True))
+    original, stored = (load_file(place / "model.safetensors") for place in (path, tmp_path / "fp8"))
+    stacks = [name for name in original if ".experts." in name]
+    assert len(stacks) == 8 and all(torch.equal(stored[name], original[name]) for name in stacks)
+    assert stored["model.layers.0.self_attn.o_proj.weight"].dtype is torch.float8_e4m3fn
+    section = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
+    assert "model.layers.1.mlp.experts" in section["modules_to_not_convert"]
 
 
 def test_our_own_format_is_not_quantised(tiny_model, tmp_path):

@@ -11,13 +11,12 @@ from megatron_rl.cli import main
 from megatron_rl.convert import conversion
 from megatron_rl.convert.comparison import compare
 from megatron_rl.convert.conversion import parse_options
-from megatron_rl.convert.sources import open_source, read_all
 from megatron_rl.errors import UserError
 
 TOOLS = Path(__file__).parents[3] / "tools"
 
 
-def test_there_and_back_by_the_scripts(tiny_model, tmp_path, monkeypatch, capsys):
+def test_there_and_back_by_the_scripts(tiny_model, tmp_path, monkeypatch, capsys, read_all):
     path = tiny_model()
     for script, source, target in (("hf_to_megatron", path, "ours"), ("megatron_to_hf", tmp_path / "ours", "back")):
         monkeypatch.setattr(sys, "argv", [script, str(source), str(tmp_path / target), "--dtype", "bfloat16", "--max-shard-size", "50KB"])
@@ -25,7 +24,7 @@ def test_there_and_back_by_the_scripts(tiny_model, tmp_path, monkeypatch, capsys
             runpy.run_path(str(TOOLS / f"convert_{script}.py"), run_name="__main__")
         assert not left.value.code
     assert "ours: megatron, 0.00 GB in" in capsys.readouterr().out
-    assert {tensor.dtype for _, tensor in read_all(open_source(tmp_path / "back"))} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in read_all(tmp_path / "back").values()} == {torch.bfloat16}
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
 
 

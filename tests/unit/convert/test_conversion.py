@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.convert import resumable
+from megatron_rl.convert import conversion, resumable
 from megatron_rl.convert.conversion import Options, convert
-from megatron_rl.convert.sources import open_source, read_all
+from megatron_rl.convert.sources import open_source
 from megatron_rl.errors import UserError
 from megatron_rl.models.hf_files import save_hf
 
@@ -19,6 +19,7 @@ FAMILIES = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tied": False},
     "qwen3 moe": {"family": "qwen3_moe"},
+    "gpt-oss": {"family": "gpt_oss", "tied": False},
     "glm 4.5": {"family": "glm4_moe"},
     "deepseek v3": {"family": "deepseek_v3"},
     "deepseek v3 without a latent of queries": {"family": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 0},
@@ -73,6 +74,16 @@ def test_layers_that_are_not_built_are_kept_whole_or_dropped_whole(tiny_model, t
     assert json.loads((tmp_path / "dropped/config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
+def test_what_is_computed_anew_is_no_layer_of_multi_token_prediction(tiny_model, tmp_path):
+    path = tiny_model(family="glm4_moe")
+    original = tensors_of(path) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(original, path / "model.safetensors")
+    convert(path, tmp_path / "back", Options(to="hf", drop_mtp=True))
+    assert_same_tensors(tmp_path / "back", original)
+    assert json.loads((tmp_path / "back/manifest.json").read_text())["stale_once_trained"] == []
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
 def test_another_dtype_is_rounded_once_and_named(tiny_model, tmp_path):
     path = tiny_model(family="deepseek_v3")
     original = tensors_of(path)
@@ -96,7 +107,7 @@ def test_code_is_left_behind_unless_asked_for(tiny_model, tmp_path):
     assert (tmp_path / "with/config.json").read_bytes() == (path / "config.json").read_bytes()
 
 
-def test_a_killed_conversion_goes_on_where_it_stopped(tiny_model, tmp_path, monkeypatch):
+def test_a_killed_conversion_goes_on_where_it_stopped(tiny_model, tmp_path, monkeypatch, read_all):
     path = tiny_model(layers=4)
     target, options = tmp_path / "ours", Options(max_shard_bytes=60_000)
     write, written = resumable._write, []
@@ -114,17 +125,32 @@ def test_a_killed_conversion_goes_on_where_it_stopped(tiny_model, tmp_path, monk
     assert not target.exists()
     # A kill leaves a file without its record, too: that one is written again.
     (tmp_path / ".ours.partial/__9_0.distcp.unfinished").write_bytes(b"half")
-    again = []
+    again, kept = [], []
+    monkeypatch.setattr(conversion.Progress, "keep", lambda self, num_bytes: kept.append(num_bytes))
     monkeypatch.setattr(resumable, "_write", lambda partial, job, report: again.append(job.name) or write(partial, job, report))
     convert(path, target, options)
     assert len(again) > 1 and not set(again) & set(written)
-    with_read = dict((told.name, tensor) for told, tensor in read_all(open_source(target)))
-    assert all(torch.equal(with_read[name], tensor) for name, tensor in tensors_of(path).items())
+    assert len(kept) == len(written)
+    read = read_all(target)
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors_of(path).items())
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".ours")]
     assert not list(target.rglob("*.unfinished"))
 
 
-def test_what_an_attempt_with_other_options_left_is_not_used(tiny_model, tmp_path, monkeypatch):
+def test_progress_has_speed_and_time_left_without_what_was_there(monkeypatch):
+    clock, said = [100.0], []
+    monkeypatch.setattr(conversion.time, "monotonic", lambda: clock[0])
+    progress = conversion.Progress(said.append, 100 * 10**9)
+    progress.keep(60 * 10**9)
+    clock[0] += 4
+    progress.add(4 * 10**9)
+    assert said == [], "every few seconds is enough"
+    clock[0] += 6
+    progress.add(6 * 10**9)
+    assert said == ["70.00 of 100.00 GB, 1.00 GB/s, 30 s left"]
+
+
+def test_what_an_attempt_with_other_options_left_is_not_used(tiny_model, tmp_path, monkeypatch, read_all):
     path = tiny_model(layers=4)
     write = resumable._write
 
@@ -138,7 +164,7 @@ def test_what_an_attempt_with_other_options_left_is_not_used(tiny_model, tmp_pat
         convert(path, tmp_path / "ours", Options(max_shard_bytes=60_000))
     monkeypatch.setattr(resumable, "_write", write)
     convert(path, tmp_path / "ours", Options(max_shard_bytes=60_000, dtype=torch.bfloat16))
-    assert {tensor.dtype for _, tensor in read_all(open_source(tmp_path / "ours"))} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in read_all(tmp_path / "ours").values()} == {torch.bfloat16}
 
 
 def test_a_full_disk_is_seen_before_the_first_byte(tiny_model, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from megatron_rl.models.build import build_model
 from megatron_rl.models.hf_weights import load_hf_weights
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.models.torch_dist import TorchDist
 
 
 def save_as_megatron(path, directory, *, change=None, **metadata):
@@ -69,12 +70,25 @@ def test_whatever_megatron_wrote_comes_back(tiny_model, tmp_path, one_rank, stor
 
 
 def test_layers_are_stacked_where_they_are_all_alike(tiny_model, tmp_path, one_rank):
-    from megatron_rl.convert.torch_dist import TorchDist
-
     save_as_megatron(tiny_model(), tmp_path / "release")
     assert TorchDist(tmp_path / "release").shape("decoder.layers.mlp.linear_fc1.weight") == (2, 384, 64)
     with pytest.raises(UserError, match=r"layer_norm_weight of checkpoint .* has shape \(2, 64\), .* needs \(3, 64\)"):
         open_source(tmp_path / "release", config=tiny_model(name="other", layers=3))
+
+
+def test_of_stacked_layers_the_asked_one_alone_is_read(tmp_path):
+    """A checkpoint of many layers would be read once for each of them, and each read take the memory of all."""
+    state = {name: torch.arange(6.0).view(3, 2) + number for number, name in enumerate(("one", "behind it", "and so on"))}
+    state["turned"] = torch.arange(6.0).view(2, 3).T
+    distributed_checkpoint.save(state, storage_writer=distributed_checkpoint.FileSystemWriter(tmp_path))
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    stored, sizes = TorchDist(tmp_path), set()
+    for key, tensor in state.items():
+        for layer in range(len(tensor)):
+            read = stored.read(key, (layer,))
+            assert torch.equal(read, tensor[layer]) and read.data_ptr() % 4 == 0, key
+            sizes |= {read.untyped_storage().nbytes()} if key != "turned" else set()
+    assert sizes == {2 * 4}
 
 
 def test_a_release_and_the_places_of_other_programs_are_found(tiny_model, tmp_path, one_rank):

@@ -1,5 +1,7 @@
 """What the table of families claims is what tests show."""
 
+import importlib.metadata
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 from layout_table import CASES, DENSE_FAMILIES, LAYOUTS, MODELS, QUANTISED, SYNCED
+from packaging.version import Version
 
 from megatron_rl.cli import main
 from megatron_rl.errors import UserError
@@ -14,7 +17,7 @@ from megatron_rl.models.attention.attention_fields import attention_fields
 from megatron_rl.models.families import FAMILIES, REFUSED, family_table
 from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
 
-MODELS_OF_FAMILIES = (*DENSE_FAMILIES[2:], "mixtral")
+MODELS_OF_FAMILIES = (*DENSE_FAMILIES[2:], "mixtral", "gpt_oss")
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -57,6 +60,13 @@ def test_the_table_in_the_docs_is_the_one_that_is_printed(capsys):
     table = "\n".join(family_table.table())
     assert table in printed and table in README.read_text(encoding="utf-8"), f"write this into {README}:\n{table}"
     assert all(f"{name}: {reason}" in printed for name, reason in REFUSED.items())
+    assert "rope type dynamic: SGLang turns sequences of every length by one base" in printed
+    documented = README.read_text(encoding="utf-8").replace("\n  ", " ")
+    for name, family in FAMILIES.items():
+        assert (family.not_synced is None) == ("sync" in family.proved), f"{name} needs a proof or a reason"
+        if family.not_synced is not None:
+            line = f"{name}: {family.not_synced}"
+            assert line in printed and f"- {line}" in documented, f"write this into {README}:\n- {line}"
 
 
 @pytest.mark.parametrize("family", MODELS_OF_FAMILIES)
@@ -73,6 +83,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(family, tiny_model):
         full["rope_theta"],
         config.tie_word_embeddings,
     )
+    assert spec.rotary.kind == full["rope_type"] and spec.activation_limit == getattr(config, "swiglu_limit", None)
     assert spec.window_rotary is None or spec.window_rotary.theta == window["rope_theta"]
     assert spec.rotary_fraction == full.get("partial_rotary_factor", 1.0)
     assert spec.sliding_window == (config.sliding_window if hasattr(config, "sliding_window") else None)
@@ -84,6 +95,44 @@ def test_defaults_of_absent_keys_are_those_of_transformers(family, tiny_model):
         assert spec.sliding_layers == tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
 
 
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_an_unknown_key_is_an_error_in_every_family(architecture):
+    with pytest.raises(UserError, match=f"has the key planted = 1, whose effect on {architecture} is not known"):
+        parse_model_spec({"architectures": [architecture], "planted": 1}, origin="config.json")
+
+
+@pytest.mark.parametrize("family", ("gemma3", "olmo3"))
+@pytest.mark.parametrize(
+    "spelling",
+    (
+        {"partial_rotary_factor": 0.5},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_theta": 5e5},
+            }
+        },
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5e5},
+                "sliding_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            }
+        },
+    ),
+)
+def test_families_that_rotate_by_layer_rotate_all_channels(family, spelling, tiny_model):
+    given = json.loads((tiny_model(family=family) / "config.json").read_text())
+    with pytest.raises(UserError, match=r"sets partial_rotary_factor to 0\.5, needs 1\.0, because this family rotates all"):
+        parse_model_spec(given | spelling, origin="config.json")
+
+
+def test_the_release_that_packs_gated_delta_nets_is_the_one_that_refusals_name():
+    source = Path(importlib.util.find_spec("megatron.core.ssm.gated_delta_net").origin).read_text()
+    refuses = "GDN does not support packed sequence" in source
+    assert refuses == (Version(importlib.metadata.version("megatron-core")) < Version("0.18"))
+    assert all("from release 0.18 on" in REFUSED[name] for name in REFUSED if name.startswith("Qwen3"))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_architectures_are_refused_with_the_reason(name):
     assert name not in FAMILIES
@@ -92,7 +141,7 @@ def test_refused_architectures_are_refused_with_the_reason(name):
     assert REFUSED[name] in str(refusal.value)
 
 
-@pytest.mark.parametrize("family", ("glm", "glm4", "olmo2", "olmo3", "gemma3"))
+@pytest.mark.parametrize("family", ("glm", "glm4", "olmo2", "olmo3", "gemma3", "gpt_oss"))
 def test_what_transformer_engine_does_not_compute_is_refused(family, tiny_model):
     with pytest.raises(UserError, match=r"not with Transformer Engine; set model\.attention=torch"):
         attention_fields(read_model_spec(tiny_model(family=family)), attention="transformer_engine", cp=1)

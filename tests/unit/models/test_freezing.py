@@ -10,7 +10,7 @@ import torch
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel, build_model
-from megatron_rl.models.freezing import freeze
+from megatron_rl.models.freezing import freeze, frozen_rules
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import read_model_spec
@@ -42,3 +42,11 @@ def test_a_bias_that_moves_by_itself_cannot_be_frozen(one_rank: None, tiny_model
     spec, chunks = build(path, moe_router_bias_update_rate=0.0)
     freeze(chunks, spec, patterns)
     assert all(name.endswith("mlp.router.weight") for name in frozen_of(chunks)) and frozen_of(chunks)
+
+
+def test_a_stack_of_experts_is_frozen_by_its_name_in_the_files(tiny_model: Callable[..., Path]) -> None:
+    spec = read_model_spec(tiny_model(family="gpt_oss"))
+    found = frozen_rules(spec, ["*.1.mlp.experts.down_proj"])
+    assert [rule.megatron for rule in found] == [
+        f"decoder.layers.1.mlp.experts.local_experts.{expert}.linear_fc2.weight" for expert in range(4)
+    ]

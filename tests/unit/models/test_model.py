@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from megatron_rl.models.language_model_head import TokenQuestion
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.packed_sequences import packed_sequences
 from megatron_rl.models.read_spec import read_model_spec
-from megatron_rl.models.weight_table import tensor_shapes
+from megatron_rl.models.weight_table import rules, tensor_shapes
 
 LENGTHS = (9, 10, 1, 10, 80, 3, 12)
 LLAMA3_SCALING = {
@@ -30,6 +31,16 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
+# Widths and numbers of layers, experts and tokens are small, everything else is as published. transformers has no class of its name.
+KIMI_K2 = {
+    key: value
+    for key, value in json.loads((CONFIGS / "Kimi-K2-Instruct.json").read_text()).items()
+    if key not in ("auto_map", "quantization_config")
+}
+KIMI_K2 |= {"model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 32, "n_routed_experts": 12}
+KIMI_K2 |= {"intermediate_size": 144, "moe_intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4}
+KIMI_K2 |= {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "pad_token_id": 0}
 FAMILIES = {
     "qwen3 tied": {},
     "qwen3 untied, odd vocabulary": {"tied": False, "vocab": 33},
@@ -78,6 +89,11 @@ FAMILIES = {
     "mixtral": {"family": "mixtral"},
     "qwen2 moe": {"family": "qwen2_moe", "tied": False},
     "phi 3": {"family": "phi3"},
+    "phi 3, longrope": {
+        "family": "phi3",
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0], "long_factor": [1.1, 2.0, 4.0, 6.0, 8.0, 9.0]},
+    },
     "phi 4": {"family": "phi3", "partial_rotary_factor": 1.0, "sliding_window": None, "tied": False},
     "glm 4 of 2024": {"family": "glm"},
     "glm 4": {"family": "glm4", "tied": False},
@@ -98,6 +114,8 @@ FAMILIES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
         },
     },
+    "gpt-oss": {"family": "gpt_oss", "tied": False},
+    "kimi k2": {"family": "deepseek_v3", **KIMI_K2},
     "deepseek v3 without a latent of queries": {"family": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 0},
 }
 
@@ -215,7 +233,7 @@ def test_export_returns_what_was_loaded(family, tiny_model, one_rank):
 def test_shapes_are_those_that_transformers_saves(family, tiny_model, tmp_path):
     path = tiny_model(**FAMILIES[family])
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path)).save_pretrained(tmp_path / "saved")
-    shapes = dict(tensor_shapes(read_model_spec(path)))
+    shapes = {tensor.name: tensor.shape for rule in rules(read_model_spec(path)) for tensor in rule.tensors}
     with Checkpoint(tmp_path / "saved") as checkpoint:
         assert checkpoint.names() == shapes.keys()
         for name, shape in shapes.items():

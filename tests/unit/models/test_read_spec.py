@@ -38,6 +38,8 @@ NEW_CONFIGS = (
     "Olmo2Config",
     "Olmo3Config",
     "Gemma3TextConfig",
+    "GptOssConfig",
+    "MinistralConfig",
 )
 
 
@@ -65,7 +67,21 @@ def test_every_key_that_transformers_writes_is_accounted_for(name, tmp_path):
     config.save_pretrained(tmp_path)
     spec = read_model_spec(tmp_path)
     assert spec.num_layers == config.num_hidden_layers
-    assert (spec.moe is not None) == (name == "MixtralConfig" or "Moe" in name)
+    assert (spec.moe is not None) == (name in ("MixtralConfig", "GptOssConfig") or "Moe" in name)
+
+
+def test_published_files_are_read(model_spec):
+    gpt_oss = model_spec("gpt-oss-120b")
+    assert (gpt_oss.sliding_window, gpt_oss.sliding_layers, gpt_oss.activation_limit) == (128, tuple(range(0, 36, 2)), 7.0)
+    assert (gpt_oss.moe.num_experts, gpt_oss.moe.num_experts_per_token, gpt_oss.moe.ffn_hidden_size) == (128, 4, 2880)
+    assert gpt_oss.rotary.truncate is False and gpt_oss.attention_sinks and gpt_oss.linear_bias and gpt_oss.qkv_bias
+    phi4 = model_spec("Phi-4-mini-instruct")
+    assert (phi4.rotary.kind, phi4.rotary.original_max_position_embeddings, phi4.rotary_dim) == ("longrope", 4096, 96)
+    assert phi4.rotary.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+    assert (phi4.rotary.long_factor[-1], phi4.rotary.short_factor) == (47.77, (1.0,) * 48)
+    kimi = model_spec("Kimi-K2-Instruct")
+    assert (kimi.moe.num_experts, kimi.moe.num_groups, kimi.moe.routed_scaling_factor, kimi.num_layers) == (384, None, 2.827, 61)
+    assert (kimi.rotary.theta, kimi.rotary.beta_fast, kimi.rotary.factor, kimi.mla.qk_head_dim) == (50000.0, 1.0, 32.0, 192)
 
 
 def test_both_spellings_of_rotary_scaling_agree():
@@ -101,7 +117,11 @@ def test_scaled_frequencies_equal_transformers(kind):
         ({"partial_rotary_factor": 0.5}, "sets partial_rotary_factor to 0.5, needs 1.0"),
         ({"logit_scale": 0.5}, "has the key logit_scale = 0.5, whose effect on Qwen3ForCausalLM is not known"),
         ({"num_experts": 8}, "has the key num_experts = 8"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope', supported are default, linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope type 'ntk', supported are default, linear, llama3, yarn, longrope"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 7}},
+            "7 numbers in long_factor for 8 pairs of rotated channels",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type linear without factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "mystery": 2}}, "sets mystery = 2 for rope type default"),
         ({"vocab_size": "32"}, "has vocab_size = '32', needs a positive integer"),
@@ -154,3 +174,15 @@ def test_missing_and_malformed_files(tmp_path):
         read_model_spec(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     assert read_model_spec(tmp_path) == spec_of()
+
+
+def test_a_directory_of_a_run_or_of_another_program_is_told_from_a_model(tmp_path):
+    for name, words in (("hf", "give .*/step/hf"), ("megatron", "convert the checkpoint first: megatron-rl convert .*/step TARGET")):
+        step = tmp_path / name / "step"
+        (step / name).mkdir(parents=True)
+        (step / name / "config.json").touch()
+        (step / ".metadata").touch()
+        with pytest.raises(UserError, match=rf"has no config\.json; {words}"):
+            read_model_spec(step)
+    with pytest.raises(UserError, match="give a Hugging Face model directory"):
+        read_model_spec(tmp_path)

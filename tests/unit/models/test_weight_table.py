@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from megatron_rl.models.attention.rotary import RotarySpec
+from megatron_rl.models.expert_stacks import stored_name
 from megatron_rl.models.experts.moe_spec import MoeSpec
 from megatron_rl.models.hf_weights import _with_global_expert
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules, shard, split, tensor_shapes
+from megatron_rl.models.tensor_names import TensorNames
+from megatron_rl.models.weight_table import Rule, Sharding, combine, join, parameter_shape, rules, shard, split, tensor_shapes
 
 SPEC = ModelSpec(
     architecture="Qwen2ForCausalLM",
@@ -31,18 +33,26 @@ SPEC = ModelSpec(
 
 MOE = MoeSpec(3, 2, 8, True, num_dense_layers=1, shared_ffn_hidden_size=12, score_function="sigmoid", expert_bias=True)
 EXPERTS = dataclasses.replace(SPEC, moe=MOE)
+STACKED = dataclasses.replace(
+    SPEC,
+    moe=MoeSpec(3, 2, 8, True),
+    linear_bias=True,
+    attention_sinks=True,
+    names=TensorNames(router="router", stacked_experts=True),
+)
 
 
 def tensors_of(rule: Rule) -> list[torch.Tensor]:
     return [torch.randn(tensor.shape) for tensor in rule.tensors]
 
 
-@pytest.mark.parametrize("spec", (SPEC, EXPERTS), ids=("dense", "experts"))
+@pytest.mark.parametrize("spec", (SPEC, EXPERTS, STACKED), ids=("dense", "experts", "stacked experts"))
 @pytest.mark.parametrize("tp", (1, 2, 4))
 def test_every_parameter_survives_the_round_trip(tp, spec):
     for rule in rules(spec):
         tensors = tensors_of(rule)
         whole = combine(rule.sharding, tensors, SPEC, tp=tp)
+        assert rule.sharding is Sharding.VOCABULARY or parameter_shape(rule, spec) == tuple(whole.shape)
         shards = [shard(rule.sharding, whole, tp_rank=rank, tp=tp) for rank in range(tp)]
         assert rule.sharding is Sharding.REPLICATED or sum(part.numel() for part in shards) == whole.numel()
         back = split(rule.sharding, join(rule.sharding, shards), SPEC)
@@ -63,6 +73,34 @@ def test_gate_and_up_are_sharded_half_by_half():
     gate, up = tensors_of(rule)
     second_rank = shard(rule.sharding, combine(rule.sharding, [gate, up], SPEC, tp=2), tp_rank=1, tp=2)
     assert torch.equal(second_rank, torch.cat([gate[10:], up[10:]]))
+
+
+def test_stacked_experts_are_taken_apart_and_stacked_again():
+    shapes = dict(tensor_shapes(STACKED))
+    experts = {name.removeprefix("model.layers.1.mlp."): shape for name, shape in shapes.items() if name.startswith("model.layers.1.mlp.")}
+    assert experts == {
+        "router.weight": (3, 16),
+        "router.bias": (3,),
+        "experts.gate_up_proj": (3, 16, 16),
+        "experts.gate_up_proj_bias": (3, 16),
+        "experts.down_proj": (3, 8, 16),
+        "experts.down_proj_bias": (3, 16),
+    }
+    by_name = {rule.megatron: rule for rule in rules(STACKED)}
+    first = by_name["decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"]
+    assert first.hugging_face == ("model.layers.1.mlp.experts.2.gate_up_proj",) and first.of_expert
+    # Gate and up are in turns in the columns of the file; the second of two ranks has the second half of each.
+    stored = torch.arange(16 * 16.0).view(16, 16)
+    second = shard(first.sharding, combine(first.sharding, [stored], STACKED, tp=2), tp_rank=1, tp=2)
+    assert torch.equal(second, torch.cat([stored[:, 0::2].T[4:], stored[:, 1::2].T[4:]]))
+    bias = by_name["decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.bias"]
+    assert torch.equal(combine(bias.sharding, [stored[0]], STACKED, tp=1), torch.cat([stored[0, 0::2], stored[0, 1::2]]))
+    down = by_name["decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight"]
+    assert torch.equal(shard(down.sharding, combine(down.sharding, [stored[:8]], STACKED, tp=2), tp_rank=1, tp=2), stored[4:8].T)
+    parts = [(name, shape) for rule in rules(STACKED) for name, shape in ((tensor.name, tensor.shape) for tensor in rule.tensors)]
+    assert [stored_name(name) for name, _ in parts if ".1.mlp.experts." in name][:4] == ["model.layers.1.mlp.experts.gate_up_proj"] * 3 + [
+        "model.layers.1.mlp.experts.gate_up_proj_bias"
+    ]
 
 
 def test_vocabulary_padding_is_zero_and_as_small_as_tp_allows():

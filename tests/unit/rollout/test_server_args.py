@@ -71,6 +71,7 @@ def make_arguments(
     needs_tokenizer: bool = False,
     colocated: bool = False,
     max_prompt_tokens: int | None = None,
+    has_weights: bool = True,
 ) -> dict[str, object]:
     return server_arguments(
         user,
@@ -85,6 +86,7 @@ def make_arguments(
         needs_tokenizer=needs_tokenizer,
         colocated=colocated,
         max_prompt_tokens=max_prompt_tokens,
+        has_weights=has_weights,
     )
 
 
@@ -99,6 +101,11 @@ def test_the_user_overrides_defaults() -> None:
     assert make_arguments({"max_total_tokens": 100})["max_total_tokens"] == 100
     assert make_arguments({}, device_kind="cuda")["tp_size"] == 2
     assert make_arguments({"tp_size": 1}, device_kind="cuda")["tp_size"] == 1
+
+
+def test_a_server_without_weights_reads_none() -> None:
+    assert "load_format" not in make_arguments({})
+    assert make_arguments({"load_format": "auto"}, has_weights=False)["load_format"] == "dummy"
 
 
 def test_a_deterministic_server_on_a_cpu_gets_what_it_needs_and_cuts_no_prompt() -> None:

@@ -12,6 +12,7 @@ import pytest
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import RewardSettings, RuntimeSettings, Settings
+from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.runtime import preflight as module
@@ -226,14 +227,12 @@ def test_missing_weights_are_found(check: Callable[..., list[str]], words: list[
         check()
 
 
-def test_an_engine_is_not_started_on_quantised_weights(check: Callable[..., list[str]], words: list[str]) -> None:
-    path = Path(next(word for word in words if word.startswith("model.path=")).removeprefix("model.path="))
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"are quantised .* run `megatron-rl convert .* --to hf`"):
-        check()
-    check("objective.policy_loss=sft")
+def test_our_own_format_is_a_model_whose_engines_get_their_weights_later(check: Callable[..., list[str]], words: list[str]) -> None:
+    path = Path(words[1].partition("=")[2])
+    convert(path, path.with_name("ours"), Options())
+    check(f"model.path={path.with_name('ours')}")
+    with pytest.raises(UserError, match=r"load_format is auto, but engines cannot read the weights"):
+        check(f"model.path={path.with_name('ours')}", "rollout.sglang.load_format=auto")
 
 
 def test_a_start_reads_the_data_and_calls_the_reward_itself(check: Callable[..., list[str]]) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron_rl.errors import UserError
+from megatron_rl.files import MANIFEST
 from megatron_rl.training import sharded_checkpoint
-from megatron_rl.training.checkpoint_manifest import MANIFEST, check_manifest, sha256, write_manifest, write_part
+from megatron_rl.training.checkpoint_manifest import check_manifest, sha256, write_manifest, write_part
 from megatron_rl.training.trainer import Trainer
 
 SUPERVISED = {"policy_loss": "sft"}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_rl.errors import EngineError
 from megatron_rl.weights import broadcast
 from megatron_rl.weights.broadcast import BroadcastGroup, BroadcastPlan, BroadcastSender, join_as_sender
 from megatron_rl.weights.bucket import WeightSpec
@@ -102,17 +103,26 @@ def test_other_ranks_take_part_in_gathering_alone(monkeypatch: pytest.MonkeyPatc
     assert source.taken == 2
 
 
-def test_a_rank_that_cannot_send_gathers_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks do, and would wait for it."""
+def test_a_rank_that_cannot_send_gathers_to_the_end_and_lets_go_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks gather, and would wait for it; engines wait for what is not sent as long as their connections are open."""
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(flat: Tensor, src: int, group: object) -> None:
         raise RuntimeError("Connection closed by peer")
 
+    class Group:
+        pass
+
     monkeypatch.setattr(dist, "broadcast", fail)
-    source = Source()
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        BroadcastSender(source, BUCKETS, group="group").send(version=1)  # type: ignore[arg-type]
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
+    source, group = Source(), Group()
+    alive, sender = weakref.ref(group), BroadcastSender(source, BUCKETS, group=group)  # type: ignore[arg-type]
+    del group
+    # Whoever waits for the call keeps its error.
+    with pytest.raises(EngineError, match="closed by peer"):
+        sender.send(version=1)
     assert source.taken == 2
+    sender.close()
+    assert alive() is None
 
 
 def test_a_closed_sender_has_left_its_group_and_one_of_the_next_connection_can_be_opened() -> None:

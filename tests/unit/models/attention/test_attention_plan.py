@@ -17,8 +17,8 @@ CASES = {
 }
 
 
-def naive(query, key, value, lengths, window=None):
-    """Causal attention of each sequence, grouped heads, float64; a query sees the last `window` tokens, or all before it."""
+def naive(query, key, value, lengths, window=None, sinks=None):
+    """Causal attention of each sequence, grouped heads, float64; a query sees the last `window` tokens, or all before it, and the sink."""
     outputs = []
     group = query.shape[1] // key.shape[1]
     for q, k, v in zip(*(x.double().split(list(lengths)) for x in (query, key, value)), strict=True):
@@ -28,7 +28,9 @@ def naive(query, key, value, lengths, window=None):
         if window is not None:
             hidden |= torch.ones(len(q), len(q)).tril(-window).bool()
         scores = scores.masked_fill(hidden, float("-inf"))
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v))
     return torch.cat(outputs)
 
 
@@ -69,6 +71,25 @@ def test_output_and_gradients_equal_a_plain_loop(case, short_keys, window, monke
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("short_keys", (0, 64))
+@pytest.mark.parametrize(("window", "value_channels"), ((None, 8), (1, 6), (6, 8), (75, 8)))
+def test_sinks_take_their_share_of_every_softmax(case, short_keys, window, value_channels, monkeypatch):
+    monkeypatch.setattr("megatron_rl.models.attention.packed._SHORT_KEYS", short_keys)
+    lengths = CASES[case]
+    inputs = [*random_inputs(sum(lengths), value_channels=value_channels), torch.tensor([-3.0, 0.0, 1.5, 4.0], requires_grad=True)]
+    plan = plan_attention(offsets(lengths))
+    plan = plan if window is None else with_window(plan, window)
+    output = attend(*inputs[:3], plan, sinks=inputs[3])
+    expected = naive(*inputs[:3], lengths, window, inputs[3])
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    got = torch.autograd.grad((output * direction).sum(), inputs)
+    wanted = torch.autograd.grad((expected * direction.double()).sum(), inputs)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("cp", (2, 4))
 @pytest.mark.parametrize("short_keys", (0, 64))
 @pytest.mark.parametrize("window", (None, 1, 7, 40))
@@ -77,6 +98,7 @@ def test_context_parallel_ranks_together_equal_a_plain_loop(cp, short_keys, wind
     monkeypatch.setattr("megatron_rl.models.attention.attention_plan._SHORTEST_BLOCK", 5)
     lengths = [2 * cp * n for n in (1, 3, 5, 1, 12, 13, 2, 30)]
     inputs = random_inputs(sum(lengths))
+    sinks = torch.tensor([-1.0, 0.0, 1.5, 3.0]) if window in (None, 7) else None
     shards = [torch.from_numpy(zigzag(lengths, cp, rank)) for rank in range(cp)]
     query, key, value = inputs
     gathered = torch.cat(shards)
@@ -84,8 +106,8 @@ def test_context_parallel_ranks_together_equal_a_plain_loop(cp, short_keys, wind
     for rank, tokens in enumerate(shards):
         plan = plan_attention(offsets(lengths), cp_size=cp, cp_rank=rank)
         plan = plan if window is None else with_window(plan, window)
-        whole = whole.index_copy(0, tokens, attend(query[tokens], key[gathered], value[gathered], plan))
-    expected = naive(*inputs, lengths, window)
+        whole = whole.index_copy(0, tokens, attend(query[tokens], key[gathered], value[gathered], plan, sinks=sinks))
+    expected = naive(*inputs, lengths, window, sinks)
     torch.testing.assert_close(whole.double(), expected, rtol=0, atol=1e-5)
     direction = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1))
     got = torch.autograd.grad((whole * direction).sum(), inputs)
@@ -147,6 +169,12 @@ def test_windows_are_made_once_and_a_window_that_hides_nothing_costs_nothing():
     assert packed.windowed(4) is packed.at(torch.tensor([0])).windowed(4), "views of the same sequences share it"
     assert all(part.mask is None for bucket in packed.windowed(20).buckets for part in bucket.parts)
     assert any(part.mask is not None for bucket in packed.windowed(19).buckets for part in bucket.parts)
+
+
+@pytest.mark.parametrize("cp", (1, 2))
+def test_windows_are_planned_without_the_memory_of_a_device(cp):
+    plan = with_window(plan_attention(offsets([300, 80]), cp_size=cp, device="meta"), 6)
+    assert {part.mask.device.type for bucket in plan.buckets for part in bucket.parts} == {"meta"}
 
 
 @pytest.mark.parametrize(("cp", "rank"), ((1, 0), (4, 0), (4, 3)))

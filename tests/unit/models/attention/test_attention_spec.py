@@ -59,6 +59,12 @@ def test_windows_that_are_off_and_windows_that_cannot_be():
     with pytest.raises(UserError, match="not supported in this family"):
         window({"use_sliding_window": True}, windows="never")
     assert window({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 4}) == (None, ())
+    mixed = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    assert window(mixed, windows="given") == (8, (0, 2))
+    with pytest.raises(UserError, match="layers of type full_attention, but this family has its window in every layer"):
+        window(mixed, windows="everywhere")
+    assert window({"sliding_window": 8}, windows="everywhere") == (8, (0, 1, 2, 3))
+    assert window({"sliding_window": None, "layer_types": ["full_attention"] * 4}, windows="everywhere") == (None, ())
 
 
 @pytest.mark.parametrize("first", (0, 4))

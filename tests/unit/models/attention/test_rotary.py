@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,6 +12,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.rotary import RotarySpec, parse_rotary, parse_rotary_fraction, rotate
+from megatron_rl.models.packed_sequences import packed_sequences
 
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 512}
 YARNS = {
@@ -51,6 +53,44 @@ def test_other_scalings_equal_transformers(scaling):
     spec = parse({"rope_parameters": scaling})
     torch.testing.assert_close(spec.inverse_frequencies(64), expected, rtol=1e-6, atol=0)
     assert spec.attention_factor == attention_factor
+
+
+SHORT, LONG = [1.0 + 0.1 * pair for pair in range(32)], [1.5 + 0.5 * pair for pair in range(32)]
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 512}
+LONGROPES = {
+    "factor from the lengths": LONGROPE,
+    "factor of its own": LONGROPE | {"factor": 32.0},
+    "no stretch": LONGROPE | {"factor": 1.0},
+    "attention factor": LONGROPE | {"attention_factor": 1.1},
+}
+
+
+@pytest.mark.parametrize("case", LONGROPES)
+def test_longrope_equals_transformers(case):
+    config = transformers.Qwen3Config(head_dim=64, max_position_embeddings=4096, rope_parameters=dict(LONGROPES[case]))
+    spec = parse({"rope_parameters": LONGROPES[case]})
+    for length in (512, 513):
+        expected, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=length)
+        torch.testing.assert_close(spec.inverse_frequencies(64, long=length > 512), expected, rtol=1e-6, atol=0)
+        assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+
+
+def test_longrope_takes_the_long_factors_in_whole_sequences_that_are_longer_without_their_padding():
+    spec = RotarySpec(1e4, "longrope", original_max_position_embeddings=6, short_factor=(1.0, 2.0), long_factor=(3.0, 5.0))
+    # Sequences of 7, of 6 padded to 8, and of 2 tokens, on the second of two context-parallel ranks.
+    packed = packed_sequences(np.array([0, 8, 16, 20]), lengths=np.array([7, 6, 2]), cp_size=2, cp_rank=1)
+    positions = [2, 3, 4, 5, 2, 3, 4, 5, 1, 2]
+    factors = [(3.0, 5.0)] * 4 + [(1.0, 2.0)] * 6
+    expected = [[position / first, position * 0.01 / second] for position, (first, second) in zip(positions, factors, strict=True)]
+    cosine, sine = packed.angles(spec, dim=4, dtype=torch.float32)
+    torch.testing.assert_close(cosine[:, 0], torch.tensor(expected).cos())
+    torch.testing.assert_close(sine[:, 0], torch.tensor(expected).sin())
+
+
+def test_longrope_in_the_spelling_of_phi_3():
+    config = {"rope_theta": 1e4, "original_max_position_embeddings": 512}
+    scaling = {"type": "su", "short_factor": SHORT, "long_factor": LONG}
+    assert parse(config | {"rope_scaling": scaling}) == parse({"rope_parameters": LONGROPE})
 
 
 def test_both_spellings_of_yarn_agree():
@@ -103,6 +143,10 @@ def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths_where_transformers
         (LLAMA3 | {"low_freq_factor": None}, "has low_freq_factor = None, needs a positive number"),
         (LLAMA3 | {"high_freq_factor": 1.0}, "has low_freq_factor 1 and high_freq_factor 1, needs the second larger"),
         (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings = 0, needs a positive integer"),
+        (LONGROPE | {"short_factor": 1.0}, r"has short_factor = 1\.0, needs a list of positive numbers"),
+        (LONGROPE | {"long_factor": [1.0, 0]}, "has long_factor = 0, needs a positive number"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "has rope type longrope without long_factor"),
+        ({"rope_type": "dynamic", "factor": 2.0}, r"rope type dynamic, which cannot be trained: SGLang turns .* by theta itself up to max"),
         ({"rope_type": ["yarn"]}, r"asks for rope type \['yarn'\], supported are"),
         ({"rope_type": 5}, "asks for rope type 5, supported are"),
     ),

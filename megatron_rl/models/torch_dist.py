@@ -3,9 +3,13 @@
 `.metadata` says of each tensor which chunks it has and where in which file they are. A chunk is stored as torch.save writes it.
 """
 
+import io
 import json
 import math
+import mmap
 import pickle
+import struct
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +18,12 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_rl.errors import UserError
-from megatron_rl.training.checkpoint_pickles import RecordsUnpickler
+from megatron_rl.models.checkpoint_pickles import RecordsUnpickler
+
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""Of a file in a zip archive: at its end the bytes of the name and of the extra field that follow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class TorchDist:
         stored = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
         self._chunks = {key: [_chunk(path, key, chunk, stored) for chunk in entry.chunks] for key, entry in self._tensors.items()}
         self._check_files()
+        self._mapped: dict[str, mmap.mmap] = {}
 
     def keys(self) -> set[str]:
         """Keys of all tensors."""
@@ -76,7 +83,7 @@ class TorchDist:
         filled = 0
         for chunk in chunks:
             index = tuple(place - offset for place, offset in zip(at, chunk.offsets, strict=False))
-            part = self._read_chunk(key, chunk)[index]
+            part = self._read_chunk(key, chunk, index)
             filled += part.numel()
             if tuple(part.shape) == rest:
                 result = part
@@ -93,17 +100,31 @@ class TorchDist:
             )
         return result
 
-    def _read_chunk(self, key: str, chunk: Chunk) -> Tensor:
+    def _read_chunk(self, key: str, chunk: Chunk, index: tuple[int, ...]) -> Tensor:
+        """What the first dimensions of the chunk have at `index`, in the file's own pages: only those that somebody looks at are read."""
         try:
-            with (self.path / chunk.file).open("rb") as file:
-                part = cast("IO[bytes]", _create_file_view(file, chunk.position, chunk.num_bytes))
-                tensor = torch.load(part, weights_only=True, map_location="cpu")
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            reason = str(error).splitlines()[0]
+            pages = self._pages(chunk.file)
+            start, num_bytes, tensor = _stored_tensor(memoryview(pages)[chunk.position : chunk.position + chunk.num_bytes])
+        except (OSError, RuntimeError, EOFError, ValueError, struct.error, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(f"cannot read {key} from {self.path / chunk.file}: {reason}; take another checkpoint") from error
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.sizes or tensor.dtype != self.dtype(key):
             raise UserError(f"{key} in {self.path / chunk.file} is not what .metadata says; take another checkpoint")
-        return tensor
+        part, size = tensor[index], tensor.element_size()
+        first = part.storage_offset() if part.is_contiguous() else 0
+        count = part.numel() * size if part.is_contiguous() else num_bytes
+        stored = torch.frombuffer(pages, dtype=torch.uint8, count=count, offset=chunk.position + start + int(first) * size)
+        if stored.data_ptr() % size:
+            # Other programs put one chunk behind the other wherever it ends.
+            stored = stored.clone()
+        return stored.view(tensor.dtype).as_strided(part.shape, part.stride(), part.storage_offset() - first)
+
+    def _pages(self, name: str) -> mmap.mmap:
+        if name not in self._mapped:
+            with (self.path / name).open("rb") as file:
+                # Private, because torch has no tensors that cannot be written.
+                self._mapped[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._mapped[name]
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
@@ -116,6 +137,43 @@ class TorchDist:
             size = file.stat().st_size
             if size < end:
                 raise UserError(f"{file} is cut off: it has {size:,} bytes, needs {end:,}; copy the checkpoint again")
+
+
+class _Part(io.RawIOBase):
+    """The bytes `data` as a file, without a copy of them."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, len(self._data))[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+def _stored_tensor(data: memoryview) -> tuple[int, int, Any]:
+    """Where in what torch.save wrote the numbers of its one tensor are, their bytes, and the tensor with any numbers. Raises ValueError."""
+    file = _Part(data)
+    with torch.serialization.skip_data():
+        tensor = torch.load(cast("IO[bytes]", file), weights_only=True, map_location="cpu")
+    with zipfile.ZipFile(cast("IO[bytes]", file)) as archive:
+        records = [record for record in archive.infolist() if "/data/" in record.filename]
+    if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"it holds {len(records)} tensors, needs one that is not compressed")
+    start = records[0].header_offset
+    name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(data, start)
+    return start + _LOCAL_HEADER.size + name_bytes + extra_bytes, records[0].file_size, tensor
 
 
 def _covers(offset: int, size: int, place: int) -> bool:

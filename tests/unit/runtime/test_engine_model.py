@@ -1,0 +1,85 @@
+"""What engines are started on: model.path, or what is made for them where they cannot read its weights."""
+
+import json
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.config.load import load_settings
+from megatron_rl.config.settings import Settings
+from megatron_rl.convert import resumable
+from megatron_rl.convert.conversion import Options, convert
+from megatron_rl.errors import UserError
+from megatron_rl.runtime.engine_model import EngineModel, evaluated_model, make_model
+from megatron_rl.runtime.preflight import check_run_directory
+
+Make = Callable[[Path], Settings]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Make:
+    return lambda path: load_settings(
+        None, [f"run.directory={tmp_path / 'run'}", f"model.path={path}", "data.train=none.jsonl", "reward.function=none:none"]
+    )
+
+
+FORMS: dict[str, Options] = {"codes": Options(to="hf", quantise=True), "our own format": Options(to="megatron")}
+
+
+@pytest.fixture(params=FORMS)
+def unreadable(request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
+    """A model directory whose weights no engine can take."""
+    convert(tiny_model(), tmp_path / "unreadable", FORMS[request.param])
+    # What codes mean is not rounded on the way to a wider dtype.
+    file = tmp_path / "unreadable/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"torch_dtype": "bfloat16"}))
+    return tmp_path / "unreadable"
+
+
+def test_plain_safetensors_are_read_by_the_engines_themselves(tiny_model: Callable[..., Path], settings: Make, tmp_path: Path) -> None:
+    path = tiny_model()
+    assert make_model(settings(path), dtype="float32", note=pytest.fail) == EngineModel(path)
+    with evaluated_model(settings(path), dtype="float32", note=pytest.fail) as model:
+        assert model == EngineModel(path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_description_without_weights_waits_for_those_of_the_trainer(unreadable: Path, settings: Make, tmp_path: Path) -> None:
+    notes: list[str] = []
+    model = make_model(settings(unreadable), dtype="float32", note=notes.append)
+    assert model == EngineModel(tmp_path / "run/engine-model", has_weights=False)
+    assert not list(model.path.glob("*.safetensors")) and (model.path / "tokenizer.json").exists()
+    config = json.loads((model.path / "config.json").read_text())
+    assert "quantization_config" not in config and config["torch_dtype"] == "float32"
+    assert len(notes) == 1 and str(unreadable) in notes[0]
+    # A start that fails after this may be repeated.
+    assert check_run_directory(tmp_path / "run", resume=False) == []
+
+
+def test_engines_without_a_trainer_get_the_weights_that_it_would_start_from(unreadable: Path, settings: Make, read_all: Any) -> None:
+    meant = {name: tensor.float() for name, tensor in read_all(unreadable, torch.float32).items()}
+    path = settings(unreadable).run.directory / "engine-weights"
+    path.mkdir(parents=True)
+    (path / "of an evaluation that was killed").touch()
+    notes: list[str] = []
+    with evaluated_model(settings(unreadable), dtype="float32", note=notes.append) as model:
+        assert model == EngineModel(path)
+        written = load_file(path / "model.safetensors")
+        assert written.keys() == meant.keys() and all(torch.equal(written[name], tensor) for name, tensor in meant.items())
+        assert "quantization_config" not in json.loads((path / "config.json").read_text())
+    assert not path.exists() and str(path) in notes[0]
+
+
+def test_the_disk_is_asked_before_weights_are_written(unreadable: Path, settings: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(resumable.shutil, "disk_usage", lambda path: usage(1, 1, 0))
+    with (
+        pytest.raises(UserError, match=r"the target needs .* GB more, but .*run has 0\.00 GB free"),
+        evaluated_model(settings(unreadable), dtype="float32", note=lambda words: None),
+    ):
+        pytest.fail("engines must not start")
