@@ -5,6 +5,7 @@ of its request, with the seed, which also tells the samples of one prompt from e
 """
 
 import asyncio
+import contextlib
 import hashlib
 import io
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.data.buffer import Answer, Buffer
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Ints, StopReason
@@ -36,11 +38,10 @@ class KeptAnswers:
 
     def add(self, token_ids: Ints, sampling: Sampling, generation: Generation) -> None:
         """Keep a finished answer to the prompt `token_ids` [P] under `sampling`; one that was aborted is none."""
-        if generation.stop_reason is StopReason.ABORT:
+        made = generation.weight_versions
+        if generation.stop_reason is StopReason.ABORT or not len(made):
             return
         request, content = self._request(token_ids, sampling), _written(generation)
-        self._found[request] = content
-        made = generation.weight_versions
         self._unwritten.append(Answer(request=request, content=content, min_version=int(made.min()), max_version=int(made.max())))
         if self._writing is None:
             self._writing = asyncio.get_running_loop().call_later(KEEP_AFTER_S, self._write)
@@ -53,9 +54,10 @@ class KeptAnswers:
                 self._write()
 
     def _write(self) -> None:
-        self._writing = None
-        self._buffer.put_answers(self._group_id, self._unwritten)
-        self._unwritten = []
+        answers, self._unwritten, self._writing = self._unwritten, [], None
+        # A buffer that cannot be written ends the run when the group is finished: here nobody could be told.
+        with contextlib.suppress(UserError):
+            self._buffer.put_answers(self._group_id, answers)
 
     @staticmethod
     def _request(token_ids: Ints, sampling: Sampling) -> str:

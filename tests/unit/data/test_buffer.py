@@ -163,7 +163,7 @@ def test_answers_are_kept_until_the_samples_are_there_or_their_weights_are_gone_
         buffer.add_prompts(group.prompt for group in groups)
         buffer.take_pending(3)
         for name in "abc":
-            versions = {"old": (1, 1), "mixed": (2, 4), "new": (3, 3)}
+            versions = {"old": (1, 1), "aged": (1, 3), "mixed": (2, 4), "new": (3, 3)}
             buffer.put_answers(
                 name,
                 [Answer(request=request, content=b"x", min_version=first, max_version=last) for request, (first, last) in versions.items()],
@@ -171,13 +171,13 @@ def test_answers_are_kept_until_the_samples_are_there_or_their_weights_are_gone_
         buffer.put_answers("a", [Answer(request="new", content=b"y", min_version=3, max_version=3)])
         with pytest.raises(ValueError, match="'d' is pending, needs to be in_flight"):
             buffer.put_answers("d", [])
-        assert buffer.answers("a") == {"old": b"x", "mixed": b"x", "new": b"y"}
+        assert buffer.answers("a") == {"old": b"x", "aged": b"x", "mixed": b"x", "new": b"y"}
         buffer.put_samples(groups[1].samples, prompt=groups[1].prompt)
         buffer.put_done(groups[2])
-        assert kept(buffer) == {"a": ["mixed", "new", "old"], "b": [], "c": [], "d": []}
+        assert kept(buffer) == {"a": ["aged", "mixed", "new", "old"], "b": [], "c": [], "d": []}
     with Buffer(tmp_path / "buffer.sqlite") as buffer:
         buffer.rewind(3, version=3)
-        assert kept(buffer)["a"] == ["new", "old"]
+        assert kept(buffer)["a"] == ["aged", "new", "old"]
         buffer.renew(0, oldest_version=2)
         assert kept(buffer)["a"] == ["new"]
         buffer.take_pending(1)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.data.buffer import Buffer
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import EngineError, UserError
 from megatron_rl.plugins import Generator
 from megatron_rl.rollout import kept_answers
 from megatron_rl.rollout.client import SHORT_RESPONSE_TOKENS, Generation
@@ -36,10 +36,13 @@ class Engine:
         self.address = EngineAddress("url", "key", vocab_size=100, context_length=64, max_total_tokens=64, has_tokenizer=False)
         self.limit, self.error, self.answered = limit, error, first
         self.seeds: list[int | None] = []
+        self.pool: EnginePool
+        self.slots = 0
 
     async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
         self.seeds += [sampling.of_sample(index).seed for index in range(num_samples)]
         number = len(self.seeds)
+        self.slots = max(self.slots, self.pool.num_running)
         await asyncio.sleep(0)
         if number > self.limit:
             if self.error is not None:
@@ -83,6 +86,8 @@ async def make(buffer: Buffer, *engines: Engine, num_samples: int = 3, killed: b
         return Reward(outcome=RewardOutcome.SCORED, value=1.0)
 
     pool = EnginePool(engines, max_requests=8)  # type: ignore[arg-type]
+    for engine in engines:
+        engine.pool = pool
     maker = GroupMaker(
         pool=pool, sampling=LONG, num_samples=num_samples, tokenizer=NumberTokenizer(), score=score, buffer=buffer
     )  # fmt: skip
@@ -92,6 +97,8 @@ async def make(buffer: Buffer, *engines: Engine, num_samples: int = 3, killed: b
     await asyncio.sleep(0.1)
     assert not making.done()
     making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
     return None
 
 
@@ -116,7 +123,7 @@ def test_only_the_samples_that_a_kill_cut_off_are_asked_for_again(buffer: Buffer
     asyncio.run(make(buffer, before, killed=True))
     assert len(buffer.answers("p")) == 2
     group = asyncio.run(make(buffer, after))
-    assert len(before.seeds) == 3 and after.seeds == before.seeds[2:]
+    assert len(before.seeds) == before.slots == 3 and after.slots == 1 and after.seeds == before.seeds[2:]
     assert responses(group) == [[11, 1], [12, 1], [61, 1]]
     assert group is not None
     assert group.samples[1].rollout_log_probs.tolist() == np.array([-0.2, -1.0], np.float32).tolist()
@@ -157,19 +164,28 @@ def test_a_group_that_is_finished_soon_and_short_answers_cost_no_write(buffer: B
     asyncio.run(make(buffer, Engine(limit=9)))
     short = Engine(limit=9)
     asyncio.run(make(buffer, short, sampling=replace(LONG, max_tokens=SHORT_RESPONSE_TOKENS)))
-    asyncio.run(make(buffer, Engine(limit=0), sampling=replace(LONG, max_tokens=SHORT_RESPONSE_TOKENS), killed=True))
+    asyncio.run(make(buffer, Engine(limit=2), sampling=replace(LONG, max_tokens=SHORT_RESPONSE_TOKENS), killed=True))
     assert written == []
 
 
-def test_an_answer_that_was_aborted_is_none(buffer: Buffer) -> None:
+@pytest.mark.parametrize(("tokens", "stop_reason"), [([5], StopReason.ABORT), ([], StopReason.STOP)], ids=["aborted", "empty"])
+def test_what_is_no_answer_is_not_kept(buffer: Buffer, tokens: list[int], stop_reason: StopReason) -> None:
     async def work() -> None:
         kept = KeptAnswers(buffer, group_id="p")
-        kept.add(PROMPT.token_ids, LONG, Generation(np.array([5]), np.zeros(1, np.float32), np.array([0]), StopReason.ABORT))
-        assert kept.find(PROMPT.token_ids, LONG) is None
+        zeros = np.zeros(len(tokens))
+        kept.add(PROMPT.token_ids, LONG, Generation(np.array(tokens), zeros.astype(np.float32), zeros.astype(int), stop_reason))
         kept.close(finished=False)
 
     asyncio.run(work())
     assert buffer.answers("p") == {}
+
+
+def test_a_full_disk_is_told_by_the_finished_group_alone(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(Buffer, "put_answers", full)
+    asyncio.run(make(buffer, Engine(limit=2), killed=True))
 
 
 def test_another_engine_is_asked_for_what_the_one_that_failed_has_not_answered(buffer: Buffer) -> None:

@@ -162,7 +162,8 @@ def test_one_save_after_the_other_has_the_same_host_memory_and_two_at_once_do_no
     assert [tensor.tolist() for tensor in first] == [[1] * 3, [1] * 4], "it is still being written"
     copies.give_back(first)
     third = taken(state(3, 3, 5, 6))
-    assert third[0] is first[0] and [tensor.tolist() for tensor in (*second, *third)] == [[2] * 3, [2] * 4, [3] * 3, [3] * 5, [3] * 6]
+    assert third[0] is first[0] and taken(state(4, 3))[0] is not first[0]
+    assert [tensor.tolist() for tensor in (*second, *third)] == [[2] * 3, [2] * 4, [3] * 3, [3] * 5, [3] * 6]
 
 
 def test_what_is_written_is_hashed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
