@@ -105,7 +105,7 @@ MIXTURE_FAMILIES = ("mixtral", "qwen2_moe", "gpt_oss")
 MODELS |= {family: {"family": family, "layers": 4} for family in (*DENSE_FAMILIES, *MIXTURE_FAMILIES)}
 # Families whose weights go to the real SGLang server, which generates with them on a CPU. Its latent attention does not run there: of
 # deepseek_v3 there are checksums alone.
-GENERATING = ("qwen3", "qwen3_moe", "glm4_moe", "mistral", "mixtral", "glm4", "olmo2", "olmo3", "phi3")
+GENERATING = ("qwen3", "qwen2", "llama", "qwen3_moe", "glm4_moe", "mistral", "mixtral", "glm4", "olmo2", "olmo3", "phi3", "gemma3")
 # Families that load files of this form in tests/unit/models/test_quantised.py.
 QUANTISED = {"qwen3": "fp8", "deepseek_v3": "fp8", "gpt_oss": "mxfp4"}
 SYNCED = (*GENERATING, "deepseek_v3")

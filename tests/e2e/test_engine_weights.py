@@ -159,7 +159,7 @@ def test_every_transport_leaves_what_the_checkpoint_says(tiny_model: Callable[..
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", [pytest.param(family, marks=() if family == "glm4" else pytest.mark.slow) for family in GENERATING])
 def test_log_probs_agree_after_a_sync(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
-    # SGLang leaves out a head of Gemma-3, whose checkpoints have none.
+    # SGLang leaves a head of Gemma-3 out, whose published checkpoints have none.
     tied = family == "gemma3"
     served, trained = (tiny_model(family=family, name=f"model{seed}", seed=seed, tied=tied) for seed in (0, 1))
     prompts = [Prompt(id=str(number), token_ids=np.array([2 + number, 3, 4]), text="") for number in range(3)]

@@ -2,4 +2,4 @@
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 
-FAMILY = Family(architecture="LlamaForCausalLM", proved=DENSE_LAYOUTS, not_synced="no test yet")
+FAMILY = Family(architecture="LlamaForCausalLM", proved=DENSE_LAYOUTS | {"sync"})

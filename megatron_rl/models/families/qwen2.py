@@ -2,4 +2,4 @@
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 
-FAMILY = Family(architecture="Qwen2ForCausalLM", proved=DENSE_LAYOUTS, not_synced="no test yet", qkv_bias=True, windows="switched")
+FAMILY = Family(architecture="Qwen2ForCausalLM", proved=DENSE_LAYOUTS | {"sync"}, qkv_bias=True, windows="switched")
