@@ -53,9 +53,11 @@ section "ruff check" ruff check
 section "ruff format" ruff format --check
 section "mypy" mypy
 if [ "$only_style" = no ]; then
-    # The other groups start as many processes as the machine bears.
-    # No unit test looks at logs, and attaching a handler to each of a thousand loggers six times a test takes 2 % of the time.
-    section "unit tests" tests -p no:logging --numprocesses=auto --maxprocesses=4 --dist=loadfile tests/unit "$@"
+    # The other groups start as many processes as the machine bears. None of these looks at logs, and attaching a handler to each of a
+    # thousand loggers six times a test takes 2 % of the time.
+    at_once=(-p no:logging --numprocesses=auto --maxprocesses=4 --dist=loadfile)
+    section "unit tests" tests "${at_once[@]}" tests/unit "$@"
+    section "trainer tests" tests "${at_once[@]}" tests/trainer "$@"
     section "contract tests" tests tests/contract "$@"
     section "multi-process tests" tests tests/dist "$@"
     section "end-to-end tests" tests tests/e2e "$@"

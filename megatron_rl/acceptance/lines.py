@@ -137,7 +137,9 @@ def _layouts(node: Node, family: str, config: Mapping[str, Any], tried: Mapping[
     seen: dict[str, tuple[Floats, float]] = {}
     for attention in ways:
         for layout, topology in tried.items():
-            if topology["num_ranks"] <= node.ranks.count:
+            # Transformer Engine has no windows in packed sequences that are divided over ranks.
+            refused = attention == "transformer_engine" and "cp" in topology and "sliding_window" in config
+            if topology["num_ranks"] <= node.ranks.count and not refused:
                 node.ranks.open(node.settings(model, attention=attention, **topology))
                 log_probs = node.ranks.call("log_probs", batch=batch, temperature=1.0)[0]
                 seen[f"{attention} {layout}"] = log_probs, node.ranks.call("train", batch=batch)[0]["train/grad_norm"]

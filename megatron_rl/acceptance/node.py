@@ -1,6 +1,7 @@
 """The node under test: its devices, models and settings of the right size for them, ranks and engines."""
 
 import asyncio
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,7 +134,7 @@ class Node:
             dtype=self.dtype,
             seed=0,
             log_path=self.directory / f"{name}.log",
-            gpu_ids=(str(gpu),) if self.kind == "cuda" else (),
+            gpu_ids=(visible_gpu(gpu),) if self.kind == "cuda" else (),
             colocated=colocated,
         )
         try:
@@ -174,6 +175,12 @@ class Node:
 
         with self.serving(model, gpu=gpu, name=name) as address:
             return asyncio.run(ask(address))
+
+
+def visible_gpu(number: int) -> str:
+    """What CUDA_VISIBLE_DEVICES calls the GPU that is `number` here, where ranks count those that they see."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(number) if named is None else named.split(",")[number]
 
 
 def has_transformer_engine() -> bool:

@@ -29,18 +29,3 @@ def one_rank(_groups_of_one: None) -> None:
     from megatron.core import tensor_parallel
 
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-
-
-@pytest.fixture
-def read_all():
-    """`read_all(path, dtype)` gives every tensor of the checkpoint at `path` by its name, quantised ones in `dtype`."""
-    from contextlib import closing
-
-    from megatron_rl.convert.sources import open_source
-
-    def read(path, dequantised_dtype=None):
-        with closing(open_source(path, dequantised_dtype=dequantised_dtype)) as source:
-            units = [(unit, source.read(unit)) for unit in source.units()]
-        return {told.name: tensor for unit, tensors in units for told, tensor in zip(unit.tensors, tensors, strict=True)}
-
-    return read

@@ -13,10 +13,12 @@ import pytest
 
 from megatron_rl.acceptance import lines, verdict
 from megatron_rl.acceptance.lines import LINES, Line
-from megatron_rl.acceptance.node import Node
+from megatron_rl.acceptance.node import Node, visible_gpu
 from megatron_rl.acceptance.verdict import RESULT_FILE, accept
 from megatron_rl.cli import main
 from megatron_rl.errors import EngineError, UserError
+from megatron_rl.models.attention.attention_fields import attention_fields
+from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.types import TrainBatch
 
 PLANNED = 1000
@@ -185,14 +187,40 @@ def test_two_gpus_do_not_hold_two_ranks_and_an_engine(tmp_path: Path) -> None:
         list(LINES["weight sync"](Node("cuda", num_gpus=2, directory=tmp_path)))
 
 
+def test_layouts_ask_for_nothing_that_transformer_engine_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+
+    class Listening(Ranks):
+        def open(self, settings: Any) -> None:
+            super().open(settings)
+            opened.append(settings)
+
+    node = Node("cpu", num_gpus=0, directory=tmp_path)
+    node._ranks = Listening()  # type: ignore[assignment]
+    monkeypatch.setattr(lines, "has_transformer_engine", lambda: True)
+    assert all(line.passed for line in LINES["layouts"](node))
+    tried = [settings for settings in opened if settings.model.attention == "transformer_engine"]
+    for settings in tried:
+        attention_fields(read_model_spec(settings.model.path), attention="transformer_engine", cp=settings.training.topology.cp)
+    assert (len(tried), len(opened) - len(tried)) == (8, 9), "all that torch computes, but windows with cp"
+
+
+def test_an_engine_gets_the_gpu_that_its_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpu(2) == "2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-8,7")
+    assert [visible_gpu(number) for number in range(3)] == ["5", "GPU-8", "7"]
+
+
+@pytest.mark.parametrize("error", [EngineError, FileNotFoundError, RuntimeError])
 def test_every_line_is_told_whatever_becomes_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:
     closed: list[bool] = []
 
     def broken(node: Node) -> Iterator[Line]:
         yield Line("first half", True, "1")
-        raise EngineError("it died")
+        raise error("it died")
 
     monkeypatch.setattr(verdict, "LINES", {"broken": broken, "sound": lambda node: iter([Line("sound", True, "2 GB/s")])})
     monkeypatch.setattr(Node, "close", lambda self: closed.append(True))
@@ -201,7 +229,7 @@ def test_every_line_is_told_whatever_becomes_of_the_others(
     printed = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[:2] for line in printed[:3]] == [
         ["PASS", "first half: 1"],
-        ["FAIL", "broken: EngineError: it died"],
+        ["FAIL", f"broken: {error.__name__}: it died"],
         ["PASS", "sound: 2 GB/s"],
     ]
     assert printed[3].startswith("2 of 3 lines passed")
