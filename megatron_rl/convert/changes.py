@@ -57,8 +57,9 @@ class Changes:
         return made
 
     def _dtype(self, unit: Unit, tensor: WeightSpec) -> torch.dtype:
-        # What the model does not build stays byte for byte, and what is float32 in any model stays float32.
-        keep = self.dtype is None or unit.rule is None or unit.rule.float32
+        # What the model does not build stays byte for byte, and what is float32 in any model stays float32. A head that is stored although
+        # it is tied has to stay equal to the embedding.
+        keep = unit.rule.float32 if unit.rule is not None else tensor.name != "lm_head.weight"
         return tensor.torch_dtype if keep or self.dtype is None else self.dtype
 
 
@@ -172,7 +173,14 @@ def _pattern(config: dict[str, Any], key: str, module: str, default: Any) -> Any
 
 def _check_plain(config: dict[str, Any], file: Path) -> None:
     plain = {"peft_type": "LORA", "use_dora": False, "bias": "none", "fan_in_fan_out": False, "modules_to_save": None, "lora_bias": False}
+    plain["layer_replication"] = None
     for key, needed in plain.items():
         value = config.get(key, needed)
         if value != needed and (value or needed):
             raise UserError(f"{file} has {key} = {value!r}, only {needed!r} can be merged; merge this adapter with PEFT")
+    begun = config.get("init_lora_weights", True)
+    if begun not in (True, False, None, "gaussian"):
+        raise UserError(
+            f"{file} has init_lora_weights = {begun!r}, which changes the base when PEFT loads it: the adapter does not fit the base that "
+            "is stored; merge this adapter with PEFT"
+        )

@@ -20,7 +20,7 @@ from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs,
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST, write_atomic
 from megatron_rl.models.config_json import read_config
-from megatron_rl.models.families import MTP_KEYS
+from megatron_rl.models.families.config_keys import MTP_KEYS
 from megatron_rl.models.hf_files import MAX_SHARD_BYTES, STALE, copy_model_files
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
@@ -66,6 +66,8 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
     with closing(open_source(path, config=options.config, dequantised_dtype=options.dtype)) as source:
         to = _target_format(source, options)
         units = [unit for unit in source.units() if not (options.drop_mtp and _is_mtp(unit, source))]
+        if any(map(source.config.get, MTP_KEYS)) and not options.drop_mtp and not any(_is_mtp(unit, source) for unit in units):
+            say(f"{path} has no layers of multi-token prediction, and {target} promises none; a run has them in `hf` beside its checkpoint")
         changes = _changes(source, units, options)
         pieces = [_piece(source, unit, changes) for unit in units]
         num_bytes = sum(piece.num_bytes for piece in pieces)

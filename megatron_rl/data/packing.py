@@ -98,7 +98,8 @@ def sequence_cost(lengths: Ints, *, attention_length: float = ATTENTION_LENGTH) 
 def _fill(lengths: Ints, costs: Doubles, *, num_bins: int, max_tokens: float) -> list[Ints] | None:
     """Put items, dearest first, into the cheapest bin with room for their tokens; None when some item finds no room.
 
-    An item longer than `max_tokens` takes a whole bin. The bins hold ascending indices. Dearest first has to be longest first.
+    An item longer than `max_tokens` takes a whole bin. The bins hold ascending indices. Costs rise with lengths, so that this
+    order is also the one by length.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens = [0] * num_bins

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST, atomic_directory
 from megatron_rl.models.expert_stacks import part_name
-from megatron_rl.models.families import MTP_KEYS
+from megatron_rl.models.families.config_keys import MTP_KEYS
 from megatron_rl.models.tensor_files import TensorFiles
 
 MAX_SHARD_BYTES = 4 * 2**30

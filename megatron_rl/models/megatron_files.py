@@ -160,5 +160,5 @@ def _places(rule: Rule) -> Iterator[_Place]:
                 whole = _LAYER.sub("decoder.layers.", key) if stacked_layers else key
                 place = (int(layer[1]), *at) if stacked_layers and layer is not None else at
                 yield _Place((whole,), place, stacked_layers, stacked_experts)
-                if rule.sharding in (Sharding.GATE_UP, Sharding.STACKED_GATE_UP):
+                if rule.sharding in (Sharding.GATE_UP, Sharding.STACKED_GATE_UP, Sharding.ALTERNATE_GATE_UP):
                     yield _Place((f"{whole}_w", f"{whole}_v"), place, stacked_layers, stacked_experts)

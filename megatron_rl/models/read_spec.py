@@ -13,7 +13,9 @@ from megatron_rl.models.attention.attention_spec import parse_mla, parse_sliding
 from megatron_rl.models.attention.rotary import RotarySpec, check_pairs, parse_rotary, parse_rotary_fraction, rotary_by_layer_type
 from megatron_rl.models.config_json import boolean, count, names, positive_int, positive_number, read_config
 from megatron_rl.models.experts.moe_spec import MoeSpec, parse_moe
-from megatron_rl.models.families import FAMILIES, MTP_KEYS, REFUSED, Family
+from megatron_rl.models.families import FAMILIES, REFUSED
+from megatron_rl.models.families.config_keys import MTP_KEYS
+from megatron_rl.models.families.family import Family
 from megatron_rl.models.model_spec import ModelSpec
 
 

@@ -173,10 +173,16 @@ def _tokens(settings: Settings) -> int:
 
 
 def _rank_host(settings: Settings, policy: "RankMemory", models: Sequence["RankMemory"]) -> int:
-    """Main memory for a rank: the reference copy where one is kept, and weights and optimizer state while a colocated engine generates."""
+    """Main memory for a rank.
+
+    The reference copy where one is kept, weights and optimizer state while a colocated engine generates, and the copy of these that a
+    thread writes to a checkpoint, whose memory stays for the next one: at most as much, a part being written by another copy's rank.
+    """
     reference = policy.reference if settings.keeps_reference else 0
-    away = sum(model.away for model in models) if settings.runtime.colocate else 0
-    return reference + away + RANK_HOST_BYTES
+    state = sum(model.away for model in models)
+    away = state if settings.runtime.colocate else 0
+    written = state if settings.run.save_interval else 0
+    return reference + away + written + RANK_HOST_BYTES
 
 
 def _host_bytes(stages: Sequence[StageMemory], engine: EngineMemory | None, topology: Topology, *, per_node: int, colocated: bool) -> int:

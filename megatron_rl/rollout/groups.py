@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Score = Callable[[Sample], Awaitable[Reward]]
 Samples = tuple[Sample, ...]
 
-KEEP_AFTER_S = 1.0
+SLOW_REWARD_S = 1.0
 """Waits for rewards shorter than this are not worth a write to the disk."""
 
 
@@ -48,7 +48,7 @@ class GroupMaker:
     async def make(self, prompt: Prompt) -> Group:
         """Generate, and score each trajectory by its last sample. Cancelling aborts what runs.
 
-        Only requests hold slots of engines, and each is repeated by itself.
+        Slots of engines are held by requests, not by the group; a request that fails is repeated alone.
 
         Raises:
             EngineError, DeadlineError: the last engine failed, with its reason. EngineRefusal: an engine refused a request.
@@ -62,7 +62,7 @@ class GroupMaker:
             scoring = asyncio.gather(*(self.score(attempt[-1]) for attempt in attempts))
             try:
                 if self.buffer is not None and not kept:
-                    await asyncio.wait([scoring], timeout=KEEP_AFTER_S)
+                    await asyncio.wait([scoring], timeout=SLOW_REWARD_S)
                     if not scoring.done():
                         self.buffer.put_samples(samples, prompt=prompt)
                 rewards = await scoring

@@ -11,7 +11,7 @@
        publish          ▼
                    WeightSync ──(version v + 1)──► engines
 
-Read next: rollout_run (what the calls below do with engines), or training_run.SupervisedRun (a run without any).
+Read next: training_run, which has the calls below; rollout_run, what they do with engines; training_run.SupervisedRun, a run without any.
 """
 
 from megatron_rl.runtime.training_run import TrainingRun
@@ -31,5 +31,5 @@ def train_loop(run: TrainingRun, *, first_step: int) -> None:
             run.save(step=step + 1)
         run.publish(version=step + 1)
         if run.evaluates_after(step):
-            run.evaluate(step=step + 1)
+            run.evaluate()
         run.log(step=step + 1)

@@ -65,7 +65,7 @@ class RolloutRun(TrainingRun):
         self.publish(version=step)
         self._check_parity()
         if step == 0 or self.evaluates_after(step - 1):
-            self.evaluate(step=step)
+            self.evaluate()
         self.log(step=step)
 
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
@@ -108,8 +108,8 @@ class RolloutRun(TrainingRun):
         self._console.say(f"parity of engine and trainer: mean |Δ log-prob| {values['weights/parity_mean']:.1e} nats{note}")
         self._metrics.append(metrics)
 
-    def evaluate(self, *, step: int) -> None:
-        """Evaluate the weights that `step` steps have made, where there are held-out prompts."""
+    def evaluate(self) -> None:
+        """Evaluate the present weights, where there are held-out prompts."""
         num_prompts = len(self._manager.prompts.held_out)
         if not num_prompts or not self._settings.run.eval_interval:
             return

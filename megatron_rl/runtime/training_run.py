@@ -78,8 +78,8 @@ class TrainingRun(ABC):
         """Give the trainer's weights to whatever serves them."""
 
     @abstractmethod
-    def evaluate(self, *, step: int) -> None:
-        """Evaluate the weights that `step` steps have made."""
+    def evaluate(self) -> None:
+        """Evaluate the present weights."""
 
     @abstractmethod
     def _position(self) -> dict[str, Any]:
@@ -298,7 +298,7 @@ class SupervisedRun(TrainingRun):
     def publish(self, *, version: int) -> None:
         """Nothing serves the weights."""
 
-    def evaluate(self, *, step: int) -> None:
+    def evaluate(self) -> None:
         """Nothing answers held-out prompts."""
 
     def _position(self) -> dict[str, Any]:

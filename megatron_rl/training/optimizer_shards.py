@@ -125,10 +125,10 @@ def _boxes_of(held: _Held, tensor: Tensor, sharded: ShardedTensor | ShardedTenso
             )
 
 
-def _sharded_parameters(model_state: Mapping[str, Any]) -> dict[int, ShardedTensor | ShardedTensorFactory]:
-    """The entries of a model's sharded state by the identity of their parameters."""
+def _sharded_parameters(model_state: Mapping[str, Any]) -> dict[Tensor, ShardedTensor | ShardedTensorFactory]:
+    """The entries of a model's sharded state by their parameters."""
     entries = (entry for entry in nested_values(model_state) if isinstance(entry, ShardedTensor | ShardedTensorFactory))
-    return {id(entry.data): entry for entry in entries}
+    return {entry.data: entry for entry in entries}
 
 
 def _key(name: str) -> str:
@@ -141,7 +141,7 @@ def sharded_optimizer(optimizer: MegatronOptimizer, model_state: Mapping[str, An
     result: list[ShardedTensor] = []
     for held in _held(optimizer):
         for name, tensor in _stored(held):
-            result += _boxes_of(held, tensor, parameters[id(held.parameter)], _key(name))
+            result += _boxes_of(held, tensor, parameters[held.parameter], _key(name))
     return result
 
 
@@ -177,9 +177,9 @@ class OptimizerTarget:
             for name, tensor in _stored(held):
                 if main_only and name != _MAIN:
                     continue
-                shards = list(_boxes_of(held, tensor, parameters[id(held.parameter)], _key(name)))
+                shards = list(_boxes_of(held, tensor, parameters[held.parameter], _key(name)))
                 if name == _MAIN:
-                    plain = _boxes_of(held, tensor, parameters[id(held.parameter)], "")
+                    plain = _boxes_of(held, tensor, parameters[held.parameter], "")
                     shards = [own if own.key in keys else other for own, other in zip(shards, plain, strict=True)]
                 self.shards += shards
 

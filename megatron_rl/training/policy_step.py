@@ -163,7 +163,10 @@ class BeforeStep:
 
 
 def look_before_step(policy: passes.Policy, micro_batches: Sequence[MicroBatch]) -> BeforeStep:
-    """Run the pass. Collective; `entropy` is the mean over the tokens of all ranks, the same on every rank."""
+    """One forward pass over the micro-batches of a step, before its first gradient.
+
+    Collective; `entropy` is the mean over the tokens of all ranks, the same on every rank.
+    """
     seen = passes.statistics(policy, micro_batches)
     pair = torch.zeros(2, dtype=torch.float64, device=micro_batches[0].input_ids.device)
     if policy.place.reports:

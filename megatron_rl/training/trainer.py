@@ -184,7 +184,7 @@ class Trainer:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's data-parallel rank: the number of the shard that `train` wants."""
+        """This rank's data-parallel rank: the number of its shard of a batch, which `train_shard` takes."""
         return self._place.dp_rank
 
     @property

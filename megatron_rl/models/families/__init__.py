@@ -21,10 +21,7 @@ from megatron_rl.models.families import (
     qwen3,
     qwen3_moe,
 )
-from megatron_rl.models.families.config_keys import MTP_KEYS
 from megatron_rl.models.families.family import Family
-
-__all__ = ["FAMILIES", "MTP_KEYS", "REFUSED", "Family"]
 
 _MODULES = (
     qwen3,

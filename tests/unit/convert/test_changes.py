@@ -136,6 +136,8 @@ def test_an_adapter_is_merged_with_its_scale(tiny_model, tmp_path, config, scale
         ({"use_dora": True}, "has use_dora = True, only False can be merged"),
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save = .*, only None can be merged"),
         ({"fan_in_fan_out": True}, "has fan_in_fan_out = True"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights = 'pissa', which changes the base"),
+        ({"layer_replication": [[0, 2]]}, "has layer_replication = "),
         ({"r": 8}, "gives model.* rank 8, its tensors have 4"),
         ({"lora_alpha": None}, "has lora_alpha = None, needs a number"),
         (
@@ -158,3 +160,20 @@ def test_half_an_adapter_is_refused(tiny_model, tmp_path):
     save_file(tensors, tmp_path / "adapter/adapter_model.safetensors")
     with pytest.raises(UserError, match="needs pairs of lora_A and lora_B alone"):
         convert(tiny_model(), tmp_path / "merged", Options(to="hf", adapter=tmp_path / "adapter"))
+
+
+def test_a_head_that_is_stored_although_it_is_tied_stays_equal_to_the_embedding(tiny_model, tmp_path, read_all):
+    path = tiny_model()
+    weights = load_file(path / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, path / "model.safetensors")
+    convert(path, tmp_path / "rounded", Options(to="hf", dtype=torch.bfloat16))
+    found = read_all(tmp_path / "rounded")
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+
+
+def test_layers_that_a_checkpoint_lacks_although_its_config_promises_them_are_named(tiny_model, tmp_path):
+    path = tiny_model(family="glm4_moe", num_nextn_predict_layers=1)
+    for dropped in (False, True):
+        said: list[str] = []
+        convert(path, tmp_path / f"dropped {dropped}", Options(drop_mtp=dropped), say=said.append)
+        assert sum("no layers of multi-token prediction" in words for words in said) == (0 if dropped else 1)

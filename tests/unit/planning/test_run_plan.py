@@ -10,7 +10,7 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import Settings, WeightSettings
 from megatron_rl.errors import UserError
 from megatron_rl.planning.gpus import GIB, GPUS
-from megatron_rl.planning.run_plan import _rank_host, _shared_buckets, plan_run
+from megatron_rl.planning.run_plan import RANK_HOST_BYTES, _rank_host, _shared_buckets, plan_run
 from megatron_rl.weights.bucket import BUCKET_BYTES
 
 
@@ -30,7 +30,9 @@ def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Call
     colocated = settings.model_copy(update={"runtime": settings.runtime.model_copy(update={"colocate": True})})
     # The policy and a critic, both away while engines generate.
     shared = _rank_host(colocated, policy, [policy, policy])  # type: ignore[arg-type, list-item]
-    assert shared - without == 2 * 2 * GIB
+    never_saved = colocated.model_copy(update={"run": colocated.run.model_copy(update={"save_interval": 0})})
+    unsaved = _rank_host(never_saved, policy, [policy, policy])  # type: ignore[arg-type, list-item]
+    assert (unsaved - RANK_HOST_BYTES, shared - unsaved) == (2 * 2 * GIB, 2 * 2 * GIB), "as much again while a checkpoint is written"
 
 
 def test_memory_that_is_shared_with_an_engine_is_two_buckets(run_settings: Callable[..., Settings]) -> None:

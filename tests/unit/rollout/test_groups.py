@@ -127,7 +127,7 @@ def test_scoring_does_not_hold_a_slot_and_its_outcome_is_in_the_group() -> None:
 
 
 def test_what_waits_for_its_rewards_is_not_generated_again_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.rollout.groups.KEEP_AFTER_S", 0.01)
+    monkeypatch.setattr("megatron_rl.rollout.groups.SLOW_REWARD_S", 0.01)
     prompts, never = make_prompts(2), asyncio.Event()
 
     async def make(buffer: Buffer, client: FakeClient, *, patient: bool) -> list[Group]:
@@ -158,7 +158,7 @@ def test_what_waits_for_its_rewards_is_not_generated_again_after_a_kill(tmp_path
 def test_what_was_kept_under_other_settings_is_generated_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_samples: int, mixture: MixtureShape | None, calls: int
 ) -> None:
-    monkeypatch.setattr("megatron_rl.rollout.groups.KEEP_AFTER_S", 0.0)
+    monkeypatch.setattr("megatron_rl.rollout.groups.SLOW_REWARD_S", 0.0)
     (prompt,) = make_prompts(1)
 
     async def score(sample: Sample) -> Reward:

@@ -224,7 +224,7 @@ def test_a_run_keeps_what_waits_for_its_rewards(make_settings: Callable[..., Set
         await asyncio.sleep(0.01)
         return await own_score(self, sample)
 
-    monkeypatch.setattr("megatron_rl.rollout.groups.KEEP_AFTER_S", 0.0)
+    monkeypatch.setattr("megatron_rl.rollout.groups.SLOW_REWARD_S", 0.0)
     monkeypatch.setattr(Buffer, "put_samples", put_samples)
     monkeypatch.setattr(Rewards, "score", late)
     session.train(make_settings("data.samples_per_prompt=2"), resume=False)
