@@ -21,6 +21,7 @@ from megatron_rl.algorithms.sequences import Sequences
 from megatron_rl.config.settings import DataSettings, FilterSettings, RewardSettings, RolloutSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import OwnRows
+from megatron_rl.deadlines import PLUGIN_PROBE_S
 from megatron_rl.errors import UserError
 from megatron_rl.plugins import PluginKind, load
 from megatron_rl.rewards.runner import RewardRunner, probe_sample
@@ -38,8 +39,6 @@ RESPONSES = ("4", "5", "", "no idea", "\\boxed{4}", "\N{GRINNING FACE}", "x" * 1
 """Responses that a reward function has to cope with."""
 PROBE_REWARDS: tuple[tuple[float | None, ...], ...] = ((0.0, 1.0), (1.0, 1.0), (0.0,), (0.5, None), (-1e6, 0.0, 1e6, 1.0))
 """Rewards of the groups that a filter has to cope with; None where the reward call failed."""
-PROBE_TIMEOUT_S = 60.0
-"""Deadline of trying a rollout function, in seconds."""
 NUM_PROBE_ROWS = 10
 """Rows that a data source has to give again."""
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
@@ -208,12 +207,12 @@ class RolloutTrial:
                 num_samples=num_samples,
                 tokenizer=self._tokenizer,
             )
-            return await asyncio.wait_for(made, PROBE_TIMEOUT_S)
+            return await asyncio.wait_for(made, PLUGIN_PROBE_S)
 
         try:
             samples = asyncio.run(work())
         except asyncio.TimeoutError as error:
-            raise UserError(f"{self._name} has not answered a probe after {PROBE_TIMEOUT_S:.0f} s; look what it waits for") from error
+            raise UserError(f"{self._name} has not answered a probe after {PLUGIN_PROBE_S:.0f} s; look what it waits for") from error
         except Exception as error:  # a user's function can fail in any way
             raise UserError(f"{self._name} failed for a probe of {num_samples} samples: {type(error).__name__}: {error}") from error
         vocab_size = len(self._tokenizer)

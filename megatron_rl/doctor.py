@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_rl.deadlines import IMPORT_S
 from megatron_rl.runtime.resources import available_memory_bytes
 from megatron_rl.versions import Release, installed_version, known_releases
 
@@ -22,7 +23,6 @@ NEEDED_MEMORY_GIB = 6
 NEEDED_SHM_GIB = 1
 NEEDED_DISK_GIB = 10
 NEEDED_OPEN_FILES = 4096
-IMPORT_TIMEOUT_S = 180.0
 IMPORTS = ("torch", "ray", "transformers", "megatron.core.transformer", "sglang.srt.server_args")
 """Modules whose import fails first when installed packages do not fit together."""
 
@@ -130,21 +130,21 @@ def check_accelerators(kind: Literal["cpu", "cuda"]) -> Iterator[Finding]:
 
 
 def check_import(module: str) -> Finding:
-    """Whether `module` imports, tried in a child process that is ended after `IMPORT_TIMEOUT_S` seconds."""
+    """Whether `module` imports, tried in a child process that is ended after `IMPORT_S` seconds."""
     topic = f"import {module.partition('.')[0]}"
     try:
         child = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", f"import {module}"],
             capture_output=True,
             text=True,
-            timeout=IMPORT_TIMEOUT_S,
+            timeout=IMPORT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
         return Finding(
             topic,
             "broken",
-            f"{module} did not import within {IMPORT_TIMEOUT_S:.0f} s",
+            f"{module} did not import within {IMPORT_S:.0f} s",
             f"{sys.executable} -X importtime -c 'import {module}'",
         )
     if child.returncode == 0:

@@ -55,11 +55,10 @@ from types import TracebackType
 from typing import Any
 
 from megatron_rl.data import buffer_rows
+from megatron_rl.deadlines import BUFFER_LOCK_S
 from megatron_rl.errors import UserError
 from megatron_rl.files import disk_errors, sync_directory, sync_file
 from megatron_rl.types import Group, Prompt, Sample
-
-_LOCK_WAIT_S = 30.0
 
 # SQLite's words (the same in every version; error codes are only in Python 3.11) and what the user can do.
 _FIXES = {
@@ -125,7 +124,7 @@ class Buffer:
         with ExitStack() as undo:
             lock = undo.enter_context(closing(_lock(path)))
             with self._database_errors():
-                self._connection = undo.enter_context(closing(sqlite3.connect(path, timeout=_LOCK_WAIT_S, isolation_level=None)))
+                self._connection = undo.enter_context(closing(sqlite3.connect(path, timeout=BUFFER_LOCK_S, isolation_level=None)))
                 self._open()
             self.recover()
             self._lock = lock

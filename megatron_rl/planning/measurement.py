@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.deadlines import PLANNING_S
 from megatron_rl.device import local_device, prepare_megatron, quiet_megatron_imports
 from megatron_rl.errors import MegatronRLError, UserError
 
 if TYPE_CHECKING:
     from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.planning.rank import RankMemory
-
-DEADLINE_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +44,17 @@ class Answer:
 
 
 def measure(jobs: Sequence[Job]) -> list[Answer]:
-    """The answers to `jobs`, from a separate process. Raises MegatronRLError when it fails or takes longer than `DEADLINE_S`."""
+    """The answers to `jobs`, from a separate process. Raises MegatronRLError when it fails or takes longer than `PLANNING_S`."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="megatron-rl-plan-") as directory:
         path = Path(directory) / "answers"
         command = [sys.executable, "-m", "megatron_rl.planning.measurement", str(path)]
         try:
             done = subprocess.run(
-                command, input=pickle.dumps(list(jobs)), capture_output=True, env=environment, timeout=DEADLINE_S, check=False
+                command, input=pickle.dumps(list(jobs)), capture_output=True, env=environment, timeout=PLANNING_S, check=False
             )
         except subprocess.TimeoutExpired as error:
-            raise MegatronRLError(f"measuring {len(jobs)} layouts took longer than {DEADLINE_S:g} s") from error
+            raise MegatronRLError(f"measuring {len(jobs)} layouts took longer than {PLANNING_S:g} s") from error
         if done.returncode:
             raise MegatronRLError(f"measuring a layout failed:\n{done.stderr.decode(errors='replace')[-3000:]}")
         answers: list[Answer] = pickle.loads(path.read_bytes())

@@ -14,6 +14,7 @@ import numpy as np
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from megatron_rl.config.settings import RewardSettings
+from megatron_rl.deadlines import REWARD_IMPORT_S
 from megatron_rl.errors import UserError
 from megatron_rl.files import disk_errors
 from megatron_rl.plugins import KINDS
@@ -23,8 +24,6 @@ from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
 
 SETTING = KINDS["reward"].setting
 
-LOAD_TIMEOUT_S = 120.0
-"""Deadline of importing the user's module, in seconds."""
 MAX_ATTEMPTS = 3
 """How often a call is begun whose workers are killed before it is at work."""
 POLL_S = 1.0
@@ -75,9 +74,9 @@ class RewardRunner:
         """
         path = self._settings.function
         try:
-            problem = self._begin(check_function, timeout_s=LOAD_TIMEOUT_S).result()
+            problem = self._begin(check_function, timeout_s=REWARD_IMPORT_S).result()
         except FutureTimeout as error:
-            raise UserError(f"{SETTING} {path} is not imported after {LOAD_TIMEOUT_S:.0f} s; move slow work out of its module") from error
+            raise UserError(f"{SETTING} {path} is not imported after {REWARD_IMPORT_S:.0f} s; move slow work out of its module") from error
         except ProcessExpired as error:
             raise UserError(f"{SETTING} {path} ended its process while it was imported (exit status {error.exitcode})") from error
         except BrokenProcessPool as error:

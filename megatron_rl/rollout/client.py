@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from megatron_rl.deadlines import ENGINE_ABORT_S, ENGINE_CONTROL_S
 from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.routing_record import MixtureShape, read_routed_experts
@@ -31,8 +32,6 @@ SHORT_RESPONSE_TOKENS = 32
 that the first waits for the last, at most for these tokens."""
 MAX_TOGETHER = 64
 """Samples with which a shared HTTP call is full: many enough to make its cost small, few enough to use answers while others are made."""
-CONTROL_TIMEOUT_S = 60.0
-ABORT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +75,7 @@ class EngineClient:
     `request_timeout_s`, retries included. Control calls are made once, each within `control_timeout_s`.
     """
 
-    def __init__(self, address: EngineAddress, *, request_timeout_s: float, control_timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    def __init__(self, address: EngineAddress, *, request_timeout_s: float, control_timeout_s: float = ENGINE_CONTROL_S) -> None:
         self.address = address
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
@@ -204,7 +203,7 @@ class EngineClient:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Abort these requests; they answer with what they have. An unknown or finished one is no error."""
-        await asyncio.gather(*(self._control("/abort_request", {"rid": each}, timeout_s=ABORT_TIMEOUT_S) for each in request_ids))
+        await asyncio.gather(*(self._control("/abort_request", {"rid": each}, timeout_s=ENGINE_ABORT_S) for each in request_ids))
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Stop generating. `abort` ends running requests, `retract` recomputes them after `resume`, `in_place` keeps their cache."""

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import psutil
 
 from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.deadlines import ENGINE_READY_S, ENGINE_STOP_S
 from megatron_rl.errors import DeadlineError, EngineError, EngineKilledError, UserError
 from megatron_rl.leftovers import Scratch, remove_leftovers, shared_memory_of
 from megatron_rl.process_variables import ALLOCATOR_VARIABLES, NCCL_VARIABLES
@@ -28,8 +29,6 @@ from megatron_rl.rollout.server_args import check_environment, server_arguments
 
 LOG_TAIL_LINES = 25
 POLL_S = 0.1
-READY_REQUEST_S = 10.0
-STOP_TIMEOUT_S = 10.0
 FIRST_PORT, LAST_PORT = 20000, 32000
 """Below the range from which the kernel takes ports for outgoing connections, so that none is taken between choice and bind."""
 
@@ -143,7 +142,7 @@ class Engine:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
             deadline = time.monotonic() + self._settings.startup_timeout_s
-            self._wait_for("/ready", deadline=deadline, request_s=READY_REQUEST_S)
+            self._wait_for("/ready", deadline=deadline, request_s=ENGINE_READY_S)
             address = self._read_address(deadline)
             self._scratch.note(shared_memory_of(_group_members(self._process.pid)))
             return address
@@ -175,7 +174,7 @@ class Engine:
         # The end of its standard input ends the server (see sglang_server); a server that is stuck or dead is swept up after.
         assert process.stdin is not None, "opened as a pipe"
         process.stdin.close()
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        deadline = time.monotonic() + ENGINE_STOP_S
         while time.monotonic() < deadline and (process.poll() is None or _group_members(process.pid)):
             time.sleep(POLL_S / 5)
         for member in _group_members(process.pid):

@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeVar
 
+from megatron_rl.deadlines import DEATH_S
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import EngineAddress
 
 AFFINITY_WAIT_S = 1.0
 """How long a request waits for a slot on the engine that it prefers: about what computing a prefix of 10,000 tokens anew takes."""
-DEATH_S = 5.0
-"""How long a call that failed waits for the engine's death, which explains it: the connection breaks at once, but only when its process,
-which is looked at twice a second, is found dead does an engine leave."""
 
 Result = TypeVar("Result")
 

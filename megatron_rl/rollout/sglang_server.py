@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megatron_rl.deadlines import ENGINE_STORE_S
 from megatron_rl.rollout.sglang_shims import (
     allocate_host_memory_unpinned,
     allow_deterministic_inference,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 STDIN = 0
-STORE_TIMEOUT_S = 600.0
 
 
 def read_order() -> dict[str, Any]:
@@ -69,7 +69,7 @@ def serve_rendezvous(arguments: dict[str, Any]) -> "TCPStore | None":
         return None
     from megatron_rl.rendezvous import serve_store
 
-    store = serve_store(arguments["host"], port=arguments.get("nccl_port") or 0, timeout_s=STORE_TIMEOUT_S)
+    store = serve_store(arguments["host"], port=arguments.get("nccl_port") or 0, timeout_s=ENGINE_STORE_S)
     arguments["nccl_port"] = store.port
     # Lets torch's rank 0 join a store as all others do instead of serving it.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)

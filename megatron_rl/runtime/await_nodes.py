@@ -3,13 +3,13 @@
 import sys
 import time
 
+from megatron_rl.deadlines import NODES_START_S
 from megatron_rl.errors import DeadlineError, MegatronRLError
 
-TIMEOUT_S = 1800.0
 POLL_S = 2.0
 
 
-def await_nodes(address: str, num_nodes: int, *, unit: str = "GPU", timeout_s: float = TIMEOUT_S) -> None:
+def await_nodes(address: str, num_nodes: int, *, unit: str = "GPU", timeout_s: float = NODES_START_S) -> None:
     """Join the Ray cluster at `address` and return when `num_nodes` of its nodes have a `unit`, telling how many there are.
 
     A head that is still starting is waited for as well. Raises DeadlineError after `timeout_s` seconds.

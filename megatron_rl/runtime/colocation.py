@@ -8,11 +8,10 @@ from collections.abc import Coroutine
 from enum import Enum
 from typing import Any, Protocol
 
+from megatron_rl.deadlines import ENGINE_MEMORY_S
 from megatron_rl.rollout.client import ENGINE_PARTS, EnginePart
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.training.offload import PARTS, Part
-
-MEMORY_TIMEOUT_S = 60.0
 
 
 class Turn(Enum):
@@ -84,4 +83,4 @@ class SharedDevices:
         self._trainer_parts, self._engine_parts = turn.trainer_parts, turn.engine_parts
 
     def _wait(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        self._watchdog.wait(work, name=name, owner="the engines", timeout_s=MEMORY_TIMEOUT_S)
+        self._watchdog.wait(work, name=name, owner="the engines", timeout_s=ENGINE_MEMORY_S)

@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.settings import Settings
+from megatron_rl.deadlines import ENGINES_STOP_S
 from megatron_rl.rollout.engine import Engine, EngineAddress
 from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.server_args import sent_prompt_tokens
@@ -24,7 +25,6 @@ from megatron_rl.runtime.watchdog import Watchdog
 if TYPE_CHECKING:
     from megatron_rl.runtime.engine_model import EngineModel
 
-STOP_TIMEOUT_S = 30.0
 HEALTH_INTERVAL_S = 0.5
 
 
@@ -102,7 +102,7 @@ class EngineGroup:
     def finish_start(self, refs: list[ray.ObjectRef]) -> list[EngineAddress]:
         """Wait until every engine serves."""
         addresses: list[EngineAddress] = self._watchdog.wait(
-            refs, name="starting the engines", owner="engine", timeout_s=self._settings.rollout.startup_timeout_s + STOP_TIMEOUT_S
+            refs, name="starting the engines", owner="engine", timeout_s=self._settings.rollout.startup_timeout_s + ENGINES_STOP_S
         )
         return addresses
 
@@ -117,7 +117,7 @@ class EngineGroup:
         stopping = [worker.stop.remote() for worker in self._workers]
         for ref in stopping:
             try:
-                ray.get(ref, timeout=STOP_TIMEOUT_S)
+                ray.get(ref, timeout=ENGINES_STOP_S)
             except (RayActorError, GetTimeoutError):
                 continue
 

@@ -11,12 +11,11 @@ from typing import Any
 import psutil
 
 from megatron_rl.config.settings import RuntimeSettings
+from megatron_rl.deadlines import RAY_START_S, RAY_STOP_S
 from megatron_rl.errors import DeadlineError, WorkerDiedError
 from megatron_rl.leftovers import scratch_directory, shared_memory_of
 
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
-SHUTDOWN_GRACE_S = 10.0
-START_TIMEOUT_S = 300.0
 POLL_S = 0.1
 OUR_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
@@ -34,7 +33,7 @@ def prepare_environment(settings: RuntimeSettings) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         # Ray's own deadlines, 30 to 60 s, within which its parts have to find each other. See also `_waiting_for_the_node`.
         for name in ("gcs_server_port_wait_time_s", "raylet_start_wait_time_s", "worker_register_timeout_seconds"):
-            os.environ[f"RAY_{name}"] = f"{START_TIMEOUT_S:.0f}"
+            os.environ[f"RAY_{name}"] = f"{RAY_START_S:.0f}"
 
 
 @contextmanager
@@ -77,7 +76,7 @@ def _own_signals() -> Iterator[None]:
 def _start_local(num_processes: int, before: set[psutil.Process]) -> None:
     """Start Ray on this machine.
 
-    Raises DeadlineError when it did not come up within START_TIMEOUT_S, WorkerDiedError when a process of it ended.
+    Raises DeadlineError when it did not come up within RAY_START_S, WorkerDiedError when a process of it ended.
     """
     import ray
 
@@ -95,14 +94,14 @@ def _start_local(num_processes: int, before: set[psutil.Process]) -> None:
 
 @contextmanager
 def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
-    """Let Ray's node come up as late as START_TIMEOUT_S, and notice at once when a process of it, a child not in `before`, has ended.
+    """Let Ray's node come up as late as RAY_START_S, and notice at once when a process of it, a child not in `before`, has ended.
 
     Ray (2.9 to 2.60 at least) asks for its node with `services.get_node` and gives up after 30 s, which no setting changes; a machine
     with a load of 20 takes longer. So this answers late instead of telling Ray that the node is not there yet.
     """
     from ray._private import services
 
-    ask, deadline = services.get_node, time.monotonic() + START_TIMEOUT_S
+    ask, deadline = services.get_node, time.monotonic() + RAY_START_S
 
     def get_node(*arguments: Any) -> Any:
         while True:
@@ -116,7 +115,7 @@ def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
                     ) from error
                 if time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"Ray's node did not come up within {START_TIMEOUT_S:.0f} s; the machine has a load of {os.getloadavg()[0]:.0f} "
+                        f"Ray's node did not come up within {RAY_START_S:.0f} s; the machine has a load of {os.getloadavg()[0]:.0f} "
                         f"on {os.cpu_count()} CPUs: start the run again when it has less to do"
                     ) from error
             time.sleep(POLL_S)
@@ -155,10 +154,10 @@ def _stop_ray(before: set[psutil.Process]) -> None:
     roots = set(psutil.Process().children()) - before
     started = [process for root in roots for process in (root, *_descendants(root))]
     ray.shutdown()
-    _, alive = psutil.wait_procs(started, timeout=SHUTDOWN_GRACE_S)
+    _, alive = psutil.wait_procs(started, timeout=RAY_STOP_S)
     for process in alive:
         process.kill()
-    psutil.wait_procs(alive, timeout=SHUTDOWN_GRACE_S)
+    psutil.wait_procs(alive, timeout=RAY_STOP_S)
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.deadlines import ENGINE_CONTROL_S
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.observe.summary import asked_to_end
@@ -21,8 +22,6 @@ from megatron_rl.weights.parity import PARITY_THRESHOLDS, PROBE_SEQUENCES, check
 from megatron_rl.weights.sync import WeightSync
 
 Result = TypeVar("Result")
-
-CONTROL_TIMEOUT_S = 60.0
 
 
 def generation_deadline_s(settings: Settings, num_samples: int) -> float:
@@ -54,7 +53,7 @@ class RolloutRun(TrainingRun):
         self._manager, self._sync, self._dtype, self._watchdog = manager, sync, dtype, watchdog
         self._busy_logged_s = 0.0
 
-    def _wait(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Result:
+    def _wait(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float = ENGINE_CONTROL_S) -> Result:
         return self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s)
 
     def begin(self, *, step: int) -> None:
@@ -86,7 +85,7 @@ class RolloutRun(TrainingRun):
         """Sync the engines' weights."""
         self._turn(Turn.SYNC)
         # The sync keeps its own deadline, and names who misses it.
-        timeout_s = self._settings.weights.sync_timeout_s + CONTROL_TIMEOUT_S
+        timeout_s = self._settings.weights.sync_timeout_s + ENGINE_CONTROL_S
         with finishing_first(), self._phase("sync"):
             self._metrics.append(self._wait(self._sync.run(version=version), name=f"weight sync to version {version}", timeout_s=timeout_s))
 

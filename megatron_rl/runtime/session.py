@@ -23,6 +23,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.data.run_prompts import RunPrompts
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_START_S
 from megatron_rl.device import chosen_row_maths, quiet_megatron_imports
 from megatron_rl.errors import MegatronRLError, ResumableError, UserError, WorkerDiedError
 from megatron_rl.files import write_atomic
@@ -45,7 +46,7 @@ from megatron_rl.runtime.launch_plan import weight_sync
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
-from megatron_rl.runtime.rollout_run import CONTROL_TIMEOUT_S, RolloutRun, generation_deadline_s
+from megatron_rl.runtime.rollout_run import RolloutRun, generation_deadline_s
 from megatron_rl.runtime.run_checkpoint import newest_checkpoint
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.training_run import SETTINGS_FILE, RunRecords, SupervisedRun, TrainingRun
@@ -58,8 +59,6 @@ with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.weights.manifest import make_manifest
 
-PLACE_TIMEOUT_S = 120.0
-OPEN_TIMEOUT_S = 300.0
 BUFFER_FILE = "buffer.sqlite"
 
 
@@ -243,7 +242,7 @@ def _open_manager(settings: Settings, stack: ExitStack, watchdog: Watchdog, star
     opening = RolloutManager.open(settings, prompts=prompts, buffer=buffer)
     with start.part("reward workers"):
         name = "checking the reward function and opening the buffer"
-        return stack.enter_context(watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=OPEN_TIMEOUT_S))
+        return stack.enter_context(watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=REWARDS_START_S))
 
 
 def _join(
@@ -261,11 +260,11 @@ def _join(
     """
     addresses = engines.finish_start(starting)
     joining = manager.join(addresses, serve_current=serve_current)
-    watchdog.wait(joining, name="connecting to the engines", owner="the engines", timeout_s=CONTROL_TIMEOUT_S)
+    watchdog.wait(joining, name="connecting to the engines", owner="the engines", timeout_s=ENGINE_CONTROL_S)
 
     def goes_on(address: EngineAddress, error: Exception) -> bool:
         leaving = manager.leave(address, error)
-        left = watchdog.wait(leaving, name="going on without an engine", owner="the engines", timeout_s=CONTROL_TIMEOUT_S)
+        left = watchdog.wait(leaving, name="going on without an engine", owner="the engines", timeout_s=ENGINE_CONTROL_S)
         if left:
             start.note(f"the run goes on with {len(manager.clients)} of {len(addresses)} engines, because one ended: {error}")
         return left
@@ -287,7 +286,7 @@ def _open_sync(
     make_transport = partial(_make_transport, settings, trainers, places, addresses)
     sync = WeightSync(make_transport, ranks=trainers, pool=manager.pool, timeout_s=timeout_s)
     name = "joining trainer and engines"
-    watchdog.wait(sync.connect(), name=name, owner="the weight transport", timeout_s=timeout_s + CONTROL_TIMEOUT_S)
+    watchdog.wait(sync.connect(), name=name, owner="the weight transport", timeout_s=timeout_s + ENGINE_CONTROL_S)
     return sync
 
 
@@ -323,7 +322,7 @@ def _reserve(settings: Settings, stack: ExitStack, start: "StartReport", *, trai
         start.note(f"every rank and engine has {' '.join(f'{name}={value}' for name, value in variables.items())}")
     with start.part("places"):
         return stack.enter_context(
-            reserved_places(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACE_TIMEOUT_S, variables=variables)
+            reserved_places(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACEMENT_S, variables=variables)
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.deadlines import RANK_ANSWER_S, RANKS_START_S
 from megatron_rl.observe.metrics import Metric, merge_metrics
 from megatron_rl.rollout.engine import free_port
 from megatron_rl.runtime.cluster import Places, enter_directory, gpu_order, own_gpus
@@ -20,9 +21,6 @@ from megatron_rl.training.whole_batch import divide
 from megatron_rl.types import Floats, Shard, TrainBatch
 from megatron_rl.weights.interface import SenderPlan, WeightSender
 
-START_TIMEOUT_S = 600.0
-ANSWER_TIMEOUT_S = 60.0
-"""Within it a rank that has nothing to do takes a call, also on a machine that is overloaded."""
 OWNER = "Megatron rank"
 """What a rank is called in messages, before its number."""
 
@@ -126,7 +124,7 @@ class TrainerGroup:
         """The actor of every rank and the GPUs that Ray gave it: on each node in the order of the GPUs, which Ray deals out in any."""
         workers = [worker for node in self._nodes for worker in node]
         refs = [worker.take_place.remote(Path.cwd()) for worker in workers]
-        answers = self._watchdog.wait(refs, name="starting the processes of the ranks", owner=OWNER, timeout_s=START_TIMEOUT_S)
+        answers = self._watchdog.wait(refs, name="starting the processes of the ranks", owner=OWNER, timeout_s=RANKS_START_S)
         gpus = dict(zip(workers, answers, strict=True))
         seated = [(worker, gpus[worker]) for node in self._nodes for worker in sorted(node, key=lambda one: gpu_order(gpus[one]))]
         for rank, (worker, _) in enumerate(seated):
@@ -151,7 +149,7 @@ class TrainerGroup:
 
     def finish_start(self, refs: list[ray.ObjectRef]) -> None:
         """Wait until every rank has built its model."""
-        self._dp_ranks = self._watchdog.wait(refs, name="starting the Megatron ranks", owner=OWNER, timeout_s=START_TIMEOUT_S)
+        self._dp_ranks = self._watchdog.wait(refs, name="starting the Megatron ranks", owner=OWNER, timeout_s=RANKS_START_S)
 
     @property
     def dp(self) -> int:
@@ -159,9 +157,9 @@ class TrainerGroup:
         return max(self._dp_ranks) + 1
 
     def check_answers(self) -> None:
-        """Raise DeadlineError when a rank takes no call within ANSWER_TIMEOUT_S, so that nobody waits for it once more."""
+        """Raise DeadlineError when a rank takes no call within RANK_ANSWER_S, so that nobody waits for it once more."""
         refs = [worker.saves_are_written.remote() for worker in self.workers]
-        self._watchdog.wait(refs, name="asking whether the ranks still answer", owner=OWNER, timeout_s=ANSWER_TIMEOUT_S)
+        self._watchdog.wait(refs, name="asking whether the ranks still answer", owner=OWNER, timeout_s=RANK_ANSWER_S)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         refs = [getattr(worker, method).remote(*args, **kwargs) for worker in self.workers]
@@ -212,7 +210,7 @@ class TrainerGroup:
     def free_address(self) -> tuple[str, int]:
         """An address of rank 0's node and a free port on it."""
         asked = [self.workers[0].address.remote()]
-        return self._watchdog.wait(asked, name="finding a free port", owner=OWNER, timeout_s=START_TIMEOUT_S)[0]
+        return self._watchdog.wait(asked, name="finding a free port", owner=OWNER, timeout_s=RANKS_START_S)[0]
 
     def begin_open_sender(self, plan: SenderPlan) -> list[Future[None]]:
         """Let every rank open its end of the transport to the engines."""

@@ -19,18 +19,13 @@ from typing import Any, TypeAlias, TypeVar, overload
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from megatron_rl.deadlines import CAUSE_S, CLOSE_S, LOOP_STOP_S
 from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, WorkerDiedError
 
 Future = concurrent.futures.Future[Any]
 GoesOn = Callable[[Exception], bool]
 Work: TypeAlias = Future | Coroutine[Any, Any, Any] | ray.ObjectRef
 Result = TypeVar("Result")
-
-CAUSE_S = 5.0
-"""How long a failure waits for the death of a watched actor that explains it. A call to a dead engine fails at once with a refused
-connection; the engine's watcher, which has the exit code and the log, looks twice a second."""
-CLOSE_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +53,10 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Cancel the coroutines that still run, and end their thread."""
-        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=STOP_TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=LOOP_STOP_S)
         self._closing.set()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=STOP_TIMEOUT_S)
+        self._thread.join(timeout=LOOP_STOP_S)
         self._loop.close()
 
     def _run_loop(self) -> None:
@@ -116,7 +111,7 @@ class Watchdog:
         try:
             yield value
         finally:
-            self._begin(_leave(context)).result(timeout=CLOSE_TIMEOUT_S)
+            self._begin(_leave(context)).result(timeout=CLOSE_S)
 
     def _begin(self, work: Work) -> Future:
         """Start the work, where it is a coroutine; the future is cancelled to abandon it."""

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 
 # Lower tiers first. A room imports itself and rooms of lower tiers; `files` and `versions` are as basic as the records.
 TIERS = (
-    ("types", "frozen_arrays", "errors", "files", "versions", "leftovers", "process_variables", "plugins", "typed_arguments"),
+    ("types", "frozen_arrays", "errors", "deadlines", "files", "versions", "leftovers", "process_variables", "plugins", "typed_arguments"),
     ("algorithms", "data", "rewards", "config", "observe"),
     ("device", "rendezvous", "models", "rollout", "training", "weights"),
     ("planning", "contracts"),
@@ -43,6 +43,7 @@ LIGHT = (
     "types",
     "frozen_arrays",
     "errors",
+    "deadlines",
     "files",
     "versions",
     "leftovers",

@@ -61,7 +61,7 @@ def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 def test_a_ready_engine_has_the_rest_of_its_start_to_describe_itself(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, failures: int, seconds: float
 ) -> None:
-    monkeypatch.setattr(module, "READY_REQUEST_S", 0.2)
+    monkeypatch.setattr(module, "ENGINE_READY_S", 0.2)
     address = make_engine(failures=failures, seconds=seconds).start()
     assert (address.context_length, address.max_total_tokens, address.vocab_size) == (64, 512, 32)
 

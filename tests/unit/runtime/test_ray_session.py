@@ -62,7 +62,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     node = SimpleNamespace(get_session_dir_path=lambda: str(tmp_path / "session"))
     monkeypatch.setattr(ray._private.worker, "_global_node", node)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr(ray_session, "SHUTDOWN_GRACE_S", 0.1)
+    monkeypatch.setattr(ray_session, "RAY_STOP_S", 0.1)
     monkeypatch.setattr(ray_session, "POLL_S", 0.001)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = signal.getsignal(signal.SIGTERM)
@@ -79,7 +79,7 @@ def test_a_node_that_comes_late_is_waited_for(machine: Callable[..., Rays]) -> N
 
 
 def test_a_node_that_never_comes_is_one_sentence(machine: Callable[..., Rays], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_session, "START_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(ray_session, "RAY_START_S", 0.05)
     rays = machine(late=10**9)
     sentence = r"did not come up within 0 s; the machine has a load of \d+ on \d+ CPUs"
     with pytest.raises(DeadlineError, match=sentence), ray_cluster(address=None, num_processes=1):

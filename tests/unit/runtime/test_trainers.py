@@ -150,7 +150,7 @@ def test_a_rank_trains_on_the_sequences_of_its_data_parallel_rank(group: Trainer
 
 
 def test_a_rank_that_takes_no_call_is_named_soon(group: TrainerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "RANK_ANSWER_S", 0.05)
     for actor in group.workers:
         actor.saves_are_written = call(lambda: False)
     group.check_answers()
