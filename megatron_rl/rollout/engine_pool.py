@@ -119,6 +119,22 @@ class EnginePool:
         left, _ = await asyncio.wait(departures, timeout=DEATH_S, return_when=asyncio.FIRST_COMPLETED)
         return bool(left)
 
+    async def while_it_stays(self, client: EngineClient, call: Awaitable[Result]) -> Result:
+        """The result of a `call` to `client`, which is cancelled when the engine leaves: of a machine that is gone no answer ever comes.
+
+        Raises:
+            EngineError: the engine has left. Whatever the call raises.
+        """
+        asking = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait((asking, self.departure(client)), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise EngineError(f"the engine at {client.address.url} has left")
+            return asking.result()
+        finally:
+            if asking.cancel():
+                await asyncio.wait([asking])
+
     async def unless_it_leaves(self, client: EngineClient, call: Awaitable[Result]) -> Result | None:
         """The result of a `call` to `client`; None when it fails because the engine is dead, which then is no member any more.
 
@@ -126,7 +142,7 @@ class EnginePool:
             EngineError: the call failed, and the engine stays.
         """
         try:
-            return await call
+            return await self.while_it_stays(client, call)
         except EngineError:
             if not await self.loses_one_of([client]):
                 raise

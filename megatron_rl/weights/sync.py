@@ -107,10 +107,13 @@ class WeightSync:
         try:
             if transport.sends_first:
                 await self._all_of(_shielded(sending), what=what, deadline=deadline)
-            receiving = {client: asyncio.ensure_future(self._update(transport, client, version)) for client in members}
+            receiving = {
+                client: asyncio.ensure_future(self._pool.while_it_stays(client, self._update(transport, client, version)))
+                for client in members
+            }
             works = sending | {f"engine at {client.address.url}": update for client, update in receiving.items()}
             await self._all_of(_shielded(works), what=what, deadline=deadline)
-            asked = {f"version of {client.address.url}": client.weight_version() for client in members}
+            asked = {f"version of {client.address.url}": self._pool.while_it_stays(client, client.weight_version()) for client in members}
             served = await self._all_of(asked, what=what, deadline=deadline)
         except RuntimeError:
             # Of an engine, or of a rank to which the connection broke.

@@ -36,7 +36,8 @@ class Server:
     """What a client sends, without the network: (path, body) in order. `served` is the version that it says it serves.
 
     A `deaf` server keeps serving what it did, a `mute` one never answers a pause. One that `fails_at` a path cannot be reached for it once
-    it has answered `fails_after` calls of it; `dead`, where it is set, is called a moment later. With `once` the next call succeeds.
+    it has answered `fails_after` calls of it, or `hangs` there; `dead`, where it is set, is called a moment later. With `once` the next
+    call succeeds.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Server:
         fails_at: str = "",
         fails_after: int = 0,
         once: bool = False,
+        hangs: bool = False,
     ) -> None:
         self.log, self.calls, self.timeouts = log, list[tuple[str, Any]](), set[float]()
         self.served, self._deaf, self._mute = 0, deaf, mute
-        self._fails_at, self._fails_after, self._once = fails_at, fails_after, once
+        self._fails_at, self._fails_after, self._once, self._hangs = fails_at, fails_after, once, hangs
         self.dead: Callable[[], None] | None = None
         self.update_s = 0.0
 
@@ -62,19 +64,21 @@ class Server:
         if self._mute and path == SILENT:
             await asyncio.sleep(3600)
         if path == self._fails_at and sum(called == path for called, _ in self.calls) > self._fails_after:
-            self.fails(path)
+            await self.fails(path)
         if path in UPDATES.values():
             await asyncio.sleep(self.update_s)
         version = (body or {}).get("weight_version")
         self.served = self.served if version is None or self._deaf else int(version)
         return {"weight_version": str(self.served)} if path == "/model_info" else {"success": True}
 
-    def fails(self, path: str) -> None:
-        """As a process that was killed: the connection breaks, and that it has ended is noticed later."""
+    async def fails(self, path: str) -> None:
+        """As a process that was killed: the connection breaks, and that it has ended is noticed later. Of a machine it does not break."""
         if self._once:
             self._fails_at = ""
         if self.dead is not None:
             asyncio.get_running_loop().call_later(0.02, self.dead)
+        if self._hangs:
+            await asyncio.sleep(3600)
         raise EngineError(f"cannot be reached for {path}")
 
 
@@ -404,9 +408,12 @@ def whole(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("moment", ["pause", "first bucket", "last bucket", "version"])
-def test_the_others_get_a_version_again_during_which_an_engine_died(make_run: Callable[..., Run], name: str, moment: str) -> None:
+@pytest.mark.parametrize("hangs", [False, True], ids=["breaks", "hangs"])
+def test_the_others_get_a_version_again_during_which_an_engine_died(
+    make_run: Callable[..., Run], name: str, moment: str, hangs: bool
+) -> None:
     path = {"pause": SILENT, "version": "/model_info"}.get(moment, UPDATES[name])
-    run = make_run({"fails_at": path, "fails_after": int(moment == "last bucket" and name != "disk")}, {})
+    run = make_run({"fails_at": path, "fails_after": int(moment == "last bucket" and name != "disk"), "hangs": hangs}, {})
 
     async def work() -> None:
         sync = run.open(name)
