@@ -35,24 +35,15 @@ UPDATES = {"broadcast": "/update_weights_from_distributed", "disk": "/update_wei
 class Server:
     """What a client sends, without the network: (path, body) in order. `served` is the version that it says it serves.
 
-    A `deaf` server keeps serving what it did, a `mute` one never answers a pause. One that `fails_at` a path cannot be reached for it once
-    it has answered `fails_after` calls of it, or `hangs` there; `dead`, where it is set, is called a moment later. With `once` the next
-    call succeeds.
+    A `deaf` server keeps serving what it did. One that `fails_at` a path cannot be reached for it once it has answered `fails_after`
+    calls of it, or `hangs` there; `dead`, where it is set, is called a moment later. With `once` the next call succeeds.
     """
 
     def __init__(
-        self,
-        log: list[tuple[Any, ...]],
-        *,
-        deaf: bool = False,
-        mute: bool = False,
-        fails_at: str = "",
-        fails_after: int = 0,
-        once: bool = False,
-        hangs: bool = False,
+        self, log: list[Any], *, deaf: bool = False, fails_at: str = "", fails_after: int = 0, once: bool = False, hangs: bool = False
     ) -> None:
         self.log, self.calls, self.timeouts = log, list[tuple[str, Any]](), set[float]()
-        self.served, self._deaf, self._mute = 0, deaf, mute
+        self.served, self._deaf = 0, deaf
         self._fails_at, self._fails_after, self._once, self._hangs = fails_at, fails_after, once, hangs
         self.dead: Callable[[], None] | None = None
         self.update_s = 0.0
@@ -61,8 +52,6 @@ class Server:
         self.calls.append((path, body))
         self.log.append((path,))
         self.timeouts.add(timeout_s)
-        if self._mute and path == SILENT:
-            await asyncio.sleep(3600)
         if path == self._fails_at and sum(called == path for called, _ in self.calls) > self._fails_after:
             await self.fails(path)
         if path in UPDATES.values():
@@ -270,7 +259,7 @@ def test_every_call_of_a_sync_gets_the_time_of_a_sync(make_run: Callable[..., Ru
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_the_deadline_names_the_engine_that_is_missing(make_run: Callable[..., Run], name: str) -> None:
-    run = make_run({}, {"mute": True})
+    run = make_run({}, {"fails_at": SILENT, "hangs": True})
     with pytest.raises(
         DeadlineError, match=r"weight sync to version 1 did not finish within 0 s, still waiting for: .*engine at http://127\.0\.1\.1;"
     ):
@@ -279,7 +268,7 @@ def test_the_deadline_names_the_engine_that_is_missing(make_run: Callable[..., R
 
 def test_a_rank_that_fails_ends_the_sync_at_once(make_run: Callable[..., Run]) -> None:
     """The engines would otherwise be waited for until the deadline: they receive what nobody sends."""
-    run = make_run({"mute": True})
+    run = make_run({"fails_at": SILENT, "hangs": True})
     failed: Future[None] = Future()
     failed.set_exception(ZeroDivisionError("rank 1"))
     run.ranks.begin_send = lambda *, version: [done(), failed]  # type: ignore[method-assign]
@@ -477,7 +466,7 @@ def test_what_fails_while_every_engine_lives_ends_the_sync(make_run: Callable[..
 
 
 def test_a_sync_that_is_repeated_keeps_the_deadline_of_the_first(make_run: Callable[..., Run]) -> None:
-    run = make_run({"fails_at": RESUME}, {"mute": True})
+    run = make_run({"fails_at": RESUME}, {"fails_at": SILENT, "hangs": True})
 
     async def work() -> None:
         sync = run.open("broadcast", timeout_s=0.5)
