@@ -55,7 +55,7 @@ STORED = {"stacked": {}, "one by one": {"non_homogeneous_layers": True}, "in sin
 
 
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "phi3", "glm4"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "phi3", "glm4", "gpt_oss"])
 def test_whatever_megatron_wrote_comes_back(tiny_model, tmp_path, one_rank, stored, family):
     path = tiny_model(family=family)
     save_as_megatron(path, tmp_path / "megatron/iter_0000007", **STORED[stored])

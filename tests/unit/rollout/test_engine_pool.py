@@ -193,6 +193,35 @@ def test_departure_is_done_for_those_that_are_no_members() -> None:
     run(test)
 
 
+def test_nobody_waits_for_the_answer_of_an_engine_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pool, "DEATH_S", 0.01)
+    ended: list[str] = []
+
+    async def answer(seconds: float, error: Exception | None = None) -> int:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        if error is not None:
+            raise error
+        return 7
+
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        pool = requests.pool
+        assert (await pool.unless_it_leaves(clients[0], answer(0.0)), await pool.while_it_stays(clients[0], answer(0.0))) == (7, 7)
+        with pytest.raises(EngineError, match="refused"):
+            await pool.unless_it_leaves(clients[0], answer(0.0, EngineError("refused")))
+        asyncio.get_running_loop().call_later(0.02, pool.leave, clients[0], EngineError("gone"))
+        assert await pool.unless_it_leaves(clients[0], answer(3600.0)) is None
+        asyncio.get_running_loop().call_later(0.02, pool.leave, clients[1], EngineError("gone"))
+        with pytest.raises(EngineError, match="engine-1 has left"):
+            await pool.while_it_stays(clients[1], answer(3600.0))
+        assert ended == ["cancelled"] * 2
+
+    run(test)
+
+
 def test_a_preferred_engine_is_taken_although_another_is_less_busy() -> None:
     async def test(requests: Requests, clients: list[EngineClient]) -> None:
         await requests.start("a", preferred=clients[1])
