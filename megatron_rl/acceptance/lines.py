@@ -152,17 +152,19 @@ def put_away(node: Node) -> Iterator[Line]:
     yield Line("put away and take back", passed, f"{there} bytes, {away} while away, {back} after")
 
 
-class _OneEngine:
+class OneEngine:
     """The engines' side of `SharedDevices`, of one engine."""
 
     def __init__(self, node: Node, address: EngineAddress) -> None:
         self._node, self._address = node, address
 
     async def release_memory(self, parts: Any) -> None:
+        """Free these parts."""
         async with self._node.client(self._address) as client:
             await client.release_memory(parts)
 
     async def restore_memory(self, parts: Any) -> None:
+        """Allocate them again."""
         async with self._node.client(self._address) as client:
             await client.restore_memory(parts)
 
@@ -181,7 +183,7 @@ def colocated(node: Node) -> Iterator[Line]:
     differences: dict[float, list[float]] = {1.0: [], 0.7: []}
     seconds, awake, asleep, said = [], [], [], []
     with node.serving(other, gpus=range(tp), name="colocated", colocated=True) as address, Watchdog() as watchdog:
-        turns = SharedDevices(node.ranks, _OneEngine(node, address), watchdog=watchdog)
+        turns = SharedDevices(node.ranks, OneEngine(node, address), watchdog=watchdog)
         for version in range(1, WAKES + 1):
             turns.take(Turn.SYNC)
             seconds.append(asyncio.run(_sync_by_ipc(node, address, model=model, version=version)))

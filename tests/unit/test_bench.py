@@ -52,8 +52,7 @@ def test_kernels_are_measured_beside_what_is_published(monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     monkeypatch.setattr(gpu, "measured", lambda call, repeats=1: (calls.append(call()), (12.0, 3.0))[1])
     monkeypatch.setattr(gpu, "row_maths_on_gpus", lambda: (dataclasses.replace(TORCH_ROWS, name="triton"), TORCH_ROWS))
-    monkeypatch.setattr(gpu, "other_sizes", lambda vocab: [(3, vocab, 4)])
-    gpu.bench_kernels(tokens=6, vocab=20, hidden=8)
+    gpu.bench_kernels(6, 20, 8, others=[(3, 20, 4)])
     printed = capsys.readouterr().out
     assert "differ by 0.0e+00 of the hidden states' gradient and 0.0e+00 of the weight's" in printed
     assert "  triton                             12.0 ms    3.0 GiB" in printed and "Liger" in printed and "167 ms" in printed
