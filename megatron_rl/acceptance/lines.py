@@ -197,7 +197,7 @@ def colocated(node: Node) -> Iterator[Line]:
                 by_trainer = node.ranks.call("log_probs", batch=batch, temperature=temperature)[0]
                 delta = np.abs(by_trainer - batch.rollout_log_probs)[batch.loss_mask]
                 differences[temperature].append(float(delta.mean()))
-            if version > 1:
+            if 1 < version < WAKES:
                 node.ranks.call("train", batch=node.batch())
     problems = sleep_problems(awake=awake, asleep=asleep, pool=node.pool_bytes(model))
     if not np.array_equal(said[0], said[1]):

@@ -37,6 +37,7 @@ class Ranks:
     def __init__(self, *faults: str) -> None:
         self._faults, self._several, self._away = faults, False, False
         self._log_prob = self._saved = math.nan
+        self.steps = 0
 
     def _wrong_layout(self, name: str) -> bool:
         return name in self._faults and self._several
@@ -53,6 +54,7 @@ class Ranks:
 
     def _train(self, *, batch: Any) -> dict[str, float]:
         self._log_prob = -1.0 - 0.1 * self._wrong_layout("update")
+        self.steps += 1
         return {"train/grad_norm": 2.0 + 0.1 * self._wrong_layout("gradients"), "seconds": 1e6 if "slow" in self._faults else 0.1}
 
     def _product_flops(self, *, rows: int, columns: int, dtype: str) -> float:
@@ -198,7 +200,7 @@ def try_colocation(try_line: Callable[..., list[Line]], monkeypatch: pytest.Monk
 
         async def generate(node: Node, address: Any, temperature: float) -> TrainBatch:
             engine = node.ranks._log_prob + offset  # type: ignore[attr-defined]
-            token = next(asked) if forgetful else 2
+            token = next(asked) if forgetful else node.ranks.steps  # type: ignore[attr-defined]
             return TrainBatch.from_sequences(prompts=[[1]], responses=[[token, 3]], rollout_log_probs=[[engine, engine]])
 
         monkeypatch.setattr(lines, "_sync_by_ipc", sync)
@@ -291,6 +293,22 @@ def test_the_gpus_of_a_node_are_divided_between_ranks_and_an_engine(tmp_path: Pa
         assert (node.num_trainers, list(node.engine_gpus()), node.engine_tp) == (trainers, gpus, tp)
     with pytest.raises(UserError, match="2 ranks and 1 engine need 3 GPUs, this node has 2"):
         list(LINES["weight sync"](Node("cuda", num_gpus=2, directory=tmp_path)))
+
+
+def test_what_a_sleep_frees_is_the_cache_and_the_weights_of_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(num_layers=3, num_kv_heads=4, head_dim=5)
+    monkeypatch.setattr("megatron_rl.acceptance.node.read_model_spec", lambda path: spec)
+    monkeypatch.setattr(Node, "weight_bytes", lambda self, model: 1000)
+    # Keys and values of 2 bytes for every token, layer, head and channel.
+    cache = 2**22 * 3 * 2 * 4 * 5 * 2
+    for num_gpus, expected in ((3, cache + 1000), (8, (cache + 1000) // 2)):
+        assert Node("cuda", num_gpus=num_gpus, directory=tmp_path).pool_bytes(tmp_path) == expected
+    assert Node("cpu", num_gpus=2, directory=tmp_path).pool_bytes(tmp_path) == 0
+
+
+def test_one_rank_alone_has_nothing_to_be_compared_with(try_line: Callable[..., list[Line]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "count", 1)
+    assert [line.passed for line in try_line("layouts")] == [False] * 3
 
 
 def test_new_ranks_do_not_meet_where_others_have_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
