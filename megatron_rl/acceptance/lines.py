@@ -321,9 +321,9 @@ LINES: Mapping[str, Callable[[Node], Iterator[Line]]] = {
 LIMITS_S: Mapping[str, float] = {
     "versions": 60.0,
     "all-reduce": 60.0,
-    "weight sync": 170.0,
-    "weight sync of latent attention": 170.0,
-    "layouts": 190.0,
+    "weight sync": 150.0,
+    "weight sync of latent attention": 150.0,
+    "layouts": 230.0,
     "put away and take back": 30.0,
     "colocation": 120.0,
     "plan": 60.0,
