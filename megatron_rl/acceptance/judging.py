@@ -14,7 +14,7 @@ LEAST_GB_PER_S = {"cuda": 20.0, "cpu": 0.01}
 PLAN_TOLERANCE = 0.1
 GRADIENT_TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}
 """Of a gradient norm, relative."""
-UPDATE_TOLERANCE = {"cuda": 0.5, "cpu": 0.05}
+UPDATE_TOLERANCE = {"cuda": 0.2, "cpu": 1e-3}
 """Of what a step changes in log-probs, relative. Adam starts with the signs of gradients, and rounding turns those of small ones."""
 LEAST_SHARE = {"cuda": 0.1, "cpu": 0.002}
 """A step's operations a second against the device's own in products alone. Where nothing is wrong a step is at a fifth or above; attention
