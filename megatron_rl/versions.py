@@ -63,6 +63,15 @@ def known_releases(device_kind: Literal["cpu", "cuda"], *, python: tuple[int, in
     return (*table, xgrammar, vision)
 
 
+def transformer_engine_release(*, python: tuple[int, int] = _PYTHON) -> Release:
+    """Of TransformerEngine, which only GPUs can have: the one that this Python's megatron-core was read against, and those that it names.
+
+    tools/setup_env.sh installs it, because its build needs more than pip's command.
+    """
+    version, accepted = ("2.11.0", ">=2.9,<2.12") if python < (3, 12) else ("2.18.0", ">=2.18,<2.19")
+    return Release(distribution="transformer-engine", version=version, accepted=accepted, purpose="attention and linear layers on GPUs")
+
+
 def installed_version(distribution: str) -> str | None:
     """Version of an installed distribution, None when it is not installed."""
     try:

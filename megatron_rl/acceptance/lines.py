@@ -4,20 +4,29 @@ A function yields its lines as it goes; what it raises is a line that failed.
 """
 
 import asyncio
-import importlib
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_rl.acceptance.judging import (
+    GRADIENT_TOLERANCE,
+    LEAST_GB_PER_S,
+    LEAST_SHARE,
+    PLAN_TOLERANCE,
+    UPDATE_TOLERANCE,
+    Line,
+    judged,
+    sleep_problems,
+)
 from megatron_rl.acceptance.node import VOCAB, Node, has_transformer_engine
-from megatron_rl.device import chosen_backends, quiet_megatron_imports
-from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.acceptance.stack import versions
+from megatron_rl.config.settings import Settings
+from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.errors import MegatronRLError
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Floats, TrainBatch
@@ -30,37 +39,9 @@ with quiet_megatron_imports():
     from megatron_rl.runtime.watchdog import Watchdog
     from megatron_rl.training.offload import PARTS
 
-IMPORTS = ("torch", "transformers", "ray", "megatron.core", "sglang.srt.server_args")
-ON_GPU = ("transformer_engine.pytorch",)
-LEAST_GB_PER_S = {"cuda": 20.0, "cpu": 0.01}
-"""Of an all-reduce: less on a GPU means that it goes through the host's memory, or over the wrong network."""
-PLAN_TOLERANCE = 0.1
-GRADIENT_TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}
 TINY_BUCKET = 65536
 WAKES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """What was tried, whether it `passed`, and the number."""
-
-    name: str
-    passed: bool
-    number: str
-
-
-def versions(node: Node) -> Iterator[Line]:
-    """Everything imports; what it is."""
-    for module in (*IMPORTS, *(ON_GPU if has_transformer_engine() else ())):
-        importlib.import_module(module)
-    found = dict(chosen_backends())
-    if node.kind == "cuda":
-        program = shutil.which("nvidia-smi")
-        asked = [program or "nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(asked, capture_output=True, text=True, timeout=30.0, check=True).stdout.splitlines()[0]
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        found |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "cuDNN": str(torch.backends.cudnn.version())}
-    yield Line("versions and imports", True, ", ".join(f"{name} {version}" for name, version in found.items()))
+STEP_SEQUENCES = 4
 
 
 def all_reduce(node: Node) -> Iterator[Line]:
@@ -84,13 +65,12 @@ def weight_sync_latent(node: Node) -> Iterator[Line]:
 
 def _sync(node: Node, family: str, *, parts: int | None) -> Iterator[Line]:
     """Sync an engine of its own twice, with a step between; each time it holds what a fresh one holds of the ranks' checkpoint."""
-    if node.kind == "cuda" and node.num_gpus < 3:
-        raise UserError(f"2 ranks and 1 engine need 3 GPUs, this node has {node.num_gpus}")
+    gpus = node.engine_gpus()
     model, other = (node.model(f"{family}-{seed}", family=family, seed=seed) for seed in (0, 1))
     exported = [node.directory / f"{family}-exported-{number}" for number in (1, 2)]
     num_bytes = node.weight_bytes(model)
     bucket_bytes = TINY_BUCKET if parts is None else -(-num_bytes // parts)
-    node.ranks.open(node.settings(model, num_ranks=2, tp=2))
+    node.ranks.open(node.settings(model, num_ranks=node.num_trainers, tp=2))
 
     async def run(address: EngineAddress) -> tuple[list[str], float]:
         found, seconds = [], 0.0
@@ -107,9 +87,9 @@ def _sync(node: Node, family: str, *, parts: int | None) -> Iterator[Line]:
             await sync.disconnect()
         return found, seconds
 
-    with node.serving(other, gpu=2, name=f"{family}-engine") as address:
+    with node.serving(other, gpus=gpus, name=f"{family}-engine") as address:
         found, seconds = asyncio.run(run(address))
-    expected = [node.checksum(directory, gpu=2, name=f"{family}-fresh-{number}") for number, directory in enumerate(exported)]
+    expected = [node.checksum(directory, gpus=gpus, name=f"{family}-fresh-{number}") for number, directory in enumerate(exported)]
     passed = found == expected and found[0] != found[1]
     said = "equal" if passed else f"engine {found}, fresh engines {expected}"
     yield Line(
@@ -120,35 +100,42 @@ def _sync(node: Node, family: str, *, parts: int | None) -> Iterator[Line]:
 
 
 def layouts(node: Node) -> Iterator[Line]:
-    """Log-probs and gradient norms of every layout and attention against torch's on one rank."""
-    dense: dict[str, dict[str, Any]] = {"one": {"num_ranks": 1}, "tp2": {"num_ranks": 2, "tp": 2}, "cp2": {"num_ranks": 2, "cp": 2}}
-    experts: dict[str, dict[str, Any]] = {"one": {"num_ranks": 1}, "tp2": {"num_ranks": 2, "tp": 2}}
-    experts["ep2 etp1"] = {"num_ranks": 2, "tp": 2, "ep": 2, "etp": 1}
+    """Log-probs, gradient norms and a step of every layout and attention against torch's on one rank."""
+    one, tp2 = {"num_ranks": 1}, {"num_ranks": 2, "tp": 2}
+    dense = {"one": one, "tp2": tp2, "cp2": {"num_ranks": 2, "cp": 2}, "tp2 cp2": {"num_ranks": 4, "tp": 2, "cp": 2}}
+    experts = {"one": one, "tp2": tp2, "ep2 etp1": {**tp2, "ep": 2, "etp": 1}, "ep2 etp2": {"num_ranks": 4, "tp": 2, "ep": 2, "etp": 2}}
+    dense["tp2 pp2"] = experts["tp2 pp2"] = {"num_ranks": 4, "tp": 2, "pp": 2}
     window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
-    yield from _layouts(node, "qwen3", {}, dense)
-    yield from _layouts(node, "qwen3", window, dense)
-    yield from _layouts(node, "deepseek_v3", {}, experts)
+    yield _layouts(node, "qwen3", {}, dense)
+    yield _layouts(node, "qwen3", window, dense)
+    yield _layouts(node, "deepseek_v3", {}, experts)
 
 
-def _layouts(node: Node, family: str, config: Mapping[str, Any], tried: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
+def _layouts(node: Node, family: str, config: Mapping[str, Any], tried: Mapping[str, Mapping[str, Any]]) -> Line:
     name = f"{family}{' with windows' if config else ''}"
     model, batch = node.model(f"layouts of {name}", family=family, **config), node.batch()
     ways = ["torch", "transformer_engine"] if has_transformer_engine() else ["torch"]
-    seen: dict[str, tuple[Floats, float]] = {}
+    seen: dict[str, tuple[Floats, float, Floats]] = {}
     for attention in ways:
         for layout, topology in tried.items():
             # Transformer Engine has no windows in packed sequences that are divided over ranks.
             refused = attention == "transformer_engine" and "cp" in topology and "sliding_window" in config
             if topology["num_ranks"] <= node.ranks.count and not refused:
                 node.ranks.open(node.settings(model, attention=attention, **topology))
-                log_probs = node.ranks.call("log_probs", batch=batch, temperature=1.0)[0]
-                seen[f"{attention} {layout}"] = log_probs, node.ranks.call("train", batch=batch)[0]["train/grad_norm"]
-    log_probs, grad_norm = seen.pop("torch one")
-    delta = {way: float(np.abs(found - log_probs)[batch.loss_mask].mean()) for way, (found, _) in seen.items()}
-    norms = {way: abs(found / grad_norm - 1) for way, (_, found) in seen.items()}
-    passed = max(delta.values(), default=0.0) <= node.tolerance and max(norms.values(), default=0.0) <= GRADIENT_TOLERANCE[node.kind]
-    text = "; ".join(f"{way} {delta[way]:.1e}, {norms[way]:.1e}" for way in seen)
-    yield Line(f"layouts of {name} against torch on one rank", passed, f"mean |Δ log-prob|, relative Δ gradient norm: {text}")
+                before = node.ranks.call("log_probs", batch=batch, temperature=1.0)[0][batch.loss_mask]
+                norm = node.ranks.call("train", batch=batch)[0]["train/grad_norm"]
+                after = node.ranks.call("log_probs", batch=batch, temperature=1.0)[0][batch.loss_mask]
+                seen[f"{attention} {layout}"] = before, norm, after - before
+    log_probs, grad_norm, update = seen.pop("torch one")
+    limits = node.tolerance, GRADIENT_TOLERANCE[node.kind], UPDATE_TOLERANCE[node.kind]
+    apart = {}
+    for way, (found, norm, moved) in seen.items():
+        changed = np.abs(moved - update).mean() / np.abs(update).mean()
+        apart[way] = float(np.abs(found - log_probs).mean()), abs(norm / grad_norm - 1), float(changed)
+    passed = all(found <= limit for way in apart.values() for found, limit in zip(way, limits, strict=True))
+    text = "; ".join(f"{way} {log_prob:.1e}, {norm:.1e}, {moved:.1e}" for way, (log_prob, norm, moved) in apart.items())
+    said = f"mean |Δ log-prob|, relative Δ of gradient norm and of what a step changes: {text or 'nothing to compare with'}"
+    return Line(f"layouts of {name} against torch on one rank", passed and bool(apart), said)
 
 
 def put_away(node: Node) -> Iterator[Line]:
@@ -165,43 +152,61 @@ def put_away(node: Node) -> Iterator[Line]:
     yield Line("put away and take back", passed, f"{there} bytes, {away} while away, {back} after")
 
 
-class _OneEngine:
+class OneEngine:
     """The engines' side of `SharedDevices`, of one engine."""
 
     def __init__(self, node: Node, address: EngineAddress) -> None:
         self._node, self._address = node, address
 
     async def release_memory(self, parts: Any) -> None:
+        """Free these parts."""
         async with self._node.client(self._address) as client:
             await client.release_memory(parts)
 
     async def restore_memory(self, parts: Any) -> None:
+        """Allocate them again."""
         async with self._node.client(self._address) as client:
             await client.restore_memory(parts)
 
 
 def colocated(node: Node) -> Iterator[Line]:
-    """A rank and an engine on one device take turns; after each wake the engine generates what the rank would."""
+    """Ranks and an engine on the same devices take turns; after each wake the engine generates what the ranks would.
+
+    Between the first two wakes nothing is trained, so that the engine has to say the same again.
+    """
+    tp = node.engine_tp
     model, other = node.model("colocated"), node.model("colocated-start", seed=1)
-    node.ranks.open(node.settings(model, num_ranks=1))
+    node.ranks.open(node.settings(model, num_ranks=tp, tp=tp))
+    # A first step loads kernels and opens communicators, whose memory is not the engine's.
+    node.ranks.call("train", batch=node.batch())
     node.ranks.put_away(PARTS)
     differences: dict[float, list[float]] = {1.0: [], 0.7: []}
-    seconds: list[float] = []
-    with node.serving(other, gpu=0, name="colocated", colocated=True) as address, Watchdog() as watchdog:
-        turns = SharedDevices(node.ranks, _OneEngine(node, address), watchdog=watchdog)
+    seconds, awake, asleep, said = [], [], [], []
+    with node.serving(other, gpus=range(tp), name="colocated", colocated=True) as address, Watchdog() as watchdog:
+        turns = SharedDevices(node.ranks, OneEngine(node, address), watchdog=watchdog)
         for version in range(1, WAKES + 1):
             turns.take(Turn.SYNC)
             seconds.append(asyncio.run(_sync_by_ipc(node, address, model=model, version=version)))
             turns.take(Turn.GENERATION)
+            said.append(asyncio.run(_generate(node, address, 0.0)).tokens)
             made = {temperature: asyncio.run(_generate(node, address, temperature)) for temperature in differences}
+            awake.append(node.ranks.call("foreign_bytes")[0])
             turns.take(Turn.TRAINING)
+            asleep.append(node.ranks.call("foreign_bytes")[0])
             for temperature, batch in made.items():
                 by_trainer = node.ranks.call("log_probs", batch=batch, temperature=temperature)[0]
                 delta = np.abs(by_trainer - batch.rollout_log_probs)[batch.loss_mask]
                 differences[temperature].append(float(delta.mean()))
-            node.ranks.call("train", batch=node.batch())
+            if 1 < version < WAKES:
+                node.ranks.call("train", batch=node.batch())
+    problems = sleep_problems(awake=awake, asleep=asleep, pool=node.pool_bytes(model))
+    if not np.array_equal(said[0], said[1]):
+        problems.append("with the same weights it says something else after it has slept")
+    held = f", {min(awake)} bytes awake, {max(asleep)} asleep" if node.kind == "cuda" else ""
     speed = node.weight_bytes(model) / min(seconds) / 1e9
-    yield Line(f"sleep and wake of a colocated engine, {WAKES} times, generating after each", True, f"weights by ipc {speed:.3f} GB/s")
+    yield judged(
+        f"sleep and wake of a colocated engine, {WAKES} times, generating after each", f"weights by ipc {speed:.3f} GB/s{held}", problems
+    )
     for temperature, found in differences.items():
         passed = max(found) <= node.tolerance
         yield Line(f"log-probs of engine and trainer at temperature {temperature:g}", passed, f"mean |Δ| {max(found):.1e} nats")
@@ -232,34 +237,56 @@ async def _generate(node: Node, address: EngineAddress, temperature: float) -> T
 
 
 def plan(node: Node) -> Iterator[Line]:
-    """The memory of a step against the plan's, and how long it takes."""
+    """The memory of a step against the plan's, and its speed against the device's own."""
     sizes: dict[str, Any] = {"hidden": 1024, "layers": 28, "head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8}
     model = node.model("planned", **(sizes if node.kind == "cuda" else {"hidden": 256, "layers": 4}))
     settings = node.settings(model, num_ranks=1)
+    sampling = settings.rollout.sampling.model_copy(update={"max_response_tokens": node.longest - 1})
     settings = settings.model_copy(
         update={
-            "data": settings.data.model_copy(update={"prompts_per_step": 4, "max_prompt_tokens": 1}),
-            "rollout": settings.rollout.model_copy(
-                update={"sampling": settings.rollout.sampling.model_copy(update={"max_response_tokens": node.longest - 1})}
-            ),
+            "data": settings.data.model_copy(update={"prompts_per_step": STEP_SEQUENCES, "max_prompt_tokens": 1}),
+            "rollout": settings.rollout.model_copy(update={"sampling": sampling}),
         }
     )
-    batch = node.batch([node.longest - 1] * 4)
+    planned = _planned_bytes(node, model, settings)
+    batch = node.batch([node.longest - 1] * STEP_SEQUENCES)
+    node.ranks.open(settings)
+    node.ranks.call("train", batch=batch)
+    seconds = min(node.ranks.call("train", batch=batch)[0]["seconds"] for _ in range(2))
+    peak = node.ranks.call("peak_of_step", batch=batch)[0]
+    yield Line(
+        "memory of a step against the plan",
+        abs(peak / planned - 1) <= PLAN_TOLERANCE,
+        f"{peak} bytes, plan {planned} ({peak / planned - 1:+.1%})",
+    )
+    spec = read_model_spec(model)
+    possible = node.ranks.call("product_flops", rows=node.longest, columns=spec.hidden_size, dtype=node.dtype)[0]
+    speed = _step_flops(node, model) / seconds
+    yield Line(
+        "speed of a step against bare products of matrices",
+        speed >= LEAST_SHARE[node.kind] * possible,
+        f"{seconds:.3f} s a step, {speed / 1e12:.3g} of {possible / 1e12:.3g} TFLOP/s ({speed / possible:.1%})",
+    )
+
+
+def _planned_bytes(node: Node, model: Path, settings: Settings) -> int:
+    """Bytes of a step beyond weights, gradients and optimizer, as planned."""
     fused = node.kind == "cuda"
     planned_as = on_gpu(settings) if fused else settings
     (answer,) = measure([Job(planned_as, read_model_spec(model), fused=fused)])
     if answer.refused is not None:
         raise MegatronRLError(f"the plan refused the layout: {answer.refused}")
     (stage,) = stage_memories(planned_as, answer, frees_outputs=fused)
-    planned = stage.activations + max(stage.logits, stage.working)
-    node.ranks.open(settings)
-    node.ranks.call("train", batch=batch)
-    seconds = node.ranks.call("train", batch=batch)[0]["seconds"]
-    peak = node.ranks.call("peak_of_step", batch=batch)[0]
-    passed = abs(peak / planned - 1) <= PLAN_TOLERANCE
-    yield Line(
-        "memory of a step against the plan", passed, f"{peak} bytes, plan {planned} ({peak / planned - 1:+.1%}); {seconds:.2f} s a step"
-    )
+    return stage.activations + max(stage.logits, stage.working)
+
+
+def _step_flops(node: Node, model: Path) -> float:
+    """Of a step of full sequences: 6 for every token and weight that is multiplied, and causal attention's two products."""
+    spec = read_model_spec(model)
+    # The rows of the embedding are looked up.
+    weights = node.weight_bytes(model) // getattr(torch, node.dtype).itemsize - spec.vocab_size * spec.hidden_size
+    width = spec.num_heads * spec.head_dim
+    return 6.0 * STEP_SEQUENCES * node.longest * (weights + spec.num_layers * width * node.longest)
 
 
 def checkpoints(node: Node) -> Iterator[Line]:
@@ -291,3 +318,15 @@ LINES: Mapping[str, Callable[[Node], Iterator[Line]]] = {
     "checkpoints": checkpoints,
 }
 """What is tried, in this order."""
+LIMITS_S: Mapping[str, float] = {
+    "versions": 60.0,
+    "all-reduce": 60.0,
+    "weight sync": 150.0,
+    "weight sync of latent attention": 150.0,
+    "layouts": 230.0,
+    "put away and take back": 30.0,
+    "colocation": 120.0,
+    "plan": 60.0,
+    "checkpoints": 40.0,
+}
+"""How long each may take on a node of GPUs: 15 minutes together. What takes longer has failed."""

@@ -15,6 +15,7 @@ from megatron_rl.acceptance.tiny_models import write_tiny_model
 from megatron_rl.config.derived import AUTO_DTYPES
 from megatron_rl.config.settings import RolloutSettings, Settings
 from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import Engine, EngineAddress
 from megatron_rl.rollout.engine_pool import EnginePool
@@ -49,7 +50,7 @@ _DEEPSEEK = {
 
 
 class Node:
-    """`num_gpus` GPUs, or with kind "cpu" two processes in their place; everything is written below `directory`. Close it in the end."""
+    """`num_gpus` GPUs, or with kind "cpu" as many processes in their place; all is written below `directory`. Close it in the end."""
 
     def __init__(self, kind: Literal["cpu", "cuda"], *, num_gpus: int, directory: Path) -> None:
         self.kind, self.num_gpus, self.directory = kind, num_gpus, directory
@@ -67,10 +68,27 @@ class Node:
 
     @property
     def ranks(self) -> Ranks:
-        """Two ranks, or one where there is one GPU; others after `close`."""
+        """A rank for every GPU, of which a layout takes the first ones; others after `close`."""
         if self._ranks is None:
-            self._ranks = Ranks(2 if self.kind == "cpu" else min(2, self.num_gpus), directory=self.directory)
+            self._ranks = Ranks(self.num_gpus, directory=self.directory)
         return self._ranks
+
+    @property
+    def num_trainers(self) -> int:
+        """Ranks that train beside an engine of its own: two tensor parallel ones, two pairs of them where there are GPUs for both."""
+        return 4 if self.num_gpus >= 6 else 2
+
+    @property
+    def engine_tp(self) -> int:
+        """Tensor parallel ranks of an engine."""
+        return 2 if self.num_gpus >= 6 else 1
+
+    def engine_gpus(self) -> range:
+        """The GPUs of an engine beside those that train. Raises UserError where they are too few."""
+        needed = self.num_trainers + self.engine_tp
+        if self.kind == "cuda" and self.num_gpus < needed:
+            raise UserError(f"{self.num_trainers} ranks and 1 engine need {needed} GPUs, this node has {self.num_gpus}")
+        return range(self.num_trainers, needed)
 
     def close(self) -> None:
         """End the ranks."""
@@ -121,11 +139,13 @@ class Node:
         )
 
     @contextmanager
-    def serving(self, model: Path, *, gpu: int, name: str, colocated: bool = False) -> Iterator[EngineAddress]:
-        """An engine of one GPU that serves `model`."""
+    def serving(self, model: Path, *, gpus: Sequence[int], name: str, colocated: bool = False) -> Iterator[EngineAddress]:
+        """An engine on these GPUs that serves `model`; a `colocated` one has a cache that is large enough to be seen when it sleeps."""
         # Nothing is generated before a test asks: latent attention cannot on a CPU.
-        arguments: dict[str, Any] = {"skip_server_warmup": True, "max_total_tokens": 16384}
-        if self.kind == "cuda":
+        arguments: dict[str, Any] = {"skip_server_warmup": True, "max_total_tokens": self.cache_tokens if colocated else 16384}
+        if self.kind == "cpu":
+            arguments["tp_size"] = len(gpus)
+        else:
             arguments |= {"mem_fraction_static": 0.5, "cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
         engine = Engine(
             model,
@@ -134,7 +154,7 @@ class Node:
             dtype=self.dtype,
             seed=0,
             log_path=self.directory / f"{name}.log",
-            gpu_ids=(visible_gpu(gpu),) if self.kind == "cuda" else (),
+            gpu_ids=tuple(map(visible_gpu, gpus)) if self.kind == "cuda" else (),
             colocated=colocated,
         )
         try:
@@ -147,33 +167,46 @@ class Node:
         return EngineClient(address, request_timeout_s=REQUEST_TIMEOUT_S, control_timeout_s=SYNC_TIMEOUT_S)
 
     def weight_sync(self, client: EngineClient, transport: str, *, model: Path, bucket_bytes: int) -> WeightSync:
-        """The ranks' weights on their way to one engine, which is beside rank 0 or has a GPU of its own."""
+        """The ranks' weights on their way to one engine, which is beside the first ranks or has GPUs of its own."""
         surroundings = Surroundings(
             manifest=make_manifest(read_model_spec(model), dtype=self.dtype),
             directory=self.directory / "weights",
             free_address=free_address,
             backend="nccl" if self.kind == "cuda" else "gloo",
             num_engines=1,
-            ranks_per_engine=1,
+            ranks_per_engine=self.engine_tp,
             timeout_s=SYNC_TIMEOUT_S,
-            ranks_beside={client.address.url: (0,)},
+            ranks_beside={client.address.url: tuple(range(self.engine_tp))},
             bucket_bytes=bucket_bytes,
         )
         pool = EnginePool([client], max_requests=8)
         return WeightSync(lambda urls: TRANSPORTS[transport](surroundings), ranks=self.ranks, pool=pool, timeout_s=SYNC_TIMEOUT_S)
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of a colocated engine's cache."""
+        return 2**22 if self.kind == "cuda" else 16384
+
+    def pool_bytes(self, model: Path) -> int:
+        """Bytes of cache and weights that a colocated engine gives back on each of its GPUs, 0 without GPUs."""
+        if self.kind == "cpu":
+            return 0
+        spec = read_model_spec(model)
+        cache = self.cache_tokens * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * torch.bfloat16.itemsize
+        return (cache + self.weight_bytes(model)) // self.engine_tp
+
     def weight_bytes(self, model: Path) -> int:
         """Bytes that a sync moves."""
         return sum(spec.num_bytes for spec in make_manifest(read_model_spec(model), dtype=self.dtype))
 
-    def checksum(self, model: Path, *, gpu: int, name: str) -> str:
+    def checksum(self, model: Path, *, gpus: Sequence[int], name: str) -> str:
         """What an engine says that was started on `model`."""
 
         async def ask(address: EngineAddress) -> str:
             async with self.client(address) as client:
                 return await client.checksum()
 
-        with self.serving(model, gpu=gpu, name=name) as address:
+        with self.serving(model, gpus=gpus, name=name) as address:
             return asyncio.run(ask(address))
 
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -84,7 +85,8 @@ class Ranks:
         # Imported here: only what a rank runs on needs megatron-core.
         from megatron_rl.acceptance.tried_rank import Rank
 
-        self._directory = directory
+        # Of these ranks alone: a file at which others met would make new ones wait for them.
+        self._meetings = Path(tempfile.mkdtemp(prefix="ranks-", dir=directory))
         logs = [directory / f"rank-{number}.log" for number in range(count)]
         self._all = [Remote(partial(Rank, number), name=f"Megatron rank {number}", log=log) for number, log in enumerate(logs)]
         self._open = self._all
@@ -101,7 +103,7 @@ class Ranks:
             _result(future, what="closing a rank")
         self._num_opened += 1
         self._open = self._all[: settings.training.topology.num_ranks]
-        self.call("open", settings=settings, init_method=f"file://{self._directory}/rendezvous-{self._num_opened}")
+        self.call("open", settings=settings, init_method=f"file://{self._meetings}/rendezvous-{self._num_opened}")
 
     def begin(self, method: str, /, **arguments: Any) -> "list[Future[Any]]":
         """Start a call on every rank of the layout."""
@@ -113,7 +115,7 @@ class Ranks:
 
     def all_reduce(self, *, num_bytes: int, repeats: int) -> list[float]:
         """Seconds of an all-reduce of so many bytes over all processes, as each of them measured it."""
-        init_method = f"file://{self._directory}/all-reduce"
+        init_method = f"file://{self._meetings}/all-reduce"
         arguments = {"world": self.count, "init_method": init_method, "num_bytes": num_bytes, "repeats": repeats}
         futures = [rank.call("all_reduce", **arguments) for rank in self._all]
         return [_result(future, what="the all-reduce") for future in futures]

@@ -19,6 +19,7 @@ with quiet_megatron_imports():
     from megatron_rl.training.trainer import Trainer
 
 ALL_REDUCE_TIMEOUT_S = 120.0
+PRODUCTS, PRODUCT_TURNS = 20, 5
 
 
 class Rank:
@@ -90,6 +91,27 @@ class Rank:
         before = torch.cuda.memory_allocated()
         self.trainer.train(batch)
         return torch.cuda.max_memory_allocated() - before
+
+    def foreign_bytes(self) -> int:
+        """Bytes of this rank's GPU that are not torch's here: those of an engine beside it, CUDA's and NCCL's; 0 without a GPU."""
+        if self._device.kind == "cpu":
+            return 0
+        free, total = torch.cuda.mem_get_info(self._device.torch_device)
+        return total - free - torch.cuda.memory_reserved(self._device.torch_device)
+
+    def product_flops(self, rows: int, columns: int, dtype: str) -> float:
+        """Floating-point operations a second of this device in bare products [rows, columns] x [columns, 3 columns], at their fastest."""
+        options = {"dtype": getattr(torch, dtype), "device": self._device.torch_device}
+        left, right = torch.randn(rows, columns, **options), torch.randn(columns, 3 * columns, **options)
+        seconds = []
+        for _ in range(PRODUCT_TURNS):
+            self._wait()
+            start = time.perf_counter()
+            for _ in range(PRODUCTS):
+                torch.mm(left, right)
+            self._wait()
+            seconds.append(time.perf_counter() - start)
+        return PRODUCTS * 6.0 * rows * columns**2 / min(seconds)
 
     def state_bytes(self) -> int:
         """Bytes of the policy's parameters on the device; on a GPU of everything that torch has allocated."""

@@ -3,20 +3,25 @@
 import dataclasses
 import json
 import platform
+import signal
 import tempfile
 import time
-from collections.abc import Collection
-from contextlib import closing
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
 
-from megatron_rl.acceptance.lines import LINES, Line
+from megatron_rl.acceptance.judging import Line
+from megatron_rl.acceptance.lines import LIMITS_S, LINES
 from megatron_rl.acceptance.node import Node
-from megatron_rl.errors import UserError
+from megatron_rl.errors import DeadlineError, UserError
 from megatron_rl.files import write_atomic
 
 RESULT_FILE = "acceptance.json"
+STAND_INS = 2
+LONGER_ON_CPU = 3.0
+"""A few cores are shared by all that a node does with many and with GPUs."""
 
 
 def accept(directory: Path, *, on_cpu: bool, only: Collection[str] = tuple(LINES)) -> int:
@@ -24,25 +29,43 @@ def accept(directory: Path, *, on_cpu: bool, only: Collection[str] = tuple(LINES
 
     Raises UserError where there is no GPU, unless `on_cpu`: then two processes stand for GPUs, which tries the acceptance itself.
     """
-    num_gpus = torch.cuda.device_count()
+    num_gpus = STAND_INS if on_cpu else torch.cuda.device_count()
     if not on_cpu and not num_gpus:
         raise UserError("doctor --gpu found no GPU here; run it on the node to be accepted, or add --on-cpu to try the acceptance itself")
     directory.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="acceptance-", dir=directory))
-    start, rows = time.monotonic(), []
+    start, rows = time.monotonic(), list[dict[str, object]]()
+    machine = {"host": platform.node(), "gpus": [] if on_cpu else [torch.cuda.get_device_name(gpu) for gpu in range(num_gpus)]}
     with closing(Node("cpu" if on_cpu else "cuda", num_gpus=num_gpus, directory=place)) as node:
-        for title in only:
+        for number, title in enumerate(only, start=1):
             rows += _try(node, title)
-    summary = {
-        "machine": {"host": platform.node(), "gpus": [] if on_cpu else [torch.cuda.get_device_name(gpu) for gpu in range(num_gpus)]},
-        "passed": all(row["passed"] for row in rows),
-        "seconds": round(time.monotonic() - start, 1),
-        "lines": rows,
-    }
-    write_atomic(place / RESULT_FILE, json.dumps(summary, indent=2) + "\n")
+            # After each, so that what ends the command halfway leaves what was found.
+            complete, seconds = number == len(only), round(time.monotonic() - start, 1)
+            _write(place, {"machine": machine, "complete": complete, "seconds": seconds}, rows)
     num_failed = sum(not row["passed"] for row in rows)
-    print(f"{len(rows) - num_failed} of {len(rows)} lines passed in {summary['seconds']} s; for the issue tracker: {place / RESULT_FILE}")
+    print(f"{len(rows) - num_failed} of {len(rows)} lines passed in {seconds} s; for the issue tracker: {place / RESULT_FILE}")
     return int(num_failed > 0)
+
+
+def _write(place: Path, summary: Mapping[str, object], rows: list[dict[str, object]]) -> None:
+    passed = bool(summary["complete"]) and all(row["passed"] for row in rows)
+    write_atomic(place / RESULT_FILE, json.dumps({**summary, "passed": passed, "lines": rows}, indent=2) + "\n")
+
+
+@contextmanager
+def _within(seconds: float, *, what: str) -> Iterator[None]:
+    """Raise DeadlineError inside, wherever the main thread waits, after `seconds`."""
+
+    def stop(*_: object) -> None:
+        raise DeadlineError(f"{what} took longer than the {seconds:g} s that it has of 15 minutes")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _try(node: Node, title: str) -> list[dict[str, object]]:
@@ -57,8 +80,9 @@ def _try(node: Node, title: str) -> list[dict[str, object]]:
         rows.append({**dataclasses.asdict(line), "seconds": seconds})
 
     try:
-        for line in LINES[title](node):
-            say(line)
+        with _within(LIMITS_S[title] * (LONGER_ON_CPU if node.kind == "cpu" else 1.0), what=title):
+            for line in LINES[title](node):
+                say(line)
     except Exception as error:
         say(Line(title, passed=False, number=f"{type(error).__name__}: {error}"))
         # Whatever state the ranks are in, the next line begins with new ones.

@@ -5,19 +5,36 @@ file: `python tests/rehearsal/upstream_surface.py megatron-core FOLDER > tests/d
 """
 
 import ast
+import asyncio
+import contextlib
+import inspect
+import itertools
 import json
 import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
 
+import numpy as np
 import pytest
-from upstream_surface import TARGETS, Surface, changes, surface
+from upstream_surface import ARGUMENTS, ROUTES, TARGETS, VARIABLES, Surface, changes, own_variables, surface
 
-from megatron_rl.rollout.server_args import CPU_DEFAULTS, GPU_DEFAULTS, RECORD_ROUTING
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout import client as rollout_client
+from megatron_rl.rollout.client import EngineClient
+from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.server_args import OWNED, OWNED_PREFIXES, RECORD_ROUTING, server_arguments
 from megatron_rl.versions import known_releases
+from megatron_rl.weights.ipc import handle_of
 
-RECORDED = Path(__file__).parents[1] / "data" / "upstream"
-PACKAGE = Path(__file__).parents[2] / "megatron_rl"
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "tests" / "data" / "upstream"
+PACKAGE = ROOT / "megatron_rl"
 PINNED = sorted(
     {
         f"{release.distribution}-{release.version}"
@@ -26,6 +43,7 @@ PINNED = sorted(
         if release.distribution in TARGETS
     }
 )
+SGLANG_RELEASES = [release for release in PINNED if release.startswith("sglang")]
 # Keywords of a call here -> the target that takes them, in every pinned release.
 CALLS = {
     "initialize_model_parallel": "megatron/core/parallel_state.py:initialize_model_parallel",
@@ -38,19 +56,59 @@ CALLS = {
     "PackedSequences": "megatron/core/packed_seq_params.py:PackedSeqParams",
 }
 OWN = {"PackedSequences": {"positions", "lengths", "make_plan"}}
-# Fields of requests that rollout/client.py writes.
-REQUESTS = {
-    "GenerateReqInput": {"input_ids", "rid", "sampling_params", "return_logprob", "logprob_start_len", "stream"},
-    "PauseGenerationReqInput": {"mode"},
-    "ReleaseMemoryOccupationReqInput": {"tags"},
-    "ResumeMemoryOccupationReqInput": {"tags"},
-    "BeginWeightUpdateReqInput": {"selector"},
-    "InitWeightsUpdateGroupReqInput": {"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"},
-    "DestroyWeightsUpdateGroupReqInput": {"group_name"},
-    "UpdateWeightsFromDistributedReqInput": {"names", "dtypes", "shapes", "group_name", "flush_cache", "load_format", "weight_version"},
-    "UpdateWeightFromDiskReqInput": {"model_path", "flush_cache", "weight_version"},
-    "CheckWeightsReqInput": {"action"},
+# Every call of the engines' client, with arguments that make it write all that it ever writes.
+IDS = np.arange(2, 5)
+MADE_CALLS: dict[str, list[dict[str, Any]]] = {
+    "generate": [{"token_ids": IDS, "sampling": Sampling(max_tokens=1)}],
+    "score": [{"token_ids": IDS}],
+    "abort": [{"request_ids": ["a"]}],
+    "pause": [{"mode": "abort"}],
+    "resume": [{}],
+    "flush_cache": [{}],
+    "release_memory": [{"parts": ["weights"]}],
+    "restore_memory": [{"parts": ["weights"]}],
+    "weight_version": [{}],
+    "begin_weight_update": [{}],
+    "end_weight_update": [{}],
+    "join_group": [{"address": "h", "port": 1, "rank_offset": 1, "world_size": 2, "name": "n", "backend": "nccl"}],
+    "leave_group": [{"name": "n"}],
+    "receive_bucket": [{"names": [], "dtypes": [], "shapes": [], "group": "n", "version": 1}],
+    "take_bucket": [{"handles": ["h"], "version": 1}],
+    "load_weights": [{"path": Path("p"), "version": 1}],
+    "checksum": [{}],
 }
+ANSWERS = {"/model_info": {"weight_version": "1"}, "/weights_checker": {"per_engine_checksum": "c"}}
+
+
+@dataclass
+class Recorder:
+    """In the place of the client's connections: what is sent, as (method, path, body)."""
+
+    sent: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+
+    async def call(self, method: str, path: str, body: Any = None, **_: Any) -> Any:
+        self.sent.append((method, path, body or {}))
+        if path == "/generate":
+            raise EngineError("nobody generates")
+        return ANSWERS.get(path)
+
+
+@pytest.fixture(scope="module")
+def sent() -> list[tuple[str, str, dict[str, Any]]]:
+    """(method, path, fields and their values) of every request that is made to a server."""
+    client = EngineClient(EngineAddress("http://h", "key", 100, 100, 100, has_tokenizer=True), request_timeout_s=1.0)
+    recorder = client._transport = Recorder()  # type: ignore[assignment]
+
+    async def call_all() -> None:
+        for name, all_arguments in MADE_CALLS.items():
+            for arguments in all_arguments:
+                with contextlib.suppress(EngineError):
+                    await getattr(client, name)(**arguments)
+
+    asyncio.run(call_all())
+    asked = re.findall(r'"(/\w[\w/]*)"', (PACKAGE / "rollout" / "engine.py").read_text(encoding="utf-8"))
+    assert "/server_info" in asked, "what the start of an engine asks"
+    return [*recorder.sent, *(("GET", path, {}) for path in asked)]
 
 
 def recorded(release: str) -> Surface:
@@ -89,21 +147,140 @@ def test_megatron_takes_what_is_passed_to_it(release: str) -> None:
     assert not missing, "\n".join(sorted(missing))
 
 
-@pytest.mark.parametrize("release", [release for release in PINNED if release.startswith("sglang")])
-def test_sglang_takes_what_is_sent_to_it(release: str) -> None:
-    taken = recorded(release)
+def test_every_call_of_the_client_is_made_here(sent: list[tuple[str, str, dict[str, Any]]]) -> None:
+    public = {name for name, value in vars(EngineClient).items() if inspect.iscoroutinefunction(value) and not name.startswith("_")}
+    assert MADE_CALLS.keys() == public
+    written = set[str]()
+    for node in ast.walk(parsed(rollout_client)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in ("EngineClient", "_version"):
+            written |= set(_keys(node))
+    fields = {name for _, _, body in sent for name in body} | {name for _, _, body in sent for name in _sampling(body)}
+    assert len(written) > 20
+    assert written <= fields, "no call here makes the client write these"
+
+
+def parsed(thing: Any) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(thing)))
+
+
+def _keys(tree: ast.AST) -> Iterator[str]:
+    """String keys of all mappings that are written down, and of what is set in them later."""
+    for node in ast.walk(tree):
+        keys = node.keys if isinstance(node, ast.Dict) else []
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            keys = [node.slice]
+        yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+def _sampling(body: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a request's first sample."""
+    given = body.get("sampling_params", {})
+    return dict(given[0] if isinstance(given, list) else given)
+
+
+@pytest.mark.parametrize("release", SGLANG_RELEASES)
+def test_sglang_takes_what_is_sent_to_it(release: str, sent: list[tuple[str, str, dict[str, Any]]]) -> None:
+    assert refused(release, recorded(release), sent) == []
+
+
+def refused(release: str, taken: Surface, sent: list[tuple[str, str, dict[str, Any]]]) -> list[str]:
+    """A sentence for each route, field and parameter of `sent` requests that the server of `release` does not have."""
     fields = {target.rpartition(":")[2]: set(names) for target, names in taken.items()}
-    missing = [f"{release}: {name} has no {field}" for name, wanted in REQUESTS.items() for field in sorted(wanted - fields[name])]
-    set_here = {*CPU_DEFAULTS, *GPU_DEFAULTS, RECORD_ROUTING, *_owned_arguments()}
-    missing += [f"{release}: the server has no argument {name}" for name in sorted(set_here - set(taken["arguments of the server"]))]
-    assert not missing, "\n".join(missing)
+    routes = {path: (methods.split(","), dict(one.split(":") for one in rest)) for path, methods, *rest in map(str.split, taken[ROUTES])}
+    missing = []
+    for method, url, body in sent:
+        path, _, query = url.partition("?")
+        methods, parameters = routes.get(path, ([], {}))
+        if method not in methods:
+            missing.append(f"{release}: no {method} at {path}")
+            continue
+        missing += [f"{release}: {path} takes no {name} in its query" for name in dict(parse_qsl(query)) if name not in parameters]
+        known = fields.get(parameters.get("obj", ""), set())
+        missing += [f"{release}: {parameters.get('obj', path)} has no {name}" for name in body if name not in known]
+        missing += [f"{release}: SamplingParams has no {name}" for name in _sampling(body) if name not in fields["SamplingParams"]]
+    return missing
 
 
-def _owned_arguments() -> set[str]:
-    source = (PACKAGE / "rollout" / "server_args.py").read_text(encoding="utf-8")
-    block = re.search(r"owned: dict\[str, Any\] = \{(.*?)\n    \}", source, re.DOTALL)
-    assert block is not None, "server_arguments keeps what it sets in `owned`"
-    return set(re.findall(r'"(\w+)":', block[1]))
+def test_what_a_server_does_not_take_is_told(sent: list[tuple[str, str, dict[str, Any]]]) -> None:
+    taken = recorded(SGLANG_RELEASES[-1])
+    without: Surface = {name: list(values) for name, values in taken.items()}
+    requests = "sglang/srt/managers/io_struct.py"
+    for target, name in (
+        (f"{requests}:UpdateWeightFromDiskReqInput", "load_format"),
+        (f"{requests}:UpdateWeightsFromTensorReqInput", "serialized_named_tensors"),
+        (f"{requests}:GenerateReqInput", "return_routed_experts"),
+        ("sglang/srt/sampling/sampling_params.py:SamplingParams", "sampling_seed"),
+    ):
+        without[target].remove(name)
+    without[ROUTES] = [route.replace("timeout", "patience") for route in without[ROUTES] if not route.startswith("/ready ")]
+    assert sorted(set(refused("it", without, sent))) == [
+        "it: /flush_cache takes no timeout in its query",
+        "it: GenerateReqInput has no return_routed_experts",
+        "it: SamplingParams has no sampling_seed",
+        "it: UpdateWeightFromDiskReqInput has no load_format",
+        "it: UpdateWeightsFromTensorReqInput has no serialized_named_tensors",
+        "it: no GET at /ready",
+    ]
+
+
+def server_argument_names() -> set[str]:
+    """All that is ever set, by whatever an engine is."""
+    flags = ("needs_tokenizer", "records_routing", "colocated", "has_weights")
+    names = set[str]()
+    for kind, short, deterministic, *values in itertools.product(("cpu", "cuda"), *[(False, True)] * (2 + len(flags))):
+        names |= server_arguments(
+            {"enable_deterministic_inference": deterministic},
+            model_path=Path("m"),
+            device_kind=str(kind),
+            dtype="float32",
+            seed=0,
+            host="h",
+            port=1,
+            api_key="k",
+            num_gpus=1,
+            max_prompt_tokens=1 if short else None,
+            **dict(zip(flags, map(bool, values), strict=True)),
+        ).keys()
+    return names
+
+
+@pytest.mark.parametrize("release", SGLANG_RELEASES)
+def test_sglang_has_the_arguments_and_variables_that_are_set(release: str) -> None:
+    taken, names = recorded(release), server_argument_names()
+    written = set(_keys(parsed(server_arguments))) | {RECORD_ROUTING}
+    assert {"enable_memory_saver", "load_format", "disable_radix_cache", "attention_backend"} | written <= names
+    by_hand = {name for folder in ("examples", "megatron_rl/acceptance") for path in (ROOT / folder).rglob("*") for name in _by_hand(path)}
+    assert {"mem_fraction_static", "skip_server_warmup"} <= by_hand
+    missing = sorted((names | by_hand) - set(taken[ARGUMENTS]))
+    assert missing == [], f"{release}: the server has no such arguments"
+    unread = sorted(own_variables() - set(taken[VARIABLES]))
+    assert unread == [], f"{release}: the server reads no such variables"
+
+
+def _by_hand(path: Path) -> Iterator[str]:
+    """Arguments of the server in a file: rollout.sglang.NAME, below `sglang:`, and what the acceptance sets."""
+    if path.suffix not in (".sh", ".yaml", ".md", ".py"):
+        return
+    text = path.read_text(encoding="utf-8")
+    yield from re.findall(r"rollout\.sglang\.(\w+)", text)
+    for block in re.findall(r"sglang: *\{([^}]*)\}", text):
+        yield from re.findall(r"(\w+):", block)
+    for block in re.findall(r"\barguments\b.*= *\{(.*)\}", text) if path.name == "node.py" else ():
+        yield from re.findall(r'"(\w+)":', block)
+
+
+def test_each_argument_that_is_refused_is_one_of_some_release() -> None:
+    known = set[str]().union(*(recorded(release)[ARGUMENTS] for release in SGLANG_RELEASES))
+    assert sorted(set(OWNED) - known) == []
+    assert [prefix for prefix in OWNED_PREFIXES if not any(name.startswith(prefix) for name in known)] == []
+
+
+@pytest.mark.parametrize("release", SGLANG_RELEASES)
+def test_a_shared_bucket_is_described_as_sglang_does(release: str) -> None:
+    written = set(_keys(parsed(handle_of)))
+    described = {word.arg for node in ast.walk(parsed(handle_of)) if isinstance(node, ast.Call) for word in node.keywords}
+    names = (written | described) - {"flattened_tensor", "metadata", None}
+    assert names == set(recorded(release)["sglang/srt/weight_sync/tensor_bucket.py:FlattenedTensorMetadata"])
 
 
 def test_a_change_is_told_in_a_sentence() -> None:

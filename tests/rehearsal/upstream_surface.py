@@ -6,6 +6,7 @@ its packages lie (an unpacked wheel), this file prints their surface, for a file
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -57,7 +58,13 @@ SGLANG: Mapping[str, str] = {
         "UpdateWeightFromDiskReqInput",
         "CheckWeightsReqInput",
     )
+} | {
+    "sglang/srt/sampling/sampling_params.py:SamplingParams": "rollout/sampling.py",
+    "sglang/srt/weight_sync/tensor_bucket.py:FlattenedTensorMetadata": "weights/ipc.py",
 }
+ARGUMENTS, ROUTES, VARIABLES = "arguments of the server", "routes of the server", "variables of the environment"
+OTHERS = {ARGUMENTS: "rollout/server_args.py", ROUTES: "rollout/client.py", VARIABLES: "rollout/server_args.py"}
+ROLLOUT = Path(__file__).resolve().parents[2] / "megatron_rl" / "rollout"
 TARGETS: Mapping[str, Mapping[str, str]] = {"megatron-core": MEGATRON, "sglang": SGLANG}
 Surface = dict[str, list[str]]
 
@@ -68,10 +75,14 @@ def surface(distribution: str, root: Path) -> Surface:
     for target in TARGETS[distribution]:
         path, _, name = target.partition(":")
         file = root / path
-        node = _find(ast.parse(file.read_text(encoding="utf-8")), name.split(".")) if file.is_file() else None
-        found[target] = [] if node is None else list(_names(node))
+        tree = ast.parse(file.read_text(encoding="utf-8") if file.is_file() else "")
+        node = _find(tree, name.split("."))
+        found[target] = [] if node is None else [*_inherited(node, tree), *_names(node)]
     if distribution == "sglang":
-        found["arguments of the server"] = sorted(set(_server_arguments(root / "sglang" / "srt")))
+        found[ARGUMENTS] = sorted(set(_server_arguments(root / "sglang" / "srt")))
+        found[ROUTES] = sorted(_routes(root / "sglang" / "srt" / "entrypoints" / "http_server.py"))
+        read = set().union(*(_variables(path) for path in (root / "sglang" / "srt").rglob("*.py")))
+        found[VARIABLES] = sorted(read & own_variables())
     return found
 
 
@@ -80,6 +91,15 @@ def _find(tree: ast.AST, parts: list[str]) -> ast.AST | None:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == parts[0]:
             return node if len(parts) == 1 else _find(node, parts[1:])
     return None
+
+
+def _inherited(node: ast.AST, tree: ast.AST) -> Iterator[str]:
+    """Fields of a class's bases in the same file."""
+    for base in node.bases if isinstance(node, ast.ClassDef) else ():
+        found = _find(tree, [base.id]) if isinstance(base, ast.Name) else None
+        if found is not None:
+            yield from _inherited(found, tree)
+            yield from _names(found)
 
 
 def _names(node: ast.AST) -> Iterator[str]:
@@ -99,6 +119,36 @@ def _server_arguments(srt: Path) -> Iterator[str]:
                 yield from _names(node)
 
 
+def _routes(server: Path) -> Iterator[str]:
+    """ "/abort_request POST obj:AbortReq" of every route: its path, methods, and parameters with the names of their types."""
+    for node in ast.walk(ast.parse(server.read_text(encoding="utf-8"))):
+        for decorator in node.decorator_list if isinstance(node, ast.AsyncFunctionDef) else ():
+            if not isinstance(decorator, ast.Call) or not isinstance(decorator.func, ast.Attribute) or not decorator.args:
+                continue
+            path, kind = decorator.args[0], decorator.func.attr
+            methods = [ast.literal_eval(word.value) for word in decorator.keywords if word.arg == "methods"] or [[kind.upper()]]
+            if isinstance(path, ast.Constant) and kind in ("get", "post", "api_route"):
+                assert isinstance(node, ast.AsyncFunctionDef), "only those have decorators here"
+                parameters = [f"{argument.arg}:{_type_name(argument.annotation)}" for argument in node.args.args]
+                yield " ".join([str(path.value), ",".join(methods[0]), *parameters])
+
+
+def _type_name(annotation: ast.expr | None) -> str:
+    """What an annotation is about: AbortReq of Annotated[AbortReq, Body()], and of Optional[io_struct.AbortReq]."""
+    while isinstance(annotation, ast.Subscript):
+        annotation = annotation.slice.elts[0] if isinstance(annotation.slice, ast.Tuple) else annotation.slice
+    return "" if annotation is None else ast.unparse(annotation).rpartition(".")[2]
+
+
+def _variables(path: Path) -> set[str]:
+    return set(re.findall(r"\bSGLANG_\w+", path.read_text(encoding="utf-8")))
+
+
+def own_variables() -> set[str]:
+    """SGLang's variables of the environment that are named here."""
+    return set[str]().union(*map(_variables, ROLLOUT.glob("*.py")))
+
+
 def changes(distribution: str, before: Surface, after: Surface) -> list[str]:
     """One sentence for each target that is not as it was, naming what came and went and who relies on it here."""
     sentences = []
@@ -110,7 +160,7 @@ def changes(distribution: str, before: Surface, after: Surface) -> list[str]:
         what = " and ".join(
             [f"lost {', '.join(gone)}"] * bool(gone) + [f"gained {', '.join(came)}"] * bool(came) or ["has its parameters in another order"]
         )
-        place = TARGETS[distribution].get(target, "rollout/server_args.py")
+        place = {**TARGETS[distribution], **OTHERS}[target]
         sentences.append(f"{distribution}: {target} {what}: look at megatron_rl/{place}")
     return sentences
 

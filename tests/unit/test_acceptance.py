@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -11,15 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.acceptance import lines, verdict
-from megatron_rl.acceptance.lines import LINES, Line
+from megatron_rl.acceptance import lines, rank_processes, stack, verdict
+from megatron_rl.acceptance.judging import Line, cudnn_version, library_problems, pinned_libraries, sleep_problems
+from megatron_rl.acceptance.lines import LIMITS_S, LINES
 from megatron_rl.acceptance.node import Node, visible_gpu
+from megatron_rl.acceptance.rank_processes import Ranks as RealRanks
 from megatron_rl.acceptance.verdict import RESULT_FILE, accept
 from megatron_rl.cli import main
+from megatron_rl.doctor import Finding
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.models.attention.attention_fields import attention_fields
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.types import TrainBatch
+from megatron_rl.versions import installed_version, transformer_engine_release
 
 PLANNED = 1000
 
@@ -32,6 +37,7 @@ class Ranks:
     def __init__(self, *faults: str) -> None:
         self._faults, self._several, self._away = faults, False, False
         self._log_prob = self._saved = math.nan
+        self.steps = 0
 
     def _wrong_layout(self, name: str) -> bool:
         return name in self._faults and self._several
@@ -47,8 +53,16 @@ class Ranks:
         return np.full(len(batch.tokens), self._log_prob + 0.1 * wrong, np.float32)
 
     def _train(self, *, batch: Any) -> dict[str, float]:
-        self._log_prob = -1.0
-        return {"train/grad_norm": 2.0 + 0.1 * self._wrong_layout("gradients"), "seconds": 0.1}
+        self._log_prob = -1.0 - 0.1 * self._wrong_layout("update")
+        self.steps += 1
+        return {"train/grad_norm": 2.0 + 0.1 * self._wrong_layout("gradients"), "seconds": 1e6 if "slow" in self._faults else 0.1}
+
+    def _product_flops(self, *, rows: int, columns: int, dtype: str) -> float:
+        return 1e9
+
+    def _foreign_bytes(self) -> int:
+        """As long as the models are away an engine is there, of 1,000 bytes, and of 50 asleep."""
+        return 1050 if self._away or "insomnia" in self._faults else 50
 
     def _state_bytes(self) -> int:
         return 0 if self._away and "stays" not in self._faults else 100
@@ -121,7 +135,8 @@ def try_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     stage = SimpleNamespace(activations=PLANNED - 10, logits=1, working=10)
     monkeypatch.setattr(lines, "measure", lambda jobs: [SimpleNamespace(refused=None)])
     monkeypatch.setattr(lines, "stage_memories", lambda settings, answer, frees_outputs: (stage,))
-    monkeypatch.setattr(lines, "read_model_spec", lambda path: None)
+    spec = SimpleNamespace(vocab_size=1, hidden_size=2, num_layers=1, num_heads=1, head_dim=2)
+    monkeypatch.setattr(lines, "read_model_spec", lambda path: spec)
     monkeypatch.setattr(Node, "model", lambda self, name, **config: tmp_path)
     monkeypatch.setattr(Node, "weight_bytes", lambda self, model: 96)
 
@@ -140,10 +155,10 @@ FAULTS = [
     ("all-reduce", "slow"),
     ("layouts", "log-probs"),
     ("layouts", "gradients"),
+    ("layouts", "update"),
     ("put away and take back", "stays"),
     ("put away and take back", "gone"),
     ("put away and take back", "bits"),
-    ("plan", "memory"),
     ("checkpoints", "load"),
 ]
 
@@ -154,6 +169,17 @@ def test_a_line_fails_by_its_fault_alone(try_line: Callable[..., list[Line]], ti
     assert not any(line.passed for line in try_line(title, fault))
 
 
+@pytest.mark.parametrize(("fault", "passed"), [("none", [True, True]), ("memory", [False, True]), ("slow", [True, False])])
+def test_a_step_has_to_need_the_memory_of_the_plan_and_to_be_fast(
+    try_line: Callable[..., list[Line]], fault: str, passed: list[bool]
+) -> None:
+    lines_of_plan = try_line("plan", fault)
+    assert [line.passed for line in lines_of_plan] == passed
+    # 4 sequences of 64 tokens: 24 - 2 weights of 4 bytes that are multiplied, and 1 layer of 2 channels over 64 tokens, 6 operations each.
+    if fault == "none":
+        assert f"{6 * 4 * 64 * (22 + 2 * 64) / 0.1 / 1e12:.3g} of 0.001 TFLOP/s" in lines_of_plan[1].number
+
+
 @pytest.mark.parametrize("title", ["weight sync", "weight sync of latent attention"])
 def test_an_engine_has_to_hold_what_a_fresh_one_holds_after_each_sync(try_line: Callable[..., list[Line]], title: str) -> None:
     assert [line.passed for line in try_line(title)] == [True]
@@ -162,29 +188,148 @@ def test_an_engine_has_to_hold_what_a_fresh_one_holds_after_each_sync(try_line: 
         assert not line.passed, "the last of these never changed"
 
 
-def test_engine_and_trainer_have_to_agree_after_each_wake_at_each_temperature(
-    try_line: Callable[..., list[Line]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offset = 0.0
+@pytest.fixture
+def try_colocation(try_line: Callable[..., list[Line]], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[bool]]:
+    """`try_colocation("insomnia", offset=0.1)`: whether the lines of colocation pass; engines that are `forgetful` speak anew each time."""
 
-    async def sync(*_: Any, **__: Any) -> float:
-        return 1.0
+    def run(*faults: str, offset: float = 0.0, forgetful: bool = False) -> list[bool]:
+        asked = iter(range(10**6))
 
-    async def generate(node: Node, address: Any, temperature: float) -> TrainBatch:
-        engine = node.ranks._log_prob + offset  # type: ignore[attr-defined]
-        return TrainBatch.from_sequences(prompts=[[1]], responses=[[2, 3]], rollout_log_probs=[[engine, engine]])
+        async def sync(*_: Any, **__: Any) -> float:
+            return 1.0
 
-    monkeypatch.setattr(lines, "_sync_by_ipc", sync)
-    monkeypatch.setattr(lines, "_generate", generate)
-    assert [line.passed for line in try_line("colocation")] == [True, True, True]
-    assert [line.passed for line in try_line("colocation", "temperature")] == [True, True, False]
-    offset = 1e-3
-    assert [line.passed for line in try_line("colocation")] == [True, False, False]
+        async def generate(node: Node, address: Any, temperature: float) -> TrainBatch:
+            engine = node.ranks._log_prob + offset  # type: ignore[attr-defined]
+            token = next(asked) if forgetful else node.ranks.steps  # type: ignore[attr-defined]
+            return TrainBatch.from_sequences(prompts=[[1]], responses=[[token, 3]], rollout_log_probs=[[engine, engine]])
+
+        monkeypatch.setattr(lines, "_sync_by_ipc", sync)
+        monkeypatch.setattr(lines, "_generate", generate)
+        monkeypatch.setattr(Node, "pool_bytes", lambda self, model: 1000)
+        return [line.passed for line in try_line("colocation", *faults)]
+
+    return run
 
 
-def test_two_gpus_do_not_hold_two_ranks_and_an_engine(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="need 3 GPUs, this node has 2"):
+def test_engine_and_trainer_have_to_agree_after_each_wake_at_each_temperature(try_colocation: Callable[..., list[bool]]) -> None:
+    assert try_colocation() == [True, True, True]
+    assert try_colocation("temperature") == [True, True, False]
+    assert try_colocation(offset=1e-3) == [True, False, False]
+
+
+def test_a_colocated_engine_has_to_sleep_and_to_wake_as_it_was(try_colocation: Callable[..., list[bool]]) -> None:
+    assert try_colocation("insomnia") == [False, True, True]
+    assert try_colocation(forgetful=True) == [False, True, True]
+
+
+def test_sleep_is_judged_by_what_it_frees_and_by_what_it_keeps_each_time() -> None:
+    assert sleep_problems(awake=[1950, 1950], asleep=[1000, 1000], pool=1000) == []
+    assert sleep_problems(awake=[1950, 1950], asleep=[1000, 1060], pool=1000) == ["a sleep frees 890 bytes of 1000"]
+    assert sleep_problems(awake=[2000, 2150], asleep=[1000, 1150], pool=1000) == [
+        "asleep it holds 150 bytes more than after its first sleep"
+    ]
+    assert sleep_problems(awake=[5], asleep=[5], pool=0) == [], "nothing can be seen without a GPU"
+
+
+SOUND = {"driver": "580.82.07", "CUDA": "13.0", "NCCL": "2.28.9", "cuDNN": "9.15.1"}
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        ({"driver": "575.1"}, "driver is 575.1, needs 580 or newer"),
+        ({"CUDA": "12.9"}, "CUDA is 12.9, needs 13 or newer"),
+        ({"CUDA": "None"}, "CUDA is None, needs 13 or newer"),
+        ({"NCCL": "2.27.5"}, "NCCL 2.27.5 is loaded, installed is 2.28.9"),
+        ({"cuDNN": "9.10.2"}, "cuDNN 9.10.2 is loaded, installed is 9.15.1.9"),
+    ],
+)
+def test_a_library_that_does_not_fit_fails(found: dict[str, str], problem: str) -> None:
+    requirements = ["nvidia-nccl-cu13==2.28.9; platform_system == 'Linux'", "nvidia-cudnn-cu13==9.15.1.9", "nvidia-cudnn-frontend==1.1"]
+    pinned = pinned_libraries(requirements)
+    assert pinned == {"NCCL": "2.28.9", "cuDNN": "9.15.1.9"}
+    assert library_problems(SOUND, pinned) == library_problems(SOUND, {}) == []
+    (said,) = library_problems(SOUND | found, pinned)
+    assert said.startswith(problem)
+    assert cudnn_version(91501) == "9.15.1"
+
+
+def test_versions_fail_by_what_does_not_import_and_by_what_was_not_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: set[str] = set()
+    monkeypatch.setattr(stack, "check_import", lambda module: Finding(module, "broken" if module in broken else "ok", "it", "mend it"))
+    (line,) = LINES["versions"](Node("cpu", num_gpus=2, directory=tmp_path))
+    assert line.passed and "megatron-core 0.1" in line.number
+    broken.add("sglang.srt.server_args")
+    (line,) = LINES["versions"](Node("cpu", num_gpus=2, directory=tmp_path))
+    assert not line.passed and line.number.endswith("; sglang.srt.server_args it (mend it)")
+    broken.clear()
+    monkeypatch.setattr(stack, "installed_version", lambda name: "0.1")
+    (line,) = LINES["versions"](Node("cpu", num_gpus=2, directory=tmp_path))
+    assert not line.passed and "torch 0.1, tested with" in line.number
+
+
+def test_a_gpu_needs_the_transformer_engine_that_was_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dict(SOUND)
+    monkeypatch.setattr(stack, "check_import", lambda module: Finding(module, "ok", module))
+    monkeypatch.setattr(stack, "known_releases", lambda kind: ())
+    monkeypatch.setattr(stack, "_loaded_libraries", lambda: found)
+    node, release = Node("cuda", num_gpus=2, directory=tmp_path), transformer_engine_release()
+    assert installed_version(release.distribution) is None, "on this machine"
+    (line,) = LINES["versions"](node)
+    assert not line.passed and "transformer-engine not installed" in line.number
+    monkeypatch.setattr(stack.importlib.metadata, "version", lambda name: release.version)
+    monkeypatch.setattr(stack, "chosen_backends", lambda: {})
+    assert [line.passed for line in LINES["versions"](node)] == [True]
+    found["driver"] = "570.1"
+    assert [line.passed for line in LINES["versions"](node)] == [False]
+    found["driver"] = "580.1"
+    monkeypatch.setattr(stack.importlib.metadata, "version", lambda name: "1.0")
+    assert [line.passed for line in LINES["versions"](node)] == [False]
+
+
+def test_the_gpus_of_a_node_are_divided_between_ranks_and_an_engine(tmp_path: Path) -> None:
+    for num_gpus, trainers, gpus, tp in ((3, 2, [2], 1), (4, 2, [2], 1), (6, 4, [4, 5], 2), (8, 4, [4, 5], 2)):
+        node = Node("cuda", num_gpus=num_gpus, directory=tmp_path)
+        assert (node.num_trainers, list(node.engine_gpus()), node.engine_tp) == (trainers, gpus, tp)
+    with pytest.raises(UserError, match="2 ranks and 1 engine need 3 GPUs, this node has 2"):
         list(LINES["weight sync"](Node("cuda", num_gpus=2, directory=tmp_path)))
+
+
+def test_what_a_sleep_frees_is_the_cache_and_the_weights_of_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(num_layers=3, num_kv_heads=4, head_dim=5)
+    monkeypatch.setattr("megatron_rl.acceptance.node.read_model_spec", lambda path: spec)
+    monkeypatch.setattr(Node, "weight_bytes", lambda self, model: 1000)
+    # Keys and values of 2 bytes for every token, layer, head and channel.
+    cache = 2**22 * 3 * 2 * 4 * 5 * 2
+    for num_gpus, expected in ((3, cache + 1000), (8, (cache + 1000) // 2)):
+        assert Node("cuda", num_gpus=num_gpus, directory=tmp_path).pool_bytes(tmp_path) == expected
+    assert Node("cpu", num_gpus=2, directory=tmp_path).pool_bytes(tmp_path) == 0
+
+
+def test_one_rank_alone_has_nothing_to_be_compared_with(try_line: Callable[..., list[Line]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "count", 1)
+    assert [line.passed for line in try_line("layouts")] == [False] * 3
+
+
+def test_new_ranks_do_not_meet_where_others_have_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[str] = []
+
+    class Silent:
+        def __init__(self, make: Any, **_: Any) -> None:
+            """No process."""
+
+        def call(self, method: str, **arguments: Any) -> Any:
+            met.extend([arguments["init_method"]] if "init_method" in arguments else [])
+            return SimpleNamespace(result=lambda timeout: 0.1)
+
+    monkeypatch.setattr(rank_processes, "Remote", Silent)
+    settings = SimpleNamespace(training=SimpleNamespace(topology=SimpleNamespace(num_ranks=1)))
+    for _ in range(2):
+        ranks = RealRanks(1, directory=tmp_path)
+        ranks.all_reduce(num_bytes=4, repeats=1)
+        ranks.open(settings)  # type: ignore[arg-type]
+        ranks.open(settings)  # type: ignore[arg-type]
+    assert len(met) == len(set(met)) == 6
 
 
 def test_layouts_ask_for_nothing_that_transformer_engine_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +362,7 @@ def test_every_line_is_told_whatever_becomes_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:
     closed: list[bool] = []
+    monkeypatch.setattr(verdict, "LIMITS_S", {"broken": 60.0, "sound": 60.0})
 
     def broken(node: Node) -> Iterator[Line]:
         yield Line("first half", True, "1")
@@ -238,6 +384,41 @@ def test_every_line_is_told_whatever_becomes_of_the_others(
     assert not written["passed"]
     assert [(line["name"], line["passed"]) for line in written["lines"]] == [("first half", True), ("broken", False), ("sound", True)]
     assert accept(tmp_path, on_cpu=True, only=("sound",)) == 0
+
+
+def test_a_line_that_hangs_fails_and_lets_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(node: Node) -> Iterator[Line]:
+        yield Line("first half", True, "1")
+        time.sleep(60)
+
+    monkeypatch.setattr(verdict, "LINES", {"hangs": hangs, "sound": lambda node: iter([Line("sound", True, "2 GB/s")])})
+    monkeypatch.setattr(verdict, "LIMITS_S", {"hangs": 0.02, "sound": 60.0})
+    start = time.monotonic()
+    assert accept(tmp_path, on_cpu=True, only=("hangs", "sound")) == 1
+    assert time.monotonic() - start < 30
+    (result,) = tmp_path.glob(f"*/{RESULT_FILE}")
+    rows = json.loads(result.read_text())["lines"]
+    assert [row["passed"] for row in rows] == [True, False, True]
+    assert rows[1]["number"] == "DeadlineError: hangs took longer than the 0.06 s that it has of 15 minutes"
+
+
+def test_all_lines_together_have_15_minutes() -> None:
+    assert LIMITS_S.keys() == LINES.keys()
+    assert sum(LIMITS_S.values()) <= 900
+
+
+def test_what_ends_the_command_leaves_what_was_found_and_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(node: Node) -> Iterator[Line]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(verdict, "LINES", {"sound": lambda node: iter([Line("sound", True, "1")]), "interrupted": interrupted})
+    monkeypatch.setattr(verdict, "LIMITS_S", {"sound": 60.0, "interrupted": 60.0})
+    with pytest.raises(KeyboardInterrupt):
+        accept(tmp_path, on_cpu=True, only=("sound", "interrupted"))
+    (result,) = tmp_path.glob(f"*/{RESULT_FILE}")
+    written = json.loads(result.read_text())
+    assert (written["complete"], written["passed"], len(written["lines"])) == (False, False, 1)
 
 
 def test_without_a_gpu_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,9 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,12 +54,44 @@ def test_kernels_are_measured_beside_what_is_published(monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     monkeypatch.setattr(gpu, "measured", lambda call, repeats=1: (calls.append(call()), (12.0, 3.0))[1])
     monkeypatch.setattr(gpu, "row_maths_on_gpus", lambda: (dataclasses.replace(TORCH_ROWS, name="triton"), TORCH_ROWS))
-    monkeypatch.setattr(gpu, "other_sizes", lambda vocab: [(3, vocab, 4)])
-    gpu.bench_kernels(tokens=6, vocab=20, hidden=8)
+    gpu.bench_kernels(6, 20, 8, others=[(3, 20, 4)])
     printed = capsys.readouterr().out
     assert "differ by 0.0e+00 of the hidden states' gradient and 0.0e+00 of the weight's" in printed
     assert "  triton                             12.0 ms    3.0 GiB" in printed and "Liger" in printed and "167 ms" in printed
     assert "3 tokens, 20 x 4" in printed and len(calls) == 9
+
+
+def test_syncs_are_measured_where_each_transport_has_two_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    places = importlib.import_module("gpu_system").sync_places
+    assert places(SimpleNamespace(kind="cuda", num_gpus=2)) == {1: ["broadcast", "disk"], 0: ["ipc"]}
+    assert places(SimpleNamespace(kind="cuda", num_gpus=1)) == {0: ["disk", "ipc"]}, "NCCL refuses two ranks on one GPU"
+    assert places(SimpleNamespace(kind="cpu", num_gpus=2)) == {0: ["broadcast", "disk", "ipc"]}
+
+
+def test_activations_are_recomputed_only_where_the_plan_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    system = importlib.import_module("gpu_system")
+    monkeypatch.setattr(system, "memory_of", lambda node: 100)
+    monkeypatch.setattr(system, "read_model_spec", lambda path: None)
+    node = SimpleNamespace(kind="cpu", num_gpus=2, dtype="float32")
+    for peaks, way in (((100, 1), "nothing recomputed"), ((101, 100), "full recompute"), ((102, 101), "101 is too much")):
+        plans = [SimpleNamespace(peak=peak, verdict=f"{peak} is too much") for peak in peaks]
+        monkeypatch.setattr(system, "plan_layouts", lambda variants, spec, plans=plans, **_: plans)
+        settings, said = system._first_that_fits(node, tmp_path, tokens=64, sequences=8, longest=16)
+        assert said == way
+        recomputed = None if settings is None else bool(settings.model.megatron)
+        assert recomputed == {"nothing recomputed": False, "full recompute": True}.get(way)
+
+
+def test_operations_of_a_step_are_those_of_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    sizes = {"hidden_size": 2, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 5, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 7, "vocab_size": 11}
+    # Of each layer q and output, keys and values, gate, up and down; the head.
+    weights = 3 * (2 * (2 * 20) + 2 * (2 * 10) + 3 * 2 * 7) + 2 * 11
+    expected = sum(6 * weights * length + 3 * 3 * (2 * 2 * 20 * length**2 / 2) for length in (13, 17))
+    assert importlib.import_module("gpu_system").model_flops(sizes, np.array([13, 17])) == expected
 
 
 def test_a_peer_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:

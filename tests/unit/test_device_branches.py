@@ -1,21 +1,27 @@
-"""Everything in the rooms of ranks and engines that asks for the device is listed here, with what runs its GPU half without a GPU.
+"""Everything in the rooms of ranks and engines that asks for the device, or takes what only a GPU has, is listed here, with what runs its
+GPU half without a GPU.
 
 A branch that only a GPU runs fails on the first day of a user who has one. A new one is therefore rehearsed, or its entry says why it need
 not be.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
-ROOMS = ("training", "models", "rollout")
-WORDS = {"cuda", "cpu", "nccl", "gloo"}
-ATTRIBUTES = {"cuda", "is_cuda", "is_pinned", "pin_memory", "accelerator"}
-NAMES = {"local_device"}
+ROOMS = ("training", "models", "rollout", "weights", "algorithms")
+WORDS = re.compile(r"cuda(:.*)?|cpu(:.*)?|nccl|gloo|transformer_engine|triton|(CUDA|NCCL|NVTE|PYTORCH_(CUDA|HIP))_\w*")
+"""A whole string: a device, a backend, what is taken on GPUs alone, or a variable of the environment."""
+ATTRIBUTES = {"cuda", "is_cuda", "is_pinned", "pin_memory", "accelerator", "get_device", "get_backend", "is_nccl_available", "device_kind"}
+NAMES = {"local_device", "device_kind", "chosen_backends", "chosen_row_maths", "resolve_attention", "HAVE_TE"}
 
 TE = "tests/dist/test_te_layouts.py"  # trains on a pretended GPU
 ENGINE = "tests/unit/rollout/test_server_args.py"
+KERNELS = "tests/unit/models/test_head_kernels.py"  # in Triton's interpreter, and on the meta device
 REHEARSED: dict[str, str] = {
     "training/collectives.py collective_device": TE,
     "training/joining.py join": TE,
@@ -27,9 +33,21 @@ REHEARSED: dict[str, str] = {
     "training/resting.py RestingWeights.__init__": TE,
     "training/sharded_checkpoint.py _rng_state": TE,
     "training/sharded_checkpoint.py _set_rng_state": TE,
+    "training/teacher.py Teacher.__init__": TE,
+    "training/trained_model.py build_trained_model": TE,
+    "training/trained_model.py model_dtype": TE,
+    "models/attention/attention_fields.py attention_fields": TE,
     "models/attention/latent.py ReplicatedLinear.__init__": TE,
     "models/norms.py RMSNorm.__init__": TE,
+    "models/build.py PolicyModel._set_attention_backend": TE,
     "models/build.py build_model": TE,
+    "models/language_model_head.py row_maths": KERNELS,
+    "models/layer_spec.py _layer": TE,
+    "models/layer_spec.py layer_specs": TE,
+    "models/megatron_config.py transformer_config": TE,
+    "models/unavailable_fields.py check_recompute": "tests/unit/models/test_recompute.py",
+    "algorithms/head_statistics.py add_product": KERNELS,
+    "weights/ipc.py _HandlePickler.reducer_override": "tests/unit/weights/test_ipc.py",
     "models/hf_weights.py _from_owner": TE,
     "models/megatron_config.py resolve_attention": TE,
     "models/megatron_config.py _topology_fields": TE,
@@ -49,6 +67,15 @@ THE_SAME_ON_A_GPU: dict[str, str] = {
     "models/norms.py NormOverHeads.__init__": "where its weight lies, as that of RMSNorm, which is rehearsed",
     "models/attention/packed.py PackedAttention._sinks": "where they lie, as the weight of RMSNorm, which is rehearsed",
     "models/packed_sequences.py packed_sequences": "a default",
+    "models/attention/attention_fields.py ": "the names of the choices",
+    "models/head_kernels.py ": "the kernels' name",
+    "models/unavailable_fields.py ": "how another setting is called",
+    "algorithms/head_statistics.py ": "the size of a chunk",
+    "algorithms/log_prob.py ": "the size of a chunk",
+    "weights/ipc.py IpcSender.send": "torch drops what nobody uses any more",
+    "weights/ipc.py IpcSender._offer": "files that a CPU's memory leaves",
+    "weights/ipc.py IpcSender._those_that_took": "users of a CPU's memory, which are counted here",
+    "weights/ipc.py allocate_shared": "torch.empty, where a CPU needs a file",
     "rollout/server_args.py keeps_prefixes": "what the CPU's server does not have",
     "rollout/sglang_server.py main": "shims for a server without a GPU",
     "rollout/sglang_shims.py allocate_host_memory_unpinned": "shims for a server without a GPU",
@@ -67,7 +94,9 @@ def named_nodes(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]
 
 def asks_for_the_device(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
-        return isinstance(node.value, str) and node.value in WORDS
+        return isinstance(node.value, str) and WORDS.fullmatch(node.value) is not None
+    if isinstance(node, ast.Attribute) and node.attr == "kind":
+        return ast.unparse(node.value).endswith("device")
     return (isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES) or (isinstance(node, ast.Name) and node.id in NAMES)
 
 
@@ -88,4 +117,25 @@ def test_every_question_for_the_device_is_rehearsed_or_has_a_reason() -> None:
 def test_a_new_branch_is_found() -> None:
     method = "class A:\n    def f(self, x):\n        if x.device.type == 'cuda':\n            return x.pin_memory()\n"
     assert found(f"{method}\ndef g(): return local_device()", "a.py") == {"a.py A.f", "a.py g"}
-    assert found("def f(device): return device.index", "a.py") == set()
+    assert found("def f(device): return device.index, pair.kind", "a.py") == set()
+
+
+@pytest.mark.parametrize(
+    "idiom",
+    [
+        "torch.zeros(1, device=f'cuda:{rank}')",
+        "x.to('cuda:0')",
+        "x.is_cuda",
+        "torch.cuda.synchronize()",
+        "self._device.kind",
+        "SIZES[device.kind]",
+        "dist.get_backend(group)",
+        "os.environ['CUDA_VISIBLE_DEVICES']",
+        "os.environ.get('NVTE_DEBUG')",
+        "attention == 'transformer_engine'",
+        "chosen_row_maths(x.device.type, 'bfloat16')",
+        "resolve_attention(choice)",
+    ],
+)
+def test_every_idiom_is_found(idiom: str) -> None:
+    assert found(f"def f(): return {idiom}", "a.py") == {"a.py f"}

@@ -7,7 +7,7 @@ from packaging.requirements import Requirement
 
 from megatron_rl import doctor
 from megatron_rl.doctor import GIB, Finding
-from megatron_rl.versions import Release, known_releases
+from megatron_rl.versions import Release, known_releases, transformer_engine_release
 
 ROOT = Path(__file__).parents[2]
 RAY = Release(distribution="ray", version="2.60.0", accepted=">=2.50", purpose="processes")
@@ -28,21 +28,23 @@ def required_versions(name: str, python: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("minor", [10, 11, 12])
 @pytest.mark.parametrize(
-    ("kind", "files"), [("cpu", ["cpu.txt", "cpu-nodeps.txt", "torchvision.txt", "constraints.txt"]), ("cuda", ["gpu.txt"])]
+    ("kind", "files"),
+    [("cpu", ["cpu.txt", "cpu-nodeps.txt", "torchvision.txt", "constraints.txt"]), ("cuda", ["gpu.txt", "gpu-build.txt"])],
 )
 def test_table_holds_what_the_requirement_files_pin(kind: str, files: list[str], minor: int) -> None:
     python = f"3.{minor}"
     pins = {distribution: version for name in files for distribution, version in required_versions(name, python).items()}
-    table = {release.distribution: release.version for release in known_releases(kind, python=(3, minor))}  # type: ignore[arg-type]
+    releases = [*known_releases(kind, python=(3, minor)), transformer_engine_release(python=(3, minor))]  # type: ignore[arg-type]
+    table = {release.distribution: release.version for release in releases}
     shared = table.keys() & pins.keys()
-    assert {"megatron-core", "sglang"} <= shared
+    assert {"megatron-core", "sglang"} | ({"transformer-engine"} if kind == "cuda" else set()) <= shared
     assert {name: table[name] for name in shared} == {name: pins[name] for name in shared}
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("minor", [10, 11, 12])
 def test_tested_versions_are_accepted(kind: str, minor: int) -> None:
-    for release in known_releases(kind, python=(3, minor)):  # type: ignore[arg-type]
+    for release in (*known_releases(kind, python=(3, minor)), transformer_engine_release(python=(3, minor))):  # type: ignore[arg-type]
         assert release.accepts(release.version), release
         assert release.is_tested(f"{release.version}+cpu")
 

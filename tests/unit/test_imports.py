@@ -36,6 +36,7 @@ SIDEWAYS = {
     "rollout": {"device", "rendezvous"},
     "weights": {"device", "models", "rendezvous", "rollout"},
     "cli": {"doctor", "acceptance"},
+    "acceptance": {"doctor"},
     "__main__": {"cli"},
 }
 # Rooms that can be used and tested without a GPU stack.

@@ -1,29 +1,42 @@
-"""What one GPU does, with published figures beside: the language model head's statistics, and train steps.
+"""What GPUs do, with published figures beside: the language model head's statistics, train steps, weight syncs, turns, GRPO steps.
 
-    python tools/bench/gpu.py [--only kernels|training] [--tokens 8192] [--vocab 151936] [--hidden 4096]
+    python tools/bench/gpu.py [--only kernels|training|weights|sleep|step] [--tokens 8192] [--vocab 151936] [--hidden 4096] [--rehearse]
 
 kernels   log-prob, entropy and varentropy of the head, forward and backward, with Triton's kernels and with torch, and their parts:
           the bare matrix products, and statistics and gradient of one chunk's logits. Smaller and larger sizes show where the rule of
           `device.chosen_row_maths` would have to change.
-training  MFU, tokens/s and peak memory of 0.6B and 4B at 16k and 64k packed tokens, as in tools/bench/training.py.
+training  MFU, tokens/s and peak memory of 0.6B and 4B at 16k and 64k packed tokens, data parallel on all GPUs, with activations
+          recomputed where the plan needs it.
+weights   seconds per GB and peak memory of a sync of the 0.6B from a rank to an engine, by transport.
+sleep     seconds of the turns that a rank and an engine of the 0.6B take on one GPU, and what stays on it.
+step      whole GRPO steps of the 0.6B by `megatron-rl train`, ranks and engines in turns on all GPUs.
 
-Without --only all parts run. Where there is no GPU it says so and measures nothing.
+Without --only all parts run; one that fails says why and lets the others run. Where there is no GPU it says so and measures nothing, but
+with --rehearse it runs all parts in small sizes, Triton's kernels in its interpreter: that tries this script and measures nothing else.
 """
 
 import argparse
+import os
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import torch
-import training
 from torch import Tensor
 
 from megatron_rl.algorithms.head_statistics import add_product, head_statistics
 from megatron_rl.algorithms.log_prob import TORCH_ROWS, RowMaths, Shard, gather_partials
+from megatron_rl.errors import MegatronRLError
 
-PARTS = ("kernels", "training")
-DEVICE = "cuda"
+PARTS = ("kernels", "training", "weights", "sleep", "step")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STAND_INS = 2
+"""Processes in the place of GPUs."""
+GRPO_STEPS = 5
 GIB = 2**30
 PUBLISHED = """\
   published on one H100 at 8,192 tokens, vocabulary 151,936, hidden 4,096, bfloat16 (huggingface/trl#7244):
@@ -36,8 +49,15 @@ PUBLISHED = """\
 
 
 def measured(call: Callable[[], object], repeats: int = 10) -> tuple[float, float]:
-    """The fastest of `repeats` calls in ms, after two to warm up and compile, and the peak memory in GiB, inputs included."""
+    """The fastest of `repeats` calls in ms, after two to warm up and compile, and the peak memory in GiB, inputs included.
+
+    On a CPU one call, and nothing of memory.
+    """
     times = []
+    if DEVICE == "cpu":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3, 0.0
     for number in range(repeats + 2):
         if number == 2:
             torch.cuda.reset_peak_memory_stats()
@@ -90,14 +110,14 @@ class Head:
             add_product(self.buffer, logits.t(), hidden)
 
 
-def bench_kernels(*, tokens: int, vocab: int, hidden: int) -> None:
-    """Print time and memory of both row maths at the size asked for, with their parts, and the time at other sizes."""
+def bench_kernels(tokens: int, vocab: int, hidden: int, *, others: Sequence[tuple[int, int, int]]) -> None:
+    """Print time and memory of both row maths at the size asked for, with their parts, and the time at `others`."""
     both = row_maths_on_gpus()
     print(f"head of {vocab:,} x {hidden:,}, {tokens:,} tokens, log-prob + entropy + varentropy, forward + backward")
     _bench_size(Head(tokens, vocab, hidden), both)
     print(PUBLISHED)
     print(f"  {'other sizes':<40}" + "".join(f"{rows.name + ' ms':>10}" for rows in both))
-    for size in other_sizes(vocab):
+    for size in others:
         case = Head(*size)
         times = [measured(partial(case.statistics, rows), 5)[0] for rows in both]
         print(f"  {'{:,} tokens, {:,} x {:,}'.format(*size):<40}" + "".join(f"{ms:>10.2f}" for ms in times))
@@ -142,22 +162,64 @@ def _bench_rows(rows: RowMaths, head: Head) -> None:
 
 def main() -> int:
     """Run the parts asked for."""
-    parser = argparse.ArgumentParser(description="Benchmark the language model head and train steps on one GPU.")
+    parser = argparse.ArgumentParser(description="Benchmark the language model head, train steps, weight syncs and GRPO steps on GPUs.")
     parser.add_argument("--only", choices=PARTS, help="one part; all when not given")
     parser.add_argument("--tokens", type=int, default=8192, help="rows of the kernels part")
     parser.add_argument("--vocab", type=int, default=151_936, help="vocabulary of the kernels part")
     parser.add_argument("--hidden", type=int, default=4096, help="hidden size of the kernels part")
+    parser.add_argument("--rehearse", action="store_true", help="run every part in small sizes on the CPU, to try this script")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    if arguments.rehearse:
+        # Read when the kernels are imported.
+        os.environ["TRITON_INTERPRET"] = "1"
+    elif DEVICE == "cpu":
         print("gpu: nothing was measured, because this machine has no GPU that torch can use; run it on one with CUDA.")
         return 0
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    if arguments.only in (None, "kernels"):
-        bench_kernels(tokens=arguments.tokens, vocab=arguments.vocab, hidden=arguments.hidden)
-        torch.cuda.empty_cache()
-    if arguments.only in (None, "training"):
-        training.bench_gpu(token_counts=(16_384, 65_536))
-    return 0
+    print(f"a rehearsal on the CPU, torch {torch.__version__}" if arguments.rehearse else f"{torch.cuda.get_device_name()}, {_stack()}")
+    failed = [part for part in PARTS if arguments.only in (None, part) and not run_part(part, arguments)]
+    if failed:
+        print(f"gpu: failed: {', '.join(failed)}")
+    return int(bool(failed))
+
+
+def _stack() -> str:
+    return f"{torch.cuda.device_count()} of them, torch {torch.__version__}, CUDA {torch.version.cuda}"
+
+
+def run_part(part: str, arguments: argparse.Namespace) -> bool:
+    """Run one part, with ranks and engines of its own; False when it failed, which it says."""
+    try:
+        if part == "kernels":
+            sizes = (4, 64, 8) if arguments.rehearse else (arguments.tokens, arguments.vocab, arguments.hidden)
+            bench_kernels(*sizes, others=[] if arguments.rehearse else other_sizes(arguments.vocab))
+            if DEVICE == "cuda":
+                torch.cuda.empty_cache()
+        else:
+            _run_on_node(part, rehearse=arguments.rehearse)
+    except (MegatronRLError, RuntimeError) as error:
+        print(f"{part}: failed: {error}", flush=True)
+        return False
+    return True
+
+
+def _run_on_node(part: str, *, rehearse: bool) -> None:
+    # Imported here: the kernels need no ranks.
+    import gpu_system
+
+    from megatron_rl.acceptance.node import Node
+
+    sizes = gpu_system.REHEARSED if rehearse else gpu_system.ON_GPU
+    num_gpus = STAND_INS if rehearse else torch.cuda.device_count()
+    with tempfile.TemporaryDirectory(prefix=f"gpu-{part}-") as directory:
+        # A sync has one rank and one engine, each on a GPU of its own where there are two.
+        count = min(2, num_gpus) if part in ("weights", "sleep") else num_gpus
+        with closing(Node("cpu" if rehearse else "cuda", num_gpus=count, directory=Path(directory))) as node:
+            if part == "step":
+                gpu_system.bench_step(node, sizes, steps=GRPO_STEPS)
+            else:
+                {"training": gpu_system.bench_training, "weights": gpu_system.bench_weights, "sleep": gpu_system.bench_sleep}[part](
+                    node, sizes
+                )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """Speed of a train step against transformers, and how well sequences are packed and balanced.
 
-    python tools/bench/training.py [--only packing|step|gpu]
+    python tools/bench/training.py [--only packing|step]
 
 packing  padding, micro-batches and imbalance over data-parallel ranks against the best possible, on three mixes of 1,024 lengths.
 step     tokens/s of supervised train steps, one thread per rank, of one rank and of two, against the same model in transformers
          on the same tokens, padded and packed; all take turns in the same processes. Share of the step outside forward,
          backward and optimizer.
-gpu      MFU and peak memory of dense 0.6B and 4B configurations at 4k and 16k packed tokens; needs a GPU.
 
-Without --only all parts run that can. Tokens are real ones, never padding.
+Without --only both run. On GPUs tools/bench/gpu.py measures train steps. Tokens are real ones, never padding.
 """
 
 import argparse
@@ -34,9 +33,7 @@ from megatron_rl.data.packing import make_shards, micro_batch_tokens, pack, sequ
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.types import Ints, Shard, TrainBatch
 
-PARTS = ("packing", "step", "gpu")
-GPU_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Dense bf16 FLOP/s by the vendor's data sheets."""
+PARTS = ("packing", "step")
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 QWEN3_06B = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
@@ -281,58 +278,10 @@ def _print_step(figures: dict[str, float], num_ranks: int) -> None:
     print(f"  share of our step outside forward, backward and optimizer: {outside:.1%}")
 
 
-# GPU
-
-
-def model_flops(model: dict[str, Any], lengths: Ints) -> float:
-    """Floating-point operations of forward and backward: 6 per weight and token, and causal attention's two products."""
-    hidden, layers, width = model["hidden_size"], model["num_hidden_layers"], model["num_attention_heads"] * model["head_dim"]
-    kv_width = model["num_key_value_heads"] * model["head_dim"]
-    weights = layers * hidden * (2 * width + 2 * kv_width + 3 * model["intermediate_size"]) + hidden * model["vocab_size"]
-    return float(6.0 * weights * lengths.sum() + 6.0 * layers * width * (lengths.astype(np.float64) ** 2).sum())
-
-
-def gpu_case(name: str, tokens: int) -> None:
-    """Print one configuration's MFU and peak memory; bf16, no recompute, one sequence of `tokens` in each of four micro-batches."""
-    with quiet_megatron_imports():
-        from megatron_rl.training.trainer import Trainer
-
-    peak = next((flops for gpu, flops in GPU_PEAK_FLOPS.items() if gpu in torch.cuda.get_device_name()), None)
-    lengths = np.full(4, tokens)
-    with tempfile.TemporaryDirectory() as directory:
-        model = make_model(Path(directory), name, dtype=torch.bfloat16)
-        trainer = Trainer.of(make_settings(model, num_ranks=1, max_tokens=tokens), rank=0, init_method=f"file://{directory}/meet")
-        batch = make_batch(lengths, vocab_size=MODELS[name]["vocab_size"])
-        (shard,) = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=tokens, seed=0)
-        # A step ends by reading its metrics from the device, so that the clock needs no synchronisation of its own.
-        seconds = min(take_turns({name: lambda: consume(trainer.train_shard(shard))}, 3)[name])
-        distributed.destroy_process_group()
-    mfu = "unknown, no peak FLOP/s for this GPU" if peak is None else f"{model_flops(MODELS[name], lengths) / seconds / peak:.1%}"
-    memory = torch.cuda.max_memory_allocated() / 2**30
-    print(f"  {name}, {tokens:,} packed tokens: {lengths.sum() / seconds:,.0f} tokens/s, MFU {mfu}, peak {memory:.1f} GiB")
-
-
-def consume(result: object) -> None:
-    """Drop a result."""
-
-
-def bench_gpu(token_counts: Sequence[int] = (4096, 16_384)) -> None:
-    """Run every configuration in a process of its own, because a process can join Megatron's groups once."""
-    print(f"{torch.cuda.get_device_name()}, bf16, one GPU")
-    context = multiprocessing.get_context("spawn")
-    for name in ("0.6B", "4B"):
-        for tokens in token_counts:
-            process = context.Process(target=gpu_case, args=(name, tokens))
-            process.start()
-            process.join()
-            if process.exitcode:
-                print(f"  {name}, {tokens:,} packed tokens: failed with exit code {process.exitcode}")
-
-
 def main() -> int:
     """Run the parts asked for."""
     parser = argparse.ArgumentParser(description="Benchmark packing and train steps.")
-    parser.add_argument("--only", choices=PARTS, help="one part; all that can run when not given")
+    parser.add_argument("--only", choices=PARTS, help="one part; both when not given")
     parser.add_argument("--sequences", type=int, help="sequences of the packing part; a small and a large batch when not given")
     parser.add_argument("--longest", type=int, default=16_384, help="longest sequence and token budget of the packing part")
     parser.add_argument("--dp", type=int, default=8, help="data-parallel ranks of the packing part")
@@ -346,11 +295,6 @@ def main() -> int:
             bench_packing(count=131_072, longest=512, dp=128)
     if "step" in parts:
         bench_step(steps=arguments.steps)
-    if "gpu" in parts:
-        if torch.cuda.is_available():
-            bench_gpu()
-        else:
-            print("gpu: skipped, there is no GPU")
     return 0
 
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
@@ -260,16 +260,16 @@ def memory_bytes(processes: Sequence[psutil.Process]) -> int:
 
 
 class Peak:
-    """The largest memory of each of some groups of processes within a `with` block, beyond that at its start; looked at every 5 ms."""
+    """The largest of each of some `readings` of memory in bytes within a `with` block, beyond that at its start; read every 5 ms."""
 
-    def __init__(self, *groups: Sequence[psutil.Process]) -> None:
-        self._groups, self.bytes = groups, [0] * len(groups)
-        self._before = [memory_bytes(group) for group in groups]
+    def __init__(self, *readings: Callable[[], int]) -> None:
+        self._readings, self.bytes = readings, [0] * len(readings)
+        self._before = [reading() for reading in readings]
         self._stop, self._thread = threading.Event(), threading.Thread(target=self._watch)
 
     def _watch(self) -> None:
         while not self._stop.wait(0.005):
-            now = [memory_bytes(group) - before for group, before in zip(self._groups, self._before, strict=True)]
+            now = [reading() - before for reading, before in zip(self._readings, self._before, strict=True)]
             self.bytes = list(map(max, self.bytes, now))
 
     def __enter__(self) -> "Peak":
@@ -284,7 +284,7 @@ class Peak:
 async def measure(sync: WeightSync, *, version: int, sender: Sequence[psutil.Process], receiver: Sequence[psutil.Process]) -> Cost:
     """One sync."""
     before = cpu_seconds(sender), cpu_seconds(receiver)
-    with Peak(sender, receiver) as peak:
+    with Peak(partial(memory_bytes, sender), partial(memory_bytes, receiver)) as peak:
         start = time.perf_counter()
         await sync.run(version=version)
         seconds = time.perf_counter() - start
