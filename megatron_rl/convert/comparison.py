@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.convert.sources import HuggingFaceSource, Source, open_source
 from megatron_rl.device import local_device, prepare_megatron
+from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel, build_model
 from megatron_rl.models.hf_weights import load_weights
 from megatron_rl.models.megatron_config import transformer_config
@@ -113,16 +115,52 @@ def _near(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 def outputs(source: Source, tokens: Sequence[Tensor]) -> list[Outputs]:
     """What the model of `source` makes of each prompt [T]."""
-    if isinstance(source, HuggingFaceSource) and not source.quantised:
-        return _by_transformers(source.path, tokens)
-    return _by_megatron(source, tokens)
+    return _by_transformers(source, tokens) if run_by_transformers(source) else _by_megatron(source, tokens)
+
+
+def run_by_transformers(source: Source) -> bool:
+    """Whether `source` is what transformers reads: plain safetensors."""
+    return isinstance(source, HuggingFaceSource) and not source.quantised
+
+
+def transformers_config(source: Source) -> Any:
+    """What transformers' class of the architecture makes of config.json, whatever `model_type` says there: Kimi-K2 has one of its own.
+
+    No code of the directory is run. Raises UserError when transformers has no such class, or refuses the file.
+    """
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    named = getattr(transformers, source.spec.architecture, None)
+    unopened = f"transformers {transformers.__version__}, by which {source.directory} is to be run,"
+    if named is None:
+        raise UserError(f"{unopened} has no {source.spec.architecture}; install a release that has it, or leave --verify out")
+    # How the class stores its weights transformers looks up by the type of the model.
+    given = {key: value for key, value in source.config.items() if key != "auto_map"} | {"model_type": named.config_class.model_type}
+    try:
+        return named.config_class.from_dict(given)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{unopened} does not take its config.json ({' '.join(str(error).split())}); correct the file") from error
 
 
 @torch.no_grad()
-def _by_transformers(path: Path, tokens: Sequence[Tensor]) -> list[Outputs]:
+def _by_transformers(source: Source, tokens: Sequence[Tensor]) -> list[Outputs]:
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False).eval()
+    config = transformers_config(source)
+    named = getattr(transformers, source.spec.architecture)
+    try:
+        model, report = named.from_pretrained(source.path, config=config, dtype=torch.float32, output_loading_info=True)
+    except (AssertionError, OSError, RuntimeError, ValueError) as error:
+        words = " ".join(str(error).split())
+        raise UserError(f"transformers {transformers.__version__} cannot open {source.path} ({words}); leave --verify out") from error
+    unfilled = sorted(report["missing_keys"])
+    if unfilled:
+        raise UserError(
+            f"transformers {transformers.__version__} finds nothing for {unfilled[0]} in {source.path} and would take random numbers; "
+            "leave --verify out"
+        )
+    model.eval()
     made = []
     for ids in tokens:
         answer = model(ids[None], output_hidden_states=True, use_cache=False)
