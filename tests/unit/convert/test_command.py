@@ -10,7 +10,7 @@ import torch
 from megatron_rl.cli import main
 from megatron_rl.convert import conversion
 from megatron_rl.convert.comparison import compare
-from megatron_rl.convert.conversion import parse_options
+from megatron_rl.convert.conversion import Options, check_verifiable, convert, parse_options
 from megatron_rl.convert.tensor_comparison import TensorComparison
 from megatron_rl.errors import UserError
 
@@ -58,6 +58,11 @@ def test_what_cannot_be_verified_is_known_before_the_conversion(tiny_model, tmp_
         words = capsys.readouterr().err
         assert "by which" in words and "does not take its config.json" in words and "pad_token_id" in words
         assert words.count("\n") == 1 and not (tmp_path / to).exists()
+    convert(path, tmp_path / "ours", Options())
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--verify"]) == 2 and not (tmp_path / "back").exists()
+    # Codes are not run by transformers.
+    check_verifiable(tmp_path / "ours", Options(quantise=True))
+    capsys.readouterr()
     assert main(["convert", str(path), str(tmp_path / "merged"), "--adapter", "any", "--verify"]) == 2
     assert "--verify was given with --adapter" in capsys.readouterr().err
 
