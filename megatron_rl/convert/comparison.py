@@ -3,6 +3,7 @@
 Legend: T tokens of a prompt, V vocabulary, H hidden channels.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Comparison:
     """How far two models are apart: |Δ log-prob| of the prompts' next tokens, the share of places where both have the same argmax.
 
     `layer` is the first one, counted from 0, behind which hidden states part by more than `tolerance` of their size, None without one.
+    `tolerance` None is of models whose weights differ on purpose, by rounding.
     """
 
     num_tokens: int
@@ -49,20 +51,22 @@ class Comparison:
     mean_difference: float
     same_argmax: float
     layer: int | None
-    tolerance: float
+    tolerance: float | None
 
     @property
     def same(self) -> bool:
-        """Whether the two are one model."""
-        return self.layer is None and self.max_difference <= 100 * self.tolerance
+        """Whether the two are one model. Where their weights differ on purpose, whether both give numbers."""
+        allowed = sys.float_info.max if self.tolerance is None else 100 * self.tolerance
+        return self.layer is None and self.max_difference <= allowed
 
     def line(self) -> str:
         """In words."""
+        numbers = f"{self.num_tokens} tokens: |Δ log-prob| max {self.max_difference:.2e}, mean {self.mean_difference:.2e}; same argmax "
+        numbers += f"{self.same_argmax:.2%}; "
+        if self.tolerance is None:
+            return f"{numbers}that is what rounding the weights does"
         where = "hidden states agree behind every layer" if self.layer is None else f"hidden states part behind layer {self.layer}"
-        return (
-            f"{self.num_tokens} tokens: |Δ log-prob| max {self.max_difference:.2e}, mean {self.mean_difference:.2e}; same argmax "
-            f"{self.same_argmax:.2%}; {where} (by more than {self.tolerance:g} of their size)"
-        )
+        return f"{numbers}{where} (by more than {self.tolerance:g} of their size)"
 
 
 def prompts(spec: ModelSpec) -> list[Tensor]:
@@ -74,7 +78,7 @@ def prompts(spec: ModelSpec) -> list[Tensor]:
     return [torch.randint(0, spec.vocab_size, (length,), generator=generator) for length in lengths]
 
 
-def compare(one: Path, other: Path, *, config: Path | None = None, tolerance: float = 1e-5) -> Comparison:
+def compare(one: Path, other: Path, *, config: Path | None = None, tolerance: float | None = 1e-5) -> Comparison:
     """Run both checkpoints in float32 and compare. Hugging Face directories are run by transformers, quantised ones and ours by Megatron.
 
     `config` is the Hugging Face directory of a foreign checkpoint `one`.
@@ -87,7 +91,7 @@ def compare(one: Path, other: Path, *, config: Path | None = None, tolerance: fl
     return difference(tokens, first, second, tolerance=tolerance)
 
 
-def difference(tokens: Sequence[Tensor], first: Sequence[Outputs], second: Sequence[Outputs], *, tolerance: float) -> Comparison:
+def difference(tokens: Sequence[Tensor], first: Sequence[Outputs], second: Sequence[Outputs], *, tolerance: float | None) -> Comparison:
     """The comparison of what two models make of the prompts `tokens`, each [T]."""
     apart, agree = [], []
     layers: list[int] = []
@@ -95,8 +99,8 @@ def difference(tokens: Sequence[Tensor], first: Sequence[Outputs], second: Seque
         following = ids[1:, None]
         apart.append((one.log_probs[:-1].gather(1, following) - other.log_probs[:-1].gather(1, following)).abs().flatten().double())
         agree.append((one.log_probs.argmax(-1) == other.log_probs.argmax(-1)).double())
-        parted = [index for index, pair in enumerate(zip(one.hidden, other.hidden, strict=True)) if not _near(*pair, tolerance)]
-        layers += parted[:1]
+        if tolerance is not None:
+            layers += [index for index, pair in enumerate(zip(one.hidden, other.hidden, strict=True)) if not _near(*pair, tolerance)][:1]
     gaps = torch.cat(apart)
     return Comparison(
         num_tokens=len(torch.cat(agree)),

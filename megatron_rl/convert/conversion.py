@@ -230,7 +230,7 @@ def check_verifiable(path: Path, options: Options) -> None:
 def verify_conversion(path: Path, target: Path, options: Options) -> tuple["TensorComparison", "Comparison"]:
     """Compare `target` with what was asked for, tensor by tensor, and run both sides.
 
-    The first is exact whatever the options. Rounding and codes move hidden states, so in the second they are allowed what they need.
+    The first is exact whatever the options. What rounding and codes do to outputs the second can only say: a router's tie has no bound.
     """
     from megatron_rl.convert.comparison import compare
     from megatron_rl.convert.tensor_comparison import compare_tensors
@@ -241,5 +241,6 @@ def verify_conversion(path: Path, target: Path, options: Options) -> tuple["Tens
     ):
         units = _units(source, options)
         tensors = compare_tensors(source, written, _changes(source, units, options), units)
-    tolerance = 0.2 if options.quantise else 2e-2 if options.dtype not in (None, torch.float32) else 1e-5
+    rounded = options.quantise or options.dtype not in (None, torch.float32)
+    tolerance = None if rounded else 1e-5
     return tensors, compare(path, target, config=options.config, tolerance=tolerance)

@@ -119,6 +119,22 @@ def test_a_block_of_zeros_and_numbers_near_zero_are_as_near_as_float8_has_them(t
     assert compared(path, tmp_path / "fp8", Options(quantise=True)).same
 
 
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        (Options(to="hf"), 1e-5),
+        (Options(to="hf", dtype=torch.float32), 1e-5),
+        (Options(to="hf", dtype=torch.bfloat16), None),
+        (Options(quantise=True), None),
+    ],
+)
+def test_outputs_have_to_agree_where_nothing_is_rounded(tiny_model, tmp_path, monkeypatch, options, tolerance):
+    path = tiny_model()
+    convert(path, tmp_path / "made", options)
+    monkeypatch.setattr(comparison, "compare", lambda *arguments, config, tolerance: tolerance)
+    assert verify_conversion(path, tmp_path / "made", options)[1] == tolerance
+
+
 def test_another_config_is_named_by_its_field(tiny_model, tmp_path):
     path = tiny_model()
     convert(path, tmp_path / "made", Options(to="hf"))

@@ -223,6 +223,15 @@ def test_the_numbers_of_a_comparison():
     assert difference([ids], [Outputs(one, hidden)], [Outputs(one * float("nan"), hidden)], tolerance=0.01).max_difference == float("inf")
 
 
+def test_what_rounding_does_is_said_and_not_judged():
+    ids, hidden = torch.tensor([0, 1]), (torch.ones(2, 2),)
+    one, other = (torch.tensor(rows).log() for rows in ([[0.5, 0.5]] * 2, [[0.9, 0.1]] * 2))
+    moved = difference([ids], [Outputs(one, hidden)], [Outputs(other, (-hidden[0],))], tolerance=None)
+    assert moved.same and moved.layer is None and moved.max_difference == pytest.approx(1.6094379)
+    assert "max 1.61e+00" in moved.line() and moved.line().endswith("that is what rounding the weights does")
+    assert not difference([ids], [Outputs(one, hidden)], [Outputs(other * float("nan"), hidden)], tolerance=None).same
+
+
 def test_what_nobody_loads_is_not_a_number(tiny_model, one_rank, monkeypatch):
     """Bridge#5262: models were compared whose parameters had never been loaded."""
     monkeypatch.setattr(comparison, "load_weights", lambda *arguments: None)
