@@ -54,7 +54,7 @@ def load_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, checkpoint: Nam
 
 
 def load_parameter(parameter: Tensor, rule: Rule, spec: ModelSpec, checkpoint: NamedTensors, *, tp_rank: int, tp: int) -> None:
-    """Fill `parameter`, what rank `tp_rank` of `tp` has of the one that `rule` describes, from `checkpoint`; see `load_hf_weights`."""
+    """Fill `parameter`, of any shape, what rank `tp_rank` of `tp` has of the one of `rule`, from `checkpoint`; see `load_hf_weights`."""
     tensors = [checkpoint.read(tensor.name, tensor.shape) for tensor in rule.tensors]
     local = shard(rule.sharding, combine(rule.sharding, tensors, spec, tp=tp), tp_rank=tp_rank, tp=tp)
     assert local.shape == parameter.shape, f"{rule.megatron}: table gives {tuple(local.shape)}, model has {tuple(parameter.shape)}"
