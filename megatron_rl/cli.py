@@ -162,7 +162,7 @@ def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | boo
 @click.option("--max-shard-size", default="4GB", show_default=True, metavar="SIZE", help="Largest file, such as 500MB or 4GB.")
 @click.option("--copy-code", is_flag=True, help="Copy Python files of the source, too. They are never run here.")
 @click.option("--drop-mtp", is_flag=True, help="Leave out layers of multi-token prediction; they are kept as they are when not given.")
-@click.option("--verify", is_flag=True, help="Run both sides on fixed prompts in float32 and compare; needs memory for the model.")
+@click.option("--verify", is_flag=True, help="Compare all tensors; run both sides on prompts in float32 (needs memory for the model).")
 def convert_checkpoint(source: Path, target: Path, verify: bool, max_shard_size: str, **asked: Any) -> int:
     """Convert the checkpoint SOURCE into the directory TARGET, tensor by tensor, without a GPU.
 
@@ -170,16 +170,18 @@ def convert_checkpoint(source: Path, target: Path, verify: bool, max_shard_size:
     verl; its files say which. TARGET appears when it is complete; after a kill the same command goes on where it stopped.
     The exit status is 2 when --verify finds that the two differ.
     """
-    from megatron_rl.convert.conversion import convert, parse_options, say_on_terminal, verify_conversion
+    from megatron_rl.convert.conversion import check_verifiable, convert, parse_options, say_on_terminal, verify_conversion
 
     options = parse_options(max_shard_size=max_shard_size, **asked)
+    if verify:
+        check_verifiable(source, options)
     done = convert(source, target, options, say=say_on_terminal)
     print(f"{target}: {done.to}, {done.num_bytes / 1e9:.2f} GB in {done.seconds:.1f} s ({done.num_bytes / 1e9 / done.seconds:.2f} GB/s)")
     if not verify:
         return 0
     compared = verify_conversion(source, target, options)
-    print(compared.line(), flush=True)
-    return 0 if compared.same else 2
+    print("\n".join(found.line() for found in compared), flush=True)
+    return 0 if all(found.same for found in compared) else 2
 
 
 @cli.command(name="verify-checkpoint", short_help="Look for damage in a checkpoint.")

@@ -3,10 +3,12 @@
 Legend: T tokens of a prompt, V vocabulary, H hidden channels.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.convert.sources import HuggingFaceSource, Source, open_source
 from megatron_rl.device import local_device, prepare_megatron
+from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel, build_model
 from megatron_rl.models.hf_weights import load_weights
 from megatron_rl.models.megatron_config import transformer_config
@@ -40,6 +43,7 @@ class Comparison:
     """How far two models are apart: |Δ log-prob| of the prompts' next tokens, the share of places where both have the same argmax.
 
     `layer` is the first one, counted from 0, behind which hidden states part by more than `tolerance` of their size, None without one.
+    `tolerance` None is of models whose weights differ on purpose, by rounding.
     """
 
     num_tokens: int
@@ -47,20 +51,22 @@ class Comparison:
     mean_difference: float
     same_argmax: float
     layer: int | None
-    tolerance: float
+    tolerance: float | None
 
     @property
     def same(self) -> bool:
-        """Whether the two are one model."""
-        return self.layer is None and self.max_difference <= 100 * self.tolerance
+        """Whether the two are one model. Where their weights differ on purpose, whether both give numbers."""
+        allowed = sys.float_info.max if self.tolerance is None else 100 * self.tolerance
+        return self.layer is None and self.max_difference <= allowed
 
     def line(self) -> str:
         """In words."""
+        numbers = f"{self.num_tokens} tokens: |Δ log-prob| max {self.max_difference:.2e}, mean {self.mean_difference:.2e}; same argmax "
+        numbers += f"{self.same_argmax:.2%}; "
+        if self.tolerance is None:
+            return f"{numbers}that is what rounding the weights does"
         where = "hidden states agree behind every layer" if self.layer is None else f"hidden states part behind layer {self.layer}"
-        return (
-            f"{self.num_tokens} tokens: |Δ log-prob| max {self.max_difference:.2e}, mean {self.mean_difference:.2e}; same argmax "
-            f"{self.same_argmax:.2%}; {where} (by more than {self.tolerance:g} of their size)"
-        )
+        return f"{numbers}{where} (by more than {self.tolerance:g} of their size)"
 
 
 def prompts(spec: ModelSpec) -> list[Tensor]:
@@ -72,7 +78,7 @@ def prompts(spec: ModelSpec) -> list[Tensor]:
     return [torch.randint(0, spec.vocab_size, (length,), generator=generator) for length in lengths]
 
 
-def compare(one: Path, other: Path, *, config: Path | None = None, tolerance: float = 1e-5) -> Comparison:
+def compare(one: Path, other: Path, *, config: Path | None = None, tolerance: float | None = 1e-5) -> Comparison:
     """Run both checkpoints in float32 and compare. Hugging Face directories are run by transformers, quantised ones and ours by Megatron.
 
     `config` is the Hugging Face directory of a foreign checkpoint `one`.
@@ -85,7 +91,7 @@ def compare(one: Path, other: Path, *, config: Path | None = None, tolerance: fl
     return difference(tokens, first, second, tolerance=tolerance)
 
 
-def difference(tokens: Sequence[Tensor], first: Sequence[Outputs], second: Sequence[Outputs], *, tolerance: float) -> Comparison:
+def difference(tokens: Sequence[Tensor], first: Sequence[Outputs], second: Sequence[Outputs], *, tolerance: float | None) -> Comparison:
     """The comparison of what two models make of the prompts `tokens`, each [T]."""
     apart, agree = [], []
     layers: list[int] = []
@@ -93,8 +99,8 @@ def difference(tokens: Sequence[Tensor], first: Sequence[Outputs], second: Seque
         following = ids[1:, None]
         apart.append((one.log_probs[:-1].gather(1, following) - other.log_probs[:-1].gather(1, following)).abs().flatten().double())
         agree.append((one.log_probs.argmax(-1) == other.log_probs.argmax(-1)).double())
-        parted = [index for index, pair in enumerate(zip(one.hidden, other.hidden, strict=True)) if not _near(*pair, tolerance)]
-        layers += parted[:1]
+        if tolerance is not None:
+            layers += [index for index, pair in enumerate(zip(one.hidden, other.hidden, strict=True)) if not _near(*pair, tolerance)][:1]
     gaps = torch.cat(apart)
     return Comparison(
         num_tokens=len(torch.cat(agree)),
@@ -113,16 +119,52 @@ def _near(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 def outputs(source: Source, tokens: Sequence[Tensor]) -> list[Outputs]:
     """What the model of `source` makes of each prompt [T]."""
-    if isinstance(source, HuggingFaceSource) and not source.quantised:
-        return _by_transformers(source.path, tokens)
-    return _by_megatron(source, tokens)
+    return _by_transformers(source, tokens) if run_by_transformers(source) else _by_megatron(source, tokens)
+
+
+def run_by_transformers(source: Source) -> bool:
+    """Whether `source` is what transformers reads: plain safetensors."""
+    return isinstance(source, HuggingFaceSource) and not source.quantised
+
+
+def transformers_config(source: Source) -> Any:
+    """What transformers' class of the architecture makes of config.json, whatever `model_type` says there: Kimi-K2 has one of its own.
+
+    No code of the directory is run. Raises UserError when transformers has no such class, or refuses the file.
+    """
+    import transformers
+
+    unopened = f"transformers {transformers.__version__}, by which {source.directory} is to be run,"
+    try:
+        named = getattr(transformers, source.spec.architecture)
+    except AttributeError as error:
+        raise UserError(f"{unopened} has no {source.spec.architecture}; install a release that has it, or leave --verify out") from error
+    # How the class stores its weights transformers looks up by the type of the model.
+    given = {key: value for key, value in source.config.items() if key != "auto_map"} | {"model_type": named.config_class.model_type}
+    try:
+        return named.config_class.from_dict(given)
+    except Exception as error:  # its classes refuse a file in many ways, each family's in its own
+        raise UserError(f"{unopened} does not take its config.json ({' '.join(str(error).split())}); correct the file") from error
 
 
 @torch.no_grad()
-def _by_transformers(path: Path, tokens: Sequence[Tensor]) -> list[Outputs]:
+def _by_transformers(source: Source, tokens: Sequence[Tensor]) -> list[Outputs]:
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False).eval()
+    config = transformers_config(source)
+    named = getattr(transformers, source.spec.architecture)
+    try:
+        model, report = named.from_pretrained(source.path, config=config, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # as above
+        words = " ".join(str(error).split())
+        raise UserError(f"transformers {transformers.__version__} cannot open {source.path} ({words}); leave --verify out") from error
+    unfilled = sorted(report["missing_keys"])
+    if unfilled:
+        raise UserError(
+            f"transformers {transformers.__version__} finds nothing for {unfilled[0]} in {source.path} and would take random numbers; "
+            "leave --verify out"
+        )
+    model.eval()
     made = []
     for ids in tokens:
         answer = model(ids[None], output_hidden_states=True, use_cache=False)

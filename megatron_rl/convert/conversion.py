@@ -24,11 +24,12 @@ from megatron_rl.models.families.config_keys import MTP_KEYS
 from megatron_rl.models.hf_files import MAX_SHARD_BYTES, STALE, copy_model_files
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
-from megatron_rl.models.stored_weights import of_mtp
+from megatron_rl.models.weight_table import of_mtp
 from megatron_rl.training.checkpoint_manifest import sha256
 
 if TYPE_CHECKING:
     from megatron_rl.convert.comparison import Comparison
+    from megatron_rl.convert.tensor_comparison import TensorComparison
 
 Format = Literal["hf", "megatron"]
 _REPORT_EVERY_S = 5.0
@@ -65,9 +66,9 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
     started = time.monotonic()
     with closing(open_source(path, config=options.config, dequantised_dtype=options.dtype)) as source:
         to = _target_format(source, options)
-        units = [unit for unit in source.units() if not (options.drop_mtp and _is_mtp(unit, source))]
+        units = _units(source, options)
         if any(map(source.config.get, MTP_KEYS)) and not options.drop_mtp and not any(_is_mtp(unit, source) for unit in units):
-            say(f"{path} has no layers of multi-token prediction, and {target} promises none; a run has them in `hf` beside its checkpoint")
+            say(f"{path} has no layers of multi-token prediction, and {target} promises none")
         changes = _changes(source, units, options)
         pieces = [_piece(source, unit, changes) for unit in units]
         num_bytes = sum(piece.num_bytes for piece in pieces)
@@ -88,6 +89,11 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
             _write_config(partial / "config.json", source, pieces, options)
             _write_manifest(partial, source, units, records)
     return Converted(to, num_bytes, time.monotonic() - started)
+
+
+def _units(source: Source, options: Options) -> list[Unit]:
+    """What is converted."""
+    return [unit for unit in source.units() if not (options.drop_mtp and _is_mtp(unit, source))]
 
 
 def _piece(source: Source, unit: Unit, changes: Changes) -> Piece:
@@ -210,11 +216,31 @@ def say_on_terminal(words: str) -> None:
     print(f"\r{words:<78}" if sys.stderr.isatty() else words, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
 
-def verify_conversion(source: Path, target: Path, options: Options) -> "Comparison":
-    """Run both sides and compare them. Rounding and codes move hidden states, so they are allowed what they need."""
-    from megatron_rl.convert.comparison import compare
+def check_verifiable(path: Path, options: Options) -> None:
+    """Raise UserError where `verify_conversion` of the source `path` could not be done, which is to be known before the conversion."""
+    from megatron_rl.convert.comparison import run_by_transformers, transformers_config
 
     if options.adapter is not None:
         raise UserError("--verify was given with --adapter, which is meant to change what the model computes; leave one of them out")
-    tolerance = 0.2 if options.quantise else 2e-2 if options.dtype not in (None, torch.float32) else 1e-5
-    return compare(source, target, config=options.config, tolerance=tolerance)
+    with closing(open_source(path, config=options.config)) as source:
+        if run_by_transformers(source) or (_target_format(source, options) == "hf" and not options.quantise):
+            transformers_config(source)
+
+
+def verify_conversion(path: Path, target: Path, options: Options) -> tuple["TensorComparison", "Comparison"]:
+    """Compare `target` with what was asked for, tensor by tensor, and run both sides.
+
+    The first is exact whatever the options. What rounding and codes do to outputs the second can only say: a router's tie has no bound.
+    """
+    from megatron_rl.convert.comparison import compare
+    from megatron_rl.convert.tensor_comparison import compare_tensors
+
+    with (
+        closing(open_source(path, config=options.config, dequantised_dtype=options.dtype)) as source,
+        closing(open_source(target, dequantised_dtype=torch.float32)) as written,
+    ):
+        units = _units(source, options)
+        tensors = compare_tensors(source, written, _changes(source, units, options), units)
+    rounded = options.quantise or options.dtype not in (None, torch.float32)
+    tolerance = None if rounded else 1e-5
+    return tensors, compare(path, target, config=options.config, tolerance=tolerance)

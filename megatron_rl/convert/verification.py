@@ -18,13 +18,16 @@ from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
 from megatron_rl.models.build import build_model
-from megatron_rl.models.hf_weights import global_parameters, held_name
+from megatron_rl.models.hf_weights import global_parameters, held_name, load_parameter, may_be_left_out
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import parameter_shape, rules
 from megatron_rl.planning.meta import rank_without_memory
 from megatron_rl.training.checkpoint_manifest import sha256
 from megatron_rl.training.topology import Topology
+
+_UNWRITTEN = 0x7FBADBAD
+"""The bits of a float32 that no arithmetic and no cast makes: one of many that are not a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,9 @@ def verify(path: Path, *, config: Path | None = None) -> Iterator[Finding]:
         yield Finding("files, names and config.json belong together")
         yield _checked("config.json is the one that the weights were written with", lambda: check_written_spec(path, source.spec))
         yield _checked("the tokenizer's tokens are in the vocabulary", lambda: check_tokenizer(source))
-        yield _checked("every parameter of the model is made of its tensors", lambda: check_parameters(source.spec))
-        yield _checked("shapes fit and numbers are finite", lambda: check_numbers(source))
+        tensors = WatchedTensors(source)
+        yield _checked("every number of the model is written, and every tensor is read", lambda: check_parameters(source, tensors))
+        yield _checked("numbers are finite, of the dtype that config.json says", lambda: check_numbers(source, tensors))
 
 
 def _checked(promise: str, check: Callable[[], None]) -> Finding:
@@ -136,42 +140,81 @@ def check_tokenizer(source: Source) -> None:
         )
 
 
-def check_parameters(spec: ModelSpec) -> None:
-    """Raise UserError when a parameter of the model, built without memory, is in no rule of the weight table, or the other way round."""
+class WatchedTensors:
+    """The tensors of `source` on their way into a model: which were read, and the first that holds numbers that are not finite."""
+
+    def __init__(self, source: Source) -> None:
+        self.path, self._source = source.path, source
+        self.read_names: set[str] = set()
+        self.problem: str | None = None
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return self._source.tensors.names()
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor [...] of `shape`. Raises UserError for one of another shape."""
+        tensor = self._source.tensors.read(name, shape)
+        self.read_names.add(name)
+        self.problem = self.problem or _not_finite(name, tensor, self._source)
+        return tensor
+
+
+def check_parameters(source: Source, tensors: WatchedTensors) -> None:
+    """Raise UserError unless each number of the model comes from one of `tensors`, and each of those goes into the model or is left out.
+
+    The model is built without memory. Its parameters are made one at a time, filled with a mark that no checkpoint has, and loaded as a run
+    loads them: what nothing wrote keeps the mark.
+    """
+    spec, shapes = source.spec, model_shapes(source.spec)
+    for rule in rules(spec):
+        name = held_name(rule, shapes)
+        if name not in shapes and not rule.exported:
+            continue
+        shape = shapes.pop(name, None)
+        if shape != parameter_shape(rule, spec):
+            words = f"{name} of shape {parameter_shape(rule, spec)}"
+            raise UserError(f"the weight table makes {words}, which the model does not have; report this as a bug")
+        marks = torch.full(shape, _UNWRITTEN, dtype=torch.int32)
+        load_parameter(marks.view(torch.float32), rule, spec, tensors, tp_rank=0, tp=1)
+        unwritten = int((marks == _UNWRITTEN).sum())
+        if unwritten:
+            raise UserError(f"nothing in {source.path} wrote {unwritten:,} of {marks.numel():,} numbers of {name}; report this as a bug")
+    if shapes:
+        raise UserError(f"the weight table makes nothing of {next(iter(shapes))}, which the model has; report this as a bug")
+    unread = sorted(name for name in tensors.names() - tensors.read_names if not may_be_left_out(name, spec))
+    if unread:
+        raise UserError(f"{unread[0]} in {source.path} goes into no parameter of the model; report this as a bug")
+
+
+def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the whole model by its name, from a model that is built without memory."""
     settings = TopologySettings()
     prepare_megatron(local_device())
     with rank_without_memory(Topology.of(settings), rank=0, fused=False):
         config = transformer_config(spec, topology=settings, dtype=torch.float32, overrides={})
         parameters = global_parameters(build_model(spec, config, attention="torch"))
-    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-    for rule in rules(spec):
-        name = held_name(rule, shapes)
-        if name not in shapes and not rule.exported:
-            continue
-        made = parameter_shape(rule, spec)
-        if shapes.pop(name, None) != made:
-            raise UserError(f"the weight table makes {name} of shape {made}, which the model does not have; report this as a bug")
-    if shapes:
-        raise UserError(f"the weight table makes nothing of {next(iter(shapes))}, which the model has; report this as a bug")
+    return {name: tuple(tensor.shape) for name, tensor in parameters.items()}
 
 
-def check_numbers(source: Source) -> None:
-    """Raise UserError for a wrong shape, a number that is not finite, and a dtype that is not the one of config.json."""
+def check_numbers(source: Source, tensors: WatchedTensors) -> None:
+    """Raise UserError for a number that is not finite, also in what the model leaves out, and for a dtype that config.json does not say."""
     num_bytes: dict[str, int] = {}
     for unit in source.units():
-        for told, tensor in zip(unit.tensors, source.read(unit), strict=True):
-            if tuple(tensor.shape) != told.shape:
-                raise UserError(f"{told.name} in {source.path} is {tuple(tensor.shape)}, needs {told.shape}; copy it again")
-            _check_finite(told.name, tensor, source)
+        for told in unit.tensors:
             num_bytes[told.dtype] = num_bytes.get(told.dtype, 0) + told.num_bytes
+            if told.name not in tensors.read_names:
+                tensors.read(told.name, told.shape)
+    if tensors.problem is not None:
+        raise UserError(tensors.problem)
     most = max(num_bytes, key=num_bytes.__getitem__)
     named = str(config_dtype(source.config)).removeprefix("torch.")
     if most != named and ("dtype" in source.config or "torch_dtype" in source.config) and not isinstance(source, MegatronSource):
         raise UserError(f"config.json in {source.directory} says {named}, the weights in {source.path} are {most}; correct the file")
 
 
-def _check_finite(name: str, tensor: Tensor, source: Source) -> None:
-    if tensor.is_floating_point() and not math.isfinite(tensor.float().sum().item()):
-        bad = int((~torch.isfinite(tensor.float())).sum())
-        if bad:
-            raise UserError(f"{name} in {source.path} has {bad:,} of {tensor.numel():,} numbers not finite; take another checkpoint")
+def _not_finite(name: str, tensor: Tensor, source: Source) -> str | None:
+    if not tensor.is_floating_point() or math.isfinite(tensor.float().sum().item()):
+        return None
+    bad = int((~torch.isfinite(tensor.float())).sum())
+    return f"{name} in {source.path} has {bad:,} of {tensor.numel():,} numbers not finite; take another checkpoint" if bad else None

@@ -169,13 +169,15 @@ def copy_model_files(source: Path, directory: Path, *, code: bool = False) -> No
 
 
 def _state_what_is_written(file: Path, dtype: torch.dtype, *, keeps_mtp: bool) -> None:
-    """Let config.json name the dtype that was written, no codes, which are not, and layers of multi-token prediction where they are.
+    """Let config.json name the dtype that was written, and layers of multi-token prediction where they are, but neither codes nor code.
 
-    transformers casts to the dtype that it finds there, so a stale one would round the weights.
+    transformers casts to the dtype that it finds there, so a stale one would round the weights. Loaders that may run code look for that of
+    `auto_map` in the directory and fail; SGLang imports it without being allowed to where it runs a model by transformers' classes.
     """
     config = json.loads(file.read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config else "torch_dtype"
-    config.pop("quantization_config", None)
+    for absent in ("quantization_config", "auto_map"):
+        config.pop(absent, None)
     config |= {key: str(dtype).removeprefix("torch.")} | ({} if keeps_mtp else {key: 0 for key in MTP_KEYS if config.get(key)})
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -18,8 +18,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel
 from megatron_rl.models.expert_stacks import stored_tensors
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.stored_weights import NamedTensors, of_mtp, open_weights
-from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules, shard, split, tensor_names
+from megatron_rl.models.stored_weights import NamedTensors, open_weights
+from megatron_rl.models.weight_table import Rule, Sharding, combine, join, of_mtp, rules, shard, split, tensor_names
 
 # Tensors that some checkpoints carry and that are recomputed here.
 _RECOMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -49,11 +49,16 @@ def load_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, checkpoint: Nam
             if parameter is None:
                 continue
             ranks = _TensorRanks.of(rule)
-            tensors = [checkpoint.read(tensor.name, tensor.shape) for tensor in rule.tensors]
-            local = shard(rule.sharding, combine(rule.sharding, tensors, spec, tp=ranks.size), tp_rank=ranks.rank, tp=ranks.size)
-            assert local.shape == parameter.shape, f"{rule.megatron}: table gives {tuple(local.shape)}, model has {tuple(parameter.shape)}"
-            parameter.copy_(local)
+            load_parameter(parameter, rule, spec, checkpoint, tp_rank=ranks.rank, tp=ranks.size)
     assert not parameters, f"no table row loads {next(iter(parameters))}"
+
+
+def load_parameter(parameter: Tensor, rule: Rule, spec: ModelSpec, checkpoint: NamedTensors, *, tp_rank: int, tp: int) -> None:
+    """Fill `parameter`, of any shape, what rank `tp_rank` of `tp` has of the one of `rule`, from `checkpoint`; see `load_hf_weights`."""
+    tensors = [checkpoint.read(tensor.name, tensor.shape) for tensor in rule.tensors]
+    local = shard(rule.sharding, combine(rule.sharding, tensors, spec, tp=tp), tp_rank=tp_rank, tp=tp)
+    assert local.shape == parameter.shape, f"{rule.megatron}: table gives {tuple(local.shape)}, model has {tuple(parameter.shape)}"
+    parameter.copy_(local)
 
 
 def export_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
@@ -159,15 +164,14 @@ def check_names(checkpoint: NamedTensors, spec: ModelSpec) -> None:
             f"{checkpoint.path} lacks {len(missing)} tensors that its config.json asks for, the first is {missing[0]}; "
             "use the config.json that belongs to these weights"
         )
-    extra = sorted(name for name in stored - expected if not _is_left_out(name, spec))
-    if spec.tie_embeddings and "lm_head.weight" in extra:
-        extra.remove("lm_head.weight")
+    if spec.tie_embeddings and "lm_head.weight" in stored:
         shape = (spec.vocab_size, spec.hidden_size)
         if not torch.equal(checkpoint.read("lm_head.weight", shape), checkpoint.read("model.embed_tokens.weight", shape)):
             raise UserError(
                 f"config.json in {checkpoint.path} ties the embeddings, but lm_head.weight differs from model.embed_tokens.weight; "
                 "set tie_word_embeddings to false there"
             )
+    extra = sorted(name for name in stored - expected if not may_be_left_out(name, spec))
     if extra:
         raise UserError(
             f"{checkpoint.path} has {len(extra)} tensors that {spec.architecture} does not, the first is {extra[0]}; "
@@ -175,9 +179,10 @@ def check_names(checkpoint: NamedTensors, spec: ModelSpec) -> None:
         )
 
 
-def _is_left_out(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor that the model does not have may be in its files: recomputed here, or of multi-token prediction."""
-    return of_mtp(name, spec) or name.endswith(_RECOMPUTED_SUFFIXES)
+def may_be_left_out(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor of the files may go into no parameter: recomputed here, of multi-token prediction, or a head that is tied."""
+    tied = spec.tie_embeddings and name == "lm_head.weight"
+    return tied or of_mtp(name, spec) or name.endswith(_RECOMPUTED_SUFFIXES)
 
 
 def held_name(rule: Rule, names: Container[str]) -> str:

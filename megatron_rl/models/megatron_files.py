@@ -12,7 +12,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.tensor_files import TensorFiles
 from megatron_rl.models.torch_dist import TorchDist
-from megatron_rl.models.weight_table import Rule, Sharding, parameter_shape, rules, split
+from megatron_rl.models.weight_table import Rule, Sharding, of_mtp, parameter_shape, rules, split
 
 KEPT = "left-out"
 """Below a directory of our format: tensors of the Hugging Face original that the model does not build, byte for byte."""
@@ -34,7 +34,7 @@ class MegatronCheckpoint:
         self._rules = [rule for rule in rules(spec) if rule.exported]
         self._places = {rule.megatron: self._place(rule) for rule in self._rules}
         self._check_strangers()
-        self.kept = TensorFiles(path / KEPT) if (path / KEPT).exists() else None
+        self.kept = _open_kept(path, spec, directory)
         self._of_tensor = {name: (rule, index) for rule in self._rules for index, name in enumerate(rule.hugging_face)}
         self._last: tuple[Rule, list[Tensor]] | None = None
 
@@ -129,6 +129,15 @@ def stored_key(rule: Rule) -> tuple[str, tuple[int, ...]]:
     """Key and leading indices under which our own checkpoints have a parameter: layers one by one, the experts of a layer stacked."""
     place = next(_places(rule))
     return place.keys[0], place.at
+
+
+def _open_kept(path: Path, spec: ModelSpec, directory: Path) -> TensorFiles | None:
+    """Tensors that the model does not build: those of our own format, or of a run the layers of multi-token prediction in its `hf`."""
+    if (path / KEPT).exists():
+        return TensorFiles(path / KEPT)
+    if directory == path or directory.parent != path.parent or not any(directory.glob("*.safetensors")):
+        return None
+    return TensorFiles(directory, only=lambda name: of_mtp(name, spec))
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,7 @@ def _rotary(config: Mapping[str, Any], family: Family, origin: str, max_position
         max_position_embeddings=max_position_embeddings,
         interleaved=interleaved,
         default_theta=family.default_rope_theta,
+        default_original_length=family.default_original_length,
     )
     if family.window_theta_key is None:
         return {"rotary": parse(config)}
@@ -169,12 +170,15 @@ def _check_rotated_channels(spec: ModelSpec, origin: str) -> None:
 
 
 def _account_for_keys(config: Mapping[str, Any], family: Family, origin: str) -> None:
-    """Refuse what would be silently ignored: an unsupported value, or a key that nothing here knows and that is switched on."""
+    """Refuse what would be silently ignored: an unsupported value, or a key that nothing here knows, also one that says false or 0.
+
+    What is off in one program's file may be on by default in transformers; null alone is absent.
+    """
     for key, needed in family.fixed_keys.items():
         value = config.get(key)
         if value is not None and value != needed:
             raise UserError(f"{origin} sets {key} to {value!r}, only {needed!r} is supported; use another model")
-    strangers = [key for key in config if key not in family.known_keys and config[key] not in (None, False, [], {})]
+    strangers = [key for key in config if key not in family.known_keys and config[key] is not None]
     if strangers:
         raise UserError(
             f"{origin} has the key {strangers[0]} = {config[strangers[0]]!r}, whose effect on {family.architecture} is not known here; "

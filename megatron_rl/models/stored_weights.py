@@ -1,6 +1,5 @@
 """The weights of a model directory in whichever form they are stored there: safetensors, also quantised ones, or our own format."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -13,8 +12,7 @@ from megatron_rl.models.hf_files import Checkpoint
 from megatron_rl.models.megatron_files import MegatronCheckpoint
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.torch_dist import is_torch_dist
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+from megatron_rl.models.weight_table import of_mtp
 
 
 class NamedTensors(Protocol):
@@ -35,16 +33,6 @@ def open_weights(path: Path, spec: ModelSpec, *, dequantised_dtype: torch.dtype 
     Raises UserError when there are none, or when they and config.json do not belong together.
     """
     return MegatronCheckpoint(path, spec, directory=path) if is_torch_dist(path) else Checkpoint(path, dequantised_dtype=dequantised_dtype)
-
-
-def of_mtp(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor is of the layers of multi-token prediction, which come behind the last one.
-
-    They propose tokens for speculative decoding, which only an engine does: the policy's probabilities do not depend on them, so nothing
-    here could train them.
-    """
-    layer = _LAYER.match(name)
-    return layer is not None and spec.num_layers <= int(layer[1]) < spec.num_layers + spec.num_mtp_layers
 
 
 def mtp_tensors(path: Path, spec: ModelSpec, *, dequantised_dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

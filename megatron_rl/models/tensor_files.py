@@ -1,6 +1,7 @@
 """The tensors in the safetensors of a directory, of one file or of many with an index; quantised ones as the numbers they mean."""
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ class TensorFiles:
     Quantised ones have the name of the weight, and come in `dequantised_dtype`.
     """
 
-    def __init__(self, path: Path, *, dequantised_dtype: torch.dtype = torch.float32) -> None:
-        """Find the tensors of the directory, or of the one file, `path`.
+    def __init__(self, path: Path, *, dequantised_dtype: torch.dtype = torch.float32, only: Callable[[str], bool] | None = None) -> None:
+        """Find the tensors of the directory, or of the one file, `path`, those with a name for which `only` is true.
 
         Raises UserError when there are none, and for codes without scales or scales without codes.
         """
@@ -49,6 +50,8 @@ class TensorFiles:
         config = read_config(path) if (path / "config.json").exists() else {}
         self._quantised, held = find_quantised(config, self._files, str(path))
         self._names = (self._files.keys() - held) | self._quantised.keys()
+        if only is not None:
+            self._names = set(filter(only, self._names))
 
     def __enter__(self) -> "TensorFiles":
         return self

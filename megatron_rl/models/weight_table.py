@@ -6,6 +6,7 @@ local parameters of all ranks -> `join` -> whole parameter -> `split` -> Hugging
 """
 
 import enum
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ class Sharding(enum.Enum):
 
 _GATE_UP = (Sharding.GATE_UP, Sharding.STACKED_GATE_UP, Sharding.ALTERNATE_GATE_UP)
 _COLUMNS = (Sharding.COLUMNS, Sharding.TRANSPOSED_COLUMNS)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,16 @@ def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
 def tensor_names(spec: ModelSpec) -> set[str]:
     """Names of the Hugging Face tensors of all rules, of which those of experts may be parts of what a file has."""
     return {tensor.name for rule in rules(spec) for tensor in rule.tensors}
+
+
+def of_mtp(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor is of the layers of multi-token prediction, which come behind the last one.
+
+    They propose tokens for speculative decoding, which only an engine does: the policy's probabilities do not depend on them, so nothing
+    here could train them.
+    """
+    layer = _LAYER.match(name)
+    return layer is not None and spec.num_layers <= int(layer[1]) < spec.num_layers + spec.num_mtp_layers
 
 
 def rules(spec: ModelSpec) -> Iterator[Rule]:

@@ -13,6 +13,7 @@ from megatron_rl.planning.in_flight import most_held
 from megatron_rl.planning.measurement import Answer, Job, measure
 from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
 from megatron_rl.weights.bucket import BUCKET_BYTES
+from megatron_rl.weights.manifest import make_manifest
 
 with quiet_megatron_imports():
     from megatron_rl.models.model_spec import ModelSpec
@@ -105,14 +106,20 @@ def assemble(settings: Settings, spec: ModelSpec, answer: Answer, *, gpu: Gpu, n
         engine=engine,
         colocated=colocated,
         asleep=ASLEEP_BYTES if colocated else 0,
-        handover=weights + CONTEXT_BYTES + ASLEEP_BYTES + _shared_buckets(settings) if colocated else 0,
+        handover=weights + CONTEXT_BYTES + ASLEEP_BYTES + _shared_buckets(settings, spec) if colocated else 0,
         host_per_node=_host_bytes(stages, engine, topology, per_node=per_node, colocated=colocated),
     )
 
 
-def _shared_buckets(settings: Settings) -> int:
-    """Buckets of weights that a rank fills and an engine copies at the same time, where both see the same memory."""
-    return 2 * BUCKET_BYTES if settings.weight_transport == "ipc" else 0
+def _shared_buckets(settings: Settings, spec: ModelSpec) -> int:
+    """Buckets of weights that a rank fills and an engine copies at the same time, where both see the same memory.
+
+    One tensor can be larger than what a bucket is to have: an embedding, or a stack of experts, which is made beside its parts.
+    """
+    if settings.weight_transport != "ipc":
+        return 0
+    largest = max(tensor.num_bytes for tensor in make_manifest(spec, dtype=dtype_name(settings.model, device_kind="cuda")))
+    return 2 * max(BUCKET_BYTES, largest) + (2 * largest if spec.names.stacked_experts else 0)
 
 
 def stage_memories(settings: Settings, answer: Answer, *, frees_outputs: bool) -> tuple[StageMemory, ...]:

@@ -52,15 +52,43 @@ def make_buckets(slots_of_row: Tensor, rows: Tensor, lengths: Tensor, new_length
         )
 
 
-def attend(query: Tensor, output: Tensor, key_cache: Tensor, value_cache: Tensor, buckets: Iterable[Bucket], scale: float | None) -> None:
-    """Write the attention of `query` [N, H, D] over `key_cache`, `value_cache` [C, G, D] into `output` [N, H, D]."""
+def attend(
+    query: Tensor,
+    output: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    buckets: Iterable[Bucket],
+    scale: float | None,
+    *,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> None:
+    """Write the attention of `query` [N, H, D] over `key_cache`, `value_cache` [C, G, D] into `output` [N, H, D].
+
+    `sinks` [H] are scores that have a share in the softmax of their head and no value. With `window` a query sees that many tokens before
+    itself.
+    """
     for bucket in buckets:
+        keys, values = (cache[bucket.slots].to(query.dtype).transpose(1, 2) for cache in (key_cache, value_cache))
+        mask = bucket.mask if window is None else bucket.mask & _within(window, bucket.mask)
+        if sinks is not None:
+            # A token in front whose score is the sink, for its key is zero, and whose value is zero.
+            keys, values = (torch.nn.functional.pad(tokens, (0, 0, 1, 0)) for tokens in (keys, values))
+            scores = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+            shares = sinks.to(query.dtype)[:, None, None]
+            mask = torch.cat([shares.expand(len(mask), -1, mask.shape[2], 1), scores.expand(-1, len(sinks), -1, -1)], dim=-1)
         attended = scaled_dot_product_attention(
             query[bucket.queries].transpose(1, 2),
-            key_cache[bucket.slots].to(query.dtype).transpose(1, 2),
-            value_cache[bucket.slots].to(query.dtype).transpose(1, 2),
-            attn_mask=bucket.mask,
+            keys,
+            values,
+            attn_mask=mask,
             scale=scale,
             enable_gqa=query.shape[1] != key_cache.shape[1],
         )
         output[bucket.queries[bucket.is_query]] = attended.transpose(1, 2)[bucket.is_query]
+
+
+def _within(window: int, mask: Tensor) -> Tensor:
+    """True where a token is at most `window` before the last one that the query of `mask` [R, 1, Q, L] sees, which is its own."""
+    own = mask.sum(dim=-1, keepdim=True) - 1
+    return torch.arange(mask.shape[-1]) >= own - window

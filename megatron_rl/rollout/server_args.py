@@ -62,6 +62,7 @@ OWNED_ENVIRONMENT = {
 CPU_DEFAULTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else the idle scheduler keeps a core busy
     "disable_overlap_schedule": True,  # nothing to overlap with: half the latency of a lone request
+    "disable_hybrid_swa_memory": True,  # torch's attention there reads every layer's keys where those of layers without a window are
     "max_total_tokens": 32768,  # else the KV pool takes 72 % of the machine's memory
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",

@@ -15,11 +15,26 @@ from megatron_rl.rollout.batched_attention import Bucket, attend, make_buckets
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
-    """Causal self-attention over buckets. Sliding windows and cross-attention stay what they were: request by request."""
+    """Causal self-attention over buckets. Sliding windows and cross-attention stay what they were: request by request.
+
+    Sinks, which SGLang's own has not, are computed over buckets with the window of their layer.
+    """
 
     buckets: tuple[Bucket, ...]
     invariant = False
     """Whether requests are computed alike whatever else is in their batch."""
+    sinks: Tensor | None = None
+    """[H], of the layer that is being computed."""
+
+    def forward_extend(self, *args: Any, sinks: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """The attention of new tokens [N, H * D]."""
+        self.sinks = sinks
+        return super().forward_extend(*args, **kwargs)
+
+    def forward_decode(self, *args: Any, sinks: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """The attention of one new token of each request [N, H * D]."""
+        self.sinks = sinks
+        return super().forward_decode(*args, **kwargs)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Lay the buckets of this forward pass out, once for all layers."""
@@ -33,17 +48,19 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
     def _run_sdpa_forward_extend(
         self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if kwargs["is_cross_attn"] or kwargs["sliding_window_size"] is not None or not kwargs["causal"]:
+        if self.sinks is None and (kwargs["is_cross_attn"] or kwargs["sliding_window_size"] is not None or not kwargs["causal"]):
             return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *args, **kwargs)
-        attend(query, output, k_cache, v_cache, self.buckets, kwargs["scaling"])
+        window = kwargs["sliding_window_size"]
+        attend(query, output, k_cache, v_cache, self.buckets, kwargs["scaling"], sinks=self.sinks, window=window)
         return output
 
     def _run_sdpa_forward_decode(
         self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if kwargs["is_cross_attn"] or kwargs["sliding_window_size"] is not None:
+        if self.sinks is None and (kwargs["is_cross_attn"] or kwargs["sliding_window_size"] is not None):
             return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kwargs)
-        attend(query, output, k_cache, v_cache, self.buckets, kwargs["scaling"])
+        window = kwargs["sliding_window_size"]
+        attend(query, output, k_cache, v_cache, self.buckets, kwargs["scaling"], sinks=self.sinks, window=window)
         return output
 
 

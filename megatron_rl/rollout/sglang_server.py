@@ -22,6 +22,7 @@ from megatron_rl.rollout.sglang_shims import (
     allow_deterministic_inference,
     compile_nothing,
     fork_server_processes,
+    gate_shared_experts_in_torch,
     provide_vllm_operators,
 )
 
@@ -99,6 +100,7 @@ def main() -> None:
 
         register(invariant=deterministic)
         allocate_host_memory_unpinned()
+        gate_shared_experts_in_torch()
     products = None
     if deterministic:
         from megatron_rl.rollout.deterministic_cpu import invariant_products

@@ -4,6 +4,10 @@ import multiprocessing
 import os
 import sys
 import types
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def provide_vllm_operators() -> None:
@@ -48,6 +52,18 @@ def allocate_host_memory_unpinned() -> None:
         return torch.empty(dims, dtype=dtype, device=device)
 
     ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def gate_shared_experts_in_torch() -> None:
+    """Let Qwen2-MoE run: the gate of its shared expert is a Triton kernel on every device. Before SGLang's models are imported."""
+    from sglang.kernels.ops.elementwise import elementwise
+
+    elementwise.fused_gate_sigmoid_mul_add = add_gated
+
+
+def add_gated(hidden: "Tensor", gate: "Tensor", shared: "Tensor", output: "Tensor") -> None:
+    """Add the experts' `shared` [T, C], weighed by the sigmoid of the product of `gate` [C] and `hidden` [T, C], to `output` [T, C]."""
+    output.add_((hidden @ gate).sigmoid()[:, None] * shared)
 
 
 def allow_deterministic_inference() -> None:

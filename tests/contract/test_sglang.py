@@ -25,6 +25,8 @@ def source(path: str) -> str:
         ("layers/rotary_embedding/base.py", "from vllm._custom_ops import rotary_embedding", "provide_vllm_operators"),
         ("entrypoints/engine.py", 'mp.set_start_method("spawn", force=True)', "fork_server_processes"),
         ("layers/attention/torch_native_backend.py", "for seq_idx in range(seq_lens.shape[0])", "sglang_attention"),
+        ("models/gpt_oss.py", "sinks=self.sinks,", "sglang_attention"),
+        ("models/qwen2_moe.py", "from sglang.kernels.ops.elementwise.elementwise import (", "gate_shared_experts_in_torch"),
         ("mem_cache/pool_host/common.py", "lambda: alloc_with_host_register,", "allocate_host_memory_unpinned"),
         ("state_capturer/base.py", "[start_len : seqlen - 1]", "read_routed_experts"),
         ("utils/patch_torch.py", f"_REDUCE_TENSOR_ARG_DEVICE_INDEX = {_DEVICE_ARGUMENT}", "weights.ipc"),

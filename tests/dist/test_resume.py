@@ -6,8 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from layout_runs import Outcome, compare, make_batch, make_settings, make_trainer, outcome_of, train_batches
 from layout_table import LAYOUTS, OBJECTIVES
+from safetensors.torch import load_file
+
+from megatron_rl.convert.conversion import Options, convert
 
 TOLERANCE = 1e-5
 # Objective, layout that saves, layout that loads.
@@ -44,16 +48,26 @@ def resume(rank: int, world_size: int, init_method: str, model: str, directory: 
         )
         straight = make_trainer(settings, rank, f"{init_method}-{name}-straight")
         train_batches(straight, settings, [1, 2])
-        straight.save(path / "checkpoint")
+        straight.save(path / "megatron")
+        straight.save_hf(path / "hf")
         metrics = train_batches(straight, settings, [3, 4])
         want = outcome_of(straight, metrics, log_probs=[straight.log_probs(make_batch(7))])
         shutdown()
         resumed = make_trainer(later, rank, f"{init_method}-{name}-resumed")
-        resumed.load(path / "checkpoint")
+        resumed.load(path / "megatron")
         metrics = train_batches(resumed, later, [3, 4])
         outcomes[name] = {"straight": want, "resumed": outcome_of(resumed, metrics, log_probs=[resumed.log_probs(make_batch(7))])}
         shutdown()
     return outcomes
+
+
+def assert_converted_is_exported(step: Path, target: Path) -> None:
+    """The parts that several ranks saved beside their optimizer's are, as a Hugging Face directory, what the ranks themselves exported."""
+    convert(step, target, Options())
+    converted, exported = (load_file(path / "model.safetensors") for path in (target, step / "hf"))
+    assert converted.keys() == exported.keys(), step
+    for tensor_name, tensor in exported.items():
+        assert converted[tensor_name].dtype == tensor.dtype and torch.equal(converted[tensor_name], tensor), (step, tensor_name)
 
 
 @pytest.mark.timeout(400)
@@ -64,7 +78,8 @@ def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(
     results = run_ranks(resume, num_ranks, str(tiny_model(layers=4)), str(tmp_path), timeout_s=360)
     for name in resumes_of(num_ranks):
         _, saved_as, loaded_as = RESUMES[name]
-        assert [path.name for path in (tmp_path / name).iterdir()] == ["checkpoint"]
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["hf", "megatron"]
+        assert_converted_is_exported(tmp_path / name, tmp_path / f"{name} converted")
         straight, resumed = ([result[name][which] for result in results] for which in ("straight", "resumed"))
         differences = compare(resumed, straight)
         if saved_as != loaded_as:

@@ -111,10 +111,16 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def parse_rotary(
-    config: Mapping[str, Any], origin: str, *, max_position_embeddings: int, interleaved: bool, default_theta: float = 10000.0
+    config: Mapping[str, Any],
+    origin: str,
+    *,
+    max_position_embeddings: int,
+    interleaved: bool,
+    default_theta: float = 10000.0,
+    default_original_length: int | None = None,
 ) -> RotarySpec:
     """The rotary embedding of a config.json, in both spellings: `rope_parameters` (transformers 5, theta inside) and `rope_theta` with
-    `rope_scaling` (transformers 4).
+    `rope_scaling` (transformers 4). `default_original_length` is the family's for an absent `original_max_position_embeddings` beside them.
 
     Raises UserError, naming `origin`, for a kind or a key that is not supported, a missing key and a number that cannot be.
     """
@@ -135,7 +141,7 @@ def parse_rotary(
     theta = positive_number(scaling, "rope_theta", where, default=positive_number(config, "rope_theta", origin, default=default_theta))
     if theta <= 1:
         raise UserError(f"{origin} has rope_theta = {theta:g}, needs a number above 1; correct the file")
-    original = config.get("original_max_position_embeddings")
+    original = config.get("original_max_position_embeddings", default_original_length)
     if original is not None:
         # Beside the scaling it is what Phi-3 has, and to transformers it comes first.
         scaling = {**scaling, "original_max_position_embeddings": original}

@@ -44,12 +44,16 @@ _MODULES = (
 )
 FAMILIES: Mapping[str, Family] = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 
+_GATED_DELTA_NET = (
+    "gated delta nets of megatron-core take packed sequences from release 0.18 on, by flash-linear-attention's GPU kernels alone, and "
+    "none is built here yet"
+)
 REFUSED: Mapping[str, str] = {
     "Gemma2ForCausalLM": "attention here has no softcap on scores",
     "Gemma3ForConditionalGeneration": "only text is trained; give the text model as Gemma3ForCausalLM",
-    "Qwen3NextForCausalLM": "gated delta nets of megatron-core take packed sequences from release 0.18 on, and none is built here yet",
-    "Qwen3_5ForCausalLM": "gated delta nets of megatron-core take packed sequences from release 0.18 on, and none is built here yet",
-    "Qwen3_5MoeForCausalLM": "gated delta nets of megatron-core take packed sequences from release 0.18 on, and none is built here yet",
+    "Qwen3NextForCausalLM": _GATED_DELTA_NET,
+    "Qwen3_5ForCausalLM": _GATED_DELTA_NET,
+    "Qwen3_5MoeForCausalLM": _GATED_DELTA_NET,
     "DeepseekV32ForCausalLM": "attention here is not sparse",
 }
 """Architectures that are asked for and cannot be trained, and why."""

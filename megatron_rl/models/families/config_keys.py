@@ -8,6 +8,7 @@ IGNORED_KEYS = frozenset(
     [
         "_name_or_path",
         "_attn_implementation",
+        "_attn_implementation_autoset",
         "add_cross_attention",
         "architectures",
         "attn_implementation",
@@ -18,6 +19,7 @@ IGNORED_KEYS = frozenset(
         "dtype",
         "eos_token_id",
         "finetuning_task",
+        "gradient_checkpointing",
         "id2label",
         "initializer_range",
         "label2id",
@@ -27,10 +29,13 @@ IGNORED_KEYS = frozenset(
         "pad_token_id",
         "pretraining_tp",
         "problem_type",
+        "pruned_heads",
         "return_dict",
         "router_aux_loss_coef",
         "sep_token_id",
         "task_specific_params",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
         "tokenizer_class",
         "torch_dtype",
         "torchscript",
@@ -42,12 +47,45 @@ IGNORED_KEYS = frozenset(
         "model_type",
     ]
 )
+# Of generation, which transformers 4 wrote here.
+GENERATION_KEYS = frozenset(
+    [
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "prefix",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "suppress_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+    ]
+)
 # Keys that change the function; only the value here is supported. An absent key means that value.
 FIXED_KEYS: Mapping[str, Any] = {
     "attention_bias": False,
     "hidden_act": "silu",
     "is_encoder_decoder": False,
     "mlp_bias": False,
+    # Of Qwen2's relatives that see; its distilled ones have it.
+    "use_mrope": False,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from megatron_rl.models.attention.attention_spec import Windows
 from megatron_rl.models.families.config_keys import (
     FIXED_KEYS,
+    GENERATION_KEYS,
     IGNORED_KEYS,
     MLA_KEYS,
     MOE_KEYS,
@@ -37,7 +38,8 @@ class Family:
     Attention: `qkv_bias` and `qk_norm` None mean that `attention_bias` and `use_qk_norm` in config.json say so; `qk_norm_over_heads` is one
     norm over the channels of all heads. `default_head_dim` None means hidden size / heads. `default_rotary_fraction` None says that all of
     a head is rotated always; `default_rope_scaling` is taken where the file has neither spelling of it; `rotary_interleaved` pairs channels
-    (2i, 2i + 1). Scores are divided by the root of the value at `query_scalar_key`; None divides by that of the channels of a head.
+    (2i, 2i + 1); `default_original_length` is that of an absent `original_max_position_embeddings` in a family that has the key beside its
+    scaling. Scores are divided by the root of the value at `query_scalar_key`; None divides by that of the channels of a head.
     `attention_sinks` are learned logits, one for each head, in every softmax. `mla` is latent attention.
 
     `windows`: "never", "switched" on by `use_sliding_window`, or, where `sliding_window` is not null, "everywhere" or "given";
@@ -71,6 +73,7 @@ class Family:
     default_rope_theta: float = 10000.0
     default_rotary_fraction: float | None = None
     default_rope_scaling: Mapping[str, Any] | None = None
+    default_original_length: int | None = None
     rotary_interleaved: bool = False
     windows: Windows = "never"
     default_window: int | None = None
@@ -96,7 +99,7 @@ class Family:
     @property
     def known_keys(self) -> frozenset[str]:
         """Keys of config.json that are accounted for."""
-        known = IGNORED_KEYS | READ_KEYS | self.fixed_keys.keys() | self.ignored
+        known = IGNORED_KEYS | GENERATION_KEYS | READ_KEYS | self.fixed_keys.keys() | self.ignored
         if self.qkv_bias is None:
             known |= {"attention_bias"}
         own = (self.window_theta_key, self.window_pattern_key, self.query_scalar_key, self.activation_limit_key)

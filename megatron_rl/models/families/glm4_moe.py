@@ -4,7 +4,7 @@ from megatron_rl.models.families.family import MIXTURE_LAYOUTS, Family
 
 FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
-    proved=MIXTURE_LAYOUTS | {"sync"},
+    proved=MIXTURE_LAYOUTS | {"sync", "quantised source"},
     qkv_bias=None,
     qk_norm=None,
     router="sigmoid",

@@ -8,6 +8,8 @@ FAMILY = Family(
     proved=DENSE_LAYOUTS | {"sync"},
     default_norm_epsilon=1e-5,
     default_rotary_fraction=1.0,
+    # To transformers it comes before what the scaling says, also where it is absent.
+    default_original_length=4096,
     windows="everywhere",
     # Read with longrope, and without meaning without it.
     ignored=frozenset(["original_max_position_embeddings"]),

@@ -2,4 +2,4 @@
 
 from megatron_rl.models.families.family import MIXTURE_LAYOUTS, Family
 
-FAMILY = Family(architecture="Qwen3MoeForCausalLM", proved=MIXTURE_LAYOUTS | {"sync"}, qk_norm=True, router="softmax")
+FAMILY = Family(architecture="Qwen3MoeForCausalLM", proved=MIXTURE_LAYOUTS | {"sync", "quantised source"}, qk_norm=True, router="softmax")

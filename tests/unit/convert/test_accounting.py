@@ -1,23 +1,101 @@
-"""Every parameter of the model, built without memory and without peers, is made of tensors of the weight table."""
+"""Every number of the model, built without memory and without peers, is written by tensors of its files, each of which is read."""
 
 import dataclasses
+from contextlib import closing
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.convert import verification
-from megatron_rl.convert.verification import check_parameters
+from megatron_rl.convert.conversion import Options, convert
+from megatron_rl.convert.sources import open_source
+from megatron_rl.convert.verification import WatchedTensors, check_numbers, check_parameters, model_shapes
 from megatron_rl.errors import UserError
 from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.models.weight_table import parameter_shape, rules
+
+
+def check(source):
+    check_parameters(source, WatchedTensors(source))
+
+
+@pytest.fixture
+def cheap_model(monkeypatch):
+    def of_the_table(spec):
+        return {rule.megatron: parameter_shape(rule, spec) for rule in rules(spec) if rule.exported}
+
+    monkeypatch.setattr(verification, "model_shapes", of_the_table)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_parameters_and_rules_are_the_same(tiny_model, family, monkeypatch):
-    spec = read_model_spec(tiny_model(family=family))
-    check_parameters(spec)
-    rules = list(verification.rules(spec))
-    monkeypatch.setattr(verification, "rules", lambda spec: rules[:-2])
-    with pytest.raises(UserError, match=r"makes nothing of .*, which the model has"):
-        check_parameters(spec)
-    monkeypatch.setattr(verification, "rules", lambda spec: [*rules, dataclasses.replace(rules[0], megatron="decoder.more.weight")])
-    with pytest.raises(UserError, match=r"makes decoder\.more\.weight of shape .*, which the model does not have"):
-        check_parameters(spec)
+    path = tiny_model(family=family)
+    shapes = model_shapes(read_model_spec(path))
+    monkeypatch.setattr(verification, "model_shapes", lambda spec: dict(shapes))
+    with closing(open_source(path)) as source:
+        check(source)
+        table = list(verification.rules(source.spec))
+        monkeypatch.setattr(verification, "rules", lambda spec: table[:-2])
+        with pytest.raises(UserError, match=r"makes nothing of .*, which the model has"):
+            check(source)
+        monkeypatch.setattr(verification, "rules", lambda spec: [*table, dataclasses.replace(table[0], megatron="decoder.more.weight")])
+        with pytest.raises(UserError, match=r"makes decoder\.more\.weight of shape .*, which the model does not have"):
+            check(source)
+        monkeypatch.setattr(verification, "rules", lambda spec: [dataclasses.replace(table[0], tensors=table[1].tensors), *table[1:]])
+        with pytest.raises(UserError, match=r"the weight table makes .*, which the model does not have"):
+            check(source)
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
+def test_every_number_is_written_and_every_tensor_read(tiny_model, tmp_path, cheap_model, family, to):
+    convert(tiny_model(family=family, tied=False), tmp_path / "made", Options(to=to))
+    with closing(open_source(tmp_path / "made")) as source:
+        tensors = WatchedTensors(source)
+        check_parameters(source, tensors)
+        assert tensors.read_names == source.tensors.names()
+
+
+def test_a_number_that_nothing_writes_shows(tiny_model, cheap_model, monkeypatch):
+    """Whatever a parameter had before it was loaded must be gone: memory that is new holds old numbers."""
+    load = verification.load_parameter
+
+    def load_all_but_a_row(parameter, rule, *arguments, **ranks):
+        row = parameter[0].clone()
+        load(parameter, rule, *arguments, **ranks)
+        if rule.megatron.endswith("layers.1.mlp.linear_fc1.weight"):
+            parameter[0] = row
+
+    monkeypatch.setattr(verification, "load_parameter", load_all_but_a_row)
+    words = r"wrote 64 of 24,576 numbers of decoder\.layers\.1\.mlp\.linear_fc1\.weight"
+    with closing(open_source(tiny_model())) as source, pytest.raises(UserError, match=words):
+        check(source)
+
+
+def test_a_tensor_that_goes_nowhere_is_named(tiny_model, cheap_model, monkeypatch):
+    with closing(open_source(tiny_model())) as source:
+        names = source.tensors.names()
+        monkeypatch.setattr(source.tensors, "names", lambda: {*names, "model.more.weight"})
+        with pytest.raises(UserError, match=r"model\.more\.weight in .* goes into no parameter of the model"):
+            check(source)
+
+
+def test_numbers_are_looked_at_also_where_the_model_leaves_them_out(tiny_model, cheap_model):
+    path = tiny_model(family="glm4_moe")
+    mtp = {"model.layers.2.eh_proj.weight": torch.full((64, 128), float("inf"))}
+    save_file(load_file(path / "model.safetensors") | mtp, path / "model.safetensors")
+    with closing(open_source(path)) as source:
+        tensors = WatchedTensors(source)
+        check_parameters(source, tensors)
+        with pytest.raises(UserError, match=r"eh_proj\.weight in .* has 8,192 of 8,192 numbers not finite"):
+            check_numbers(source, tensors)
+
+
+def test_a_number_of_the_file_that_is_not_finite_is_written_all_the_same(tiny_model, cheap_model):
+    path = tiny_model()
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, path / "model.safetensors")
+    with closing(open_source(path)) as source:
+        check(source)

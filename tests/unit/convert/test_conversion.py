@@ -80,6 +80,21 @@ def test_layers_that_are_not_built_are_kept_whole_or_dropped_whole(tiny_model, t
     assert json.loads((tmp_path / "dropped/config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
+def test_a_runs_checkpoint_gives_the_layers_that_only_its_export_has(tiny_model, tmp_path):
+    path, step = tiny_model(family="glm4_moe"), tmp_path / "step-000001"
+    original = tensors_of(path)
+    convert(path, step / "megatron", Options())
+    (step / "megatron/config.json").unlink()
+    # A run's export of other weights than its checkpoint's: only what the model does not build is taken from it.
+    save_hf(step / "hf", {name: tensor + 1 for name, tensor in original.items()}, source=path, stale=MTP.items())
+    assert convert(step, tmp_path / "back", Options()).to == "hf"
+    assert_same_tensors(tmp_path / "back", original | MTP)
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert json.loads((tmp_path / "back/manifest.json").read_text())["stale_once_trained"] == sorted(MTP)
+    convert(step, tmp_path / "dropped", Options(drop_mtp=True))
+    assert_same_tensors(tmp_path / "dropped", original)
+
+
 def test_what_is_computed_anew_is_no_layer_of_multi_token_prediction(tiny_model, tmp_path):
     path = tiny_model(family="glm4_moe")
     original = tensors_of(path) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}

@@ -1,5 +1,6 @@
 """Every kind of damage has its words, and two checkpoints that compute different things are told apart."""
 
+import dataclasses
 import json
 import pickle
 from contextlib import closing
@@ -14,14 +15,19 @@ from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.convert.sources import open_source
 from megatron_rl.convert.verification import verify
 from megatron_rl.errors import UserError
+from megatron_rl.models.weight_table import parameter_shape, rules
 
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}
 
 
 @pytest.fixture(autouse=True)
 def cheap_model(monkeypatch):
-    """The check of the model's parameters has a test of its own below; it needs no files."""
-    monkeypatch.setattr(verification, "check_parameters", lambda spec: None)
+    """That the model has the parameters that the table makes is tested beside this file."""
+
+    def of_the_table(spec):
+        return {rule.megatron: parameter_shape(rule, spec) for rule in rules(spec) if rule.exported}
+
+    monkeypatch.setattr(verification, "model_shapes", of_the_table)
 
 
 def problems(path):
@@ -157,6 +163,34 @@ def test_megatron_computes_what_transformers_does(tiny_model, tmp_path, one_rank
     assert compared.num_tokens == sum(map(len, prompts(open_source(path).spec)))
 
 
+def test_a_directory_of_another_model_type_is_run_by_the_class_of_its_architecture(tiny_model, tmp_path, one_rank):
+    """Kimi-K2 names code that is not run, and a type by which transformers would leave its experts at random numbers."""
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    path = tiny_model(family="deepseek_v3", model_type="kimi_k2", auto_map=code)
+    convert(path, tmp_path / "ours", Options())
+    assert comparison.compare(path, tmp_path / "ours").same
+
+
+def test_transformers_never_fills_up_what_it_does_not_find(tiny_model, monkeypatch):
+    path = tiny_model(family="deepseek_v3")
+    given = comparison.transformers_config
+
+    def of_another_type(source):
+        config = given(source)
+        config.model_type = "kimi_k2"
+        return config
+
+    monkeypatch.setattr(comparison, "transformers_config", of_another_type)
+    with closing(open_source(path)) as source, pytest.raises(UserError, match=r"finds nothing for model\.layers\.1\.mlp\.experts\."):
+        outputs(source, [torch.arange(3)])
+
+
+def test_a_model_that_transformers_does_not_have_is_named(tiny_model):
+    with closing(open_source(tiny_model())) as source, pytest.raises(UserError, match=r"is to be run, has no NewForCausalLM; install"):
+        source.spec = dataclasses.replace(source.spec, architecture="NewForCausalLM")
+        outputs(source, [torch.arange(3)])
+
+
 def test_a_wrong_layer_is_named(tiny_model, tmp_path, one_rank):
     path = tiny_model(layers=3)
     tensors = load_file(path / "model.safetensors")
@@ -187,6 +221,15 @@ def test_the_numbers_of_a_comparison():
     assert compared.mean_difference == pytest.approx(1.0986123 / 2)
     assert compared.same_argmax == pytest.approx(2 / 3) and compared.layer == 1
     assert difference([ids], [Outputs(one, hidden)], [Outputs(one * float("nan"), hidden)], tolerance=0.01).max_difference == float("inf")
+
+
+def test_what_rounding_does_is_said_and_not_judged():
+    ids, hidden = torch.tensor([0, 1]), (torch.ones(2, 2),)
+    one, other = (torch.tensor(rows).log() for rows in ([[0.5, 0.5]] * 2, [[0.9, 0.1]] * 2))
+    moved = difference([ids], [Outputs(one, hidden)], [Outputs(other, (-hidden[0],))], tolerance=None)
+    assert moved.same and moved.layer is None and moved.max_difference == pytest.approx(1.6094379)
+    assert "max 1.61e+00" in moved.line() and moved.line().endswith("that is what rounding the weights does")
+    assert not difference([ids], [Outputs(one, hidden)], [Outputs(other * float("nan"), hidden)], tolerance=None).same
 
 
 def test_what_nobody_loads_is_not_a_number(tiny_model, one_rank, monkeypatch):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import build_model
-from megatron_rl.models.hf_files import Checkpoint, save_hf
+from megatron_rl.models.hf_files import Checkpoint, describe_hf, save_hf
 from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.read_spec import read_model_spec
@@ -66,6 +66,20 @@ def test_config_names_the_dtype_of_most_weights_in_whatever_order_they_come(tiny
         config = json.loads((saved / "config.json").read_text())
         assert (config.get("dtype") or config["torch_dtype"]) == "bfloat16"
         assert len(list(saved.glob("*.safetensors"))) == 2
+
+
+def test_an_export_names_no_code_which_it_does_not_have(tiny_model, tmp_path):
+    """transformers, allowed to run code, would look for it, and not fall back on its own."""
+    path = tiny_model(auto_map={"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"})
+    (path / "modeling.py").write_text("raise SystemExit('ran')")
+    save_hf(tmp_path / "saved", load_file(path / "model.safetensors"), source=path)
+    describe_hf(tmp_path / "described", source=path, dtype=torch.float32)
+    for name in ("saved", "described"):
+        assert transformers.AutoConfig.from_pretrained(tmp_path / name, trust_remote_code=True).model_type == "qwen3"
+        assert not list((tmp_path / name).glob("*.py"))
+    change_config(tmp_path / "saved", auto_map={"AutoConfig": "modeling.Config"})
+    with pytest.raises(OSError, match="modeling"):
+        transformers.AutoConfig.from_pretrained(tmp_path / "saved", trust_remote_code=True)
 
 
 def test_multi_token_prediction_is_left_out_and_nothing_else(tiny_model, tmp_path, one_rank):

@@ -99,6 +99,45 @@ def test_a_run_loads_the_numbers_that_fp8_codes_mean(tiny_model, family, tmp_pat
     assert "quantization_config" not in json.loads((tmp_path / "saved/config.json").read_text())
 
 
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+# How compressed-tensors writes float8: what the group says of weights, and the shape of a scale for each of which rows and columns.
+COMPRESSED_FLOAT8 = {
+    "channel": ({"strategy": "channel"}, lambda rows, columns: (1, columns), lambda scale: scale),
+    "tensor": ({"strategy": "tensor"}, lambda rows, columns: (rows, columns), lambda scale: scale.reshape(1)),
+    "block": ({"strategy": "block", "block_structure": [16, 16]}, lambda rows, columns: (16, 16), lambda scale: scale),
+}
+
+
+@pytest.mark.parametrize("strategy", COMPRESSED_FLOAT8)
+def test_float8_of_compressed_tensors_means_its_codes_times_their_scales(tiny_model, strategy):
+    path = tiny_model()
+    entry, block_of, stored_shape = COMPRESSED_FLOAT8[strategy]
+    tensors, meaning = load_file(path / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        meaning[name] = weight
+        if "proj" in name:
+            rows, columns = block_of(*weight.shape)
+            blocks = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+            scales = (blocks.abs().amax(dim=(1, 3)) / 448).bfloat16()
+            spread = scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            codes = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors |= {name: codes, f"{name}_scale": stored_shape(scales)}
+            meaning[name] = (codes.double() * spread.double()).float()
+    save_file(tensors, path / "model.safetensors")
+    group = {"targets": ["Linear"], "weights": FLOAT8 | entry, "input_activations": {"num_bits": 8, "type": "float", "dynamic": True}}
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    change_config(path, quantization_config=section)
+    with Checkpoint(path) as checkpoint:
+        assert checkpoint.names() == meaning.keys()
+        for name, weight in meaning.items():
+            assert torch.equal(checkpoint.read(name, tuple(weight.shape)), weight), name
+
+
 def test_packed_int4_means_what_its_packer_was_given(tmp_path):
     values = torch.randint(-8, 8, (6, 60), dtype=torch.int8)
     scales = torch.rand(6, 2).bfloat16() + 0.5
@@ -194,6 +233,10 @@ def test_codes_and_scales_that_do_not_belong_together_are_named(tiny_model, chan
         (
             INT4 | {"config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}},
             "compressed as pack-quantized .*'int', 8",
+        ),
+        (
+            INT4 | {"format": "int-quantized", "config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}},
+            "compressed as int-quantized .*'int', 8",
         ),
         (FP8 | {"weight_block_size": [16]}, r"has a block of \[16\], needs two positive integers"),
     ],

@@ -117,6 +117,8 @@ def test_scaled_frequencies_equal_transformers(kind):
         ({"partial_rotary_factor": 0.5}, "sets partial_rotary_factor to 0.5, needs 1.0"),
         ({"logit_scale": 0.5}, "has the key logit_scale = 0.5, whose effect on Qwen3ForCausalLM is not known"),
         ({"num_experts": 8}, "has the key num_experts = 8"),
+        ({"use_mrope": True}, "sets use_mrope to True, only False is supported"),
+        *(({"planted": value}, rf"has the key planted = {value!r}, whose".replace("[]", r"\[\]")) for value in (False, 0, 0.0, "", [], {})),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope type 'ntk', supported are default, linear, llama3, yarn, longrope"),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 7}},
@@ -152,7 +154,12 @@ def test_what_is_not_supported_is_refused(changes, message):
         spec_of(**changes)
 
 
+def test_keys_of_generation_and_of_training_say_nothing_about_the_network():
+    assert spec_of(do_sample=False, num_beams=1, temperature=0.6, gradient_checkpointing=False, use_mrope=False) == spec_of()
+
+
 def test_null_is_absent():
+    assert spec_of(planted=None) == spec_of()
     assert (spec_of(rms_norm_eps=None).norm_epsilon, spec_of(tie_word_embeddings=None).tie_embeddings) == (1e-6, False)
     assert spec_of(rope_theta=None, rope_scaling=None, rope_parameters=None).rotary == RotarySpec(1e4)
 

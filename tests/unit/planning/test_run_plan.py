@@ -1,5 +1,6 @@
 """What a plan says without measuring anything; tests/dist/test_run_plan.py measures."""
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,14 @@ def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Call
     assert (unsaved - RANK_HOST_BYTES, shared - unsaved) == (2 * 2 * GIB, 2 * 2 * GIB), "as much again while a checkpoint is written"
 
 
-def test_memory_that_is_shared_with_an_engine_is_two_buckets(run_settings: Callable[..., Settings]) -> None:
+def test_memory_that_is_shared_with_an_engine_is_two_buckets(
+    run_settings: Callable[..., Settings], model_spec: Callable[[str], Any]
+) -> None:
     by_ipc = run_settings(runtime={"colocate": True})
     by_disk = by_ipc.model_copy(update={"weights": WeightSettings(transport="disk")})
-    assert (_shared_buckets(by_ipc), _shared_buckets(by_disk)) == (2 * BUCKET_BYTES, 0)
+    small = dataclasses.replace(model_spec("Qwen3-4B"), vocab_size=1000)
+    assert (_shared_buckets(by_ipc, small), _shared_buckets(by_disk, small)) == (2 * BUCKET_BYTES, 0)
+    # An embedding is sent whole.
+    assert _shared_buckets(by_ipc, model_spec("Qwen3-4B")) == 2 * 151936 * 2560 * 2
+    # 128 experts' gate and up, of 2 x 2880 rows and 2880 columns, are one tensor: two buckets, the stack and its parts.
+    assert _shared_buckets(by_ipc, model_spec("gpt-oss-120b")) == 4 * 128 * 2 * 2880 * 2880 * 2

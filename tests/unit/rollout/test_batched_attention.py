@@ -7,7 +7,9 @@ from megatron_rl.rollout.batched_attention import attend, make_buckets
 HEADS, KV_HEADS, SIZE, CONTEXT = 4, 2, 8, 64
 
 
-def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> np.ndarray:
+def reference(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None, window: int | None = None
+) -> np.ndarray:
     """Causal attention of the last rows of one sequence, head by head in float64; `query` [Q, H, D], `keys`, `values` [L, G, D]."""
     q, k, v = query.double().numpy(), keys.double().numpy(), values.double().numpy()
     result = np.empty_like(q)
@@ -15,12 +17,15 @@ def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
         visible = len(k) - len(q) + row + 1
         for head in range(HEADS):
             group = head // (HEADS // KV_HEADS)
-            scores = k[:visible, group] @ q[row, head] / np.sqrt(SIZE)
+            first = 0 if window is None else max(visible - 1 - window, 0)
+            scores = k[first:visible, group] @ q[row, head] / np.sqrt(SIZE)
             weights = np.exp(scores - scores.max())
-            result[row, head] = weights @ v[:visible, group] / weights.sum()
+            sink = 0.0 if sinks is None else np.exp(sinks[head].item() - scores.max())
+            result[row, head] = weights @ v[first:visible, group] / (weights.sum() + sink)
     return result
 
 
+@pytest.mark.parametrize(("sinks", "window"), [(None, None), (torch.tensor([-3.0, 0.0, 1.5, 4.0]), None), (torch.tensor([2.0] * 4), 5)])
 @pytest.mark.parametrize(
     ("lengths", "new_lengths"),
     [
@@ -30,7 +35,9 @@ def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
         ([40, 6, 17, 33, 3, 31], [1, 6, 16, 2, 3, 31]),
     ],
 )
-def test_attention_over_buckets_equals_attention_request_by_request(lengths: list[int], new_lengths: list[int]) -> None:
+def test_attention_over_buckets_equals_attention_request_by_request(
+    lengths: list[int], new_lengths: list[int], sinks: torch.Tensor | None, window: int | None
+) -> None:
     generator = torch.Generator().manual_seed(0)
     num_slots = sum(lengths) + 1
     caches = [torch.randn(num_slots, KV_HEADS, SIZE, generator=generator) for _ in range(2)]
@@ -44,10 +51,11 @@ def test_attention_over_buckets_equals_attention_request_by_request(lengths: lis
     query = torch.randn(sum(new_lengths), HEADS, SIZE, generator=generator)
     output = torch.full_like(query, float("nan"))
 
-    attend(query, output, *caches, make_buckets(slots_of_row, rows, torch.tensor(lengths), torch.tensor(new_lengths)), None)
+    buckets = make_buckets(slots_of_row, rows, torch.tensor(lengths), torch.tensor(new_lengths))
+    attend(query, output, *caches, buckets, None, sinks=sinks, window=window)
 
     for own, part, result in zip(slots.split(lengths), query.split(new_lengths), output.split(new_lengths), strict=True):
-        np.testing.assert_allclose(result.numpy(), reference(part, caches[0][own], caches[1][own]), atol=1e-5)
+        np.testing.assert_allclose(result.numpy(), reference(part, caches[0][own], caches[1][own], sinks, window), atol=1e-5)
 
 
 def test_padding_at_most_doubles() -> None:

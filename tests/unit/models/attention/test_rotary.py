@@ -13,6 +13,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.rotary import RotarySpec, parse_rotary, parse_rotary_fraction, rotate
 from megatron_rl.models.packed_sequences import packed_sequences
+from megatron_rl.models.read_spec import read_model_spec
 
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 512}
 YARNS = {
@@ -91,6 +92,18 @@ def test_longrope_in_the_spelling_of_phi_3():
     config = {"rope_theta": 1e4, "original_max_position_embeddings": 512}
     scaling = {"type": "su", "short_factor": SHORT, "long_factor": LONG}
     assert parse(config | {"rope_scaling": scaling}) == parse({"rope_parameters": LONGROPE})
+
+
+@pytest.mark.parametrize("given", [{}, {"original_max_position_embeddings": 512}], ids=["absent", "in the scaling alone"])
+def test_phi_3_takes_its_own_original_length_where_the_key_beside_the_scaling_is_absent(given, tiny_model):
+    scaling = {"type": "longrope", "short_factor": SHORT[:6], "long_factor": LONG[:6], **given}
+    path = tiny_model(family="phi3", max_position_embeddings=32768, rope_scaling=scaling)
+    config = transformers.AutoConfig.from_pretrained(path)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=4097)
+    spec = read_model_spec(path).rotary
+    assert spec.original_max_position_embeddings == config.rope_parameters["original_max_position_embeddings"] == 4096
+    assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    torch.testing.assert_close(spec.inverse_frequencies(12, long=True), expected, rtol=1e-6, atol=0)
 
 
 def test_both_spellings_of_yarn_agree():
