@@ -6,7 +6,7 @@ Runs differ in where batches come from: `SupervisedRun`, below, reads them from 
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +86,11 @@ class TrainingRun(ABC):
         """Where the data continue, as JSON values, on disk before this returns."""
 
     @abstractmethod
-    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
-        """Continue where the checkpoint after `step` steps stood; None: at the start of the data, before any checkpoint."""
+    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
+        """Continue where the checkpoint after `step` steps stood; None: at the start of the data, before any checkpoint.
+
+        Returns what the user has to know, in sentences.
+        """
 
     @abstractmethod
     def _forget(self, *, before_step: int) -> None:
@@ -125,19 +128,22 @@ class TrainingRun(ABC):
             self._console.say(f"{path} is not complete and is passed over; it can be deleted")
         found = newest_checkpoint(self.directory)
         if found is None:
-            self._rewind(step=0, position=None)
+            self._say_all(self._rewind(step=0, position=None))
             return 0
         path, state = found
         self._turn(Turn.TRAINING)
         with self._phase("load"):
             changes = self._trainers.load(path / "megatron", weights_only=weights_only)
-            self._rewind(step=state.step, position=state.source)
+            notes = self._rewind(step=state.step, position=state.source)
         self._first_evaluation = state.first_evaluation
         self._trained_steps = self._logged_steps = self._saved_steps = state.step
         self._console.say(f"resumed from {path} after {state.step} steps" + (", with a new optimizer" if weights_only else ""))
-        for change in changes:
-            self._console.say(change)
+        self._say_all((*changes, *notes))
         return state.step
+
+    def _say_all(self, sentences: Iterable[str]) -> None:
+        for sentence in sentences:
+            self._console.say(sentence)
 
     def next_batch(self, step: int) -> TrainBatch:
         """The sequences of this step. Raises UserError when the run directory is gone."""
@@ -304,9 +310,10 @@ class SupervisedRun(TrainingRun):
     def _position(self) -> dict[str, Any]:
         return self._source.state()
 
-    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
+    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
         if position is not None:
             self._source.restore(position)
+        return ()
 
     def _forget(self, *, before_step: int) -> None:
         """Nothing is kept."""
