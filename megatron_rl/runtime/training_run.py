@@ -168,26 +168,49 @@ class TrainingRun(ABC):
         return self._due(self._settings.run.eval_interval, step) or (step + 1 == self.num_steps and self._settings.run.eval_interval > 0)
 
     def saves_after(self, step: int) -> bool:
+        """True where a checkpoint or an export is due."""
+        return self._checkpoints_after(step) or self._exports_after(step)
+
+    def _checkpoints_after(self, step: int) -> bool:
         """True for every save_interval-th step and the last."""
         return self._due(self._settings.run.save_interval, step) or step + 1 == self.num_steps
+
+    def _exports_after(self, step: int) -> bool:
+        """True for every export_interval-th step."""
+        return self._due(self._settings.run.export_interval, step)
 
     @staticmethod
     def _due(interval: int, step: int) -> bool:
         return interval > 0 and (step + 1) % interval == 0
 
     def save(self, *, step: int) -> None:
-        """Begin a checkpoint that `--resume` continues from, with the policy as a Hugging Face directory. Raises as `next_batch`.
+        """Begin what is due after `step` steps: a checkpoint that `--resume` continues from, with the policy as a Hugging Face directory,
+        or that directory alone. Raises as `next_batch`.
 
         It is written while the run goes on, and in its place at the latest when the next one begins or the run ends. Raises UserError when
         the one before could not be written.
         """
+        if self._checkpoints_after(step - 1):
+            self._begin_checkpoint(step)
+            return
+        with self._saving():
+            self._checkpoints.begin_export(step)
+
+    def _begin_checkpoint(self, step: int) -> None:
+        with self._saving():
+            metrics = metric_values(self._measured())
+            state = RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics)
+            self._checkpoints.begin(state, exports=self._exports_after(step - 1))
+            self._saved_steps = step
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """In the body something may be saved."""
         self._check_directory()
         self._finish_save()
         self._turn(Turn.TRAINING)
         with finishing_first(), self._phase("save"):
-            metrics = metric_values(self._measured())
-            self._checkpoints.begin(RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics))
-            self._saved_steps = step
+            yield
 
     def _finish_written_save(self) -> None:
         """Put a checkpoint in its place as soon as that takes no waiting: until then a run that is killed goes back to the one before."""
@@ -200,8 +223,9 @@ class TrainingRun(ABC):
             return
         with finishing_first(), self._phase("save"):
             path = self._checkpoints.finish()
-            _link(self.directory / POLICY_LINK, path / "hf")
-            self._forget(before_step=oldest_step(self.directory))
+            if path is not None:
+                _link(self.directory / POLICY_LINK, path / "hf")
+                self._forget(before_step=oldest_step(self.directory))
 
     def _check_directory(self) -> None:
         """Raise UserError when nothing that this run makes would be kept any more."""
@@ -251,7 +275,7 @@ class TrainingRun(ABC):
                 # Whoever missed one deadline would miss that of the checkpoint, which is as long.
                 self._trainers.check_answers()
             if asked_to_end(error) and self._trained_steps > self._saved_steps:
-                self.save(step=self._trained_steps)
+                self._begin_checkpoint(self._trained_steps)
             self._finish_save()
         except (MegatronRLError, OSError, RuntimeError, ValueError) as second:
             self._console.say(f"the checkpoint of step {max(self._trained_steps, self._saved_steps)} is lost: {second}")
