@@ -104,11 +104,13 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(
         train_loop(first, first_step=0)
     assert steps_of(tmp_path / "run") == [0, 1, 2, 3, 4, 5]
     calls.clear()
+    (tmp_path / "run" / "checkpoints" / ".step-000006.partial").mkdir()
     again = make_run("run.num_steps=6", resume=True)
     step = again.resume()
     printed = " ".join(capsys.readouterr().out.split())
     assert "training.optimizer.lr is 2 from now on, was 1 in the checkpoint" in printed
     assert "5 groups are made anew, because of a setting" in printed
+    assert ".step-000006.partial is not complete and is passed over; it can be deleted" in printed
     assert (step, calls) == (4, [("load", "step-000004", False), ("rewind", 4, {"cursor": 7})])
     again.break_off(KeyboardInterrupt())
     summary = read_summary(tmp_path / "run")
