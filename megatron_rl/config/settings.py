@@ -63,6 +63,11 @@ class RunSettings(Section):
     save_interval: int = Field(50, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
     keep_interval: int = Field(0, ge=0, description="Checkpoints of its multiples are kept for good; 0 keeps the newest alone.")
+    export_interval: int = Field(
+        0,
+        ge=0,
+        description="Steps between Hugging Face directories of the policy that stay in exports; 0 leaves those of checkpoints alone.",
+    )
 
 
 class ModelSettings(Section):

@@ -19,6 +19,7 @@ While a run is live anyone may read the file, for example with the `sqlite3` she
               metadata           JSON
               pruned             1 when `prune` has dropped the token arrays of its samples
               updated_at         seconds since 1970 of the last move
+              made_by            the settings that decided what its samples are like, as JSON; NULL without samples and after `prune`
     samples   one row per finished response; (group_id, sample_index) is unique.
               outcome            scored | error | timeout; NULL when no reward was asked for
               reward             REAL, only when scored; reward_message, reward_components (JSON)
@@ -119,8 +120,9 @@ class Buffer:
     or the file cannot be used.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, made_by: str = "{}") -> None:
+        """Open the file at `path`, new or not. `made_by` is what the samples that come from now on are made by, see the column."""
+        self._path, self.made_by = path, made_by
         with ExitStack() as undo:
             lock = undo.enter_context(closing(_lock(path)))
             with self._database_errors():
@@ -277,28 +279,35 @@ class Buffer:
                 "UPDATE groups SET state = 'pending', updated_at = ? WHERE state = 'in_flight'", (time.time(),)
             ).rowcount
 
-    def rewind(self, step: int, *, version: int) -> None:
+    def rewind(self, step: int, *, version: int) -> dict[str, int]:
         """Go back to the checkpoint made after `step` steps (1 to `step`), when the weights had `version`.
 
         Groups consumed by later steps are handed out again. Samples with a token of weights newer than `version`, which no
-        longer exist, or pruned, are dropped; their groups become pending, all others done. Call it before generation starts.
+        longer exist, or pruned, or made by other settings than the present ones, are dropped; their groups become pending, all others done.
+        Call it before generation starts. Returns how many groups other settings had made, by those settings.
         """
-        gone = "(max_version > :version OR response_ids IS NULL)"
+        gone = "SELECT group_id FROM samples WHERE max_version > :version OR response_ids IS NULL"
         undone = "(state = 'done' OR consumed_step > :step)"
+        waits = "(state <> 'consumed' OR consumed_step > :step)"
         clean = "consumed_step = NULL, trained = NULL, rejection = NULL, pruned = 0, updated_at = :now"
-        values = {"step": step, "version": version, "now": time.time()}
+        values = {"step": step, "version": version, "now": time.time(), "made_by": self.made_by}
         with self._transaction() as connection:
+            found = f"SELECT made_by, count(*) FROM groups WHERE {waits} AND made_by <> :made_by GROUP BY made_by"
+            others = dict(connection.execute(found, values))
             connection.execute(
-                f"UPDATE groups SET state = 'pending', {clean} WHERE {undone} AND id IN (SELECT group_id FROM samples WHERE {gone})", values
+                f"UPDATE groups SET state = 'pending', {clean} WHERE {undone} AND (made_by <> :made_by OR id IN ({gone}))", values
             )
             connection.execute(f"UPDATE groups SET state = 'done', {clean} WHERE consumed_step > :step", values)
+            waiting = "SELECT id FROM groups WHERE state IN ('pending', 'in_flight')"
             connection.execute(
                 # The others of such a group, too: they count as all that there is of it.
-                f"DELETE FROM samples WHERE group_id IN (SELECT group_id FROM samples WHERE {gone}) "
-                "AND group_id IN (SELECT id FROM groups WHERE state IN ('pending', 'in_flight'))",
+                f"DELETE FROM samples WHERE group_id IN ({waiting}) "
+                f"AND group_id IN ({gone} UNION SELECT id FROM groups WHERE made_by <> :made_by)",
                 values,
             )
+            connection.execute(f"UPDATE groups SET made_by = NULL WHERE id IN ({waiting}) AND made_by <> :made_by", values)
             connection.execute("DELETE FROM answers WHERE max_version > :version", values)
+        return others
 
     def prune(self, step: int) -> None:
         """Drop the token arrays of groups that the steps up to `step` consumed, to which no kept checkpoint goes back; the rest stays."""
@@ -309,7 +318,7 @@ class Buffer:
                 "routed_experts = NULL, own_prompt_ids = NULL WHERE group_id = ?",
                 found,
             )
-            connection.executemany("UPDATE groups SET pruned = 1 WHERE id = ?", found)
+            connection.executemany("UPDATE groups SET pruned = 1, made_by = NULL WHERE id = ?", found)
 
     def flush(self) -> None:
         """Bring every move so far to the disk itself, so that a power failure cannot undo it."""
@@ -362,6 +371,7 @@ class Buffer:
         for table in ("samples", "answers"):
             self._connection.execute(f"DELETE FROM {table} WHERE group_id = ?", (group_id,))
         self._connection.executemany(buffer_rows.INSERT_SAMPLE, rows)
+        self._connection.execute("UPDATE groups SET made_by = ? WHERE id = ?", (self.made_by, group_id))
 
     def _consume(self, rejections: Mapping[str, str | None], *, step: int) -> None:
         now = time.time()

@@ -13,7 +13,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.types import Experts, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 APPLICATION_ID = 0x4D52_4C42
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 INDICES = """
 CREATE INDEX groups_waiting ON groups (position, id, state) WHERE state <> 'consumed';
@@ -47,7 +47,8 @@ CREATE TABLE groups (
     updated_at REAL NOT NULL,
     trained INTEGER CHECK (trained IN (0, 1)),
     rejection TEXT,
-    pruned INTEGER NOT NULL DEFAULT 0
+    pruned INTEGER NOT NULL DEFAULT 0,
+    made_by TEXT
 );
 CREATE INDEX groups_by_state ON groups (state, position);
 {INDICES}CREATE TABLE samples (
@@ -102,6 +103,10 @@ PRAGMA user_version = 4;
 """,
     4: f"""{ANSWERS}
 PRAGMA user_version = 5;
+""",
+    5: """
+ALTER TABLE groups ADD COLUMN made_by TEXT;
+PRAGMA user_version = 6;
 """,
 }
 """What makes the next version of the schema out of a version."""

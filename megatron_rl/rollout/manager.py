@@ -9,6 +9,7 @@ All of it lives on one event loop, on which every coroutine here has to run. Eng
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
@@ -39,6 +40,30 @@ from megatron_rl.types import Group, Prompt, Sample, TrainBatch, last_samples
 
 MAX_RESAMPLING_ROUNDS = 10
 IDLE_POLL_S = 0.02
+
+
+def _made_by(settings: Settings) -> str:
+    """The settings that decide how a prompt becomes a group, as JSON: a group that others have made is not trained on."""
+    rollout, reward = settings.rollout, settings.reward
+    sampling = {f"rollout.sampling.{name}": value for name, value in rollout.sampling.model_dump(mode="json").items()}
+    chosen = {
+        **sampling,
+        "rollout.function": rollout.function,
+        "rollout.args": rollout.args,
+        "data.samples_per_prompt": settings.data.samples_per_prompt,
+        "reward.function": reward.function,
+        "reward.args": reward.args,
+        # Its groups alone have a baseline.
+        "objective.advantage.estimator is remax": settings.objective.advantage.estimator == "remax",
+    }
+    return json.dumps(chosen, sort_keys=True)
+
+
+def _difference(made_by: str, now: str) -> str:
+    """What differs between two texts of `_made_by`, in words."""
+    then, present = json.loads(made_by), json.loads(now)
+    names = sorted(name for name in then.keys() | present.keys() if then.get(name) != present.get(name))
+    return " and ".join(f"{name} is {present.get(name)} now and was {then.get(name)}" for name in names)
 
 
 def reward_log(settings: Settings) -> Path:
@@ -86,7 +111,7 @@ class RolloutManager:
             rewards = stack.enter_context(RewardRunner(settings.reward, log_path=reward_log(settings)))
             for prompt in prompts.for_reward():
                 rewards.probe(prompt)
-            opened = stack.enter_context(Buffer(buffer))
+            opened = stack.enter_context(Buffer(buffer, made_by=_made_by(settings)))
             connections = await stack.enter_async_context(AsyncExitStack())
             manager = cls(settings, prompts=prompts, rewards=rewards, buffer=opened, connections=connections)
             stack.push_async_callback(manager._production.stop)
@@ -138,18 +163,21 @@ class RolloutManager:
         self._buffer.flush()
         return self.prompts.source.state()
 
-    async def rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
+    async def rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
         """Continue where the checkpoint after `step` steps stood, at the first prompt when there is no `position`.
 
-        Groups that were finished since then are kept where their weights still exist.
+        Groups that were finished since then are kept where their weights still exist and the settings would make them so again. Returns a
+        sentence for each set of other settings whose groups are made anew.
         """
         source = self.prompts.source
         if position is not None:
             source.restore(position)
-        self._buffer.rewind(step, version=step)
+        others = self._buffer.rewind(step, version=step)
         # Prompts that were taken after the checkpoint are in the buffer: the next ones come behind them.
         known = self._buffer.counts().total
         self._buffer.add_prompts(source.next_prompts(max(0, known - source.num_taken)))
+        now = self._buffer.made_by
+        return tuple(f"{count} groups are made anew, because {_difference(made_by, now)}" for made_by, count in others.items())
 
     async def abandon(self) -> None:
         """Abort what is being made, and wait until no engine works any more; no further batch can be asked for."""
@@ -209,12 +237,21 @@ class RolloutManager:
     async def _groups(self, count: int, *, step: int, progress: PhaseProgress) -> tuple[list[Group], dict[str, str | None], int]:
         """The next `count` groups, in the order of their prompts, why each is rejected, by its id, and how many had to be made anew.
 
-        Groups are only ever made when they will be young enough; a run that is resumed with a smaller max_staleness finds others.
+        Groups are only ever made when they will be young enough; a run that is resumed with a smaller max_staleness finds others, also,
+        in groups that were not finished, answers and samples that are put to use before the step is known which trains on them.
         """
         production, oldest = self._production, self._admission.oldest_version(step)
-        renewed = self._buffer.renew(count, oldest_version=oldest)
-        production.admit(self._admission.num_admitted(step=step, missing=count, version=step))
-        await production.wait(count, progress=progress)
+        admitted = self._admission.num_admitted(step=step, missing=count, version=step)
+        renewed = 0
+        for last in (False, True):
+            found = self._buffer.renew(count, oldest_version=oldest)
+            renewed += found
+            if last and not found:
+                break
+            # Those that are made anew are counted anew.
+            progress.advance(-count if last else 0)
+            production.admit(admitted)
+            await production.wait(count, progress=progress)
         reasons: dict[str, str | None] = {}
 
         def rejection(group: Group) -> str | None:

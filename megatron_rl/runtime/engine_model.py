@@ -1,5 +1,6 @@
 """The directory that engines are started on: model.path where they can read it, else one that is made for them in the run directory."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from pathlib import Path
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError
+from megatron_rl.files import partial_path
+from megatron_rl.leftovers import scratch_directory
 
 with quiet_megatron_imports():
     from megatron_rl.convert.conversion import Options, convert
@@ -62,13 +65,18 @@ def evaluated_model(settings: Settings, *, dtype: str, note: Callable[[str], Non
     if engines_read(settings.model.path):
         yield EngineModel(settings.model.path)
         return
-    path = settings.run.directory / WEIGHTS
-    if path.exists():
-        # Of an evaluation that was killed.
-        shutil.rmtree(path)
+    # Another evaluation may go on in the same directory.
+    path = settings.run.directory / f"{WEIGHTS}-{os.getpid()}"
+    partial = partial_path(path)
+    made = (path, partial, partial.with_name(f"{partial.name}.lock"))
     note(f"engines cannot read the weights in {settings.model.path}: they are converted to {dtype} in {path}")
-    try:
-        convert(settings.model.path, path, Options(to="hf", dtype=DTYPES[dtype], drop_mtp=True))
-        yield EngineModel(path)
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    with scratch_directory() as scratch:
+        # Where this process is killed the next start on this machine removes them.
+        scratch.note(place.absolute() for place in made)
+        try:
+            convert(settings.model.path, path, Options(to="hf", dtype=DTYPES[dtype], drop_mtp=True))
+            yield EngineModel(path)
+        finally:
+            for place in made[:2]:
+                shutil.rmtree(place, ignore_errors=True)
+            made[2].unlink(missing_ok=True)

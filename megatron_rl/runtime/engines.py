@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError
 
 from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.settings import Settings
@@ -20,7 +20,7 @@ from megatron_rl.rollout.engine import Engine, EngineAddress
 from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.server_args import sent_prompt_tokens
 from megatron_rl.runtime.cluster import Places, enter_directory, own_gpus
-from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.runtime.watchdog import ACTOR_DEATHS, Watchdog
 
 if TYPE_CHECKING:
     from megatron_rl.runtime.engine_model import EngineModel
@@ -118,7 +118,7 @@ class EngineGroup:
         for ref in stopping:
             try:
                 ray.get(ref, timeout=ENGINES_STOP_S)
-            except (RayActorError, GetTimeoutError):
+            except (*ACTOR_DEATHS, GetTimeoutError):
                 continue
 
 

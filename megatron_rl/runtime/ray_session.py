@@ -2,9 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from megatron_rl.config.settings import RuntimeSettings
 from megatron_rl.deadlines import RAY_START_S, RAY_STOP_S
 from megatron_rl.errors import DeadlineError, WorkerDiedError
 from megatron_rl.leftovers import scratch_directory, shared_memory_of
+from megatron_rl.runtime import ray_reaper
 
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 POLL_S = 0.1
@@ -40,24 +43,42 @@ def prepare_environment(settings: RuntimeSettings) -> None:
 def ray_cluster(*, address: str | None, num_processes: int) -> Iterator[None]:
     """A Ray session: a local one that ends with the block, every process of it gone, or the cluster at `address`, which goes on.
 
-    Where there is no GPU, a local one has room for `num_processes`, however many CPUs the machine has.
+    Where there is no GPU, a local one has room for `num_processes`, however many CPUs the machine has. It also ends where this process is
+    killed.
     """
     import ray
 
-    before = set(psutil.Process().children())
-    with scratch_directory() as scratch:
+    with ExitStack() as stack:
+        scratch = stack.enter_context(scratch_directory())
+        if address is None:
+            # Before Ray: a start can be killed, too.
+            stack.enter_context(_reaper())
+        before = set(psutil.Process().children())
         try:
             with _own_signals():
                 if address is None:
                     _start_local(num_processes, before)
                     session = Path(ray._private.worker._global_node.get_session_dir_path())
-                    _let_agents_end(session / "logs" / "raylet.out")
                     scratch.note([session, *shared_memory_of([os.getpid()])])
                 else:
                     ray.init(address=address, log_to_driver=False, logging_level="error")
             yield
         finally:
             _stop_ray(before)
+
+
+@contextmanager
+def _reaper() -> Iterator[None]:
+    """Run `ray_reaper` beside this process, as long as the block."""
+    # Without site-packages it takes 8 MiB; a session of its own keeps it from the terminal's signals.
+    command = [sys.executable, "-I", "-S", ray_reaper.__file__, str(os.getpid()), str(RAY_STOP_S)]
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, cwd="/", start_new_session=True)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 @contextmanager
@@ -125,17 +146,6 @@ def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
         yield
     finally:
         services.get_node = ask
-
-
-def _let_agents_end(raylet_log: Path) -> None:
-    """Let the node's agents end as soon as the node does, also where the driver was killed, which takes all else of Ray with it.
-
-    An agent reads in that log whether the node was asked to end. If not, it reports so to Ray's control service, which is gone, for 60 s
-    (`ray._private.process_watcher` of 2.60).
-    """
-    with raylet_log.open("a") as log:
-        log.write("megatron-rl writes at the start, for the node's agents, which wait a minute where they do not find it: ")
-        log.write("Raylet received SIGTERM\n")
 
 
 def _ray_directory() -> Path:

@@ -71,7 +71,13 @@ class RolloutRun(TrainingRun):
         data = self._settings.data
         rounds = MAX_RESAMPLING_ROUNDS if self._settings.objective.zero_variance == "resample" else 1
         timeout_s = rounds * generation_deadline_s(self._settings, data.prompts_per_step * data.samples_per_prompt)
-        return self._wait(self._manager.next_batch(step, progress=progress), name=f"rollout of step {step + 1}", timeout_s=timeout_s)
+        making = self._manager.next_batch(step, progress=progress)
+        batch, metrics = self._wait(making, name=f"rollout of step {step + 1}", timeout_s=timeout_s)
+        renewed = metric_values(metrics)["rollout/renewed_groups"]
+        if renewed:
+            limit = self._settings.rollout.max_staleness
+            self._console.say(f"step {step + 1}: {renewed:.0f} groups were made anew, because rollout.max_staleness is {limit} now")
+        return batch, metrics
 
     def train(self, batch: TrainBatch, *, step: int) -> None:
         """Optimizer steps on one batch, and how much of that time engines were busy meanwhile."""
@@ -130,8 +136,8 @@ class RolloutRun(TrainingRun):
     def _position(self) -> dict[str, Any]:
         return self._wait(self._manager.position(), name="flushing the buffer")
 
-    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
-        self._wait(self._manager.rewind(step=step, position=position), name="rewinding the buffer")
+    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
+        return self._wait(self._manager.rewind(step=step, position=position), name="rewinding the buffer")
 
     def _forget(self, *, before_step: int) -> None:
         self._wait(self._manager.forget(before_step=before_step), name="pruning the buffer")

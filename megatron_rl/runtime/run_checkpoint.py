@@ -3,9 +3,11 @@
 checkpoints/step-000050/megatron/   what the ranks continue from
                         hf/         the policy as a Hugging Face directory
                         run.json    step and prompt position
+exports/step-000050/                the policy alone, for good; of a step that has a checkpoint, too, the same files
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import MANIFEST, commit_partial, partial_path, start_partial, write_atomic
+from megatron_rl.files import MANIFEST, atomic_directory, commit_partial, partial_path, start_partial, write_atomic
 
 if TYPE_CHECKING:
     # Ray must not be imported before the environment that it reads is set, and preflight looks at checkpoints earlier.
@@ -67,43 +69,66 @@ def oldest_step(directory: Path) -> int:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of the run in `directory`, one at a time, while the run goes on."""
+    """Writes the checkpoints and exports of the run in `directory`, one at a time, while the run goes on."""
 
     def __init__(self, directory: Path, *, trainers: "TrainerGroup", keep: int, keep_interval: int) -> None:
         """The `keep` newest checkpoints are kept, and those of every `keep_interval`-th step, 0 for none of them."""
         self._directory, self._trainers = directory, trainers
         self._keep, self._keep_interval = keep, keep_interval
         self._begun: Path | None = None
+        self._exports = False
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint has begun that `finish` has not put in its place."""
+        """Whether a checkpoint or an export has begun that `finish` has not put in its place."""
         return self._begun is not None
 
-    def begin(self, state: RunState) -> None:
-        """Begin the checkpoint of `state.step`: when this returns, training may go on. None may be on its way."""
-        assert self._begun is None, f"{self._begun} is still being written"
-        path = self._directory / "checkpoints" / f"step-{state.step:06d}"
-        path.parent.mkdir(exist_ok=True)
-        self._begun = path
+    def begin(self, state: RunState, *, exports: bool = False) -> None:
+        """Begin the checkpoint of `state.step`: when this returns, training may go on. Nothing may be on its way.
+
+        Its policy stays for good where it is one that the run `exports`, too.
+        """
+        path = self._begin(self._directory / "checkpoints" / f"step-{state.step:06d}")
+        self._exports = exports
         with self._nothing_left_of(path):
             partial = start_partial(path)
             self._trainers.begin_save(partial / "megatron")
             self._trainers.begin_save_hf(partial / "hf")
             write_atomic(partial / "run.json", json.dumps(asdict(state)))
 
+    def begin_export(self, step: int) -> None:
+        """Begin an export of the policy after `step` steps, as `begin`."""
+        path = self._begin(self._export(step))
+        with self._nothing_left_of(path):
+            self._trainers.begin_save_hf(path)
+
+    def _begin(self, path: Path) -> Path:
+        assert self._begun is None, f"{self._begun} is still being written"
+        path.parent.mkdir(exist_ok=True)
+        self._begun = path
+        return path
+
+    def _export(self, step: int) -> Path:
+        return self._directory / "exports" / f"step-{step:06d}"
+
     def is_written(self) -> bool:
         """Whether `finish` would not wait for the disk."""
         return self._trainers.saves_are_written()
 
-    def finish(self) -> Path:
-        """Wait until the checkpoint that has begun is on the disk, then delete those that it supersedes; its path."""
-        assert self._begun is not None, "no checkpoint has begun"
-        path = self._begun
+    def finish(self) -> Path | None:
+        """Wait until what has begun is on the disk. The path of a checkpoint, which then deletes those that it supersedes, else None."""
+        assert self._begun is not None, "nothing has begun"
+        path, export = self._begun, self._export(_step(self._begun))
         with self._nothing_left_of(path):
             self._trainers.finish_saves()
-            commit_partial(path)
+            if path != export:
+                if self._exports:
+                    # Before the checkpoint: what goes on behind that does not come back to this step.
+                    _copy_files(partial_path(path) / "hf", export)
+                commit_partial(path)
         self._begun = None
+        if path == export:
+            return None
         for old in checkpoint_paths(self._directory)[: -self._keep]:
             if not self._keep_interval or _step(old) % self._keep_interval:
                 shutil.rmtree(old)
@@ -118,6 +143,19 @@ class CheckpointWriter:
             self._begun = None
             shutil.rmtree(partial_path(path), ignore_errors=True)
             raise
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Give the files of `source` names in the directory `target` as well, or copy them where the file system has no such links."""
+
+    def link(file: str, name: str) -> None:
+        try:
+            os.link(file, name)
+        except OSError:
+            shutil.copyfile(file, name)
+
+    with atomic_directory(target) as partial:
+        shutil.copytree(source, partial, copy_function=link, dirs_exist_ok=True)
 
 
 def newest_checkpoint(directory: Path) -> tuple[Path, RunState] | None:

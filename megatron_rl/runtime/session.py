@@ -163,6 +163,7 @@ def evaluate(settings: Settings) -> None:
     """Evaluate the model at model.path on data.eval with engines alone, and print the result. Raises as `train`."""
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(1))
+        _clean_up(console)
         watchdog = stack.enter_context(Watchdog())
         start = StartReport(console, PhaseTimer())
         with console.phase("start"):

@@ -6,7 +6,7 @@ Runs differ in where batches come from: `SupervisedRun`, below, reads them from 
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +86,11 @@ class TrainingRun(ABC):
         """Where the data continue, as JSON values, on disk before this returns."""
 
     @abstractmethod
-    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
-        """Continue where the checkpoint after `step` steps stood; None: at the start of the data, before any checkpoint."""
+    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
+        """Continue where the checkpoint after `step` steps stood; None: at the start of the data, before any checkpoint.
+
+        Returns what the user has to know, in sentences.
+        """
 
     @abstractmethod
     def _forget(self, *, before_step: int) -> None:
@@ -125,19 +128,22 @@ class TrainingRun(ABC):
             self._console.say(f"{path} is not complete and is passed over; it can be deleted")
         found = newest_checkpoint(self.directory)
         if found is None:
-            self._rewind(step=0, position=None)
+            self._say_all(self._rewind(step=0, position=None))
             return 0
         path, state = found
         self._turn(Turn.TRAINING)
         with self._phase("load"):
             changes = self._trainers.load(path / "megatron", weights_only=weights_only)
-            self._rewind(step=state.step, position=state.source)
+            notes = self._rewind(step=state.step, position=state.source)
         self._first_evaluation = state.first_evaluation
         self._trained_steps = self._logged_steps = self._saved_steps = state.step
         self._console.say(f"resumed from {path} after {state.step} steps" + (", with a new optimizer" if weights_only else ""))
-        for change in changes:
-            self._console.say(change)
+        self._say_all((*changes, *notes))
         return state.step
+
+    def _say_all(self, sentences: Iterable[str]) -> None:
+        for sentence in sentences:
+            self._console.say(sentence)
 
     def next_batch(self, step: int) -> TrainBatch:
         """The sequences of this step. Raises UserError when the run directory is gone."""
@@ -162,26 +168,49 @@ class TrainingRun(ABC):
         return self._due(self._settings.run.eval_interval, step) or (step + 1 == self.num_steps and self._settings.run.eval_interval > 0)
 
     def saves_after(self, step: int) -> bool:
+        """True where a checkpoint or an export is due."""
+        return self._checkpoints_after(step) or self._exports_after(step)
+
+    def _checkpoints_after(self, step: int) -> bool:
         """True for every save_interval-th step and the last."""
         return self._due(self._settings.run.save_interval, step) or step + 1 == self.num_steps
+
+    def _exports_after(self, step: int) -> bool:
+        """True for every export_interval-th step."""
+        return self._due(self._settings.run.export_interval, step)
 
     @staticmethod
     def _due(interval: int, step: int) -> bool:
         return interval > 0 and (step + 1) % interval == 0
 
     def save(self, *, step: int) -> None:
-        """Begin a checkpoint that `--resume` continues from, with the policy as a Hugging Face directory. Raises as `next_batch`.
+        """Begin what is due after `step` steps: a checkpoint that `--resume` continues from, with the policy as a Hugging Face directory,
+        or that directory alone. Raises as `next_batch`.
 
         It is written while the run goes on, and in its place at the latest when the next one begins or the run ends. Raises UserError when
         the one before could not be written.
         """
+        if self._checkpoints_after(step - 1):
+            self._begin_checkpoint(step)
+            return
+        with self._saving():
+            self._checkpoints.begin_export(step)
+
+    def _begin_checkpoint(self, step: int) -> None:
+        with self._saving():
+            metrics = metric_values(self._measured())
+            state = RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics)
+            self._checkpoints.begin(state, exports=self._exports_after(step - 1))
+            self._saved_steps = step
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """In the body something may be saved."""
         self._check_directory()
         self._finish_save()
         self._turn(Turn.TRAINING)
         with finishing_first(), self._phase("save"):
-            metrics = metric_values(self._measured())
-            self._checkpoints.begin(RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics))
-            self._saved_steps = step
+            yield
 
     def _finish_written_save(self) -> None:
         """Put a checkpoint in its place as soon as that takes no waiting: until then a run that is killed goes back to the one before."""
@@ -194,8 +223,9 @@ class TrainingRun(ABC):
             return
         with finishing_first(), self._phase("save"):
             path = self._checkpoints.finish()
-            _link(self.directory / POLICY_LINK, path / "hf")
-            self._forget(before_step=oldest_step(self.directory))
+            if path is not None:
+                _link(self.directory / POLICY_LINK, path / "hf")
+                self._forget(before_step=oldest_step(self.directory))
 
     def _check_directory(self) -> None:
         """Raise UserError when nothing that this run makes would be kept any more."""
@@ -245,7 +275,7 @@ class TrainingRun(ABC):
                 # Whoever missed one deadline would miss that of the checkpoint, which is as long.
                 self._trainers.check_answers()
             if asked_to_end(error) and self._trained_steps > self._saved_steps:
-                self.save(step=self._trained_steps)
+                self._begin_checkpoint(self._trained_steps)
             self._finish_save()
         except (MegatronRLError, OSError, RuntimeError, ValueError) as second:
             self._console.say(f"the checkpoint of step {max(self._trained_steps, self._saved_steps)} is lost: {second}")
@@ -304,9 +334,10 @@ class SupervisedRun(TrainingRun):
     def _position(self) -> dict[str, Any]:
         return self._source.state()
 
-    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
+    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
         if position is not None:
             self._source.restore(position)
+        return ()
 
     def _forget(self, *, before_step: int) -> None:
         """Nothing is kept."""

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, TypeAlias, TypeVar, overload
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from megatron_rl.deadlines import CAUSE_S, CLOSE_S, LOOP_STOP_S
 from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, WorkerDiedError
@@ -26,6 +26,9 @@ Future = concurrent.futures.Future[Any]
 GoesOn = Callable[[Exception], bool]
 Work: TypeAlias = Future | Coroutine[Any, Any, Any] | ray.ObjectRef
 Result = TypeVar("Result")
+
+ACTOR_DEATHS = (RayActorError, OutOfMemoryError)
+"""What Ray raises of a call to an actor whose process has ended: the second where Ray itself ended it, because memory ran low."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +191,7 @@ async def _cancel_all() -> None:
 
 def _own_error(error: BaseException, *, owner: str) -> BaseException:
     """What an actor raised as itself where it is ours, so that a user's mistake prints as one sentence; `owner` names the actor."""
-    if isinstance(error, RayActorError):
+    if isinstance(error, ACTOR_DEATHS):
         return WorkerDiedError(f"{owner} died: its process {_exit_of(error)}")
     if isinstance(error, RayTaskError) and isinstance(error.cause, MegatronRLError):
         return error.cause
@@ -199,7 +202,10 @@ def _is_user_error(error: BaseException | None) -> bool:
     return isinstance(error.cause if isinstance(error, RayTaskError) else error, UserError)
 
 
-def _exit_of(error: RayActorError) -> str:
+def _exit_of(error: RayActorError | OutOfMemoryError) -> str:
     """Why the process of an actor ended, from Ray's long account of it."""
+    if isinstance(error, OutOfMemoryError):
+        used = re.search(r"[\d.]+\s?GB used / [\d.]+\s?GB", str(error))
+        return f"was ended by Ray, because the machine runs out of memory{f' ({used[0]})' if used else ''}"
     found = re.search(r"Worker exit type: (\S+) Worker exit detail: ([^.]+)", str(error))
     return f"ended ({found[1]}: {found[2]})" if found else "is gone"

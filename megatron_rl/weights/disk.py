@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.files import partial_path
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.weights.interface import Surroundings, WeightSource
 
@@ -64,8 +65,9 @@ class DiskTransport:
         """No rank waits for an engine."""
 
     def finish(self, *, version: int) -> int:
-        """Remove the directory."""
+        """Remove the directory, also one that rank 0 still writes after a deadline."""
         path = self.plan.path(version)
+        shutil.rmtree(partial_path(path), ignore_errors=True)
         num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         if path.exists():
             shutil.rmtree(path)

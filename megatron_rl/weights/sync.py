@@ -100,6 +100,14 @@ class WeightSync:
 
     async def _move(self, connection: Connection, *, version: int, deadline: float) -> int | None:
         """The bytes that every member has got and serves; None when one of them died, and nothing of this attempt goes on any more."""
+        try:
+            everywhere = await self._deliver(connection, version=version, deadline=deadline)
+        finally:
+            num_bytes = await asyncio.to_thread(connection.transport.finish, version=version)
+        return num_bytes if everywhere else None
+
+    async def _deliver(self, connection: Connection, *, version: int, deadline: float) -> bool:
+        """Whether every member has got the weights and serves them, as `_move` says it."""
         transport, members = connection.transport, connection.membership.members
         sending = _named(self._ranks.begin_send(version=version))
         receiving: dict[EngineClient, asyncio.Future[None]] = {}
@@ -120,15 +128,14 @@ class WeightSync:
             if not await self._pool.loses_one_of(members):
                 raise
             await self._abandon(sending, receiving, deadline=deadline)
-            await asyncio.to_thread(transport.finish, version=version)
-            return None
+            return False
         finally:
             _end([*sending.values(), *receiving.values()])
         for client, got in zip(members, served, strict=True):
             if got != version:
                 raise EngineError(f"the engine at {client.address.url} serves weights {got} after a sync, needs {version}; see its log")
         self._pool.admit(members)
-        return await asyncio.to_thread(transport.finish, version=version)
+        return True
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s

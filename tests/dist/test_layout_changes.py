@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from layout_runs import Differences, Outcome, compare, make_batch, make_settings, make_trainer, outcome_of, train_batches
-from layout_table import BASE, LAYOUTS, MODELS, OBJECTIVES
+from layout_table import BASE, DISTRIBUTED, MODELS, OBJECTIVES, SEQUENCE_PARALLEL, Layout
+from layout_table import LAYOUTS as MATRIX
 
 TOLERANCE = 1e-5
+LAYOUTS = MATRIX | {"ep2 tp2 dp2 sp distopt": Layout(4, {**SEQUENCE_PARALLEL, "ep": 2, "etp": 1}, optimizer=DISTRIBUTED)}
 BEFORE, AFTER = (1, 2), (3, 4)
-DENSE = (BASE, "dp2", "dp2 distopt overlap", "tp2 sp", "pp2 vpp2", "cp2", "tp2 dp2 sp distopt")
-EXPERTS = (BASE, "dp2 distopt", "ep2", "ep2 distopt", "ep2 pp2", "ep2 tp2 sp etp2")
+DENSE = (BASE, "dp2", "dp2 distopt overlap", "tp2 sp", "pp2", "pp2 vpp2", "cp2", "tp2 dp2 sp distopt", "tp2 pp2 vpp2 sp")
+EXPERTS = (BASE, "dp2 distopt", "ep2", "ep2 distopt", "ep2 cp2", "ep2 pp2", "ep2 pp2 vpp2", "ep2 tp2 sp etp2", "ep2 tp2 dp2 sp distopt")
 Change = tuple[str, str, Sequence[str]]
 """A model, the layout that saves, those that go on."""
 GATE: tuple[Change, ...] = (

@@ -14,6 +14,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,35 +72,71 @@ def began(phase: str, step: int, directory: Path) -> bool:
     return any((checkpoints / name).exists() for name in (f".step-{step:06d}.partial", f"step-{step:06d}"))
 
 
-def kill_at(moment: Moment, run: Any, directory: Path, *, step: int, whole_tree: bool = True) -> None:
-    """kill -9 for the run and all that it has started at once, or for the driver alone."""
+def reach(moment: Moment, run: Any, directory: Path, *, step: int) -> None:
+    """Wait for the moment in a step that the run has not come to."""
     deadline = time.monotonic() + WAIT_S
-    seen: set[psutil.Process] = set()
     while not began(moment.phase, step, directory):
-        seen = run.descendants()
+        run.descendants()
         assert run.process.poll() is None, run.output
         assert time.monotonic() < deadline, f"{moment} of step {step} did not come:\n{run.output}"
         time.sleep(0.01)
     time.sleep(moment.delay_s)
+
+
+def kill_driver(run: Any) -> None:
+    """kill -9 for the driver alone, when Ray has logged as much as it does in hours: all goes down by itself."""
+    (log,) = {
+        file.path
+        for process in run.descendants()
+        if process.name() == "raylet"
+        for file in process.open_files()
+        if "raylet.out" in file.path
+    }
+    with open(log, "a") as file:
+        file.write(f"{'x' * 99}\n" * 20_000)
     run.process.kill()
-    for process in seen if whole_tree else ():
+    assert run.wait() == -signal.SIGKILL, run.output
+    assert run.survivors(timeout_s=GONE_S) == []
+
+
+def kill_rank(run: Any, *, number: int) -> None:
+    """kill -9 for one trainer rank, as the kernel does it where memory runs out: the run ends by itself, and asks to be started again."""
+    ranks = [process for process in run.descendants() if process.is_running() and "ray::TrainerWorker" in " ".join(process.cmdline())]
+    sorted(ranks, key=psutil.Process.create_time)[number].kill()
+    assert run.wait() == RESUMABLE, run.output
+    sentence = r"megatron-rl: Megatron rank \d died: .*; the same command with --resume continues after step \d"
+    assert re.fullmatch(sentence, run.output.splitlines()[-1]) and "Traceback" not in run.output, run.output
+    assert run.survivors(timeout_s=GONE_S) == []
+
+
+def kill_tree(run: Any) -> None:
+    """kill -9 for the run and all that it has started at once."""
+    seen = run.descendants()
+    run.process.kill()
+    for process in seen:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    assert run.wait() == -signal.SIGKILL, f"{moment} of step {step} came too late:\n{run.output}"
+    assert run.wait() == -signal.SIGKILL, run.output
+
+
+def end_without_patience(run: Any) -> None:
+    """SIGTERM, and kill -9 before the run can have ended: a period of grace that is shorter than it needs."""
+    run.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    kill_tree(run)
 
 
 def kill_and_resume(start: Callable[..., Any], command: tuple[str, ...], directory: Path, *, seed: int) -> Any:
-    """Start the same command again and again, each time killed at another moment; the run that comes to its end.
+    """Start the same command again and again, each time ended at another moment and in another way; the run that comes to its end.
 
     Each life has to reach a phase that none before has: a moment that is over when the run starts would be none.
     """
-    for number, moment in enumerate(moments(seed)):
+    ends = (kill_driver, partial(kill_rank, number=seed % 2), end_without_patience, kill_tree)
+    for number, (moment, end) in enumerate(zip(moments(seed), ends, strict=True)):
         step = next(step for step in range(2 + number, NUM_STEPS + 1) if not began(moment.phase, step, directory))
         run = start(*command)
-        kill_at(moment, run, directory, step=step, whole_tree=number > 0)
-        if not number:
-            # Nobody is left to clean up, and all goes down by itself.
-            assert run.survivors(timeout_s=GONE_S) == []
+        reach(moment, run, directory, step=step)
+        end(run)
     last = start(*command)
     assert last.wait() == 0, last.output
     return last
@@ -145,14 +182,14 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, finish: Callable
 @pytest.mark.parametrize(
     ("seed", "overrides"),
     [
-        # A kill in each phase, always; 24 kills in all.
+        # An end in each phase, always, and each kind of end; 24 in all.
         pytest.param(0, (), id="gate"),
         *(pytest.param(seed, (), id=f"seed {seed}", marks=pytest.mark.slow) for seed in range(1, 4)),
         pytest.param(4, ("rollout.num_engines=2",), id="2 engines", marks=pytest.mark.slow),
         pytest.param(5, ("runtime.colocate=true",), id="in turns", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_was_killed_four_times_is_the_run_that_was_not(
+def test_a_run_that_was_ended_four_times_is_the_run_that_was_not(
     task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path, seed: int, overrides: tuple[str, ...]
 ) -> None:
     directory = tmp_path / "run"
@@ -200,7 +237,7 @@ def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_that_was_killed_four_times_loses_nothing_while_later_steps_are_generated(
+def test_a_run_that_was_ended_four_times_loses_nothing_while_later_steps_are_generated(
     task: Path, tmp_path: Path, start: Callable[..., Any]
 ) -> None:
     """With `max_staleness` 1: every step once, the same prompts in the same order, no sample lost, made twice, or too old."""

@@ -205,6 +205,33 @@ def test_rewind_hands_out_again_what_old_weights_made_and_regenerates_the_rest(b
     assert [len(buffer.finished_samples(prompt)) for prompt in prompts] == [0, 0, 0, 0]
 
 
+def test_what_other_settings_have_made_is_made_again_whatever_state_it_was_in(tmp_path: Path, make_group: Any) -> None:
+    """Step s consumes g<s - 1>; g2 and g3 are done, g4 is in flight with its samples; of g3 an older release does not tell."""
+    groups = [make_group(f"g{number}", version=0) for number in range(5)]
+    with Buffer(tmp_path / "buffer.sqlite", made_by="old") as buffer:
+        for step, group in enumerate(groups[:2], start=1):
+            fill(buffer, [group])
+            buffer.take_done(1, step=step)
+        fill(buffer, groups[2:4])
+        buffer.add_prompts([groups[4].prompt])
+        buffer.take_pending(1)
+        buffer.put_samples(groups[4].samples, prompt=groups[4].prompt)
+        buffer._connection.execute("UPDATE groups SET made_by = NULL WHERE id = 'g3'")
+    with Buffer(tmp_path / "buffer.sqlite", made_by="old") as buffer:
+        assert buffer.rewind(1, version=0) == {}
+        assert buffer.counts() == BufferCounts(pending=1, in_flight=0, done=3, consumed=1)
+    with Buffer(tmp_path / "buffer.sqlite", made_by="new") as buffer:
+        assert buffer.rewind(1, version=0) == {"old": 3}
+        assert buffer.counts() == BufferCounts(pending=3, in_flight=0, done=1, consumed=1)
+        prompts = buffer.take_pending(9)
+        assert [(prompt.id, buffer.finished_samples(prompt)) for prompt in prompts] == [("g1", ()), ("g2", ()), ("g4", ())]
+        buffer.put_done(groups[1])
+        assert buffer.rewind(1, version=0) == {}
+        assert [group.id for group in buffer.take_done(9, step=2)] == ["g1", "g3"]
+        buffer.prune(2)
+        assert buffer._connection.execute("SELECT count(*) FROM groups WHERE made_by IS NOT NULL").fetchone() == (0,)
+
+
 def test_prune_keeps_readable_columns_and_rewinding_beyond_it_regenerates(tmp_path: Path, make_group: Any) -> None:
     path = tmp_path / "buffer.sqlite"
     with Buffer(path) as buffer:
@@ -268,6 +295,7 @@ def test_a_buffer_from_before_there_were_trajectories_goes_on(tmp_path: Path, ma
     with sqlite3.connect(path) as connection:
         for column in ("trajectory", "own_prompt_text", "own_prompt_ids"):
             connection.execute(f"ALTER TABLE samples DROP COLUMN {column}")
+        connection.execute("ALTER TABLE groups DROP COLUMN made_by")
         connection.execute("DROP TABLE answers")
         connection.execute("PRAGMA user_version = 3")
     with Buffer(path) as buffer:

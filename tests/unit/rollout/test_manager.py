@@ -3,114 +3,49 @@
 import asyncio
 import gc
 import json
-import random
 import sqlite3
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from manager_parts import (
+    ADDRESS,
+    GREEDY_LOG_PROB,
+    PROMPTS_PER_STEP,
+    Client,
+    Engine,
+    UnequalRewards,
+    assert_young,
+    opened,
+    prompts_of,
+    replace_engines,
+    settings_for,
+    step_of,
+)
 from run_parts import Rewards
 
-from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.run_prompts import RunPrompts
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import check_metrics, metric_values
-from megatron_rl.rollout import manager as module
 from megatron_rl.rollout.client import Generation
-from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.group_choice import NO_SIGNAL
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.types import Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
-
-PROMPTS_PER_STEP = 4
-NUM_PROMPTS = 60
-GREEDY_LOG_PROB = -0.25
-ADDRESS = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
-
-
-class Engine:
-    """An engine at `version` that makes three tokens, each after a random number of turns of the event loop."""
-
-    def __init__(self, *, seed: int) -> None:
-        self.version = 0
-        self.broken = False
-        self.random = random.Random(seed)
-        self.started: list[tuple[bool, int]] = []
-        self.running = 0
-
-    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
-        greedy = sampling.temperature == 0
-        self.started.append((greedy, self.version))
-        self.running += 1
-        versions = []
-        try:
-            for _ in range(3):
-                versions.append(self.version)
-                for _ in range(self.random.randrange(6)):
-                    await asyncio.sleep(0)
-                if self.broken:
-                    raise EngineError("gone")
-        finally:
-            self.running -= 1
-        ids = [np.concatenate([token_ids[:2], [1 + index]]) for index in range(num_samples)]
-        log_probs = np.full(3, GREEDY_LOG_PROB if greedy else -1.0, np.float32)
-        return tuple(Generation(each, log_probs, np.array(versions), StopReason.STOP) for each in ids)
-
-
-class Client:
-    """What the manager sees of the engine."""
-
-    engine: Engine
-
-    def __init__(self, address: EngineAddress, *, request_timeout_s: float, control_timeout_s: float) -> None:
-        self.address = address
-        self.timeouts = request_timeout_s, control_timeout_s
-        self.generate = Client.engine.generate
-
-    async def __aenter__(self) -> "Client":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return None
-
-
-class UnequalRewards(Rewards):
-    """A third of the prompts gives all samples the same."""
-
-    async def score(self, sample: Sample) -> Reward:
-        await asyncio.sleep(0)
-        return Reward(RewardOutcome.SCORED, 0.5 if is_constant(sample.prompt.text) else float(sample.index))
-
-
-def is_constant(text: str) -> bool:
-    return int(text.rstrip("=")) % 3 == 0
+from megatron_rl.types import Ints, Prompt, Reward, RewardOutcome, Sample, TrainBatch
 
 
 @pytest.fixture
 def make_settings(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Settings]:
-    rows = [json.dumps({"prompt": f"{number}=", "label": "1"}) for number in range(NUM_PROMPTS)]
-    (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
-    model = tiny_model()
-
-    def make(*overrides: str) -> Settings:
-        paths = (f"run.directory={tmp_path}/run", f"model.path={model}", f"data.train={tmp_path}/train.jsonl", "run.num_steps=8")
-        sizes = (f"data.prompts_per_step={PROMPTS_PER_STEP}", "data.samples_per_prompt=2", "rollout.max_concurrent_requests=6")
-        return load_settings(None, [*paths, *sizes, "rollout.sampling.max_response_tokens=8", *overrides])
-
-    return make
+    return settings_for(tmp_path, tiny_model())
 
 
-@asynccontextmanager
-async def opened(settings: Settings, path: Path) -> AsyncIterator[RolloutManager]:
-    async with RolloutManager.open(settings, prompts=RunPrompts.read(settings), buffer=path) as manager:
-        await manager.join([ADDRESS], serve_current=True)
-        yield manager
+@pytest.fixture(autouse=True)
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_engines(monkeypatch)
 
 
 def test_a_control_call_may_take_as_long_as_a_weight_sync(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
@@ -165,33 +100,6 @@ def test_a_run_whose_reward_function_fails_on_its_probe_leaves_no_buffer(
     assert not (tmp_path / "buffer.sqlite").exists()
 
 
-async def step_of(manager: RolloutManager, engine: Engine, step: int) -> tuple[TrainBatch, dict[str, float]]:
-    """A step as the loop does it: the engines get version `step`, the batch is taken, and training takes a while."""
-    engine.version = step
-    batch, metrics = await manager.next_batch(step, progress=PhaseProgress("rollout", total=None, unit=""))
-    check_metrics(metrics)
-    for _ in range(engine.random.randrange(12)):
-        await asyncio.sleep(0)
-    return batch, metric_values(metrics)
-
-
-def prompts_of(batch: TrainBatch) -> list[tuple[int, ...]]:
-    """The prompt tokens of every group, in order."""
-    spans = zip(batch.cu_seqlens[:-1:2], batch.prompt_lengths[::2], strict=True)
-    return [tuple(batch.tokens[start : start + length]) for start, length in spans]
-
-
-def assert_young(batch: TrainBatch, *, step: int, max_staleness: int) -> None:
-    made = batch.weight_versions[batch.loss_mask]
-    assert step - max_staleness <= made.min() <= made.max() <= step
-
-
-@pytest.fixture(autouse=True)
-def engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "EngineClient", Client)
-    monkeypatch.setattr(module, "RewardRunner", UnequalRewards)
-
-
 @pytest.mark.parametrize("zero_variance", ["keep", "drop", "resample"])
 def test_every_staleness_trains_on_the_groups_of_the_synchronous_run(
     make_settings: Callable[..., Settings], tmp_path: Path, zero_variance: str
@@ -240,81 +148,6 @@ def test_rewards_that_keep_failing_end_the_step_with_the_first_traceback(
     monkeypatch.setattr(UnequalRewards, "score", fail)
     with pytest.raises(UserError, match=r"8 errors and 0 timeouts in 8 reward calls(.|\n)*the grader is broken"):
         asyncio.run(run())
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_killed_run_goes_on_with_its_finished_groups_under_the_same_rule(
-    make_settings: Callable[..., Settings], tmp_path: Path, seed: int
-) -> None:
-    settings = make_settings("rollout.max_staleness=2", "objective.zero_variance=resample")
-    path, killed = tmp_path / "buffer.sqlite", tmp_path / "killed.sqlite"
-    checkpoint_step, killed_step = 2 + seed % 2, 4
-
-    async def first() -> tuple[list[Any], dict[str, Any]]:
-        Client.engine = engine = Engine(seed=seed)
-        async with opened(settings, path) as manager:
-            batches, state = [], {}
-            for step in range(killed_step):
-                if step == checkpoint_step:
-                    state = await manager.position()
-                batches.append(prompts_of((await step_of(manager, engine, step))[0]))
-            # What `kill -9` leaves of the file at this moment.
-            with sqlite3.connect(path) as source, sqlite3.connect(killed) as copy:
-                source.backup(copy)
-            return batches, state
-
-    async def second(state: dict[str, Any]) -> list[Any]:
-        Client.engine = engine = Engine(seed=seed + 10)
-        async with opened(settings, killed) as manager:
-            await manager.rewind(step=checkpoint_step, position=state)
-            batches = []
-            for step in range(checkpoint_step, settings.run.num_steps):
-                batch, values = await step_of(manager, engine, step)
-                assert_young(batch, step=step, max_staleness=2)
-                assert values["rollout/renewed_groups"] == 0
-                batches.append(prompts_of(batch))
-            return batches
-
-    before, state = asyncio.run(first())
-    finished = finished_by_old_weights(killed, version=checkpoint_step)
-    after = asyncio.run(second(state))
-    assert after[: killed_step - checkpoint_step] == before[checkpoint_step:]
-    made_again = {sample for sample in tokens_of(killed) if sample[0] in finished} - tokens_of(path)
-    assert finished and not made_again, "what the weights of the checkpoint had finished was not made again"
-
-
-def finished_by_old_weights(path: Path, *, version: int) -> set[str]:
-    with sqlite3.connect(path) as copy:
-        states = "SELECT group_id FROM samples JOIN groups ON id = group_id WHERE state IN ('done', 'consumed')"
-        return {group_id for (group_id,) in copy.execute(f"{states} GROUP BY 1 HAVING max(max_version) <= ?", (version,))}
-
-
-def tokens_of(path: Path) -> set[tuple[str, bytes]]:
-    """(group, weight versions) of every sample: the versions tell one generation from another."""
-    with sqlite3.connect(path) as copy:
-        return set(copy.execute("SELECT group_id, weight_versions FROM samples"))
-
-
-def test_a_resume_with_less_staleness_makes_what_is_too_old_anew(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
-    path = tmp_path / "buffer.sqlite"
-
-    async def run(max_staleness: int, steps: range, state: dict[str, Any] | None) -> tuple[dict[str, Any], list[dict[str, float]]]:
-        Client.engine = engine = Engine(seed=0)
-        async with opened(make_settings(f"rollout.max_staleness={max_staleness}"), path) as manager:
-            if state is not None:
-                await manager.rewind(step=steps.start, position=state)
-            metrics = []
-            for step in steps:
-                batch, values = await step_of(manager, engine, step)
-                assert_young(batch, step=step, max_staleness=max_staleness)
-                metrics.append(values)
-            while manager._production._tasks:
-                await asyncio.sleep(0)
-            return manager.prompts.source.state(), metrics
-
-    state, _ = asyncio.run(run(2, range(3), None))
-    _, metrics = asyncio.run(run(0, range(3, 6), state))
-    assert metrics[0]["rollout/renewed_groups"] == PROMPTS_PER_STEP
 
 
 def test_greedy_baselines_come_with_the_groups_of_later_steps(make_settings: Callable[..., Settings], tmp_path: Path) -> None:

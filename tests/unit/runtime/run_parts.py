@@ -23,6 +23,7 @@ class Manager:
     """Engines that generate; they score a probe as `Ranks` do. `fails_at` is the step whose rollout raises `error`."""
 
     busy_s = 0.0
+    renewed_at = -1
 
     def __init__(self, calls: Calls, *, held_out: int, fails_at: int | None, error: BaseException | None) -> None:
         self.calls = calls
@@ -36,7 +37,7 @@ class Manager:
         self.calls.append(("rollout", step))
         if step == self._fails_at and self._error is not None:
             raise self._error
-        return f"batch {step}", {"rollout/reward": Last(step / 10)}
+        return f"batch {step}", {"rollout/reward": Last(step / 10), "rollout/renewed_groups": Sum(3 * (step == self.renewed_at))}
 
     async def score(self, token_ids: Ints) -> Scores:
         if ("probe",) not in self.calls:
@@ -51,8 +52,9 @@ class Manager:
     async def position(self) -> dict[str, Any]:
         return {"cursor": 7}
 
-    async def rewind(self, *, step: int, position: dict[str, Any] | None) -> None:
+    async def rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
         self.calls.append(("rewind", step, position))
+        return ("5 groups are made anew, because of a setting",)
 
     async def abandon(self) -> None:
         self.calls.append(("abandon",))

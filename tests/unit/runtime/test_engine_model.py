@@ -1,6 +1,8 @@
 """What engines are started on: model.path, or what is made for them where they cannot read its weights."""
 
 import json
+import os
+import tempfile
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
-from megatron_rl.convert import resumable
+from megatron_rl.convert import conversion, resumable
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.engine_model import EngineModel, evaluated_model, make_model
@@ -63,9 +65,7 @@ def test_a_description_without_weights_waits_for_those_of_the_trainer(unreadable
 
 def test_engines_without_a_trainer_get_the_weights_that_it_would_start_from(unreadable: Path, settings: Make, read_all: Any) -> None:
     meant = {name: tensor.float() for name, tensor in read_all(unreadable, torch.float32).items()}
-    path = settings(unreadable).run.directory / "engine-weights"
-    path.mkdir(parents=True)
-    (path / "of an evaluation that was killed").touch()
+    path = settings(unreadable).run.directory / f"engine-weights-{os.getpid()}"
     notes: list[str] = []
     with evaluated_model(settings(unreadable), dtype="float32", note=notes.append) as model:
         assert model == EngineModel(path)
@@ -73,6 +73,25 @@ def test_engines_without_a_trainer_get_the_weights_that_it_would_start_from(unre
         assert written.keys() == meant.keys() and all(torch.equal(written[name], tensor) for name, tensor in meant.items())
         assert "quantization_config" not in json.loads((path / "config.json").read_text())
     assert not path.exists() and str(path) in notes[0]
+
+
+def test_an_evaluation_that_ends_while_weights_are_converted_leaves_none_of_them(
+    unreadable: Path, settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is killed, what removes the leftovers of dead processes knows of all that is there."""
+    noted: list[str] = []
+
+    def stop(*arguments: Any, **keywords: Any) -> None:
+        (file,) = tmp_path.glob("megatron-rl-*/elsewhere.json")
+        noted.extend(json.loads(file.read_text()))
+        assert {str(place) for place in (tmp_path / "run").iterdir()} <= set(noted) and any(".partial" in place for place in noted)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(conversion, "write_files", stop)
+    with pytest.raises(KeyboardInterrupt), evaluated_model(settings(unreadable), dtype="float32", note=lambda words: None):
+        pytest.fail("engines must not start")
+    assert len(noted) == 3 and list((tmp_path / "run").iterdir()) == []
 
 
 def test_the_disk_is_asked_before_weights_are_written(unreadable: Path, settings: Make, monkeypatch: pytest.MonkeyPatch) -> None:

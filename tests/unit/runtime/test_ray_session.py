@@ -4,12 +4,15 @@ import inspect
 import os
 import signal
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray._common.utils import get_default_ray_temp_dir
@@ -17,7 +20,7 @@ from ray._private import services
 from ray._private.node import Node
 
 from megatron_rl.errors import DeadlineError, WorkerDiedError
-from megatron_rl.runtime import ray_session
+from megatron_rl.runtime import ray_reaper, ray_session
 from megatron_rl.runtime.ray_session import ray_cluster
 
 NOT_YET = RuntimeError("node info is not available")
@@ -119,6 +122,73 @@ def test_the_session_belongs_to_this_process_while_it_lasts(machine: Callable[..
         (noted,) = tmp_path.glob("megatron-rl-*/elsewhere.json")
         assert str(tmp_path / "session") in noted.read_text()
     assert not list(tmp_path.glob("megatron-rl-*"))
+
+
+def test_a_reaper_is_there_from_before_ray_to_its_end(machine: Callable[..., Rays], monkeypatch: pytest.MonkeyPatch) -> None:
+    rays, during = machine(), []
+
+    def reapers() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if ray_reaper.__file__ in child.cmdline()]
+
+    def init(**arguments: Any) -> None:
+        during.append(reapers())
+        rays.init(**arguments)
+
+    monkeypatch.setattr(ray, "init", init)
+    with ray_cluster(address=None, num_processes=1):
+        during.append(reapers())
+    assert during[0] == during[1] and len(during[0]) == 1 and reapers() == []
+    monkeypatch.setattr(ray, "init", lambda **arguments: during.append(reapers()))
+    with ray_cluster(address="10.0.0.1:6379", num_processes=1):
+        pass
+    assert during[2] == []
+
+
+def ignored_signals(process: psutil.Process) -> int:
+    """A bit for each, of proc(5)."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:"))
+
+
+def test_what_is_left_of_ray_ends_when_its_driver_is_killed_and_nothing_else(tmp_path: Path) -> None:
+    """Also when the driver was asked to end before, with every process of its job: it may take long to write its checkpoint."""
+    start = f"""
+import os, subprocess, sys, time
+def has_open(place, mode):
+    os.makedirs(place, exist_ok=True)
+    nap = f"import time; log = open({{place + '/x.out'!r}}, {{mode!r}}); time.sleep(60)"
+    return subprocess.Popen([sys.executable, "-I", "-S", "-c", nap]).pid
+reaper = subprocess.Popen([sys.executable, "-I", "-S", {ray_reaper.__file__!r}, str(os.getpid()), "10"])
+mine = f"{tmp_path}/session_2026_{{os.getpid()}}"
+agent = has_open(f"{{mine}}/logs", "a")
+while not os.path.exists(f"{{mine}}/logs/x.out"):
+    time.sleep(0.01)
+print(reaper.pid, agent, has_open(f"{{mine}}/logs", "r"), has_open(f"{{mine}}7/logs", "a"), has_open(f"{{mine}}/sockets", "a"), flush=True)
+time.sleep(60)
+"""
+    driver = subprocess.Popen([sys.executable, "-I", "-S", "-c", start], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    reaper, agent, *others = (psutil.Process(int(pid)) for pid in driver.stdout.readline().split())
+    try:
+        while not ignored_signals(reaper) & 1 << signal.SIGTERM - 1 or not all(other.open_files() for other in others):
+            time.sleep(0.01)
+        reaper.terminate()
+        driver.kill()
+        driver.wait()
+        assert psutil.wait_procs([reaper, agent], timeout=20)[1] == []
+        assert len(others) == 3 and all(other.is_running() for other in others)
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+        for process in (reaper, agent, *others):
+            if process.is_running():
+                process.kill()
+
+
+def test_ray_still_names_its_session_by_its_driver() -> None:
+    """When this fails, look how `ray_reaper` finds the processes of a session."""
+    assert 'f"session_{date_str}_{os.getpid()}"' in inspect.getsource(Node)
 
 
 def test_ray_still_gives_its_node_thirty_seconds_that_nothing_changes() -> None:

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from megatron_rl import files
 from megatron_rl.errors import UserError
+from megatron_rl.runtime import run_checkpoint
 from megatron_rl.runtime.run_checkpoint import (
     CheckpointWriter,
     RunState,
@@ -32,6 +34,7 @@ class Trainers:
         if self._fails == "at once":
             raise UserError("cannot write: the disk is full")
         directory.mkdir()
+        (directory / "model.safetensors").write_text(str(directory))
 
     def finish_saves(self) -> None:
         if self._fails == "later":
@@ -42,13 +45,15 @@ def state(step: int) -> RunState:
     return RunState(step=step, source={"epoch": 0, "cursor": 8 * step}, first_evaluation={"eval/accuracy_greedy": 0.25})
 
 
-def save(directory: Path, step: int, *, keep: int = 2, keep_interval: int = 0, fails: str = "") -> Path:
+def save(directory: Path, step: int, *, keep: int = 2, keep_interval: int = 0, fails: str = "", exports: bool = False) -> Path:
     trainers: Any = Trainers(fails=fails)
     writer = CheckpointWriter(directory, trainers=trainers, keep=keep, keep_interval=keep_interval)
     try:
-        writer.begin(state(step))
+        writer.begin(state(step), exports=exports)
         assert writer.is_writing and not (directory / "checkpoints" / f"step-{step:06d}").exists()
-        return writer.finish()
+        path = writer.finish()
+        assert path is not None
+        return path
     finally:
         assert not writer.is_writing
 
@@ -71,6 +76,51 @@ def test_every_so_many_steps_are_kept_for_good(tmp_path: Path) -> None:
     for step in range(1, 9):
         save(tmp_path, step, keep=1, keep_interval=3)
     assert names(tmp_path) == ["step-000003", "step-000006", "step-000008"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_policy_of_a_checkpoint_stays_when_the_checkpoint_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise PermissionError("not on this file system")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    for step in (2, 4, 6):
+        path = save(tmp_path, step, keep=1, exports=step > 2)
+    assert names(tmp_path) == ["step-000006"]
+    assert sorted(found.name for found in (tmp_path / "exports").iterdir()) == ["step-000004", "step-000006"]
+    saved, exported = path / "hf" / "model.safetensors", tmp_path / "exports" / "step-000006" / "model.safetensors"
+    assert saved.read_text() == exported.read_text() and saved.samefile(exported) == links
+    # A run comes to this step once more.
+    shutil.rmtree(path)
+    save(tmp_path, 6, exports=True)
+    assert (path / "hf" / "model.safetensors").samefile(exported) == links
+
+
+def test_an_export_is_there_before_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on behind the checkpoint does not come back to that step."""
+
+    def killed(path: Path) -> None:
+        assert (tmp_path / "exports" / "step-000002" / "model.safetensors").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_checkpoint, "commit_partial", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2, exports=True)
+
+
+@pytest.mark.parametrize("fails", ["", "at once", "later"])
+def test_an_export_alone_is_no_checkpoint_and_supersedes_none(tmp_path: Path, fails: str) -> None:
+    save(tmp_path, 2, keep=1)
+    trainers: Any = Trainers(fails=fails)
+    writer = CheckpointWriter(tmp_path, trainers=trainers, keep=1, keep_interval=0)
+    with pytest.raises(UserError, match="disk is full") if fails else nullcontext():
+        writer.begin_export(5)
+        assert writer.is_writing
+        assert writer.finish() is None
+    assert not writer.is_writing
+    assert names(tmp_path) == ["step-000002"]
+    assert fails == "later" or [path.name for path in (tmp_path / "exports").iterdir()] == ([] if fails else ["step-000005"])
 
 
 @pytest.mark.parametrize("fails", ["at once", "later"])

@@ -87,6 +87,27 @@ def test_a_save_that_takes_long_is_waited_for_by_the_next_and_by_the_end(make_ru
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000002", "step-000003"]
 
 
+def test_exports_have_an_interval_of_their_own(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+    run = make_run("run.num_steps=6", "run.save_interval=4", "run.keep_checkpoints=1", "run.export_interval=2")
+    train_loop(run, first_step=0)
+    run.finish()
+    assert [call[1] for call in calls if call[0] == "save"] == [".step-000004.partial", ".step-000006.partial"]
+    assert sorted(path.name for path in (tmp_path / "run" / "exports").iterdir()) == ["step-000002", "step-000004", "step-000006"]
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000006"]
+    assert (tmp_path / "run" / "huggingface").resolve() == tmp_path / "run" / "checkpoints" / "step-000006" / "hf"
+
+
+def test_a_run_that_is_asked_to_end_after_an_export_leaves_a_checkpoint_of_that_step_nevertheless(
+    make_run: MakeRun, calls: Calls, tmp_path: Path
+) -> None:
+    run = make_run("run.num_steps=9", "run.save_interval=0", "run.export_interval=2", fails_at=2, error=SystemExit(143))
+    with pytest.raises(SystemExit):
+        train_loop(run, first_step=0)
+    run.break_off(SystemExit(143))
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000002"]
+    assert [path.name for path in (tmp_path / "run" / "exports").iterdir()] == ["step-000002"]
+
+
 def test_a_failed_save_ends_the_run_and_is_told_once(make_run: MakeRun, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run("run.num_steps=3", "run.save_interval=1", save_error=UserError("the disk is full"))
     with pytest.raises(UserError, match="the disk is full") as caught:

@@ -21,6 +21,7 @@ from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.rollout import manager as manager_module
 from megatron_rl.rollout.client import EngineClient, EnginePart
 from megatron_rl.rollout.engine import EngineAddress
+from megatron_rl.runtime import session
 from megatron_rl.runtime.session import StartReport, _columns, _join, _open_manager
 from megatron_rl.runtime.watchdog import Watchdog
 
@@ -52,6 +53,20 @@ def test_a_start_says_which_rows_lack_a_label_before_it_starts_anything(
     before = stream.getvalue().partition("start: ")[0]
     assert f"note: 2 of 4 rows have not the field 'label', the first is {tmp_path}/train.jsonl:2" in before
     assert f"note: no row of {tmp_path}/held_out.jsonl has the field 'label'" in before
+
+
+def test_an_evaluation_removes_what_killed_ones_have_left_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def start(*_: object, **__: object) -> None:
+        order.append("start")
+        raise EngineError("enough")
+
+    monkeypatch.setattr(session, "remove_leftovers", lambda: order.append("clean up") or [])
+    monkeypatch.setattr(session, "_open_manager", start)
+    with pytest.raises(EngineError, match="enough"):
+        session.evaluate(load_settings(None, [*PATHS]))
+    assert order == ["clean up", "start"]
 
 
 class Engines:

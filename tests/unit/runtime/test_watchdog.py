@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from megatron_rl.errors import DeadlineError, EngineError, UserError, WorkerDiedError
 from megatron_rl.runtime.watchdog import Watchdog
@@ -162,6 +163,33 @@ def test_work_that_a_death_has_failed_ends_with_that_death_whoever_could_go_on(w
     threading.Timer(0.1, vital.set_exception, [EngineError("engine died (killed by signal 9)")]).start()
     with pytest.raises(EngineError, match="killed by signal 9"):
         watchdog.wait([refused], name="weight sync", owner="engine", timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            RayActorError(
+                error_msg="The actor died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits. There are more."
+            ),
+            r"Megatron rank 1 died: its process ended \(SYSTEM_ERROR: Worker unexpectedly exits\)$",
+        ),
+        (
+            # As Ray 2.60 words it.
+            OutOfMemoryError(
+                "2 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 127.0.0.1, ID: 55) was 3.94GB used "
+                "/ 23.54GB limit (0.167469)\nOOM kill reason: Memory usage 4228935680B exceeded threshold of 252765008B"
+            ),
+            r"Megatron rank 1 died: its process was ended by Ray, because the machine runs out of memory \(3.94GB used / 23.54GB\)$",
+        ),
+    ],
+)
+def test_a_process_that_was_killed_is_told_in_one_sentence_as_a_death(watchdog: Watchdog, error: Exception, sentence: str) -> None:
+    vital: Future = Future()
+    vital.set_exception(error)
+    watchdog.watch("Megatron rank 1", vital)
+    with pytest.raises(WorkerDiedError, match=sentence):
+        watchdog.wait([Future()], name="training", owner="Megatron rank", timeout_s=30)
 
 
 def test_nobody_is_asked_about_an_actor_that_ends_quietly(watchdog: Watchdog) -> None:

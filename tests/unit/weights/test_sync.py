@@ -463,6 +463,7 @@ def test_what_fails_while_every_engine_lives_ends_the_sync(make_run: Callable[..
     with pytest.raises(EngineError, match=r"cannot be reached for /update_weights_from_disk"):
         run.sync("disk", version=1)
     assert len(run.ranks.plans) == 1
+    assert list((run.directory / "weights").iterdir()) == [], "nothing is left of weights that nobody reads any more"
 
 
 def test_a_sync_that_is_repeated_keeps_the_deadline_of_the_first(make_run: Callable[..., Run]) -> None:

@@ -1,0 +1,187 @@
+"""A manager that goes on with the buffer of an earlier life: what it keeps, and what it makes anew."""
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manager_parts import (
+    PROMPTS_PER_STEP,
+    Client,
+    Engine,
+    UnequalRewards,
+    assert_young,
+    opened,
+    prompts_of,
+    replace_engines,
+    settings_for,
+    step_of,
+)
+from run_parts import Rewards
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.rollout import groups
+from megatron_rl.types import Reward, RewardOutcome, Sample
+
+
+@pytest.fixture
+def make_settings(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Settings]:
+    return settings_for(tmp_path, tiny_model())
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_engines(monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_killed_run_goes_on_with_its_finished_groups_under_the_same_rule(
+    make_settings: Callable[..., Settings], tmp_path: Path, seed: int
+) -> None:
+    settings = make_settings("rollout.max_staleness=2", "objective.zero_variance=resample")
+    path, killed = tmp_path / "buffer.sqlite", tmp_path / "killed.sqlite"
+    checkpoint_step, killed_step = 2 + seed % 2, 4
+
+    async def first() -> tuple[list[Any], dict[str, Any]]:
+        Client.engine = engine = Engine(seed=seed)
+        async with opened(settings, path) as manager:
+            batches, state = [], {}
+            for step in range(killed_step):
+                if step == checkpoint_step:
+                    state = await manager.position()
+                batches.append(prompts_of((await step_of(manager, engine, step))[0]))
+            # What `kill -9` leaves of the file at this moment.
+            with sqlite3.connect(path) as source, sqlite3.connect(killed) as copy:
+                source.backup(copy)
+            return batches, state
+
+    async def second(state: dict[str, Any]) -> list[Any]:
+        Client.engine = engine = Engine(seed=seed + 10)
+        async with opened(settings, killed) as manager:
+            await manager.rewind(step=checkpoint_step, position=state)
+            batches = []
+            for step in range(checkpoint_step, settings.run.num_steps):
+                batch, values = await step_of(manager, engine, step)
+                assert_young(batch, step=step, max_staleness=2)
+                assert values["rollout/renewed_groups"] == 0
+                batches.append(prompts_of(batch))
+            return batches
+
+    before, state = asyncio.run(first())
+    finished = finished_by_old_weights(killed, version=checkpoint_step)
+    after = asyncio.run(second(state))
+    assert after[: killed_step - checkpoint_step] == before[checkpoint_step:]
+    made_again = {sample for sample in tokens_of(killed) if sample[0] in finished} - tokens_of(path)
+    assert finished and not made_again, "what the weights of the checkpoint had finished was not made again"
+
+
+def finished_by_old_weights(path: Path, *, version: int) -> set[str]:
+    with sqlite3.connect(path) as copy:
+        states = "SELECT group_id FROM samples JOIN groups ON id = group_id WHERE state IN ('done', 'consumed')"
+        return {group_id for (group_id,) in copy.execute(f"{states} GROUP BY 1 HAVING max(max_version) <= ?", (version,))}
+
+
+def tokens_of(path: Path) -> set[tuple[str, bytes]]:
+    """(group, weight versions) of every sample: the versions tell one generation from another."""
+    with sqlite3.connect(path) as copy:
+        return set(copy.execute("SELECT group_id, weight_versions FROM samples"))
+
+
+def test_a_resume_with_less_staleness_makes_what_is_too_old_anew(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    path = tmp_path / "buffer.sqlite"
+
+    async def run(max_staleness: int, steps: range, state: dict[str, Any] | None) -> tuple[dict[str, Any], list[dict[str, float]]]:
+        Client.engine = engine = Engine(seed=0)
+        async with opened(make_settings(f"rollout.max_staleness={max_staleness}"), path) as manager:
+            if state is not None:
+                await manager.rewind(step=steps.start, position=state)
+            metrics = []
+            for step in steps:
+                batch, values = await step_of(manager, engine, step)
+                assert_young(batch, step=step, max_staleness=max_staleness)
+                metrics.append(values)
+            while manager._production._tasks:
+                await asyncio.sleep(0)
+            return manager.prompts.source.state(), metrics
+
+    state, _ = asyncio.run(run(2, range(3), None))
+    _, metrics = asyncio.run(run(0, range(3, 6), state))
+    assert metrics[0]["rollout/renewed_groups"] == PROMPTS_PER_STEP
+
+
+def test_a_group_that_is_finished_with_what_was_kept_of_too_old_weights_is_made_anew(
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One of step 4, whose samples of version 1 wait for their rewards, is killed, and goes on with a max_staleness of 1 instead of 2."""
+    path, late = tmp_path / "buffer.sqlite", f"{2 * PROMPTS_PER_STEP}="
+    released: list[asyncio.Event] = []
+
+    async def wait_for_late(self: Rewards, sample: Sample) -> Reward:
+        if sample.prompt.text == late and sample.weight_versions.max() < 2:
+            await released[-1].wait()
+        return Reward(RewardOutcome.SCORED, float(sample.index))
+
+    async def run(max_staleness: int, steps: range, state: dict[str, Any] | None) -> tuple[dict[str, Any], list[dict[str, float]]]:
+        Client.engine = engine = Engine(seed=0)
+        released.append(asyncio.Event())
+        metrics = []
+        async with opened(make_settings(f"rollout.max_staleness={max_staleness}", "data.shuffle=false"), path) as manager:
+            if state is not None:
+                await manager.rewind(step=steps.start, position=state)
+            for step in steps:
+                if step == 2:
+                    asyncio.get_running_loop().call_later(0.1, released[-1].set)
+                batch, values = await step_of(manager, engine, step)
+                assert_young(batch, step=step, max_staleness=max_staleness)
+                metrics.append(values)
+            await asyncio.sleep(0.05)
+            return manager.prompts.source.state(), metrics
+
+    monkeypatch.setattr(UnequalRewards, "score", wait_for_late)
+    monkeypatch.setattr(groups, "SLOW_REWARD_S", 0.01)
+    state, _ = asyncio.run(run(2, range(1), None))
+    kept = "SELECT min(min_version), max(max_version) FROM samples JOIN groups ON id = group_id WHERE prompt_text = ?"
+    with sqlite3.connect(path) as copy:
+        assert copy.execute(kept, (late,)).fetchone() == (0, 0)
+    _, metrics = asyncio.run(run(1, range(1, 4), state))
+    assert [values["rollout/renewed_groups"] for values in metrics] == [0, PROMPTS_PER_STEP, 0]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("rollout.sampling.temperature=0.5", "rollout.sampling.temperature is 0.5 now and was 1.0"),
+        ("rollout.sampling.max_response_tokens=9", "rollout.sampling.max_response_tokens is 9 now and was 8"),
+        ("data.samples_per_prompt=3", "data.samples_per_prompt is 3 now and was 2"),
+        ("reward.args={bonus: 1}", r"reward.args is {'bonus': 1} now and was {}"),
+        ("objective.advantage.estimator=remax", "objective.advantage.estimator is remax is True now and was False"),
+        ("run.num_steps=9", None),
+    ],
+)
+def test_finished_groups_of_other_settings_are_made_anew_at_a_resume(
+    make_settings: Callable[..., Settings], tmp_path: Path, override: str, sentence: str | None
+) -> None:
+    path = tmp_path / "buffer.sqlite"
+
+    async def run(*overrides: str, state: dict[str, Any] | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
+        Client.engine = engine = Engine(seed=0)
+        notes: tuple[str, ...] = ()
+        async with opened(make_settings(*overrides), path) as manager:
+            if state is not None:
+                # The step of the checkpoint was the first; the second is trained on again.
+                notes = await manager.rewind(step=1, position=state)
+                counts = manager._buffer.counts()
+                assert (counts.pending, counts.done) == ((PROMPTS_PER_STEP, 0) if notes else (0, PROMPTS_PER_STEP))
+                await step_of(manager, engine, 1)
+                return state, notes
+            await step_of(manager, engine, 0)
+            state = await manager.position()
+            await step_of(manager, engine, 1)
+            return state, notes
+
+    state, _ = asyncio.run(run())
+    _, notes = asyncio.run(run(override, state=state))
+    assert notes == (() if sentence is None else (f"{PROMPTS_PER_STEP} groups are made anew, because {sentence}",))
+    assert asyncio.run(run(override, state=state))[1] == ()
