@@ -128,7 +128,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
     "advantage.args.bootstrap_truncated": _returns("ppo"),
     "advantage.args.reward_weights": _estimators("gdpo"),
     "advantage.args.value_clip": _returns("ppo"),
-    "zero_variance": Reader(_masks_or_drops, "a policy_loss that trains by rewards; mask_kl also needs a KL coefficient above 0"),
+    "zero_variance": Reader(_masks_or_drops, "a policy_loss that trains by rewards (mask_kl: with a KL coefficient above 0)"),
     "entropy_coef": _ALWAYS,
     "entropy_mode": Reader(lambda objective: objective.has_entropy_bonus, "an entropy bonus"),
     "entropy_control": _ALWAYS,

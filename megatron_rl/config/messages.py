@@ -78,6 +78,8 @@ _ALIASES = {
 _WHOLE = (
     "tokens are drawn from the whole distribution, whose log-probs are what the trainer learns from; rollout.sampling.temperature shapes it"
 )
+_SURELY = 0.85
+"""Similarity of `topp` and `min_pp` to what they mean, and of no setting's name to these."""
 _NEVER = {name: _WHOLE for name in ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")}
 
 
@@ -96,9 +98,9 @@ def joined_error(sentences: Sequence[str], *, origin: str) -> UserError:
     return UserError("\n  - ".join([f"{origin}: {len(sentences)} things are wrong", *sentences]))
 
 
-def closest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like `name`, None when none is like it."""
-    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.7)
+def closest(name: str, candidates: Iterable[str], *, cutoff: float = 0.7) -> str | None:
+    """The candidate most like `name`, None when the similarity of none reaches `cutoff`."""
+    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 
@@ -126,8 +128,10 @@ def unknown_setting(path: str) -> str:
     `rollout.sampling.temperature`.
     """
     section, _, name = path.rpartition(".")
-    if name in _NEVER:
-        return f"unknown setting {path}; there is none because {_NEVER[name]}"
+    never = closest(name.lower(), _NEVER, cutoff=_SURELY)
+    if never is not None:
+        meant = "" if name == never else f", meant as {never}"
+        return f"unknown setting {path}{meant}; there is none because {_NEVER[never]}"
     settings = tuple(setting_fields())
     for argument in settings:
         owner = _owner_of(path, argument)
@@ -196,7 +200,9 @@ def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
             return text
         owner, dot, rest = text.partition(".")
         # A record names its field by its class, for those who make it without settings.
-        return f"{path}.{rest}" if dot and owner.isidentifier() else f"{path}: {text}"
+        if dot and owner.isidentifier():
+            return f"{path}.{rest}"
+        return f"{path} {text}" if text.startswith(("is ", "has ")) else f"{path}: {text}"
     got = first["input"]
     shown = format_value(got) if first["type"] in _BOUNDS or got is None else f"{format_value(got)} ({_kind(got)})"
     needs = ", or ".join(dict.fromkeys(_need(detail) for detail in details))

@@ -58,7 +58,7 @@ class PromptSource:
         origins = [row.origin for row in self._known if row.label is None]
         if not origins:
             return None
-        which = f"no row of {self._path} has" if len(origins) == len(self._known) else f"{len(origins)} of {len(self._known)} rows have not"
+        which = f"no row of {self._path} has" if len(origins) == len(self._known) else f"{len(origins)} of {len(self._known)} rows lack"
         first = "" if len(origins) == len(self._known) else f", the first is {origins[0]}"
         return f"{which} the field {self._settings.label_key!r}{first}: the reward function gets label None for them"
 

@@ -1,9 +1,9 @@
 """What makes a plan that does not fit smaller, cheapest first: each is built on top of those before it, until one fits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.config.settings import Section, Settings
+from megatron_rl.config.settings import Section, Settings, TopologySettings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.planning.gpus import GIB, Gpu
@@ -14,7 +14,7 @@ FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"
 
 def remedy(settings: Settings, spec: ModelSpec, *, gpu: Gpu) -> str:
     """A sentence with the overrides that make the trainer fit on `gpu`s, or that none of those tried does. Builds ranks: takes seconds."""
-    tried = list(_smaller(settings, gpu))
+    tried = list(_smaller(settings, spec, gpu))
     plans = plan_layouts([one for _, one in tried], spec, gpu=gpu, num_nodes=None)
     for number, ((_, _one), plan) in enumerate(zip(tried, plans, strict=True), start=1):
         if not isinstance(plan, str) and plan.peak <= gpu.memory_bytes:
@@ -24,12 +24,17 @@ def remedy(settings: Settings, spec: ModelSpec, *, gpu: Gpu) -> str:
     return f"tried on top of each other without success: {words}" if tried else "every lever is pulled already"
 
 
-def _smaller(settings: Settings, gpu: Gpu) -> Iterator[tuple[str, Settings]]:
+def _smaller(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Iterator[tuple[str, Settings]]:
     """Overrides and the settings with these and all before them."""
-    training, topology = settings.training, settings.training.topology
+    training = settings.training
     if not any(fields.get("use_distributed_optimizer") for fields in (training.optimizer, training.ddp)):
         lever, settings = _fields(settings, "training", "optimizer", {"use_distributed_optimizer": True})
         yield lever, settings
+    experts = _divided_experts(training.topology, spec, gpu)
+    if experts:
+        settings = _with_topology(settings, experts)
+        yield _topology_words(experts), settings
+    topology = settings.training.topology
     if "recompute_granularity" not in settings.model.megatron:
         lever, settings = _fields(settings, "model", "megatron", FULL_RECOMPUTE)
         yield lever, settings
@@ -42,8 +47,26 @@ def _smaller(settings: Settings, gpu: Gpu) -> Iterator[tuple[str, Settings]]:
     if wider <= gpu.per_node and topology.num_ranks % (wider * topology.pp * topology.cp) == 0:
         etp = {} if topology.etp is not None or topology.ep == 1 else {"etp": topology.tp}
         changes = {"tp": wider, "sequence_parallel": True, **etp}
-        settings = _updated(settings, "training", topology=topology.model_copy(update=changes))
-        yield " ".join(f"training.topology.{name}={format_value(value)}" for name, value in changes.items()), settings
+        yield _topology_words(changes), _with_topology(settings, changes)
+
+
+def _divided_experts(topology: TopologySettings, spec: ModelSpec, gpu: Gpu) -> dict[str, Any]:
+    """The largest power of two of whole experts' ranks within a node, where that is more than there are; nothing otherwise."""
+    if spec.moe is None:
+        return {}
+    etp = topology.etp or 1
+    powers = [2**power for power in range(gpu.per_node.bit_length()) if etp * 2**power <= gpu.per_node]
+    sizes = [ep for ep in powers if spec.moe.num_experts % ep == 0 and topology.num_ranks % (etp * ep * topology.pp) == 0]
+    ep = max(sizes, default=1)
+    return {"ep": ep, "etp": etp} if ep > topology.ep else {}
+
+
+def _with_topology(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    return _updated(settings, "training", topology=settings.training.topology.model_copy(update=changes))
+
+
+def _topology_words(changes: Mapping[str, Any]) -> str:
+    return " ".join(f"training.topology.{name}={format_value(value)}" for name, value in changes.items())
 
 
 def _updated(settings: Settings, section: str, **changes: Any) -> Settings:

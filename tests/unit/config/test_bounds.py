@@ -66,7 +66,7 @@ def test_numbers_of_upstream_fields_are_finite(path: str, value: str) -> None:
         (["rollout.sampling.temperature=1e-7"], "needs a number >= 0.01"),
         (["rollout.request_timeout_s=1e300"], "needs a number <= 31622400"),
         (["run.directory="], "run.directory is null"),
-        (['run.directory="  "'], "run.directory: is empty, needs a path"),
+        (['run.directory="  "'], "run.directory is empty, needs a path"),
     ],
 )
 def test_sizes_that_no_consumer_takes(overrides: list[str], part: str) -> None:

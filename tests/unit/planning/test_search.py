@@ -77,3 +77,27 @@ def test_what_makes_a_layout_fit_is_found_by_trying(
     assert [one.training.topology.tp for one in tried] == [2, 2, 2, 4]
     sizes = [200] * 4
     assert levers.remedy(settings, model_spec("Qwen3-8B"), gpu=GPU) == f"tried on top of each other without success: {', '.join(words)}"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout", "lever"),
+    [
+        (16, {}, "ep=8 training.topology.etp=1"),  # Within a node of 8, and a divisor of 128 experts.
+        (12, {"tp": 2}, "ep=4 training.topology.etp=1"),
+        (16, {"etp": 2, "tp": 2}, "ep=4 training.topology.etp=2"),
+        (16, {"pp": 4, "ep": 2}, "ep=4 training.topology.etp=1"),
+        (8, {"ep": 8, "etp": 1}, None),
+    ],
+)
+def test_experts_are_divided_first(
+    model_spec: Callable[[str], Any],
+    run_settings: Callable[..., Settings],
+    monkeypatch: pytest.MonkeyPatch,
+    num_ranks: int,
+    layout: dict[str, int],
+    lever: str | None,
+) -> None:
+    monkeypatch.setattr(levers, "plan_layouts", lambda variants, *_, **__: [types.SimpleNamespace(peak=200 * GIB)] * len(variants))
+    text = levers.remedy(run_settings(num_ranks=num_ranks, **layout), model_spec("Qwen3-30B-A3B"), gpu=GPU)
+    first = text.removeprefix("tried on top of each other without success: ").partition(", ")[0]
+    assert first == f"training.topology.{lever}" if lever else first.startswith("model.megatron.recompute"), text

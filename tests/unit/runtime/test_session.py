@@ -51,7 +51,7 @@ def test_a_start_says_which_rows_lack_a_label_before_it_starts_anything(
         start = StartReport(RunConsole(1, stream=stream), PhaseTimer())
         _open_manager(settings, stack, stack.enter_context(Watchdog()), start, buffer=tmp_path / "buffer.sqlite")
     before = stream.getvalue().partition("start: ")[0]
-    assert f"note: 2 of 4 rows have not the field 'label', the first is {tmp_path}/train.jsonl:2" in before
+    assert f"note: 2 of 4 rows lack the field 'label', the first is {tmp_path}/train.jsonl:2" in before
     assert f"note: no row of {tmp_path}/held_out.jsonl has the field 'label'" in before
 
 
