@@ -23,7 +23,7 @@ from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import parameter_shape, rules
 from megatron_rl.planning.meta import rank_without_memory
-from megatron_rl.training.checkpoint_manifest import sha256
+from megatron_rl.training.checkpoint_manifest import has_content
 from megatron_rl.training.topology import Topology
 
 
@@ -85,8 +85,8 @@ def check_manifest(path: Path) -> None:
         if size != written["bytes"]:
             cut = "is cut off: it has" if size < written["bytes"] else "was changed: it has"
             raise UserError(f"{file} {cut} {size:,} bytes, the manifest says {written['bytes']:,}; copy the checkpoint again")
-        if sha256(file) != written["sha256"]:
-            raise UserError(f"{file} was changed since it was written: its SHA-256 is not the manifest's; copy the checkpoint again")
+        if not has_content(file, written):
+            raise UserError(f"{file} was changed since it was written: its hash is not the manifest's; copy the checkpoint again")
 
 
 def _manifest_of(path: Path) -> dict[str, Any]:
