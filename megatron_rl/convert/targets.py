@@ -5,6 +5,7 @@ Both are planned before the first byte: which file has which tensors follows fro
 
 import itertools
 import json
+import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from megatron_rl.models.expert_stacks import stored_name, stored_tensors
 from megatron_rl.models.megatron_files import KEPT, stored_key
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.tensor_writing import raw_bytes, safetensors_header, save_tensor
-from megatron_rl.models.weight_table import Rule, combine, parameter_shape
+from megatron_rl.models.weight_table import combine, fill, parameter_shape
 from megatron_rl.training.checkpoint_manifest import HashedFile
 from megatron_rl.weights.bucket import WeightSpec
 
@@ -122,21 +123,34 @@ def megatron_jobs(pieces: Sequence[Piece], spec: ModelSpec, max_bytes: int) -> l
 def _chunks_job(name: str, pieces: Sequence[Piece], spec: ModelSpec) -> FileJob:
     def write(file: HashedFile) -> list[list[int]]:
         places = []
+        # One memory for all of them: the kernel takes longer to provide it than putting a parameter together takes.
+        scratch = torch.empty(max(_made_bytes(piece) for piece in pieces), dtype=torch.uint8)
         for piece in pieces:
             # So that the numbers can be used where they are in the file.
             file.write(bytes(-file.num_bytes % _BLOB_ALIGNMENT))
             start = file.num_bytes
-            assert piece.unit.rule is not None
-            save_tensor(_parameter(piece, piece.unit.rule, spec), cast("IO[bytes]", file))
+            save_tensor(_parameter(piece, spec, scratch), cast("IO[bytes]", file))
             places.append([start, file.num_bytes - start])
         return places
 
     return FileJob(name, sum(piece.num_bytes + _BLOB_BYTES for piece in pieces), write)
 
 
-def _parameter(piece: Piece, rule: Rule, spec: ModelSpec) -> Tensor:
-    """One Megatron parameter, with the dimension of the experts in front."""
-    whole = combine(rule.sharding, piece.make(), spec, tp=1)
+def _made_bytes(piece: Piece) -> int:
+    """Bytes of a parameter that is made of several tensors, 0 of one that is there already."""
+    assert piece.unit.rule is not None
+    return math.prod(parameter_shape(piece.unit.rule)) * _dtype(piece).itemsize if len(piece.tensors) > 1 else 0
+
+
+def _parameter(piece: Piece, spec: ModelSpec, scratch: Tensor) -> Tensor:
+    """One Megatron parameter, with the dimension of the experts in front; in `scratch` [bytes] uint8 if it is made of several tensors."""
+    rule = piece.unit.rule
+    assert rule is not None
+    if len(piece.tensors) > 1:
+        whole = scratch[: _made_bytes(piece)].view(_dtype(piece)).view(parameter_shape(rule))
+        fill(whole, rule.sharding, piece.make(), spec, tp_rank=0, tp=1)
+    else:
+        whole = combine(rule.sharding, piece.make(), spec, tp=1)
     return whole[None] if stored_key(rule)[1] else whole
 
 
@@ -150,7 +164,7 @@ def write_metadata(partial: Path, pieces: Sequence[Piece], spec: ModelSpec, reco
         for piece, (start, length) in zip(file, records[name]["content"], strict=True):
             assert piece.unit.rule is not None
             key, at = stored_key(piece.unit.rule)
-            sizes = parameter_shape(piece.unit.rule, spec)
+            sizes = parameter_shape(piece.unit.rule)
             stacked = (spec.moe.num_experts,) if at and spec.moe is not None else ()
             if key not in tensors:
                 properties = TensorProperties(dtype=_dtype(piece))

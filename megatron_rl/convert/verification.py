@@ -148,7 +148,7 @@ def check_parameters(spec: ModelSpec) -> None:
         name = held_name(rule, shapes)
         if name not in shapes and not rule.exported:
             continue
-        made = parameter_shape(rule, spec)
+        made = parameter_shape(rule)
         if shapes.pop(name, None) != made:
             raise UserError(f"the weight table makes {name} of shape {made}, which the model does not have; report this as a bug")
     if shapes:

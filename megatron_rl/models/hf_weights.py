@@ -19,7 +19,7 @@ from megatron_rl.models.build import PolicyModel
 from megatron_rl.models.expert_stacks import stored_tensors
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.stored_weights import NamedTensors, of_mtp, open_weights
-from megatron_rl.models.weight_table import Rule, Sharding, combine, join, rules, shard, split, tensor_names
+from megatron_rl.models.weight_table import Rule, Sharding, fill, join, rules, split, tensor_names
 
 # Tensors that some checkpoints carry and that are recomputed here.
 _RECOMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -50,9 +50,7 @@ def load_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, checkpoint: Nam
                 continue
             ranks = _TensorRanks.of(rule)
             tensors = [checkpoint.read(tensor.name, tensor.shape) for tensor in rule.tensors]
-            local = shard(rule.sharding, combine(rule.sharding, tensors, spec, tp=ranks.size), tp_rank=ranks.rank, tp=ranks.size)
-            assert local.shape == parameter.shape, f"{rule.megatron}: table gives {tuple(local.shape)}, model has {tuple(parameter.shape)}"
-            parameter.copy_(local)
+            fill(parameter, rule.sharding, tensors, spec, tp_rank=ranks.rank, tp=ranks.size)
     assert not parameters, f"no table row loads {next(iter(parameters))}"
 
 

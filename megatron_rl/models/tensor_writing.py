@@ -11,17 +11,10 @@ import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-}
+from megatron_rl.models.tensor_files import DTYPES
+
 _ALIGNMENT = 8
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -59,7 +52,7 @@ def safetensors_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]
     end = 0
     for name, dtype, shape in tensors:
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _SAFETENSORS_DTYPES[dtype], "shape": shape, "data_offsets": (start, end)}
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -31,32 +30,10 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from megatron_rl.files import disk_errors
 from megatron_rl.models.tensor_writing import save_tensor
 from megatron_rl.training.checkpoint_manifest import HashedFile, write_part
+from megatron_rl.training.host_copies import HostCopies
 
 _ALIGNMENT = 64
-
-
-class HostCopies:
-    """Host memory for copies of one state after the other: the kernel takes longer to provide such memory than the copying itself."""
-
-    def __init__(self) -> None:
-        self._spare: list[Tensor] = []
-
-    def replace(self, state: dict[str, list[ShardedTensor | ShardedObject]]) -> list[Tensor]:
-        """Put a copy in place of each tensor in `state`; the copies, to be given back when they are not needed any more."""
-        spare, self._spare = self._spare, []
-        copies: list[Tensor] = []
-        for entry in (entry for entries in state.values() for entry in entries if isinstance(entry, ShardedTensor)):
-            tensor = entry.data.detach()
-            place = spare[len(copies)] if len(copies) < len(spare) else None
-            if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
-                place = torch.empty(tensor.shape, dtype=tensor.dtype)
-            entry.data = place.copy_(tensor)
-            copies.append(place)
-        return copies
-
-    def give_back(self, copies: list[Tensor]) -> None:
-        """Let the next state have the memory of `copies`."""
-        self._spare = copies
+"""Of the items in a file, in bytes, so that numbers can be used where they are: torch.save aligns them within its own."""
 
 
 class TwoHalves(TorchDistSaveShardedStrategy):
@@ -80,7 +57,10 @@ class TwoHalves(TorchDistSaveShardedStrategy):
         self._directory = Path(checkpoint_dir)
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         if self._stage is not None:
-            self._copies = self._stage.replace(state)
+            entries = [entry for entries in state.values() for entry in entries if isinstance(entry, ShardedTensor)]
+            self._copies = self._stage.copies_of(entry.data for entry in entries)
+            for entry, copy in zip(entries, self._copies, strict=True):
+                entry.data = copy
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._writer = FileSystemWriter(checkpoint_dir, sync_files=True)
         with ordinary_errors():
@@ -141,7 +121,6 @@ def write_items(path: Path, items: Sequence[WriteItem], planner: SavePlanner) ->
     with path.open("wb", buffering=0) as stream:
         file = HashedFile(stream)
         for item in items:
-            # So that the numbers can be used where they are in the file.
             file.write(bytes(-file.num_bytes % _ALIGNMENT))
             start, data = file.num_bytes, planner.resolve_data(item)
             if isinstance(data, Tensor):

@@ -24,8 +24,9 @@ from megatron_rl.files import MANIFEST, commit_partial, disk_errors, partial_pat
 from megatron_rl.models.checkpoint_pickles import reading_records_only
 from megatron_rl.training.checkpoint_manifest import check_manifest, write_manifest
 from megatron_rl.training.checkpoint_reader import load_what_is_apart, reading_in_place, without_merges
-from megatron_rl.training.checkpoint_writer import HostCopies, TwoHalves
+from megatron_rl.training.checkpoint_writer import TwoHalves
 from megatron_rl.training.collectives import reports_of_ranks
+from megatron_rl.training.host_copies import HostCopies
 from megatron_rl.training.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
 from megatron_rl.training.rank_zero import on_rank_zero
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters

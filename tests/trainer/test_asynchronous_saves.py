@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from safetensors.torch import load_file
 
 from megatron_rl.errors import UserError
 from megatron_rl.training import checkpoint_writer, policy_export
 from megatron_rl.training.checkpoint_manifest import entry_of
+from megatron_rl.training.host_copies import HostCopies, host_copy
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
@@ -150,23 +150,27 @@ def test_weights_that_cannot_be_gathered_are_not_written(
 
 
 def test_one_save_after_the_other_has_the_same_host_memory_and_two_at_once_do_not() -> None:
-    def state(value: float, *sizes: int) -> dict[str, list[ShardedTensor]]:
-        tensors = [torch.full((size,), value) for size in sizes]
-        return {"name": [ShardedTensor.from_rank_offsets(f"{number}", tensor) for number, tensor in enumerate(tensors)]}
+    def taken(value: float, *sizes: int) -> list[torch.Tensor]:
+        return copies.copies_of(torch.full((size,), value) for size in sizes)
 
-    def taken(state: dict[str, list[ShardedTensor]]) -> list[torch.Tensor]:
-        memory = copies.replace(state)  # type: ignore[arg-type]
-        assert [entry.data is tensor for entry, tensor in zip(state["name"], memory, strict=True)] == [True] * len(memory)
-        return memory
-
-    copies = checkpoint_writer.HostCopies()
-    first = taken(state(1, 3, 4))
-    second = taken(state(2, 3, 4))
+    copies = HostCopies()
+    first = taken(1, 3, 4)
+    second = taken(2, 3, 4)
     assert [tensor.tolist() for tensor in first] == [[1] * 3, [1] * 4], "it is still being written"
     copies.give_back(first)
-    third = taken(state(3, 3, 5, 6))
-    assert third[0] is first[0] and taken(state(4, 3))[0] is not first[0]
+    third = taken(3, 3, 5, 6)
+    assert third[0] is first[0] and taken(4, 3)[0] is not first[0]
     assert [tensor.tolist() for tensor in (*second, *third)] == [[2] * 3, [2] * 4, [3] * 3, [3] * 5, [3] * 6]
+
+
+@pytest.mark.parametrize("numel", [0, 7, 2**21 + 1])
+def test_a_copy_has_memory_of_its_own(numel: int) -> None:
+    """In small pages or in large ones."""
+    column = torch.arange(2 * numel, dtype=torch.int16).view(-1, 2)[:, 1]
+    copy = host_copy(column)
+    assert torch.equal(copy, column) and copy.is_contiguous() and copy.untyped_storage().nbytes() == copy.nbytes
+    column += 1
+    assert not numel or not torch.equal(copy, column)
 
 
 def test_a_file_has_each_item_where_the_index_says_and_its_hash(tmp_path: Path) -> None:
