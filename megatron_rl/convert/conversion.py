@@ -16,7 +16,7 @@ import torch
 from megatron_rl.convert.changes import Adapter, Changes, quantization_config
 from megatron_rl.convert.resumable import locked_partial, write_files
 from megatron_rl.convert.sources import HuggingFaceSource, MegatronSource, Source, Unit, open_source
-from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, without_sums_of_torch, write_index, write_metadata
+from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, write_index, write_metadata
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST, write_atomic
 from megatron_rl.models.config_json import read_config
@@ -25,7 +25,7 @@ from megatron_rl.models.hf_files import MAX_SHARD_BYTES, STALE, copy_model_files
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
 from megatron_rl.models.weight_table import of_mtp
-from megatron_rl.training.checkpoint_manifest import sha256
+from megatron_rl.training.checkpoint_manifest import HASH, entry_of
 
 if TYPE_CHECKING:
     from megatron_rl.convert.comparison import Comparison
@@ -79,8 +79,7 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
         )
         with locked_partial(target, _identity(source, options, to)) as partial:
             progress = Progress(say, num_bytes)
-            with without_sums_of_torch():
-                records = write_files(partial, jobs, report=progress.add, keep=progress.keep)
+            records = write_files(partial, jobs, report=progress.add, keep=progress.keep)
             if to == "hf":
                 write_index(partial, records, total_bytes=num_bytes)
             else:
@@ -122,7 +121,7 @@ def _identity(source: Source, options: Options, to: Format) -> dict[str, Any]:
     places = {source.path, source.directory, *([options.adapter] if options.adapter is not None else [])}
     files = [file for place in sorted(places) for file in sorted(place.rglob("*")) if file.is_file()]
     stats = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    asked = {"to": to, "dtype": str(options.dtype), "quantise": options.quantise, "max_shard_bytes": options.max_shard_bytes}
+    asked = {"hash": HASH, "to": to, "dtype": str(options.dtype), "quantise": options.quantise, "max_shard_bytes": options.max_shard_bytes}
     return asked | {"drop_mtp": options.drop_mtp, "files": stats}
 
 
@@ -156,10 +155,10 @@ def _most_common_dtype(source: Source) -> str:
 
 def _write_manifest(partial: Path, source: Source, units: list[Unit], records: dict[str, dict[str, Any]]) -> None:
     """The manifest, as a run writes that of its checkpoints, with the model and which tensors are older than the weights around them."""
-    files = {name: {"bytes": record["num_bytes"], "sha256": record["sha256"]} for name, record in records.items()}
+    files = {name: record["file"] for name, record in records.items()}
     for file in sorted(partial.iterdir()):
         if file.is_file() and file.name not in files:
-            files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+            files[file.name] = entry_of(file)
     stale = sorted(tensor.name for unit in units if _is_mtp(unit, source) for tensor in unit.tensors)
     content = {
         "model": dataclasses.asdict(_written_spec(partial, source)),

@@ -14,53 +14,16 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import commit_partial, disk_errors, partial_path, sync_file, write_atomic
+from megatron_rl.files import commit_partial, disk_errors, partial_path, write_atomic
+from megatron_rl.training.checkpoint_manifest import HashedFile
 
 _JOURNAL = ".journal"
-_PIECE = 2**18
-"""Bytes that are summed and written at once. The second of the two finds them in the processor's cache, and Linux caches pages of files
-several times as fast as in writes of megabytes."""
 NUM_THREADS = 2
 """Tensors in memory at once. One thread waits for the disk while the other works."""
 Report = Callable[[int], None]
-
-
-class Summed:
-    """A file that is written from its start to its end: bytes and SHA-256 so far, and a report of each piece."""
-
-    def __init__(self, stream: BinaryIO, report: Report) -> None:
-        self._stream, self._report = stream, report
-        self.num_bytes, self.digest = 0, hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        """Write bytes of any buffer."""
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PIECE):
-            piece = view[start : start + _PIECE]
-            self.digest.update(piece)
-            self._stream.write(piece)
-            self._report(len(piece))
-        self.num_bytes += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """torch asks for it; the file is flushed at its end."""
-
-    def write_tensor(self, tensor: Tensor) -> None:
-        """Write the numbers of `tensor`, of any shape, as they are in memory."""
-        self.write(raw_bytes(tensor))
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of `tensor`, of any shape."""
-    array: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +32,7 @@ class FileJob:
 
     name: str
     num_bytes: int
-    write: Callable[[Summed], Any]
+    write: Callable[[HashedFile], Any]
 
 
 @contextmanager
@@ -106,7 +69,7 @@ def _start(partial: Path, identity: Mapping[str, Any]) -> None:
 
 
 def write_files(partial: Path, jobs: Sequence[FileJob], *, report: Report, keep: Report) -> dict[str, dict[str, Any]]:
-    """Write what is not there yet and return the record of each file: its bytes, its SHA-256 and what its job says.
+    """Write what is not there yet and return the record of each file: what a manifest says of it, and what its job says.
 
     `report` is called with every number of bytes that is written, `keep` with those that were there. Raises UserError before the first byte
     when the disk has too little room.
@@ -137,12 +100,12 @@ def _write(partial: Path, job: FileJob, report: Report) -> dict[str, Any]:
     unfinished = path.with_name(f"{path.name}.unfinished")
     with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
-        with unfinished.open("wb") as stream:
-            summed = Summed(stream, report)
-            told = job.write(summed)
-        sync_file(unfinished)
+        with unfinished.open("wb", buffering=0) as stream:
+            file = HashedFile(stream, report)
+            told = job.write(file)
+            os.fsync(stream.fileno())
         os.replace(unfinished, path)
-    record = {"num_bytes": summed.num_bytes, "sha256": summed.digest.hexdigest(), "content": told}
+    record = {"file": file.entry, "content": told}
     write_atomic(_record_path(partial, job), json.dumps(record))
     return record
 
@@ -153,7 +116,7 @@ def _finished(partial: Path, job: FileJob) -> dict[str, Any] | None:
     if not record.exists() or not file.exists():
         return None
     found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
-    return found if file.stat().st_size == found["num_bytes"] else None
+    return found if file.stat().st_size == found["file"]["bytes"] else None
 
 
 def _record_path(partial: Path, job: FileJob) -> Path:

@@ -5,10 +5,9 @@ Both are planned before the first byte: which file has which tensors follows fro
 
 import itertools
 import json
+import math
 import pickle
-import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -18,26 +17,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
-from megatron_rl.convert.resumable import FileJob, Summed, raw_bytes
+from megatron_rl.convert.resumable import FileJob
 from megatron_rl.convert.sources import Unit
 from megatron_rl.files import write_atomic
 from megatron_rl.models.expert_stacks import stored_name, stored_tensors
 from megatron_rl.models.megatron_files import KEPT, stored_key
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.weight_table import Rule, combine, parameter_shape
+from megatron_rl.models.tensor_writing import raw_bytes, safetensors_header, save_tensor
+from megatron_rl.models.weight_table import combine, fill, parameter_shape
+from megatron_rl.training.checkpoint_manifest import HashedFile
 from megatron_rl.weights.bucket import WeightSpec
 
-_SAFETENSORS_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "int64": "I64",
-    "int32": "I32",
-    "bool": "BOOL",
-}
-_ALIGNMENT = 8
 _BLOB_ALIGNMENT = 64
 _BLOB_BYTES = 2048
 """About what torch.save adds to the numbers of a tensor."""
@@ -85,24 +75,18 @@ def hugging_face_jobs(pieces: Sequence[Piece], max_bytes: int) -> list[FileJob]:
 
 def safetensors_job(name: str, pieces: Sequence[Piece]) -> FileJob:
     """One safetensors file of all tensors of `pieces`."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
     stored = list(_stored(pieces))
-    for tensor in stored:
-        start, end = end, end + tensor.num_bytes
-        header[tensor.name] = {"dtype": _SAFETENSORS_DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    header = safetensors_header((tensor.name, tensor.torch_dtype, tensor.shape) for tensor in stored)
 
-    def write(file: Summed) -> list[str]:
-        file.write(struct.pack("<Q", len(text)) + text)
+    def write(file: HashedFile) -> list[str]:
+        file.write(header)
         for piece in pieces:
             for tensor, told in zip(_made(piece), piece.tensors, strict=True):
                 assert WeightSpec.of(told.name, tensor) == told, f"{told} was planned, {WeightSpec.of(told.name, tensor)} came"
-                file.write_tensor(tensor)
+                file.write(raw_bytes(tensor))
         return [tensor.name for tensor in stored]
 
-    return FileJob(name, 8 + len(text) + end, write)
+    return FileJob(name, len(header) + sum(tensor.num_bytes for tensor in stored), write)
 
 
 def _stored(pieces: Sequence[Piece]) -> Iterator[WeightSpec]:
@@ -137,37 +121,37 @@ def megatron_jobs(pieces: Sequence[Piece], spec: ModelSpec, max_bytes: int) -> l
 
 
 def _chunks_job(name: str, pieces: Sequence[Piece], spec: ModelSpec) -> FileJob:
-    def write(file: Summed) -> list[list[int]]:
+    def write(file: HashedFile) -> list[list[int]]:
         places = []
+        # One memory for all of them: the kernel takes longer to provide it than putting a parameter together takes.
+        scratch = torch.empty(max(_made_bytes(piece) for piece in pieces), dtype=torch.uint8)
         for piece in pieces:
             # So that the numbers can be used where they are in the file.
             file.write(bytes(-file.num_bytes % _BLOB_ALIGNMENT))
             start = file.num_bytes
-            assert piece.unit.rule is not None
-            torch.save(_parameter(piece, piece.unit.rule, spec), cast("IO[bytes]", file))
+            save_tensor(_parameter(piece, spec, scratch), cast("IO[bytes]", file))
             places.append([start, file.num_bytes - start])
         return places
 
     return FileJob(name, sum(piece.num_bytes + _BLOB_BYTES for piece in pieces), write)
 
 
-def _parameter(piece: Piece, rule: Rule, spec: ModelSpec) -> Tensor:
-    """The numbers of one Megatron parameter, with the dimension of the experts in front, in memory of their own."""
-    whole = combine(rule.sharding, piece.make(), spec, tp=1)
-    # torch.save writes all memory behind a view, so this is one of its own numbers alone.
-    own = torch.frombuffer(raw_bytes(whole), dtype=whole.dtype).view(whole.shape)
-    return own[None] if stored_key(rule)[1] else own
+def _made_bytes(piece: Piece) -> int:
+    """Bytes of a parameter that is made of several tensors, 0 of one that is there already."""
+    assert piece.unit.rule is not None
+    return math.prod(parameter_shape(piece.unit.rule)) * _dtype(piece).itemsize if len(piece.tensors) > 1 else 0
 
 
-@contextmanager
-def without_sums_of_torch() -> Iterator[None]:
-    """Let torch.save leave out the CRC-32 of what it writes: the manifest has a hash of each file."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
+def _parameter(piece: Piece, spec: ModelSpec, scratch: Tensor) -> Tensor:
+    """One Megatron parameter, with the dimension of the experts in front; in `scratch` [bytes] uint8 if it is made of several tensors."""
+    rule = piece.unit.rule
+    assert rule is not None
+    if len(piece.tensors) > 1:
+        whole = scratch[: _made_bytes(piece)].view(_dtype(piece)).view(parameter_shape(rule))
+        fill(whole, rule.sharding, piece.make(), spec, tp_rank=0, tp=1)
+    else:
+        whole = combine(rule.sharding, piece.make(), spec, tp=1)
+    return whole[None] if stored_key(rule)[1] else whole
 
 
 def write_metadata(partial: Path, pieces: Sequence[Piece], spec: ModelSpec, records: dict[str, dict[str, Any]], max_bytes: int) -> None:
@@ -180,7 +164,7 @@ def write_metadata(partial: Path, pieces: Sequence[Piece], spec: ModelSpec, reco
         for piece, (start, length) in zip(file, records[name]["content"], strict=True):
             assert piece.unit.rule is not None
             key, at = stored_key(piece.unit.rule)
-            sizes = parameter_shape(piece.unit.rule, spec)
+            sizes = parameter_shape(piece.unit.rule)
             stacked = (spec.moe.num_experts,) if at and spec.moe is not None else ()
             if key not in tensors:
                 properties = TensorProperties(dtype=_dtype(piece))

@@ -23,7 +23,7 @@ from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import parameter_shape, rules
 from megatron_rl.planning.meta import rank_without_memory
-from megatron_rl.training.checkpoint_manifest import sha256
+from megatron_rl.training.checkpoint_manifest import has_content
 from megatron_rl.training.topology import Topology
 
 _UNWRITTEN = 0x7FBADBAD
@@ -89,8 +89,8 @@ def check_manifest(path: Path) -> None:
         if size != written["bytes"]:
             cut = "is cut off: it has" if size < written["bytes"] else "was changed: it has"
             raise UserError(f"{file} {cut} {size:,} bytes, the manifest says {written['bytes']:,}; copy the checkpoint again")
-        if sha256(file) != written["sha256"]:
-            raise UserError(f"{file} was changed since it was written: its SHA-256 is not the manifest's; copy the checkpoint again")
+        if not has_content(file, written):
+            raise UserError(f"{file} was changed since it was written: its hash is not the manifest's; copy the checkpoint again")
 
 
 def _manifest_of(path: Path) -> dict[str, Any]:
@@ -172,8 +172,8 @@ def check_parameters(source: Source, tensors: WatchedTensors) -> None:
         if name not in shapes and not rule.exported:
             continue
         shape = shapes.pop(name, None)
-        if shape != parameter_shape(rule, spec):
-            words = f"{name} of shape {parameter_shape(rule, spec)}"
+        if shape != parameter_shape(rule):
+            words = f"{name} of shape {parameter_shape(rule)}"
             raise UserError(f"the weight table makes {words}, which the model does not have; report this as a bug")
         marks = torch.full(shape, _UNWRITTEN, dtype=torch.int32)
         load_parameter(marks.view(torch.float32), rule, spec, tensors, tp_rank=0, tp=1)

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.errors import UserError
@@ -17,6 +16,7 @@ from megatron_rl.files import MANIFEST, atomic_directory
 from megatron_rl.models.expert_stacks import part_name
 from megatron_rl.models.families.config_keys import MTP_KEYS
 from megatron_rl.models.tensor_files import TensorFiles
+from megatron_rl.models.tensor_writing import raw_bytes, safetensors_header
 
 MAX_SHARD_BYTES = 4 * 2**30
 STALE = "stale_once_trained"
@@ -192,8 +192,7 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_sh
         if held and held_bytes + num_bytes > max_shard_bytes:
             shards.append(_write_shard(directory, len(shards), held))
             held, held_bytes = {}, 0
-        # A copy: the exporter's tensors are views that share memory, which safetensors refuses.
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        held[name] = tensor.detach().cpu()
         held_bytes += num_bytes
         dtype_bytes[tensor.dtype] += num_bytes
     assert held, "a model has tensors"
@@ -203,10 +202,12 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_sh
 
 
 def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
-    path = _unnamed(directory, index)
-    save_file(tensors, path, metadata={"format": "pt"})
-    # safetensors writes 0600 whatever the umask says. What the umask says is seen at the file beside it.
-    shutil.copymode(directory / "config.json", path)
+    # So that each starts at a multiple of the size of its numbers.
+    ordered = sorted(tensors.items(), key=lambda named: -named[1].element_size())
+    with _unnamed(directory, index).open("wb") as file:
+        file.write(safetensors_header((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered))
+        for _, tensor in ordered:
+            file.write(raw_bytes(tensor))
     return list(tensors)
 
 

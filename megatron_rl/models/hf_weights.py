@@ -19,7 +19,7 @@ from megatron_rl.models.build import PolicyModel
 from megatron_rl.models.expert_stacks import stored_tensors
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.stored_weights import NamedTensors, open_weights
-from megatron_rl.models.weight_table import Rule, Sharding, combine, join, of_mtp, rules, shard, split, tensor_names
+from megatron_rl.models.weight_table import Rule, Sharding, fill, join, of_mtp, rules, split, tensor_names
 
 # Tensors that some checkpoints carry and that are recomputed here.
 _RECOMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -56,9 +56,7 @@ def load_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, checkpoint: Nam
 def load_parameter(parameter: Tensor, rule: Rule, spec: ModelSpec, checkpoint: NamedTensors, *, tp_rank: int, tp: int) -> None:
     """Fill `parameter`, of any shape, what rank `tp_rank` of `tp` has of the one of `rule`, from `checkpoint`; see `load_hf_weights`."""
     tensors = [checkpoint.read(tensor.name, tensor.shape) for tensor in rule.tensors]
-    local = shard(rule.sharding, combine(rule.sharding, tensors, spec, tp=tp), tp_rank=tp_rank, tp=tp)
-    assert local.shape == parameter.shape, f"{rule.megatron}: table gives {tuple(local.shape)}, model has {tuple(parameter.shape)}"
-    parameter.copy_(local)
+    fill(parameter, rule.sharding, tensors, spec, tp_rank=tp_rank, tp=tp)
 
 
 def export_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:

@@ -91,7 +91,7 @@ class MegatronCheckpoint:
         )
 
     def _check_shape(self, rule: Rule, place: "_Place") -> None:
-        whole = parameter_shape(rule, self._spec)
+        whole = parameter_shape(rule)
         needed, stacked = (whole[0] // len(place.keys), *whole[1:]), self._stacked_sizes(rule, place)
         for key in place.keys:
             shape = self._state.shape(key)

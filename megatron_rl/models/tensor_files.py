@@ -14,8 +14,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.config_json import read_config
 from megatron_rl.models.quantised import CODE_DTYPES, Quantised, dequantise, find_quantised, whole_shape
 
-# safetensors' names of dtypes, as its headers have them.
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -30,6 +29,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""safetensors' names of dtypes, as its headers have them."""
 
 
 class TensorFiles:
@@ -85,7 +85,7 @@ class TensorFiles:
         """The dtype in which `read` gives it. Raises UserError for codes without their scale."""
         if name in self._quantised:
             return self.dequantised_dtype
-        dtype = _DTYPES.get(self._slice(name).get_dtype())
+        dtype = DTYPES.get(self._slice(name).get_dtype())
         if dtype is None or dtype in CODE_DTYPES:
             raise UserError(
                 f"{name} in {self.file(name)} is quantised ({self._slice(name).get_dtype()}) and has no scale beside it; download or "

@@ -104,7 +104,7 @@ class TorchDist:
         """What the first dimensions of the chunk have at `index`, in the file's own pages: only those that somebody looks at are read."""
         try:
             pages = self._pages(chunk.file)
-            start, num_bytes, tensor = _stored_tensor(memoryview(pages)[chunk.position : chunk.position + chunk.num_bytes])
+            start, num_bytes, tensor = stored_tensor(memoryview(pages)[chunk.position : chunk.position + chunk.num_bytes])
         except (OSError, RuntimeError, EOFError, ValueError, struct.error, pickle.UnpicklingError, zipfile.BadZipFile) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(f"cannot read {key} from {self.path / chunk.file}: {reason}; take another checkpoint") from error
@@ -162,7 +162,7 @@ class _Part(io.RawIOBase):
         return len(part)
 
 
-def _stored_tensor(data: memoryview) -> tuple[int, int, Any]:
+def stored_tensor(data: memoryview) -> tuple[int, int, Any]:
     """Where in what torch.save wrote the numbers of its one tensor are, their bytes, and the tensor with any numbers. Raises ValueError."""
     file = _Part(data)
     with torch.serialization.skip_data():

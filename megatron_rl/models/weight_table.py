@@ -290,11 +290,28 @@ def combine(sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, t
     return tensor
 
 
-def parameter_shape(rule: Rule, spec: ModelSpec) -> tuple[int, ...]:
-    """The whole shape of the Megatron parameter of `rule`, without padding."""
-    if rule.sharding is Sharding.VOCABULARY:
-        return rule.tensors[0].shape
-    return tuple(combine(rule.sharding, [torch.empty(tensor.shape, device="meta") for tensor in rule.tensors], spec, tp=1).shape)
+def fill(parameter: Tensor, sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, tp_rank: int, tp: int) -> None:
+    """Give `parameter`, contiguous, its `shard` of what `combine` makes of the Hugging Face tensors: without it, where most bytes are."""
+    if sharding is Sharding.GATE_UP:
+        for part, tensor in zip(parameter.chunk(2), tensors, strict=True):
+            part.copy_(tensor.chunk(tp)[tp_rank])
+    elif sharding is Sharding.QKV and spec.num_kv_heads % tp == 0:
+        groups = [tensor.unflatten(0, (spec.num_kv_heads, -1)).chunk(tp)[tp_rank] for tensor in tensors]
+        parts = parameter.unflatten(0, (len(groups[0]), -1)).split([group.shape[1] for group in groups], dim=1)
+        for part, group in zip(parts, groups, strict=True):
+            part.copy_(group)
+    else:
+        local = shard(sharding, combine(sharding, tensors, spec, tp=tp), tp_rank=tp_rank, tp=tp)
+        assert local.shape == parameter.shape, f"the table gives {tuple(local.shape)}, the model has {tuple(parameter.shape)}"
+        parameter.copy_(local)
+
+
+def parameter_shape(rule: Rule) -> tuple[int, ...]:
+    """The whole shape of the Megatron parameter of `rule`, without padding: what `combine` gives."""
+    rows, *rest = rule.tensors[0].shape
+    if rule.sharding in (Sharding.QKV, Sharding.GATE_UP):
+        return (sum(tensor.shape[0] for tensor in rule.tensors), *rest)
+    return (*rest, rows) if rule.sharding in (Sharding.TRANSPOSED_COLUMNS, Sharding.ALTERNATE_GATE_UP) else (rows, *rest)
 
 
 def split(sharding: Sharding, whole: Tensor, spec: ModelSpec) -> list[Tensor]:
@@ -316,7 +333,7 @@ def split(sharding: Sharding, whole: Tensor, spec: ModelSpec) -> list[Tensor]:
 
 def shard(sharding: Sharding, whole: Tensor, *, tp_rank: int, tp: int) -> Tensor:
     """The part of a whole parameter [rows, columns] or [rows] that tensor parallel rank `tp_rank` holds."""
-    if sharding is Sharding.REPLICATED:
+    if sharding is Sharding.REPLICATED or tp == 1:
         return whole
     if sharding in _COLUMNS:
         return whole.chunk(tp, dim=-1)[tp_rank]

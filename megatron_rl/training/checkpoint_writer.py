@@ -1,21 +1,18 @@
 """Writing a checkpoint in two halves: a collective one that takes hold of the state, and files that a thread of each rank writes.
 
-The format is megatron-core's, written by torch's own writer, and hashed on the way. Upstream's asynchronous writer forks a process for
-every file and keeps a manager process for the results, which would outlive a rank that is killed.
+The format is megatron-core's, planned by torch's own writer; each rank writes one file, hashed on the way. Upstream's asynchronous writer
+forks a process for every file and keeps a manager process for the results, which would outlive a rank that is killed; torch's copies
+each tensor that is a view, as those of the optimizer are, and each takes a CRC that nothing reads.
 """
 
-import hashlib
-import io
 import os
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
-import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -24,42 +21,19 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch import Tensor, distributed
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
-from torch.serialization import get_crc32_options, set_crc32_options
 
 from megatron_rl.files import disk_errors
-from megatron_rl.training.checkpoint_manifest import write_part
+from megatron_rl.models.tensor_writing import save_tensor
+from megatron_rl.training.checkpoint_manifest import HashedFile, write_part
+from megatron_rl.training.host_copies import HostCopies
 
-_LARGE_BYTES = 2**20
-"""Less is hashed sooner than a thread is told to."""
-
-
-class HostCopies:
-    """Host memory for copies of one state after the other: the kernel takes longer to provide such memory than the copying itself."""
-
-    def __init__(self) -> None:
-        self._spare: list[Tensor] = []
-
-    def replace(self, state: dict[str, list[ShardedTensor | ShardedObject]]) -> list[Tensor]:
-        """Put a copy in place of each tensor in `state`; the copies, to be given back when they are not needed any more."""
-        spare, self._spare = self._spare, []
-        copies: list[Tensor] = []
-        for entry in (entry for entries in state.values() for entry in entries if isinstance(entry, ShardedTensor)):
-            tensor = entry.data.detach()
-            place = spare[len(copies)] if len(copies) < len(spare) else None
-            if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
-                place = torch.empty(tensor.shape, dtype=tensor.dtype)
-            entry.data = place.copy_(tensor)
-            copies.append(place)
-        return copies
-
-    def give_back(self, copies: list[Tensor]) -> None:
-        """Let the next state have the memory of `copies`."""
-        self._spare = copies
+_ALIGNMENT = 64
+"""Of the items in a file, in bytes, so that numbers can be used where they are: torch.save aligns them within its own."""
 
 
 class TwoHalves(TorchDistSaveShardedStrategy):
@@ -70,7 +44,6 @@ class TwoHalves(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1)
         self._stage = stage
         self._copies: list[Tensor] = []
-        self._files = _HashedFiles()
         self._ranks = _DistWrapper(None, use_dist=True, coordinator_rank=0)
         self._directory: Path
         self._writer: FileSystemWriter
@@ -84,10 +57,12 @@ class TwoHalves(TorchDistSaveShardedStrategy):
         self._directory = Path(checkpoint_dir)
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         if self._stage is not None:
-            self._copies = self._stage.replace(state)
+            entries = [entry for entries in state.values() for entry in entries if isinstance(entry, ShardedTensor)]
+            self._copies = self._stage.copies_of(entry.data for entry in entries)
+            for entry, copy in zip(entries, self._copies, strict=True):
+                entry.data = copy
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._writer = FileSystemWriter(checkpoint_dir, sync_files=True)
-        self._writer.fs = self._files
         with ordinary_errors():
             plan = self._plan(planner, mcore_to_pyt_state_dict(state, False))
         self._thread = threading.Thread(target=self._write, args=(planner, plan), name="checkpoint writer", daemon=True)
@@ -110,10 +85,10 @@ class TwoHalves(TorchDistSaveShardedStrategy):
     def _write(self, planner: MCoreSavePlanner, plan: SavePlan) -> None:
         """Body of the thread: no collective, and no error that nobody would see."""
         try:
-            with disk_errors(self._directory), _without_checksums():
-                self._written = self._writer.write_data(plan, planner).value()
             with disk_errors(self._directory):
-                write_part(self._directory, self._files.hashes, rank=distributed.get_rank())
+                name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+                self._written, entry = write_items(self._directory / name, plan.items, planner)
+                write_part(self._directory, {name: entry}, rank=distributed.get_rank())
         except BaseException as error:  # handed to the thread that waits
             self._error = error
 
@@ -140,65 +115,22 @@ class TwoHalves(TorchDistSaveShardedStrategy):
             self._stage.give_back(self._copies)
 
 
-class _HashedFiles(FileSystem):
-    """Files whose `hashes` (SHA-256, by name) are known when they are written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hashes: dict[str, str] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a file. What is written is hashed meanwhile by a thread of its own."""
-        with super().create_stream(path, mode) as stream:
-            if mode != "wb":
-                yield stream
-                return
-            with ThreadPoolExecutor(1, thread_name_prefix="checkpoint hash") as thread:
-                hashed = _HashedStream(stream, thread)
-                yield hashed
-            self.hashes[Path(path).name] = hashed.digest.hexdigest()
-
-
-class _HashedStream(io.RawIOBase):
-    """What torch writes to, in front of the file `stream`."""
-
-    def __init__(self, stream: io.IOBase, thread: ThreadPoolExecutor) -> None:
-        super().__init__()
-        self._stream: Any = stream
-        self._thread = thread
-        self.digest = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        """Write and hash `data`, which is the writer's again when this returns."""
-        if len(data) < _LARGE_BYTES:
-            self.digest.update(data)
-            return int(self._stream.write(data))
-        hashing = self._thread.submit(self.digest.update, data)
-        try:
-            return int(self._stream.write(data))
-        finally:
-            hashing.result()
-
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return int(self._stream.tell())
-
-    def fileno(self) -> int:
-        """The file, for its sync."""
-        self._stream.flush()
-        return int(self._stream.fileno())
-
-
-@contextmanager
-def _without_checksums() -> Iterator[None]:
-    """torch's CRC of every tensor takes longer than hashing and writing it, and nothing reads it."""
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
+def write_items(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[WriteResult], dict[str, Any]]:
+    """Write the file `path` to the disk itself; what torch's index and what the manifest say of it."""
+    written: list[WriteResult] = []
+    with path.open("wb", buffering=0) as stream:
+        file = HashedFile(stream)
+        for item in items:
+            file.write(bytes(-file.num_bytes % _ALIGNMENT))
+            start, data = file.num_bytes, planner.resolve_data(item)
+            if isinstance(data, Tensor):
+                save_tensor(data.cpu(), cast("IO[bytes]", file))
+            else:
+                file.write(data.getbuffer())
+            length = file.num_bytes - start
+            written.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
+        os.fsync(stream.fileno())
+    return written, file.entry
 
 
 @contextmanager

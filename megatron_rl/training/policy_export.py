@@ -10,6 +10,7 @@ import psutil
 from torch import Tensor, distributed
 
 from megatron_rl.models.hf_files import save_hf
+from megatron_rl.training.host_copies import host_copy
 from megatron_rl.training.rank_zero import on_rank_zero
 
 
@@ -25,12 +26,15 @@ class Exporting:
         stale: Iterable[tuple[str, Tensor]],
         max_shard_bytes: int,
         durable: bool,
+        stage: bool,
     ) -> None:
         """Gather `weights` on rank 0, to be written with the other files of `source`; see `hf_files.save_hf` for the rest. Collective.
 
-        Copies wait in half of the host memory that is free now. Where that is not enough, gathering waits for the disk.
+        What is gathered waits in half of the host memory that is free now; where that is not enough, gathering waits for the disk. With
+        `stage` all of it is copies, so that the weights may change before `finish`.
         """
         self._directory = directory
+        self._stage = stage
         self._waiting: deque[tuple[str, Tensor]] = deque()
         self._held_bytes = 0
         self._gathered = self._complete = False
@@ -57,7 +61,7 @@ class Exporting:
                 self._changed.wait_for(lambda: self._held_bytes <= self._limit_bytes or self._error is not None)
                 # The rest is still gathered, because the other ranks take part.
                 if self._error is None:
-                    self._waiting.append((name, tensor.detach().to("cpu", copy=True)))
+                    self._waiting.append((name, host_copy(tensor) if self._stage else tensor.detach().cpu()))
                     self._held_bytes += tensor.nbytes
                     self._changed.notify_all()
         self._complete = True

@@ -23,8 +23,10 @@ from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST, commit_partial, disk_errors, partial_path, start_partial
 from megatron_rl.models.checkpoint_pickles import reading_records_only
 from megatron_rl.training.checkpoint_manifest import check_manifest, write_manifest
-from megatron_rl.training.checkpoint_writer import HostCopies, TwoHalves
+from megatron_rl.training.checkpoint_reader import load_what_is_apart, reading_in_place, without_merges
+from megatron_rl.training.checkpoint_writer import TwoHalves
 from megatron_rl.training.collectives import reports_of_ranks
+from megatron_rl.training.host_copies import HostCopies
 from megatron_rl.training.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
 from megatron_rl.training.rank_zero import on_rank_zero
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
@@ -218,14 +220,14 @@ def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: 
                     "with a new optimizer, or resume from another one"
                 )
             optimizers[name] = OptimizerTarget(model.optimizer, state, keys=own, main_only=weights_only)
-            weights[name], shards[name] = from_main_weights(state, own), dict(enumerate(optimizers[name].shards))
+            weights[name], shards[name] = without_merges(from_main_weights(state, own)), dict(enumerate(optimizers[name].shards))
             add_prefix_for_sharding([weights[name], shards[name]], _prefix(name))
         state = _read(directory, weights)
         # Apart, because main weights can come from the model's tensors under the same names.
         _read(directory, {"optimizers": shards})
         for name, model in models.items():
             for index, chunk in enumerate(model.chunks):
-                chunk.module.load_state_dict(state[name][_chunk_key(index, len(model.chunks))])
+                load_what_is_apart(chunk.module, state[name][_chunk_key(index, len(model.chunks))])
             saved = progress["models"][name]
             optimizers[name].finish(step=0 if weights_only else saved["optimizer_steps"])
             model.scheduler.num_steps = 0
@@ -246,7 +248,8 @@ def _changes(name: str, model: TrainedModel, saved: Mapping[str, float]) -> Iter
 def _read(directory: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Fill what is `wanted` from the checkpoint; it is returned with what the checkpoint has besides tensors. Collective."""
     try:
-        state: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
+        with reading_in_place():
+            state: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
     except (CheckpointingException, CheckpointException) as error:
         # torch gathers the errors of all ranks into one, with their tracebacks.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error

@@ -27,10 +27,10 @@ from megatron_rl.training.advantages import (
     needs_old_log_probs,
     values_before,
 )
-from megatron_rl.training.checkpoint_writer import HostCopies
 from megatron_rl.training.collectives import shares_of_data_parallel
 from megatron_rl.training.critic import Critic, critic_optimizer
 from megatron_rl.training.expert_load import check_routing_replay
+from megatron_rl.training.host_copies import HostCopies
 from megatron_rl.training.joining import join
 from megatron_rl.training.micro_batch import MicroBatch, MicroBatches
 from megatron_rl.training.model_check import check_layout
@@ -437,15 +437,21 @@ class Trainer:
         `durable` is for engines alone: it has none of them and need not survive a power failure, which saves waiting for the disk.
         Raises UserError when it cannot be written.
         """
-        self._exporting(Path(directory), max_shard_bytes=max_shard_bytes, durable=durable).finish()
+        self._exporting(Path(directory), max_shard_bytes=max_shard_bytes, durable=durable, stage=False).finish()
 
     def begin_save_hf(self, directory: Path | str) -> None:
         """As `save_hf`, but return when the weights are gathered in host memory of rank 0, where a thread writes them; see `begin_save`."""
-        self._writing.append(self._exporting(Path(directory), max_shard_bytes=MAX_SHARD_BYTES, durable=True))
+        self._writing.append(self._exporting(Path(directory), max_shard_bytes=MAX_SHARD_BYTES, durable=True, stage=True))
 
-    def _exporting(self, directory: Path, *, max_shard_bytes: int, durable: bool) -> Exporting:
+    def _exporting(self, directory: Path, *, max_shard_bytes: int, durable: bool, stage: bool) -> Exporting:
         source, dtype = self._model_settings.path, model_dtype(self._model_settings, self._device)
         stale = mtp_tensors(source, self._spec, dequantised_dtype=dtype) if durable and self._spec.num_mtp_layers else ()
         return Exporting(
-            directory, self.weights(receivers=(0,)), source=source, stale=stale, max_shard_bytes=max_shard_bytes, durable=durable
+            directory,
+            self.weights(receivers=(0,)),
+            source=source,
+            stale=stale,
+            max_shard_bytes=max_shard_bytes,
+            durable=durable,
+            stage=stage,
         )

@@ -1,17 +1,20 @@
 """A save whose files are written while the training goes on has the state of the moment at which it began."""
 
+import io
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from safetensors.torch import load_file
 
 from megatron_rl.errors import UserError
 from megatron_rl.training import checkpoint_writer, policy_export
-from megatron_rl.training.checkpoint_manifest import sha256
+from megatron_rl.training.checkpoint_manifest import entry_of
+from megatron_rl.training.host_copies import HostCopies, host_copy
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
@@ -93,7 +96,7 @@ def test_a_save_that_fails_is_told_by_its_end_and_leaves_nothing_under_its_name(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", str(tmp_path))
 
-    monkeypatch.setattr(checkpoint_writer.FileSystemWriter, "write_data", full)
+    monkeypatch.setattr(checkpoint_writer, "write_items", full)
     monkeypatch.setattr("megatron_rl.models.hf_files._write_shards", full)
     getattr(trainer, which)(tmp_path / "saved")
     train(trainer)
@@ -147,34 +150,42 @@ def test_weights_that_cannot_be_gathered_are_not_written(
 
 
 def test_one_save_after_the_other_has_the_same_host_memory_and_two_at_once_do_not() -> None:
-    def state(value: float, *sizes: int) -> dict[str, list[ShardedTensor]]:
-        tensors = [torch.full((size,), value) for size in sizes]
-        return {"name": [ShardedTensor.from_rank_offsets(f"{number}", tensor) for number, tensor in enumerate(tensors)]}
+    def taken(value: float, *sizes: int) -> list[torch.Tensor]:
+        return copies.copies_of(torch.full((size,), value) for size in sizes)
 
-    def taken(state: dict[str, list[ShardedTensor]]) -> list[torch.Tensor]:
-        memory = copies.replace(state)  # type: ignore[arg-type]
-        assert [entry.data is tensor for entry, tensor in zip(state["name"], memory, strict=True)] == [True] * len(memory)
-        return memory
-
-    copies = checkpoint_writer.HostCopies()
-    first = taken(state(1, 3, 4))
-    second = taken(state(2, 3, 4))
+    copies = HostCopies()
+    first = taken(1, 3, 4)
+    second = taken(2, 3, 4)
     assert [tensor.tolist() for tensor in first] == [[1] * 3, [1] * 4], "it is still being written"
     copies.give_back(first)
-    third = taken(state(3, 3, 5, 6))
-    assert third[0] is first[0] and taken(state(4, 3))[0] is not first[0]
+    third = taken(3, 3, 5, 6)
+    assert third[0] is first[0] and taken(4, 3)[0] is not first[0]
     assert [tensor.tolist() for tensor in (*second, *third)] == [[2] * 3, [2] * 4, [3] * 3, [3] * 5, [3] * 6]
 
 
-def test_what_is_written_is_hashed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one piece or many, and without the checksums of torch, whose setting stays."""
-    monkeypatch.setattr(checkpoint_writer, "_LARGE_BYTES", 1000)
-    files, content = checkpoint_writer._HashedFiles(), torch.arange(999, dtype=torch.int64)
-    before = torch.serialization.get_crc32_options()
-    with checkpoint_writer._without_checksums(), files.create_stream(tmp_path / "file", "wb") as stream:
-        torch.save(content, stream)
-        stream.write(memoryview(b"more"))
-        assert stream.fileno() > 0 and stream.tell() == (tmp_path / "file").stat().st_size, "what is synced is all of it"
-    assert torch.serialization.get_crc32_options() == before
-    assert files.hashes == {"file": sha256(tmp_path / "file")}
-    assert torch.equal(torch.load(tmp_path / "file", weights_only=True), content)
+@pytest.mark.parametrize("numel", [0, 7, 2**21 + 1])
+def test_a_copy_has_memory_of_its_own(numel: int) -> None:
+    """In small pages or in large ones."""
+    column = torch.arange(2 * numel, dtype=torch.int16).view(-1, 2)[:, 1]
+    copy = host_copy(column)
+    assert torch.equal(copy, column) and copy.is_contiguous() and copy.untyped_storage().nbytes() == copy.nbytes
+    column += 1
+    assert not numel or not torch.equal(copy, column)
+
+
+def test_a_file_has_each_item_where_the_index_says_and_its_hash(tmp_path: Path) -> None:
+    """A view without the memory around it, aligned so that it can be used where it is."""
+    flat = torch.arange(4096, dtype=torch.int64)
+    data = {"view": flat[8:20].view(3, 4), "empty": flat[:0], "object": io.BytesIO(b"more"), "column": flat.view(64, 64)[:, 1]}
+    items: Any = [SimpleNamespace(index=name) for name in data]
+    planner: Any = SimpleNamespace(resolve_data=lambda item: data[item.index])
+    written, entry = checkpoint_writer.write_items(tmp_path / "file", items, planner)
+    assert entry == entry_of(tmp_path / "file")
+    content, parts = (tmp_path / "file").read_bytes(), {}
+    for result in written:
+        place = result.storage_data
+        assert place.offset % 64 == 0 and place.relative_path == "file" and place.length == result.size_in_bytes
+        parts[result.index] = content[place.offset : place.offset + place.length]
+    assert parts["object"] == b"more" and all(len(part) < 4000 for part in parts.values())
+    for name in ("view", "empty", "column"):
+        assert torch.equal(torch.load(io.BytesIO(parts[name]), weights_only=True), data[name])

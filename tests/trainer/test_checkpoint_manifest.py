@@ -1,9 +1,11 @@
 """A checkpoint with a file that is not the one that was saved is named as such, before anything of it is read."""
 
+import io
 import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
 from megatron_rl.training import sharded_checkpoint
-from megatron_rl.training.checkpoint_manifest import check_manifest, sha256, write_manifest, write_part
+from megatron_rl.training.checkpoint_manifest import HashedFile, check_manifest, entry_of, write_manifest, write_part
 from megatron_rl.training.trainer import Trainer
 
 SUPERVISED = {"policy_loss": "sft"}
@@ -19,9 +21,9 @@ SUPERVISED = {"policy_loss": "sft"}
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    for name, content in (("a", b"first"), ("b", b""), ("c", b"third" * 2_000_000)):
+    for name, content in (("a", b"abc"), ("b", b""), ("c", b"third" * 2_000_000)):
         (tmp_path / name).write_bytes(content)
-    write_part(tmp_path, {"c": sha256(tmp_path / "c")}, rank=3)
+    write_part(tmp_path, {"c": entry_of(tmp_path / "c")}, rank=3)
     write_manifest(tmp_path)
     return tmp_path
 
@@ -35,8 +37,35 @@ def test_the_manifest_has_the_hash_of_every_file(saved: Path) -> None:
     check(saved)
     files = json.loads((saved / MANIFEST).read_text())["files"]
     assert {path.name for path in saved.iterdir()} == {*files, MANIFEST} == {"a", "b", "c", MANIFEST}
-    assert files["b"] == {"bytes": 0, "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
-    assert sha256(saved / "a") == "a7937b64b8caa58f03721bb6bacf5c78cb235febe0e70b1b84cd99541461a08e"
+    # Vectors of BLAKE3's authors.
+    assert files["b"] == {"bytes": 0, "blake3": "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"}
+    assert files["a"] == {"bytes": 3, "blake3": "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"}
+
+
+def test_a_manifest_with_sha256_is_checked_by_that(saved: Path) -> None:
+    content = json.loads((saved / MANIFEST).read_text())
+    content["files"]["a"] = {"bytes": 3, "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
+    (saved / MANIFEST).write_text(json.dumps(content))
+    check(saved)
+    (saved / "a").write_bytes(b"abd")
+    with pytest.raises(UserError, match="the content of a is not that of its manifest"):
+        check(saved)
+
+
+def test_what_is_written_is_hashed_whole_and_reported(tmp_path: Path) -> None:
+    """In pieces of the size of the cache, also where the file takes less than it is given."""
+
+    class Slow(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:100_000])
+
+    reported: list[int] = []
+    with Slow(tmp_path / "file", "wb") as stream:
+        file = HashedFile(stream, reported.append)  # type: ignore[arg-type]
+        assert file.write(b"abc") == 3 and file.write(memoryview(bytearray(range(256)) * 3000)) == 768_000
+    assert (tmp_path / "file").read_bytes() == b"abc" + bytes(range(256)) * 3000
+    assert file.entry == entry_of(tmp_path / "file") and file.entry["bytes"] == file.num_bytes == 768_003
+    assert sum(reported) == 768_003 and max(reported) < 500_000
 
 
 @pytest.mark.parametrize("name", ["a", "c"])
@@ -67,7 +96,9 @@ def test_a_cut_a_missing_and_a_foreign_file_are_named(saved: Path) -> None:
         check(saved)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"files": {"../a": {"bytes": 1, "sha256": ""}}}', '{"files": {"a": {}}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"files": {"../a": {"bytes": 1, "blake3": ""}}}', '{"files": {"a": {}}}', '{"files": {"a": {"bytes": 3}}}']
+)
 def test_a_manifest_that_is_none_is_an_error(saved: Path, text: str) -> None:
     (saved / MANIFEST).write_text(text)
     with pytest.raises(UserError, match="not a complete checkpoint"):

@@ -7,9 +7,13 @@ parallelism, and write float32 weights with Adam's moments. `cp` copies the file
 disk; for what writes, it brings them to the disk itself as a save does. A share above 1 is faster than cp. The pause is how long the ranks
 stand still for a save that is written while they go on; its share is that of a save that they wait for.
 
+Floors are what nothing can be faster than that keeps the same promises: of a save that the ranks' bytes are written from memory to the
+disk, of a load that the files are read once and hashed (BLAKE3) and then read into memory that is there, of a pause that the bytes are
+copied into memory that is there.
+
 Memory is what a rank needs at its peak beyond what it had before, pages of files not counted. CPU time is that of all threads of both
-ranks for a gigabyte: where a disk takes more than a core can hash (SHA-256, about 1 GB/s), that bounds a save. All take turns in one call,
-so that other load hits all alike; of the turns the fastest counts. Memory is measured in a turn before them.
+ranks for a gigabyte. All take turns in one call, so that other load hits all alike; of the turns the fastest counts. Memory is measured
+in a turn before them.
 """
 
 import argparse
@@ -34,6 +38,7 @@ from training import make_settings
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.training.checkpoint_manifest import entry_of
 
 GOAL_SHARE, GOAL_PAUSE = 0.9, 0.1
 NUM_RANKS = 2
@@ -109,6 +114,38 @@ def copy_share(source: Path, target: Path, *, rank: int, durable: bool) -> None:
                     os.fsync(file.fileno())
 
 
+class Floors:
+    """The least that a save, a load and a pause of this rank's share of a checkpoint can take."""
+
+    def __init__(self, source: Path, *, rank: int) -> None:
+        self._files = [path for path in source.rglob("*") if path.is_file() and path.name.startswith("__1_") == bool(rank)]
+        num_bytes = sum(path.stat().st_size for path in self._files)
+        # Filled, so that the kernel has provided them.
+        self._memory, self._other = (torch.full((num_bytes,), value, dtype=torch.uint8) for value in (1, 2))
+
+    def write(self, path: Path) -> None:
+        """Write as many bytes from memory to the disk itself."""
+        with path.open("wb", buffering=0) as file:
+            left = memoryview(self._memory.numpy())
+            while left:
+                left = left[file.write(left[: 2**20]) :]
+            os.fsync(file.fileno())
+
+    def hash_and_read(self) -> None:
+        """Hash the files, then read them into memory."""
+        for path in self._files:
+            entry_of(path)
+        left = memoryview(self._memory.numpy())
+        for path in self._files:
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(left):
+                    left = left[count:]
+
+    def copy(self) -> None:
+        """Copy as many bytes in memory."""
+        self._other.copy_(self._memory)
+
+
 def measure(rank: int, model: Path, layout: str, turns: int, results: Any) -> None:
     """Body of a rank."""
     torch.set_num_threads(1)
@@ -130,21 +167,27 @@ def measure(rank: int, model: Path, layout: str, turns: int, results: Any) -> No
     directory = model.parent
     saved, exported = directory / "saved", directory / "exported"
     with Trainer.of(settings_of(model, layout), rank=rank, init_method=f"file://{directory}/rendezvous-{layout}") as trainer:
+        trainer.save(saved)
+        floors = Floors(saved, rank=rank)
         for _ in range(turns + 1):
             timed("save", lambda: trainer.save(saved))
+            timed("floor of save", lambda: floors.write(directory / f"floor-{rank}"))
             timed("cp", lambda: copy_share(saved, directory / "copy", rank=rank, durable=True))
             timed("cp, not to the disk", lambda: copy_share(saved, directory / "copy-2", rank=rank, durable=False))
             timed("pause of a save", lambda: trainer.begin_save(directory / "later"))
             timed("rest of it", trainer.finish_saves)
+            timed("floor of pause of a save", floors.copy)
             timed("load", lambda: trainer.load(saved))
+            timed("floor of load", floors.hash_and_read)
             timed("export", lambda: trainer.save_hf(exported))
             timed("cp of an export", lambda: rank or copy_share(exported, directory / "copy-3", rank=0, durable=True))
             timed("pause of an export", lambda: trainer.begin_save_hf(directory / "later-hf"))
             timed("rest of that", trainer.finish_saves)
             if rank == 0:
                 sizes = [sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) for folder in (saved, exported)]
-                for name in ("saved", "exported", "copy", "copy-2", "copy-3", "later", "later-hf"):
+                for name in ("exported", "copy", "copy-2", "copy-3", "later", "later-hf"):
                     shutil.rmtree(directory / name)
+            (directory / f"floor-{rank}").unlink()
             distributed.barrier()
     results.put((rank, rows, sizes if rank == 0 else []))
 
@@ -189,11 +232,21 @@ def report(layout: str, found: list[Any]) -> None:
             f" ({num_bytes / seconds[against] / 1e9:.2f} GB/s; goal {GOAL_SHARE}), {memory[name] / 2**20:7.0f} MiB, CPU "
             f"{cpu_seconds[name] / num_bytes * 1e9:.2f} s/GB, cp {cpu_seconds[against] / num_bytes * 1e9:.2f}"
         )
+        print_floor(name, seconds, against)
     for name, whole in (("pause of a save", "save"), ("pause of an export", "export")):
         share = seconds[name] / seconds[whole]
         print(
             f"{name:20}{seconds[name]:8.2f} s, {share:.2f} of one that is waited for (goal {GOAL_PAUSE}), {memory[name] / 2**20:7.0f} MiB"
         )
+        print_floor(name, seconds, whole)
+
+
+def print_floor(name: str, seconds: dict[str, float], against: str) -> None:
+    """The line of the floor of what was done, where there is one, as a share of the same as that."""
+    floor = seconds.get(f"floor of {name}")
+    if floor is not None:
+        share = floor / seconds[against] if name.startswith("pause") else seconds[against] / floor
+        print(f"{'  its floor':20}{floor:8.2f} s, {share:5.2f}")
 
 
 def main() -> int:

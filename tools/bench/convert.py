@@ -6,8 +6,8 @@ A random Qwen3 checkpoint (bfloat16, 2.5 GB with 20 layers) is converted into ou
 it. Each piece of work is measured right behind a `cp` of the same bytes: before either, what was written is brought to the disk, and
 the source is read once, so that both find it in memory. Conversions bring their files to the disk, so their `cp` is followed by
 `sync` of its files; loading writes nothing, so its `cp` leaves them in memory. The share is that of the pair, and the median of the turns
-counts, so that a load that comes and goes does not; the range says how much it came and went. `sha256sum` of the same bytes is shown as
-well: conversions hash what they write, cp does not.
+counts, so that a load that comes and goes does not; the range says how much it came and went. The speed at which a thread hashes the same
+bytes (BLAKE3) is shown as well: conversions hash what they write, cp does not.
 
 Memory is what a process allocates beyond what it has after its imports, at its peak; pages of files are not counted; the largest of the
 turns counts. Goals are half of the speed of `cp`, and three times the largest tensor and 1 GiB. CPU seconds are those of all threads, of
@@ -45,7 +45,7 @@ with quiet_megatron_imports():
     from megatron_rl.models.megatron_config import transformer_config
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.weight_table import tensor_shapes
-    from megatron_rl.training.checkpoint_manifest import sha256
+    from megatron_rl.training.checkpoint_manifest import entry_of
     from megatron_rl.training.topology import Topology, initialize, shutdown
 
 GOAL_SHARE, GIB = 0.5, 2**30
@@ -209,7 +209,7 @@ def compare(directory: Path, *, layers: int, turns: int, small: bool) -> None:
             print(f"turn {turn + 1}: {work}, {pairs[work][-1].share:.2f} of cp", file=sys.stderr, flush=True)
     started = time.perf_counter()
     for file in weight_files(source):
-        sha256(file)
+        entry_of(file)
     hashed = num_bytes / 1e9 / (time.perf_counter() - started)
     bound = 3 * largest + GIB
     print(f"{num_bytes / 1e9:.2f} GB, largest parameter {largest / 1e9:.2f} GB, median of {turns} turns; a thread hashes {hashed:.2f} GB/s")

@@ -1,8 +1,12 @@
 """There and back bit by bit for every family, what is kept beside the weights, and targets that are whole or absent."""
 
+import ctypes
 import json
 import shutil
+import threading
+from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,8 @@ from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.convert.sources import open_source
 from megatron_rl.errors import UserError
 from megatron_rl.models.hf_files import save_hf
+from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.models.weight_table import tensor_shapes
 
 FAMILIES = {
     "qwen3": {},
@@ -236,3 +242,45 @@ def test_a_saved_directory_of_a_run_is_converted(tiny_model, tmp_path):
     convert(tmp_path / "saved", tmp_path / "ours", Options())
     convert(tmp_path / "ours", tmp_path / "back", Options())
     assert_same_tensors(tmp_path / "back", tensors_of(path))
+
+
+def test_memory_does_not_grow_with_the_model(tiny_model, tmp_path):
+    """What is allocated is a few of the largest tensors, of which this model of 120 MB has 4 MB: pages of files are not."""
+    tiny = tiny_model()
+    convert(tiny, tmp_path / "what the first one loads", Options())
+    config = json.loads((tiny / "config.json").read_text())
+    config |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 1024, "torch_dtype": "bfloat16"}
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps(config))
+    shapes = tensor_shapes(read_model_spec(tmp_path / "config"))
+    tensors = ((name, torch.ones(shape, dtype=torch.bfloat16)) for name, shape in shapes)
+    save_hf(tmp_path / "hf", tensors, source=tmp_path / "config", max_shard_bytes=2**24)
+    largest = 2 * 2048 * 512 * 2
+    assert sum(file.stat().st_size for file in (tmp_path / "hf").iterdir()) > 100e6
+    for source, target in ((tmp_path / "hf", tmp_path / "ours"), (tmp_path / "ours", tmp_path / "back")):
+        peak = peak_bytes(partial(convert, source, target, Options(max_shard_bytes=2**24)))
+        assert peak <= 3 * largest + 32e6, f"{source.name} to {target.name} took {peak / 1e6:.0f} MB"
+
+
+def peak_bytes(action):
+    """The most that this process had allocated while `action` ran, beyond what it had before."""
+
+    def allocated():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+    def watch():
+        while not done.wait(0.002):
+            found.append(allocated())
+
+    # What is free, but still this process's, would hide the first bytes.
+    ctypes.CDLL(None).malloc_trim(0)
+    found, done = [allocated()], threading.Event()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        action()
+    finally:
+        done.set()
+        thread.join()
+    return max(found) - found[0]

@@ -53,7 +53,7 @@ def test_a_saved_step_has_its_manifest_beside_its_files(tiny_model, tmp_path):
     path.rename(tmp_path / "step/hf")
     assert problems(tmp_path / "step") == []
     flip(tmp_path / "step/megatron", "*.distcp")
-    assert "its SHA-256" in problems(tmp_path / "step")[0]
+    assert "its hash" in problems(tmp_path / "step")[0]
     (tmp_path / "step/megatron/manifest.json").unlink()
     assert next(verify(tmp_path / "step")).promise.startswith("there is no manifest")
 
@@ -72,7 +72,7 @@ def flip(path, pattern):
 
 DAMAGE = {
     "cut off": (lambda path, pattern: cut(path, pattern), "is cut off: it has"),
-    "one bit": (lambda path, pattern: flip(path, pattern), "was changed since it was written: its SHA-256"),
+    "one bit": (lambda path, pattern: flip(path, pattern), "was changed since it was written: its hash"),
     "missing": (lambda path, pattern: sorted(path.glob(pattern))[-1].unlink(), "lacks the file"),
 }
 

@@ -82,6 +82,19 @@ def test_an_export_names_no_code_which_it_does_not_have(tiny_model, tmp_path):
         transformers.AutoConfig.from_pretrained(tmp_path / "saved", trust_remote_code=True)
 
 
+def test_numbers_start_at_a_multiple_of_their_size_and_files_have_the_mode_of_others(tiny_model, tmp_path):
+    """Views of one memory, which the library of safetensors refuses."""
+    flat = torch.randn(9)
+    tensors = {"half": flat[:3].bfloat16(), "first": flat[:4], "other": flat[2:7].view(5, 1)}
+    save_hf(tmp_path / "saved", tensors, source=tiny_model())
+    file = tmp_path / "saved" / "model.safetensors"
+    got = load_file(file)
+    assert got.keys() == tensors.keys() and all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+    header = json.loads(file.read_bytes()[8:].split(b"}}")[0] + b"}}")
+    assert [header[name]["data_offsets"] for name in ("first", "other", "half")] == [[0, 16], [16, 36], [36, 42]]
+    assert file.stat().st_mode == (tmp_path / "saved" / "config.json").stat().st_mode
+
+
 def test_multi_token_prediction_is_left_out_and_nothing_else(tiny_model, tmp_path, one_rank):
     path = tiny_model(family="glm4_moe")
     tensors = load_file(path / "model.safetensors")

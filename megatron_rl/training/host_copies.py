@@ -1,0 +1,52 @@
+"""Copies of tensors in host memory, which are written while the tensors go on changing.
+
+The kernel takes several times as long to provide such memory as the copying takes: it is asked for in large pages, and kept.
+"""
+
+import mmap
+from collections.abc import Iterable
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+_LARGE_PAGE_BYTES = 2**21
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy of `tensor`, of any shape, in host memory."""
+    return _new(tensor).copy_(tensor.detach())
+
+
+def _new(like: Tensor) -> Tensor:
+    """Host memory for the numbers of `like`."""
+    if like.nbytes < 2 * _LARGE_PAGE_BYTES:
+        return torch.empty(like.shape, dtype=like.dtype)
+    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel without them says so, and gives small ones.
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+
+
+class HostCopies:
+    """Host memory for copies of one state after the other."""
+
+    def __init__(self) -> None:
+        self._spare: list[Tensor] = []
+
+    def copies_of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """A copy of each of `tensors`; to be given back when they are not needed any more."""
+        spare, self._spare = self._spare, []
+        copies: list[Tensor] = []
+        for tensor in tensors:
+            place = spare[len(copies)] if len(copies) < len(spare) else None
+            if place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype):
+                copies.append(place.copy_(tensor.detach()))
+            else:
+                copies.append(host_copy(tensor))
+        return copies
+
+    def give_back(self, copies: list[Tensor]) -> None:
+        """Let the next state have the memory of `copies`."""
+        self._spare = copies
