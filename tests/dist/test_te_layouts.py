@@ -20,6 +20,7 @@ from layout_runs import (
 )
 from layout_table import BASE, LAYOUTS, Case
 from layout_table import MODELS as TINY_MODELS
+from te_sources import NEWEST, OLDEST, Pair
 
 MODELS = {
     **TINY_MODELS,
@@ -49,13 +50,13 @@ CASES = tuple(dict.fromkeys((*GATE, *WIDE)))
 
 
 def run_on_te(
-    rank: int, world_size: int, init_method: str, models: dict[str, str], directory: str, cases: Sequence[Case], sources: str
+    rank: int, world_size: int, init_method: str, models: dict[str, str], directory: str, cases: Sequence[Case], sources: Sequence[str]
 ) -> dict[Case, Outcome]:
     """`run_cases` with TransformerEngine's layers, which a process with a GPU chooses by itself."""
     import pretended_gpu
 
     pretended_gpu.pretend()
-    pretended_gpu.load_te(Path(sources))
+    pretended_gpu.load_te(sources)
     return run_cases(rank, world_size, init_method, models, directory, cases)
 
 
@@ -80,7 +81,7 @@ def run_on_torch_layers(
 
 
 def differences_of(
-    cases: Sequence[Case], run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], directory: Path, sources: Path
+    cases: Sequence[Case], run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], directory: Path, sources: Sequence[str]
 ) -> dict[Case, Differences]:
     """Of each case on TransformerEngine from its training on one rank of torch."""
     models = {name: str(tiny_model(name=name, **MODELS[name])) for name in sorted({case.model for case in cases})}
@@ -90,7 +91,7 @@ def differences_of(
     in_order = sorted(cases, key=lambda case: case.num_ranks)
     for number, together in enumerate(in_order[start : start + CASES_PER_LAUNCH] for start in range(0, len(in_order), CASES_PER_LAUNCH)):
         num_ranks = max(case.num_ranks for case in together)
-        ranks = run_ranks(run_on_te, num_ranks, models, str(directory / str(number)), together, str(sources), timeout_s=1200)
+        ranks = run_ranks(run_on_te, num_ranks, models, str(directory / str(number)), together, sources, timeout_s=1200)
         for case in together:
             outcomes = [rank[case] for rank in ranks[: case.num_ranks]]
             check_ranks_agree(outcomes)
@@ -103,10 +104,16 @@ def check(found: dict[Case, Differences]) -> None:
     assert not wrong, "\n".join(f"{case}: {differences}" for case, differences in wrong.items())
 
 
+# The newer pair is what tools/setup_env.sh prefers.
+@pytest.mark.parametrize("pair", [NEWEST, pytest.param(OLDEST, marks=pytest.mark.slow)], ids=str)
 def test_te_trains_as_torch_does(
-    run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path, te_sources: Path
+    run_ranks: Callable[..., list[Any]],
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    te_sources: Callable[[Pair], tuple[str, ...]],
+    pair: Pair,
 ) -> None:
-    check(differences_of(GATE, run_ranks, tiny_model, tmp_path, te_sources))
+    check(differences_of(GATE, run_ranks, tiny_model, tmp_path, te_sources(pair)))
 
 
 def test_torch_layers_train_and_resume_on_a_gpu_as_on_a_cpu(
@@ -124,6 +131,9 @@ def test_torch_layers_train_and_resume_on_a_gpu_as_on_a_cpu(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_te_trains_as_torch_does_under_every_layout(
-    run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path, te_sources: Path
+    run_ranks: Callable[..., list[Any]],
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    te_sources: Callable[[Pair], tuple[str, ...]],
 ) -> None:
-    check(differences_of(CASES, run_ranks, tiny_model, tmp_path, te_sources))
+    check(differences_of(CASES, run_ranks, tiny_model, tmp_path, te_sources(NEWEST)))

@@ -12,7 +12,6 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -37,6 +36,9 @@ class TensorsOnCpu(TorchFunctionMode):
             return True
         if func in (_BASE.cuda, torch.Tensor.cuda, _BASE.pin_memory, torch.Tensor.pin_memory):
             return args[0]
+        if func is torch.device and args and _is_number(args[0]):
+            # torch reads the number of a device as one of an accelerator that it was built for.
+            return torch.device("cuda", args[0])
         if func in (_BASE.type, torch.Tensor.type) and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         kwargs.pop("pin_memory", None)
@@ -47,8 +49,12 @@ class TensorsOnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _is_number(device: Any) -> bool:
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
 def _is_gpu(device: Any) -> bool:
-    if isinstance(device, int) and not isinstance(device, bool):
+    if _is_number(device):
         return True
     return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
 
@@ -114,26 +120,26 @@ def pretend() -> TensorsOnCpu:
     return mode
 
 
-def load_te(sources: Path) -> None:
-    """Import TransformerEngine from `sources`, an unpacked wheel of its Python half, with `te_kernels` for its compiled half."""
+def load_te(sources: Sequence[str]) -> None:
+    """Import TransformerEngine from `sources`, the directories of a pair (`te_sources.unpacked`), with `te_kernels` for its compiled half.
+
+    megatron-core is that of the pair from here on: nothing of it may have been imported before.
+    """
     import te_kernels
 
+    assert "megatron.core" not in sys.modules, "megatron-core was imported before the pair was chosen"
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no search for its libraries and those of CUDA
-    sys.path.insert(0, str(sources))
+    sys.path[:0] = sources
     sys.modules["transformer_engine_torch"] = te_kernels.Kernels()
     # It alone asks for the packages of ONNX.
     sys.modules["transformer_engine.pytorch.onnx_extensions"] = MagicMock()
     spec = importlib.util.find_spec("transformer_engine")
-    assert spec is not None and spec.loader is not None, f"{sources} has no transformer_engine"
+    assert spec is not None and spec.loader is not None, f"none of {sources} has transformer_engine"
     package = importlib.util.module_from_spec(spec)
     sys.modules["transformer_engine"] = package
     vars(importlib.import_module("transformer_engine.common"))["load_framework_extension"] = lambda _framework: None
     spec.loader.exec_module(package)
     importlib.import_module("transformer_engine.pytorch")
-    for module in [module for name, module in sys.modules.items() if name.startswith("transformer_engine.")]:
-        if "canonicalize_device" in vars(module):
-            # torch reads the number of a device as one of an accelerator that it was built for.
-            vars(module)["canonicalize_device"] = lambda _device: torch.device("cuda", 0)
     attention = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.backends")
     # By their names, because the order of the compiled functions' arguments changes between releases.
     for name, kernel in (

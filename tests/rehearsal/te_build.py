@@ -1,7 +1,8 @@
-"""Builds a rank of many layouts with TransformerEngine's layers, and reads what came out: run as `te_build.py SOURCES ORDERS RESULTS`.
+"""Builds a rank of many layouts with TransformerEngine's layers, and reads what came out: run as `te_build.py ORDERS RESULTS`.
 
-ORDERS is a JSON file with a list of {model, megatron, topology, rank}; RESULTS gets, for each, the parameters with their marks, or the
-error; and for an order with `lengths` the arguments with which a forward pass of packed sequences asked the kernels.
+ORDERS is a JSON file with the `sources` of a pair (`te_sources.unpacked`) and a list of `orders` {model, megatron, topology, rank}; RESULTS
+gets megatron-core's version and, for each order, the parameters with their marks, or the error; and for an order with `lengths` the
+arguments with which a forward pass of packed sequences asked the kernels.
 """
 
 import json
@@ -88,20 +89,21 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else (list(value) if isinstance(value, tuple) else str(value))
 
 
-def main(sources: str, orders: str, results: str) -> None:
+def main(orders: str, results: str) -> None:
     """Carry out all orders."""
-    from megatron_rl.device import local_device, prepare_megatron
+    from megatron_rl.device import chosen_backends, local_device, prepare_megatron
 
+    given = json.loads(Path(orders).read_text(encoding="utf-8"))
     pretended_gpu.pretend()
-    pretended_gpu.load_te(Path(sources))
+    pretended_gpu.load_te(given["sources"])
     prepare_megatron(local_device())
     found = []
-    for order in json.loads(Path(orders).read_text(encoding="utf-8")):
+    for order in given["orders"]:
         try:
             found.append(build(order))
         except Exception as error:  # the parent shows it
             found.append({"error": f"{type(error).__name__}: {error}"})
-    Path(results).write_text(json.dumps(found), encoding="utf-8")
+    Path(results).write_text(json.dumps({"versions": chosen_backends(), "results": found}), encoding="utf-8")
 
 
 if __name__ == "__main__":
