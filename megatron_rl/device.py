@@ -18,7 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.process_variables import RANK_VARIABLES
@@ -140,6 +143,17 @@ def prepare_megatron(device: Device) -> None:
     for shim in CPU_SHIMS:
         if device.kind == "cpu" or shim.without_te:
             shim.apply()
+
+
+def to_device(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
+    """`values` [T, ...] of host memory on `device`. Nobody waits until the device has done what it was given before.
+
+    A copy out of memory that is not page-locked would. Where the device is the CPU the tensor may share the memory of `values`.
+    """
+    host = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    if torch.device(device).type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def set_allocator(options: str | None) -> None:

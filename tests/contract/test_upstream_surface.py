@@ -37,7 +37,7 @@ CALLS = {
     "PolicyModel": "megatron/core/models/gpt/gpt_model.py:GPTModel.__init__",
     "PackedSequences": "megatron/core/packed_seq_params.py:PackedSeqParams",
 }
-OWN = {"PackedSequences": {"positions", "lengths", "make_plan"}}
+OWN = {"PackedSequences": {"positions", "make_lengths", "make_plan"}}
 # Fields of requests that rollout/client.py writes.
 REQUESTS = {
     "GenerateReqInput": {"input_ids", "rid", "sampling_params", "return_logprob", "logprob_start_len", "stream"},

@@ -3,6 +3,7 @@
 A mark that is missing on a parameter shows as another norm of the gradients, a norm or a rotation that is applied twice as other log-probs.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from layout_runs import (
     Outcome,
     check_ranks_agree,
     compare,
+    make_batch,
     make_settings,
     make_trainer,
     run_cases,
+    shards_of,
     train_batches,
 )
-from layout_table import BASE, LAYOUTS, Case
+from layout_table import BASE, LAYOUTS, OBJECTIVES, Case
 from layout_table import MODELS as TINY_MODELS
 from te_sources import NEWEST, OLDEST, Pair
 
@@ -33,6 +36,8 @@ MODELS = {
     },
 }
 SAME = Differences(loss=2e-5, metrics=2e-5, grad_norm=2e-5, log_probs=2e-5, weights=2e-5)
+NOT_ON_GPUS = "algorithms/log_prob.py"
+"""The rows of logits, which a GPU gives to Triton's kernels."""
 CASES_PER_LAUNCH = 10
 GATE = (
     Case(BASE, "windows and YaRN", "grpo"),
@@ -62,22 +67,36 @@ def run_on_te(
 
 def run_on_torch_layers(
     rank: int, world_size: int, init_method: str, models: dict[str, str], directory: str, case: Case
-) -> tuple[Outcome, dict[str, bool]]:
-    """A case with torch's layers on a GPU that has no TransformerEngine, and which weights came back out of a checkpoint."""
+) -> tuple[Outcome, dict[str, bool], dict[str, int]]:
+    """A case with torch's layers on a GPU that has no TransformerEngine, which weights came back out of a checkpoint, and which lines
+    waited for the GPU how often in a batch of two optimizer steps of many micro-batches.
+    """
+    import device_waits
+    import megatron_rl
     import pretended_gpu
     import torch
 
     pretended_gpu.pretend()
     pretended_gpu.without_any_gpu()
     outcome = run_cases(rank, world_size, init_method, models, directory, [case])[case]
-    settings = make_settings(models[case.model], Path(directory) / "checkpoint", LAYOUTS[case.layout], objective={"policy_loss": "sft"})
+    settings = make_settings(
+        models[case.model],
+        Path(directory) / "checkpoint",
+        dataclasses.replace(LAYOUTS[case.layout], budget=10),
+        objective=OBJECTIVES[case.objective].objective,
+        training=OBJECTIVES[case.objective].training,
+    )
     trainer = make_trainer(settings, rank, f"{init_method}-saved")
     train_batches(trainer, settings, [1])
     trainer.save(Path(directory) / "saved")
     saved = {name: tensor.clone() for name, tensor in trainer.weights()}
-    train_batches(trainer, settings, [2])
+    shard = shards_of(make_batch(2), settings, seed=2)[trainer.dp_rank]
+    with device_waits.counted_waits(Path(megatron_rl.__file__).parent) as lines:
+        steps = trainer.train_shard(shard)
+    assert len(steps) == 2
+    assert sum(step["train/num_micro_batches"].value for step in steps) > 6, "steps of few micro-batches show nothing"
     trainer.load(Path(directory) / "saved")
-    return outcome, {name: torch.equal(tensor, saved[name]) for name, tensor in trainer.weights()}
+    return outcome, {name: torch.equal(tensor, saved[name]) for name, tensor in trainer.weights()}, dict(lines)
 
 
 def differences_of(
@@ -123,9 +142,12 @@ def test_torch_layers_train_and_resume_on_a_gpu_as_on_a_cpu(
     models = {case.model: str(tiny_model(name=case.model, **MODELS[case.model]))}
     (base,) = run_ranks(run_cases, 1, models, str(tmp_path / "cpu"), [case.base])
     ranks = run_ranks(run_on_torch_layers, 2, models, str(tmp_path / "gpu"), case, timeout_s=240)
-    check({case: compare([outcome for outcome, _ in ranks], [base[case.base]])})
-    for _, same in ranks:
+    check({case: compare([outcome for outcome, _, _ in ranks], [base[case.base]])})
+    for _, same, waits in ranks:
         assert same and all(same.values())
+        in_turn = {line: count for line, count in waits.items() if count > 2 and not line.startswith(NOT_ON_GPUS)}
+        assert not in_turn, f"the GPU is waited for in every micro-batch: {in_turn}"
+        assert sum(waits.values()) > 3, "what every optimizer step reads was not seen"
 
 
 @pytest.mark.slow

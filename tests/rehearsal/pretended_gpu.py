@@ -17,36 +17,106 @@ from unittest.mock import MagicMock
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_rl.device import CPU_SHIMS, _Delegate, import_megatron
 
 _BASE = torch._C.TensorBase
-_MOVES = frozenset([_BASE.to, _BASE.cuda, torch.Tensor.cuda])
+
+
+_DEVICE, _IS_CUDA, _DATA = _BASE.device, _BASE.is_cuda, _BASE.data  # type: ignore[attr-defined]
+_ON_HOST: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Tensor -> whether its memory is page-locked."""
+
+
+def on_host(value: Any) -> bool:
+    """Whether a tensor would be in host memory: made there, moved there, or computed of such ones alone. All others are on the GPU."""
+    return isinstance(value, torch.Tensor) and value in _ON_HOST
+
+
+def is_locked(value: Any) -> bool:
+    """Whether a tensor would be in page-locked host memory."""
+    return isinstance(value, torch.Tensor) and bool(_ON_HOST.get(value))
 
 
 class TensorsOnCpu(TorchFunctionMode):
-    """Puts on the CPU what is to be made on or moved to cuda, and lets a tensor say that it is on a GPU."""
+    """Puts on the CPU what is to be made on or moved to cuda, and lets a tensor say where it would be."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run `func` with every device that is a GPU replaced."""
         kwargs = dict(kwargs or {})
-        if func == _BASE.is_cuda.__get__:  # type: ignore[attr-defined]
-            return True
-        if func in (_BASE.cuda, torch.Tensor.cuda, _BASE.pin_memory, torch.Tensor.pin_memory):
-            return args[0]
-        if func is torch.device and args and _is_number(args[0]):
+        if func == _IS_CUDA.__get__:
+            return not on_host(args[0])
+        if func == _DEVICE.__get__:
+            real = func(*args)
+            return torch.device("cuda", 0) if real.type == "cpu" and not on_host(args[0]) else real
+        if func is torch.device:
             # torch reads the number of a device as one of an accelerator that it was built for.
-            return torch.device("cuda", args[0])
+            return func("cuda", args[0]) if args and _is_number(args[0]) else func(*args, **kwargs)
         if func in (_BASE.type, torch.Tensor.type) and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        kwargs.pop("pin_memory", None)
+            return func(*args) if on_host(args[0]) else func(*args).replace("torch.", "torch.cuda.", 1)
+        if func == _BASE.is_pinned:
+            return is_locked(args[0])
+        if func in _PINS:
+            return _placed(args[0].clone(), host=True, locked=True)
+        host = _goes_to_host(func, args, kwargs)
+        locked = bool(kwargs.pop("pin_memory", False))
         if _is_gpu(kwargs.get("device")):
             kwargs["device"] = "cpu"
         if func in _MOVES:
             args = tuple("cpu" if _is_gpu(argument) else argument for argument in args)
-        return func(*args, **kwargs)
+        result = args[0] if func in _TO_GPU else func(*args, **kwargs)
+        if func == _DATA.__set__:
+            _placed(args[0], host=host, locked=is_locked(args[1]))
+        elif isinstance(result, list | tuple):
+            for one in result:
+                if isinstance(one, torch.Tensor):
+                    _placed(one, host=host, locked=_is_view(one, args))
+        elif isinstance(result, torch.Tensor) and not any(result is argument for argument in args):
+            _placed(result, host=host, locked=locked or _is_view(result, args))
+        elif func in _MOVES and on_host(result) != host:
+            # Here a tensor that is where it belongs is given back; between host and GPU it is copied.
+            result = _placed(result.clone(), host=host)
+        return result
+
+
+_TO_GPU = frozenset((_BASE.cuda, torch.Tensor.cuda))
+_TO_HOST = frozenset((_BASE.cpu, torch.Tensor.cpu))
+_PINS = frozenset((_BASE.pin_memory, torch.Tensor.pin_memory))
+_MOVES = _TO_GPU | _TO_HOST | {_BASE.to}
+
+
+def _goes_to_host(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether what `func` gives is in host memory: as a device says or the tensor to move to, else where all given tensors are."""
+    if kwargs.get("device") is not None:
+        return not _is_gpu(kwargs["device"])
+    if func in _MOVES:
+        if func != _BASE.to:
+            return func in _TO_HOST
+        for argument in (*args[1:], kwargs.get("other")):
+            if isinstance(argument, torch.Tensor):
+                return on_host(argument)
+            if isinstance(argument, str | torch.device) or _is_number(argument):
+                return not _is_gpu(argument)
+        return on_host(args[0])
+    given = args[1:] if func == _DATA.__set__ else args
+    values = (one for argument in given for one in (argument if isinstance(argument, list | tuple) else (argument,)))
+    return all(on_host(value) for value in values if isinstance(value, torch.Tensor))
+
+
+def _placed(tensor: torch.Tensor, *, host: bool, locked: bool = False) -> torch.Tensor:
+    if host:
+        _ON_HOST[tensor] = locked
+    else:
+        _ON_HOST.pop(tensor, None)
+    return tensor
+
+
+def _is_view(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether it is a part of the page-locked tensor that comes first."""
+    return bool(args) and is_locked(args[0]) and tensor.untyped_storage()._cdata == args[0].untyped_storage()._cdata
 
 
 def _is_number(device: Any) -> bool:
@@ -108,6 +178,8 @@ def pretend() -> TensorsOnCpu:
 
     vars(torch.distributed).update(init_process_group=meet_over_gloo, get_backend=lambda _group=None: "nccl")
     torch.cuda.nccl.__dict__["version"] = lambda: (2, 28, 0)
+    from_numpy = torch.from_numpy
+    vars(torch)["from_numpy"] = lambda array: _placed(from_numpy(array), host=True)
     mode = TensorsOnCpu()
     run = vars(torch.autograd)["_engine_run_backward"]
 
@@ -167,6 +239,9 @@ def without_any_gpu() -> None:
     for shim in CPU_SHIMS:
         if shim.name in ("rng state", "uneven collectives"):
             shim.apply()
+    # Triton compiles for real GPUs alone; its interpreter, in which tests/dist/test_head_kernels.py runs the head's kernels, is slow.
+    head, rows = (importlib.import_module(f"megatron_rl.{name}") for name in ("models.language_model_head", "algorithms.head_statistics"))
+    vars(head)["row_maths"] = lambda _logits: rows.TORCH_ROWS
 
 
 def _by_name(signature: inspect.Signature, kernel: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
