@@ -77,7 +77,6 @@ def run_on_torch_layers(
     import torch
 
     pretended_gpu.pretend()
-    pretended_gpu.without_any_gpu()
     outcome = run_cases(rank, world_size, init_method, models, directory, [case])[case]
     settings = make_settings(
         models[case.model],

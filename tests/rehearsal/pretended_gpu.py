@@ -12,6 +12,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -19,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_rl.device import CPU_SHIMS, _Delegate, import_megatron
+from megatron_rl.device import CPU_SHIMS, _Delegate
 
 _BASE = torch._C.TensorBase
 
@@ -145,8 +146,9 @@ class _Inert:
         pass
 
 
+@cache
 def pretend() -> TensorsOnCpu:
-    """Make this process one with a GPU of compute capability 9.0; the mode is entered, also in backward passes."""
+    """Make this process one with a GPU of compute capability 9.0; the mode is entered, also in backward passes. Once is enough."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     importlib.import_module("torch._dynamo")  # it takes stock of torch.cuda as it is
     properties = types.SimpleNamespace(major=9, minor=0, name="pretended", multi_processor_count=132, total_memory=80 << 30)
@@ -171,10 +173,18 @@ def pretend() -> TensorsOnCpu:
         }
     )
     torch.cuda.random.__dict__.update({name: vars(torch.cuda)[name] for name in ("get_rng_state", "set_rng_state", "manual_seed")})
-    meet = torch.distributed.init_process_group
+    meet, make_group = torch.distributed.init_process_group, vars(torch.distributed.distributed_c10d)["_new_process_group_helper"]
 
-    def meet_over_gloo(*, backend: str, device_id: Any = None, **named: Any) -> None:
-        meet(backend="gloo", **named)
+    def make_gloo_group(*arguments: Any, device_id: Any = None, **named: Any) -> Any:
+        return make_group(*arguments, **named)
+
+    vars(torch.distributed.distributed_c10d).update(_new_process_group_helper=make_gloo_group, _get_split_source=nothing)
+
+    def meet_over_gloo(backend: str = "nccl", *, device_id: Any = None, **named: Any) -> None:
+        meet("gloo", **named)
+        if device_id is not None:
+            # So that torch asks for the group to split from, of which nccl_rules takes note.
+            torch.distributed.group.WORLD.bound_device_id = torch.device("cpu", 0)
 
     vars(torch.distributed).update(init_process_group=meet_over_gloo, get_backend=lambda _group=None: "nccl")
     torch.cuda.nccl.__dict__["version"] = lambda: (2, 28, 0)
@@ -189,6 +199,14 @@ def pretend() -> TensorsOnCpu:
 
     vars(torch.autograd)["_engine_run_backward"] = run_inside
     mode.__enter__()
+    device = importlib.import_module("megatron_rl.device")
+    import_alone = vars(device)["import_megatron"]
+
+    def import_and_prepare() -> None:
+        import_alone()
+        without_any_gpu()
+
+    vars(device)["import_megatron"] = import_and_prepare
     return mode
 
 
@@ -229,12 +247,11 @@ def load_te(sources: Sequence[str]) -> None:
     config = importlib.import_module("megatron_rl.models.megatron_config")
     check_backend = vars(config)["check_attention_backend"]
     vars(config)["check_attention_backend"] = lambda backend, **named: check_backend(backend, **{**named, "dtype": torch.bfloat16})
-    without_any_gpu()
+    vars(importlib.import_module("megatron_rl.device"))["import_megatron"]()
 
 
 def without_any_gpu() -> None:
     """What megatron-core needs where no GPU is: the CPU's generator, and even tensors for gloo, where NCCL gathers uneven ones."""
-    import_megatron()
     importlib.import_module("megatron.core.tensor_parallel.mappings")
     for shim in CPU_SHIMS:
         if shim.name in ("rng state", "uneven collectives"):
