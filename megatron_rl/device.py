@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import sys
 import types
@@ -17,7 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.process_variables import RANK_VARIABLES
@@ -87,7 +91,8 @@ def chosen_row_maths(device_kind: str, dtype: str) -> Literal["triton", "torch"]
 
 @contextlib.contextmanager
 def quiet_megatron_imports() -> Iterator[None]:
-    """Hide megatron-core's import-time warnings that Transformer Engine or Apex is missing: `chosen_backends` prints that once instead.
+    """Hide megatron-core's import-time warnings: that Transformer Engine or Apex is missing, which `chosen_backends` prints once instead,
+    and that parts of it which nobody here uses are experimental.
 
     Without a GPU what is decorated with torch.compile stays as it is written: it is never compiled there (`CPU_SHIMS`), and the compiler
     alone takes longer to import than all of megatron-core.
@@ -98,6 +103,7 @@ def quiet_megatron_imports() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*not installed.*")
+            warnings.filterwarnings("ignore", message=r"\w+ is experimental and still under active development.*")
             yield
     finally:
         torch.compile = compile_function
@@ -115,6 +121,12 @@ def import_megatron() -> None:
         import megatron.core.dist_checkpointing
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.optimizer  # noqa: F401
+    # Since 0.19 each model that is built says so: a dozen lines in a run, hundreds in `plan`.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_not_deprecated)
+
+
+def _not_deprecated(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("GPTModel IS DEPRECATED")
 
 
 def prepare_megatron(device: Device) -> None:
@@ -131,6 +143,17 @@ def prepare_megatron(device: Device) -> None:
     for shim in CPU_SHIMS:
         if device.kind == "cpu" or shim.without_te:
             shim.apply()
+
+
+def to_device(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
+    """`values` [T, ...] of host memory on `device`. Nobody waits until the device has done what it was given before.
+
+    A copy out of memory that is not page-locked would. Where the device is the CPU the tensor may share the memory of `values`.
+    """
+    host = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    if torch.device(device).type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def set_allocator(options: str | None) -> None:

@@ -37,16 +37,16 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def te_sources(request: pytest.FixtureRequest) -> Path:
-    """TransformerEngine's Python half, see `te_sources.unpacked_te`."""
-    from te_sources import unpacked_te
+def te_sources(request: pytest.FixtureRequest) -> Callable[..., tuple[str, ...]]:
+    """`te_sources(pair)`: where megatron-core and TransformerEngine's Python half of a pair are, see `te_sources.unpacked`."""
+    from te_sources import unpacked
 
-    return unpacked_te(request.config.cache.mkdir("transformer_engine"))
+    return lambda pair: unpacked(pair, request.config.cache.mkdir("transformer_engine"))
 
 
 @pytest.fixture(scope="session")
-def _written_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`write_tiny_model`, called once for the same options."""
+def written_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`write_tiny_model`, called once for the same options; nobody changes what it wrote."""
     directory, written = tmp_path_factory.mktemp("models"), dict[str, Path]()
 
     def find(**options: Any) -> Path:
@@ -61,14 +61,14 @@ def _written_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 
 @pytest.fixture
-def tiny_model(tmp_path: Path, _written_models: Callable[..., Path]) -> Callable[..., Path]:
+def tiny_model(tmp_path: Path, written_models: Callable[..., Path]) -> Callable[..., Path]:
     """Make a model directory: `tiny_model(family="qwen3", seed=0, hidden=64, layers=2, vocab=32, tied=True, **config)` returns its path.
 
     See `write_tiny_model`; `name` is that of the directory, which the test may change.
     """
 
     def make(*, name: str = "model", **options: Any) -> Path:
-        return shutil.copytree(_written_models(**options), tmp_path / name)
+        return shutil.copytree(written_models(**options), tmp_path / name)
 
     return make
 

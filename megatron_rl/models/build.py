@@ -116,7 +116,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, attention: Attentio
 
 def _scaled(_module: nn.Module, _inputs: Any, embedded: Tensor, *, scale: float) -> Tensor:
     """The embedding times `scale`, rounded to its dtype as transformers does."""
-    return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
+    return embedded * torch.tensor(scale, dtype=embedded.dtype).item()
 
 
 def _set_rotary(chunk: PolicyModel, spec: ModelSpec) -> None:

@@ -1,7 +1,7 @@
 """One micro-batch of packed sequences, as the layers of the model get it.
 
 Legend: T tokens on this rank. The plan travels with the micro-batch, so index arrays and rotary angles are made once, not once per layer;
-the index arrays are made when a layer of torch's first asks for them, as Transformer Engine's never do.
+the index arrays are made when a layer of torch's first asks for them, as Transformer Engine's never do, and the lengths for longrope alone.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_rl.device import to_device
 from megatron_rl.models.attention.attention_plan import AttentionPlan, check_splits, local_positions, plan_attention, with_window
 from megatron_rl.models.attention.rotary import RotarySpec
 from megatron_rl.models.experts.routed_tokens import Routing
@@ -25,13 +26,13 @@ from megatron_rl.models.experts.routed_tokens import Routing
 class PackedSequences(PackedSeqParams):
     """megatron-core's packed sequence parameters with this project's attention plan.
 
-    `positions` [T] are those of each local token in its sequence, `lengths` [T] the tokens of that sequence. `logit_positions` [N], when
-    given, are the local tokens at which the language model head runs; None runs it on all. `routing` is for the routers of a mixture of
-    experts.
+    `positions` [T] are those of each local token in its sequence; `make_lengths` gives the tokens of that sequence [T]. `logit_positions`
+    [N], when given, are the local tokens at which the language model head runs; None runs it on all. `routing` is for the routers of a
+    mixture of experts.
     """
 
     positions: Tensor = field(kw_only=True)
-    lengths: Tensor = field(kw_only=True)
+    make_lengths: Callable[[], Tensor] = field(kw_only=True, repr=False)
     make_plan: Callable[[], AttentionPlan] = field(kw_only=True, repr=False)
     logit_positions: Tensor | None = field(default=None, kw_only=True)
     routing: Routing | None = field(default=None, kw_only=True)
@@ -52,7 +53,7 @@ class PackedSequences(PackedSeqParams):
         """
         key = (rotary, dim, dtype)
         if key not in self._angles:
-            angle = rotary.angles(self.positions, self.lengths, dim=dim)[:, None, :]
+            angle = rotary.angles(self.positions, self.make_lengths, dim=dim)[:, None, :]
             factor = rotary.attention_factor
             self._angles[key] = ((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype))
         return self._angles[key]
@@ -91,10 +92,12 @@ def packed_sequences(
     if offsets[-1] < 1:
         raise ValueError("a micro-batch has no tokens, the model needs at least one; give it a sequence of padding")
     check_splits(offsets, cp_size=cp_size)
-    positions = torch.from_numpy(local_positions(offsets, cp_size=cp_size, cp_rank=cp_rank)).to(device, non_blocking=True)
     padded = np.diff(offsets)
-    token_lengths = np.repeat(padded if lengths is None else np.asarray(lengths, np.int64), padded // cp_size)
-    tensor = torch.from_numpy(offsets.astype(np.int32)).to(device)
+    tensor = to_device(offsets.astype(np.int32), device)
+
+    def make_lengths() -> Tensor:
+        return to_device(np.repeat(padded if lengths is None else np.asarray(lengths, np.int64), padded // cp_size), device)
+
     longest = int(padded.max(initial=0))
     return PackedSequences(
         qkv_format="thd",
@@ -104,7 +107,7 @@ def packed_sequences(
         cu_seqlens_kv_padded=tensor,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=positions,
-        lengths=torch.from_numpy(token_lengths).to(device, non_blocking=True),
+        positions=to_device(local_positions(offsets, cp_size=cp_size, cp_rank=cp_rank), device),
+        make_lengths=make_lengths,
         make_plan=partial(plan_attention, offsets, cp_size=cp_size, cp_rank=cp_rank, device=device),
     )

@@ -23,7 +23,7 @@ from megatron_rl.planning.records import Collective
 from megatron_rl.planning.tracking import MemoryTracker
 from megatron_rl.training.critic import critic_optimizer
 from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
-from megatron_rl.training.offload import ModelMemory, page_locked_bytes
+from megatron_rl.training.offload import ModelMemory, page_locked_bytes, piece_sizes
 from megatron_rl.training.passes import Policy
 from megatron_rl.training.topology import Place, Topology
 from megatron_rl.training.trained_model import TrainedModel, build_trained_model
@@ -137,7 +137,7 @@ def measure_rank(
         parameters=memory.num_bytes("parameters"),
         gradients=memory.num_bytes("gradients"),
         optimizer=memory.num_bytes("optimizer"),
-        reference=page_locked_bytes(parameter.numel() * parameter.element_size() for parameter in parameters),
+        reference=page_locked_bytes(piece_sizes(sum(parameter.nbytes for parameter in parameters))),
         away=memory.host_bytes(),
         chunks=tuple(dataclasses.replace(chunk, backward=chunk.backward + expert_gradients) for chunk in chunks),
         update=update,

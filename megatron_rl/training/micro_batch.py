@@ -5,6 +5,7 @@ Legend: T tokens that this rank holds, N of them whose prediction is looked at, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.data.packing import MicroBatchTokens, micro_batch_tokens, pack, sequence_multiple, trainable_targets
+from megatron_rl.device import to_device
 from megatron_rl.models.experts.routed_tokens import RoutedTokens
 from megatron_rl.models.packed_sequences import PackedSequences, packed_sequences
 from megatron_rl.training.topology import Place, Topology
@@ -42,7 +44,7 @@ class MicroBatch:
 
     def pick(self, values: NDArray[np.generic], dtype: torch.dtype = torch.float32) -> Tensor:
         """The entries of a token-aligned array of the whole batch that belong to this micro-batch's targets, [N]."""
-        return torch.from_numpy(values[self.target_index]).to(device=self.input_ids.device, dtype=dtype)
+        return to_device(torch.from_numpy(values[self.target_index]).to(dtype), self.input_ids.device)
 
 
 def make_micro_batch(
@@ -56,9 +58,7 @@ def make_micro_batch(
     tokens = np.zeros(len(held.token_index), np.int64)
     tokens[real] = batch.tokens[held.token_index[real]]
 
-    def move(array: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
+    move = partial(to_device, device=device)
     return MicroBatch(
         rows=rows,
         input_ids=move(tokens)[None],
@@ -112,11 +112,11 @@ def _routed_tokens(batch: TrainBatch, rows: Ints, held: MicroBatchTokens, *, dev
     if batch.routed_experts is not None:
         index = np.maximum(held.token_index, 0)
         experts = torch.from_numpy(batch.routed_experts[index])
-        recorded = torch.from_numpy(batch.routed[index] & real).to(device)
+        recorded = to_device(batch.routed[index] & real, device)
     return RoutedTokens(
-        sequence_index=torch.from_numpy(np.where(real, held.sequence_index, -1)).to(device),
-        sequence_lengths=torch.from_numpy(lengths).to(device),
-        counted=torch.from_numpy(counted).to(device),
+        sequence_index=to_device(np.where(real, held.sequence_index, -1), device),
+        sequence_lengths=to_device(lengths, device),
+        counted=to_device(counted, device),
         experts=experts,
         recorded=recorded,
     )

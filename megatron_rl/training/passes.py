@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.algorithms.log_prob import TokenStatistics
+from megatron_rl.device import to_device
 from megatron_rl.models.build import PolicyModel, forward_selected
 from megatron_rl.models.experts.routed_tokens import RouterStep, Routing
 from megatron_rl.models.language_model_head import TokenQuestion
@@ -133,7 +134,7 @@ def _by_token(parts: Sequence[tuple[Ints, Tensor]], place: Place, *, num_tokens:
     """
     result = torch.zeros(num_tokens, device=device)
     for index, numbers in parts:
-        result[torch.from_numpy(index).to(device)] = numbers.float()
+        result[to_device(index, device)] = numbers.float()
     return from_last_stage(sum_over_context_parallel(result, place), place)
 
 
@@ -169,7 +170,7 @@ def state_values(chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch], p
     parts = []
     for micro_batch, values in zip(micro_batches if place.last_stage else [], reports, strict=True):
         held = np.flatnonzero(micro_batch.token_index >= 0)
-        parts.append((micro_batch.token_index[held], values[torch.from_numpy(held).to(values.device)]))
+        parts.append((micro_batch.token_index[held], values[to_device(held, values.device)]))
     return _by_token(parts, place, num_tokens=num_tokens, device=micro_batches[0].input_ids.device)
 
 

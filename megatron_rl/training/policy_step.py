@@ -15,6 +15,7 @@ from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.selection import StepStatistics, step_statistics
+from megatron_rl.device import to_device
 from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
 from megatron_rl.training import passes
 from megatron_rl.training.advantages import TokenData
@@ -211,7 +212,7 @@ def loss_inputs(
     rollout = data.rollout_log_probs
 
     def of_sequences(values: Ints | None) -> Tensor | None:
-        return None if values is None else torch.from_numpy(values[micro_batch.rows]).to(current.device)
+        return None if values is None else to_device(values[micro_batch.rows], current.device)
 
     return LossInputs(
         log_probs=statistics.log_prob,

@@ -8,23 +8,31 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megatron_rl.models.hf_weights import expert_biases
+from megatron_rl.training.offload import piece_sizes
 
 
 class RestingWeights:
-    """Host copies of a model's tensors as they are when this is made, page-locked where there is a GPU."""
+    """Host copies of a model's tensors as they are when this is made, page-locked in pieces where there is a GPU.
+
+    Copies follow the GPU's own order: nobody waits for one.
+    """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, replacing: bool) -> None:
         """`tensors` gives the tensors of this rank, the same ones in the same order at each call.
 
-        `replacing`: other weights live in them, which change places with the copies one tensor at a time, so that the device never holds
-        two models. Otherwise nothing else does, and the tensors are on no device but while they are asked; they must not be written.
+        `replacing`: other weights live in them, which change places with the copies piece by piece, so that the device never holds two
+        models. Otherwise nothing else does, and the tensors are empty but while they are asked; they must not be written.
         """
         self._tensors = tensors
         self._replacing = replacing
-        # One for each: a rank whose stage is frozen trains no tensor at all.
-        self._devices = [tensor.device for tensor in tensors()]
-        host = [tensor.detach().to("cpu", copy=True) for tensor in tensors()]
-        self._host = [tensor.pin_memory() for tensor in host] if torch.cuda.is_available() else host
+        self._shapes = [tensor.shape for tensor in tensors()]
+        pieces = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            for size in piece_sizes(sum(tensor.nbytes for tensor in tensors()))
+        ]
+        self._host = _cut(pieces, [tensor.nbytes for tensor in tensors()])
+        for host, here in self._pairs():
+            host.copy_(here, non_blocking=True)
         if not replacing:
             self._put_away()
 
@@ -37,21 +45,39 @@ class RestingWeights:
         finally:
             self._exchange() if self._replacing else self._put_away()
 
-    @torch.no_grad()
     def _exchange(self) -> None:
-        for tensor, host in zip(self._tensors(), self._host, strict=True):
-            current = tensor.detach().clone()
-            tensor.copy_(host)
-            host.copy_(current)
+        for host, here in self._pairs():
+            current = here.clone()
+            here.copy_(host, non_blocking=True)
+            host.copy_(current, non_blocking=True)
 
     def _bring(self) -> None:
-        for tensor, host, device in zip(self._tensors(), self._host, self._devices, strict=True):
-            tensor.data = host.to(device, non_blocking=True)
+        for tensor, shape in zip(self._tensors(), self._shapes, strict=True):
+            tensor.data = tensor.data.new_empty(shape)
+        for host, here in self._pairs():
+            here.copy_(host, non_blocking=True)
 
     def _put_away(self) -> None:
-        # They never change, so those on the device are dropped.
+        # They never change, so those on the device are dropped. An empty one keeps the dtype and the device, and fits nowhere.
+        for tensor in self._tensors():
+            tensor.data = tensor.data.new_empty(0)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every tensor in parts, as uint8 [bytes]: in host memory and in the tensor itself."""
         for tensor, host in zip(self._tensors(), self._host, strict=True):
-            tensor.data = host
+            here = tensor.detach().view(-1).view(torch.uint8)
+            yield from zip(host, here.split([len(part) for part in host]), strict=True)
+
+
+def _cut(pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
+    """For each of `sizes` bytes, one after the other through `pieces` of equal length, the parts of the pieces that hold it."""
+    parts: list[list[Tensor]] = []
+    stop, length = 0, len(pieces[0]) if pieces else 1
+    for size in sizes:
+        start, stop = stop, stop + size
+        numbers = range(start // length, -(-stop // length)) if size else ()
+        parts.append([pieces[n][max(0, start - n * length) : stop - n * length] for n in numbers])
+    return parts
 
 
 def trained_tensors(chunks: Sequence[DistributedDataParallel]) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
-"""What TransformerEngine's layers are, of its pinned release under the installed megatron-core: names, marks, and how kernels are asked.
+"""What TransformerEngine's layers are, of every pinned pair with megatron-core: names, marks, and how kernels are asked.
 
-Its Python sources come from the package index and run here with its compiled module replaced by torch (tests/rehearsal). That they also
-train to the same numbers is proved in tests/dist/test_te_layouts.py.
+The Python sources come from the package index and run here with TransformerEngine's compiled module replaced by torch (tests/rehearsal).
+That they also train to the same numbers is proved in tests/dist/test_te_layouts.py.
 """
 
 import json
@@ -9,24 +9,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from te_sources import ALLOWED, PAIRS, Pair
 
+from megatron_rl.acceptance.tiny_models import FAMILIES
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.weight_table import Sharding, rules, shard
 
 REHEARSAL = Path(__file__).parents[1] / "rehearsal"
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tied": False},
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    "qwen3_moe": {"family": "qwen3_moe"},
-    "glm4_moe": {"family": "glm4_moe"},
-    "deepseek_v3": {"family": "deepseek_v3"},
+NOT_ON_TE = {
+    "glm": "rotated pairs of neighbouring channels",
+    "glm4": "norms behind attention and MLP",
+    "olmo2": "norms behind attention and MLP",
+    "olmo3": "norms behind attention and MLP",
+    "gemma3": "norms behind attention and MLP",
+    "gpt_oss": "attention sinks",
 }
-MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+"""Why a family runs on torch's layers alone."""
 SP = {"tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"num_ranks": 1},
@@ -36,6 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"num_ranks": 2, "pp": 2},
     "pp2 vpp2": {"num_ranks": 2, "pp": 2, "vpp": 2},
     "cp2": {"num_ranks": 2, "cp": 2},
+    "tp2 sp pp2 cp2": {"num_ranks": 8, **SP, "pp": 2, "cp": 2},
 }
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"num_ranks": 2, "ep": 2},
@@ -45,48 +51,119 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 LENGTHS = [8, 12, 4]
 BOUNDS = {"values": [0, 8, 20, 24], "dtype": "torch.int32"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+# Models whose forward pass is run, beside one of every family.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "yarn": {"rope_scaling": YARN},
+}
 Order = dict[str, Any]
-Asked = Callable[[list[Order]], list[dict[str, Any]]]
 
 
-@pytest.fixture
-def asked(te_sources: Path, tmp_path: Path) -> Asked:
-    """Carries out orders of `te_build` in one process of its own."""
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What one process with a pair found: the layers of every family and layout, and the kernels that forward passes asked for."""
 
-    def ask(orders: list[Order]) -> list[dict[str, Any]]:
-        (tmp_path / "orders.json").write_text(json.dumps(orders), encoding="utf-8")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, str(REHEARSAL / "te_build.py"), te_sources, tmp_path / "orders.json", tmp_path / "results.json"]
-        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-        assert child.returncode == 0, child.stderr[-4000:]
-        return list(json.loads((tmp_path / "results.json").read_text(encoding="utf-8")))
-
-    return ask
+    pair: Pair
+    versions: Mapping[str, str]
+    built: Mapping[tuple[str, str], tuple[Order, Mapping[str, Any]]]
+    forwards: Mapping[str, Mapping[str, Any]]
+    printed: str
 
 
-def test_every_family_is_built_under_every_layout_with_marks_that_fit(asked: Asked, tiny_model: Callable[..., Path]) -> None:
-    """The last rank of each, which has other experts, another stage and another shard than the first."""
-    orders, names = [], []
-    for family, keywords in FAMILIES.items():
-        model = str(tiny_model(name=family, layers=4, **keywords))
-        layouts = LAYOUTS | EXPERT_LAYOUTS if family in MIXTURES else LAYOUTS
-        for layout, topology in layouts.items():
-            if family in MIXTURES and layout == "tp2":
-                continue  # refused: experts get their tokens sharded over the tensor parallel ranks
-            orders.append({"model": model, "topology": topology, "rank": topology["num_ranks"] - 1})
-            names.append(f"{family} {layout}")
-    results = asked(orders)
-    wrong = [f"{name}: {result['error']}" for name, result in zip(names, results, strict=True) if "error" in result]
-    for name, order, result in zip(names, orders, results, strict=True):
-        wrong += [f"{name}: {problem}" for problem in problems(order, result.get("parameters", {}))]
+@pytest.fixture(scope="module", params=[*PAIRS, *(pytest.param(pair, marks=[pytest.mark.slow]) for pair in ALLOWED)], ids=str)
+def rehearsal(
+    request: pytest.FixtureRequest,
+    te_sources: Callable[[Pair], tuple[str, ...]],
+    written_models: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Rehearsal:
+    """All orders, carried out by `te_build` in one process. The last rank of each layout has other experts, another stage and another
+    shard than the first.
+    """
+    directory = tmp_path_factory.mktemp("rehearsal")
+    models = {family: str(written_models(family=family, layers=4)) for family in FAMILIES}
+    variants = {name: str(written_models(layers=4, **options)) for name, options in VARIANTS.items()}
+    built = {
+        (family, layout): {"model": model, "topology": topology, "rank": topology["num_ranks"] - 1}
+        for family, model in models.items()
+        for layout, topology in (LAYOUTS | (EXPERT_LAYOUTS if spec_of(model).moe else {})).items()
+    }
+    forwards = {
+        name: {"model": model, "topology": LAYOUTS["one"], "rank": 0, "lengths": LENGTHS}
+        for name, model in (models | variants).items()
+        if name not in NOT_ON_TE
+    }
+    forwards["cp2"] = {**forwards["qwen3"], "topology": LAYOUTS["cp2"], "rank": 1}
+    # flash-attn is not installed.
+    forwards["flash"] = {**forwards["qwen3"], "megatron": {"attention_backend": "flash"}}
+    orders = {"sources": te_sources(request.param), "orders": [*built.values(), *forwards.values()]}
+    (directory / "orders.json").write_text(json.dumps(orders), encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(REHEARSAL / "te_build.py"), directory / "orders.json", directory / "results.json"]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert child.returncode == 0, child.stderr[-4000:]
+    found = json.loads((directory / "results.json").read_text(encoding="utf-8"))
+    results = found["results"]
+    return Rehearsal(
+        pair=request.param,
+        versions=found["versions"],
+        built={key: (order, result) for (key, order), result in zip(built.items(), results[: len(built)], strict=True)},
+        forwards=dict(zip(forwards, results[len(built) :], strict=True)),
+        printed=child.stdout + child.stderr,
+    )
+
+
+@cache
+def spec_of(model: str) -> ModelSpec:
+    return read_model_spec(Path(model))
+
+
+def test_the_pair_is_what_ran(rehearsal: Rehearsal) -> None:
+    assert rehearsal.versions["megatron-core"] == rehearsal.pair.megatron_core
+    assert rehearsal.versions["transformer-engine"] == rehearsal.pair.transformer_engine
+
+
+def test_nothing_is_printed_at_every_build(rehearsal: Rehearsal) -> None:
+    lines = [line for line in rehearsal.printed.splitlines() if line.strip()]
+    assert len(lines) < 20, rehearsal.printed
+
+
+def test_every_family_is_built_under_every_layout_with_marks_that_fit_or_refused_in_a_sentence(rehearsal: Rehearsal) -> None:
+    wrong = []
+    for (family, layout), (order, result) in rehearsal.built.items():
+        sentence = refusal(family, order)
+        if sentence is not None:
+            found = [] if result.get("error") == f"UserError: {sentence}" else [f"{result.get('error')}, needs to be refused: {sentence}"]
+        else:
+            found = [result["error"]] if "error" in result else problems(order, result["parameters"])
+        wrong += [f"{family} {layout}: {problem}" for problem in found]
     assert not wrong, "\n".join(wrong)
+
+
+def refusal(family: str, order: Order) -> str | None:
+    """The sentence that refuses a family under a layout, None where TransformerEngine has both."""
+    spec, topology = spec_of(order["model"]), order["topology"]
+    if spec.moe and topology.get("tp", 1) > 1 and not topology.get("sequence_parallel", False):
+        return (
+            f"training.topology.tp is {topology['tp']} without sequence parallelism, but experts get their tokens sharded over the tensor "
+            "parallel ranks; set training.topology.sequence_parallel to true"
+        )
+    if family in NOT_ON_TE:
+        return f"the checkpoint has {NOT_ON_TE[family]}, not with Transformer Engine; set model.attention=torch"
+    if spec.sliding_layers and topology.get("cp", 1) > 1:
+        return (
+            f"the checkpoint has sliding windows and training.topology.cp is {topology['cp']}, which Transformer Engine does not compute "
+            "for packed sequences; set model.attention=torch, or cp to 1"
+        )
+    return None
 
 
 def problems(order: Order, parameters: Mapping[str, Any]) -> list[str]:
     """Parameters of a rank whose shape, dtype or marks do not follow from the weight table and the layout."""
     import torch
 
-    topology, spec, found = order["topology"], read_model_spec(Path(order["model"])), []
+    topology, spec, found = order["topology"], spec_of(order["model"]), []
     for rule in rules(spec):
         parameter = parameters.get(rule.megatron)
         if parameter is None or rule.float32:
@@ -113,48 +190,42 @@ def problems(order: Order, parameters: Mapping[str, Any]) -> list[str]:
     return found or ([] if len(parameters) > 5 else [f"only {len(parameters)} parameters"])
 
 
-def test_a_forward_pass_asks_the_kernels_for_packed_causal_attention(asked: Asked, tiny_model: Callable[..., Path]) -> None:
+def test_a_forward_pass_asks_the_kernels_for_packed_causal_attention(rehearsal: Rehearsal) -> None:
     """And for no other: an attention that is not there is an error, never the slow one that has the whole matrix of scores."""
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-    models = {
-        "plain": tiny_model(name="plain"),
-        "window": tiny_model(name="window", use_sliding_window=True, sliding_window=5, max_window_layers=1),
-        "yarn": tiny_model(name="yarn", rope_scaling=yarn),
-        "partial": tiny_model(name="partial", family="glm4_moe"),
-        "latent": tiny_model(name="latent", family="deepseek_v3"),
-    }
-    orders = {name: {"model": str(path), "topology": LAYOUTS["one"], "rank": 0, "lengths": LENGTHS} for name, path in models.items()}
-    orders["cp2"] = {**orders["plain"], "topology": LAYOUTS["cp2"], "rank": 1}
-    # flash-attn is not installed.
-    orders["flash"] = {**orders["plain"], "megatron": {"attention_backend": "flash"}}
-    results = dict(zip(orders, asked(list(orders.values())), strict=True))
+    results = dict(rehearsal.forwards)
     error = results.pop("flash")["error"]
     assert error.startswith("UserError: Transformer Engine's attention that model.megatron.attention_backend names"), error
-    assert not [result["error"] for result in results.values() if "error" in result]
+    assert not {name: result["error"] for name, result in results.items() if "error" in result}
     kernels = {name: result["kernels"] for name, result in results.items()}
     check_context_parallel(kernels.pop("cp2"))
-    check_attention({name: arguments["attention"] for name, arguments in kernels.items()})
-    assert "rotary" not in kernels.pop("latent"), "this project's latent attention rotates"
+    # Since 0.18 megatron-core widens the values of latent attention by zeros to the width of its keys.
+    value = 12 if rehearsal.pair.megatron_core < "0.18" else 24
+    check_attention({name: arguments["attention"] for name, arguments in kernels.items()}, value=value)
+    assert "rotary" not in kernels.pop("deepseek_v3"), "this project's latent attention rotates"
+    rotated = {"glm4_moe": 8, "phi3": 12}
     for name, arguments in kernels.items():
         rotary = arguments["rotary"]
         assert (rotary["cu_seqlens"], rotary["interleaved"], rotary["cp_size"], rotary["cp_rank"]) == (BOUNDS, False, 1, 0), name
-        assert rotary["angles"]["dtype"] == "torch.float32" and rotary["angles"]["shape"][-1] == (8 if name == "partial" else 16), name
+        assert rotary["angles"]["dtype"] == "torch.float32" and rotary["angles"]["shape"][-1] == rotated.get(name, 16), name
 
 
-def check_attention(attentions: dict[str, dict[str, Any]]) -> None:
-    """The arguments of cuDNN's attention, by model."""
+def check_attention(attentions: dict[str, dict[str, Any]], *, value: int) -> None:
+    """The arguments of cuDNN's attention, by model; `value` channels of latent attention."""
+    windows = {"window": 5, "mistral": 48, "ministral": 48, "phi3": 70}
     for name, attention in attentions.items():
         wanted = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal", "dropout": 0.0, "max_seqlen_q": 12, "max_seqlen_kv": 12}
         assert {key: attention[key] for key in wanted} == wanted, name
         assert attention["cu_seqlens_q"] == attention["cu_seqlens_kv"] == attention["cu_seqlens_q_padded"] == BOUNDS, name
         assert attention["q"]["dtype"] == "torch.bfloat16", name
-        assert attention["window_size"] == ([4, 0] if name == "window" else [-1, 0]), name
-    scales = {name: attention["attn_scale"] for name, attention in attentions.items()}
+        assert attention["window_size"] == [windows[name] - 1 if name in windows else -1, 0], name
     yarn_factor = 0.1 * 1.3862943611198906 + 1
-    assert scales == pytest.approx({"plain": 0.25, "window": 0.25, "yarn": 0.25 * yarn_factor**2, "partial": 0.25, "latent": 24**-0.5})
-    plain, latent = ([attentions[name][tensor]["shape"] for tensor in "qkv"] for name in ("plain", "latent"))
+    scales = {"yarn": 0.25 * yarn_factor**2, "deepseek_v3": 24**-0.5}
+    assert {name: attention["attn_scale"] for name, attention in attentions.items()} == pytest.approx(
+        {name: scales.get(name, 0.25) for name in attentions}
+    )
+    plain, latent = ([attentions[name][tensor]["shape"] for tensor in "qkv"] for name in ("qwen3", "deepseek_v3"))
     assert plain == [[24, 4, 16], [24, 2, 16], [24, 2, 16]]
-    assert latent == [[24, 4, 24], [24, 4, 24], [24, 4, 12]]
+    assert latent == [[24, 4, 24], [24, 4, 24], [24, 4, value]]
 
 
 def check_context_parallel(kernels: dict[str, dict[str, Any]]) -> None:

@@ -55,7 +55,7 @@ CALLS = {
     "PolicyModel": "megatron/core/models/gpt/gpt_model.py:GPTModel.__init__",
     "PackedSequences": "megatron/core/packed_seq_params.py:PackedSeqParams",
 }
-OWN = {"PackedSequences": {"positions", "lengths", "make_plan"}}
+OWN = {"PackedSequences": {"positions", "make_lengths", "make_plan"}}
 # Every call of the engines' client, with arguments that make it write all that it ever writes.
 IDS = np.arange(2, 5)
 MADE_CALLS: dict[str, list[dict[str, Any]]] = {

@@ -3,6 +3,8 @@
 A test module defines `def work(rank, world_size, init_method, *args) -> Any` at module level and calls the fixture
 `run_ranks(work, world_size, *args, timeout_s=...)`, which returns the ranks' results in order. Arguments and results are
 pickled, so they must not be of classes that the test module itself defines.
+
+With `--nccl-rules` every rank takes itself for one with a GPU, and what NCCL would not bear fails the test: tests/rehearsal.
 """
 
 import os
@@ -26,6 +28,11 @@ LAYOUT_CHANGES = pytest.StashKey[dict[tuple[str, str, str], float]]()
 
 class RankFailure(AssertionError):
     """A rank raised, died or ran past the deadline; the message holds the tail of its output."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --nccl-rules."""
+    parser.addoption("--nccl-rules", action="store_true", help="hold every collective of all ranks against NCCL's rules")
 
 
 def _start(directory: Path, rank: int) -> subprocess.Popen[bytes]:
@@ -72,12 +79,14 @@ def _wait(processes: list[subprocess.Popen[bytes]], directory: Path, timeout_s: 
 
 
 @pytest.fixture
-def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
+def run_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
     """The launcher: `run_ranks(function, world_size, *args, timeout_s=120.0)` gives the list of the ranks' results."""
 
     def run(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
         directory = tmp_path_factory.mktemp("ranks")
+        nccl_rules = request.config.getoption("--nccl-rules")
         call = {"file": function.__code__.co_filename, "name": function.__qualname__, "world_size": world_size, "args": args}
+        call["nccl_rules"] = nccl_rules
         (directory / "call.pickle").write_bytes(pickle.dumps(call))
         processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -86,9 +95,18 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
             _wait(processes, directory, timeout_s)
         finally:
             _stop(processes)
+        if nccl_rules:
+            _check_nccl_rules(directory, world_size)
         return [pickle.loads((directory / f"result{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
     return run
+
+
+def _check_nccl_rules(directory: Path, world_size: int) -> None:
+    from nccl_rules import broken_rules
+
+    broken = broken_rules([pickle.loads((directory / f"calls{rank}.pickle").read_bytes()) for rank in range(world_size)])
+    assert not broken, "\n".join(broken)
 
 
 @pytest.fixture
@@ -132,6 +150,13 @@ def _rank_main(directory: Path, rank: int) -> None:
     root = Path(__file__).resolve().parents[2]
     sys.path += [str(root / "tools"), str(root / "tests/rehearsal")]
     call = pickle.loads((directory / "call.pickle").read_bytes())
+    calls: list[Any] | None = None
+    if call["nccl_rules"]:
+        import nccl_rules
+        import pretended_gpu
+
+        pretended_gpu.pretend()
+        calls = nccl_rules.record()
     spec = importlib.util.spec_from_file_location("rank_module", call["file"])
     assert spec is not None and spec.loader is not None, f"cannot load {call['file']}"
     module = importlib.util.module_from_spec(spec)
@@ -140,6 +165,8 @@ def _rank_main(directory: Path, rank: int) -> None:
     function = vars(module)[call["name"]]
     result = function(rank, call["world_size"], f"file://{directory / 'rendezvous'}", *call["args"])
     (directory / f"result{rank}.pickle").write_bytes(pickle.dumps(result))
+    if calls is not None:
+        (directory / f"calls{rank}.pickle").write_bytes(pickle.dumps(calls))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

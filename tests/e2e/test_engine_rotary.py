@@ -19,7 +19,7 @@ def turned_by_sglang(embedding: torch.nn.Module, x: torch.Tensor) -> torch.Tenso
 
 def turned_here(spec: RotarySpec, x: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(len(x))
-    angle = spec.angles(positions, torch.full_like(positions, len(x)), dim=HEAD)[:, None]
+    angle = spec.angles(positions, lambda: torch.full_like(positions, len(x)), dim=HEAD)[:, None]
     factor = spec.attention_factor
     return rotate(x[:, None], angle.cos() * factor, angle.sin() * factor)[:, 0]
 

@@ -1,7 +1,7 @@
 """What NCCL would refuse, mix up or wait for, where gloo does as it is asked: every collective of a rank is written down and judged.
 
 `record()` wraps torch.distributed's functions, before megatron-core takes them into its own modules; `broken_rules` compares what all ranks
-wrote down. Legend: n numbers of a message.
+wrote down. On a pretended GPU tensors of host memory are refused too. Legend: n numbers of a message.
 """
 
 import functools
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pretended_gpu import on_host
 from torch import Tensor, distributed
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single")
@@ -20,6 +21,7 @@ OTHERS = (
     *("all_to_all_single", "all_to_all"),
 )
 MESSAGES = ("send", "recv", "isend", "irecv")
+OF_OBJECTS = ("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list", "barrier")
 # Numbers of elements of these may differ between ranks: splits are given.
 UNEVEN = ("all_to_all_single", "all_to_all")
 NO_DTYPES_OF_NCCL = (torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128)
@@ -40,13 +42,16 @@ class Call:
     batch: int | None = None
 
 
+@functools.cache
 def record() -> list[Call]:
-    """The list into which this process writes its calls from now on."""
+    """The list into which this process writes its calls from now on; there is one."""
     calls: list[Call] = []
     batches = itertools.count()
     for name in (*REDUCTIONS, *OTHERS):
         if name in vars(distributed):
             vars(distributed)[name] = _recorded(name, vars(distributed)[name], calls)
+    for name in OF_OBJECTS:
+        vars(distributed)[name] = _recorded_objects(name, vars(distributed)[name], calls)
     for name in MESSAGES:
         vars(distributed)[name] = _recorded_message(name, vars(distributed)[name], calls)
     send_in_batch, operation_of = distributed.batch_isend_irecv, distributed.P2POp
@@ -57,19 +62,43 @@ def record() -> list[Call]:
     def batch_isend_irecv(operations: list[distributed.P2POp]) -> Any:
         number = next(batches)
         for operation in operations:
-            _note_message(operation.op.__name__, operation.tensor, operation.peer, operation.group, calls, number)
+            members = _members((operation.group,), {})
+            _note_message(operation.op.__name__, operation.tensor, operation.peer, members, calls, number)
         return send_in_batch(operations)
 
     vars(distributed).update(batch_isend_irecv=batch_isend_irecv, P2POp=make_operation)
+    split_source = vars(distributed.distributed_c10d)["_get_split_source"]
+
+    def recorded_split(parent: distributed.ProcessGroup) -> Any:
+        calls.append(Call("split", tuple(distributed.get_process_group_ranks(parent)), "", 0))
+        return split_source(parent)
+
+    # Asked where a group is made of one that is bound to a device: NCCL splits that one's communicator, and all its ranks have to come.
+    vars(distributed.distributed_c10d)["_get_split_source"] = recorded_split
     return calls
+
+
+def _recorded_objects(name: str, function: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        members = _members(arguments, named)
+        if len(members) > 1:
+            calls.append(Call(name, members, "objects", 0))
+        return function(*arguments, **named)
+
+    return wrapper
+
+
+def _members(arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[int, ...]:
+    """Global ranks of the group that is given, else of all."""
+    group = named.get("group") or next((one for one in arguments if isinstance(one, distributed.ProcessGroup)), None)
+    return tuple(distributed.get_process_group_ranks(group or distributed.group.WORLD))
 
 
 def _recorded(name: str, function: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*arguments: Any, **named: Any) -> Any:
-        group = named.get("group") or next((one for one in arguments if isinstance(one, distributed.ProcessGroup)), None)
-        tensor = _message(name, arguments, named)
-        members = tuple(distributed.get_process_group_ranks(group or distributed.group.WORLD))
+        tensor, members = _message(name, arguments, named), _members(arguments, named)
         # A group of one sends nothing.
         if len(members) > 1:
             refuse(name, tensor)
@@ -91,21 +120,21 @@ def _recorded_message(name: str, function: Callable[..., Any], calls: list[Call]
     def wrapper(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
         words = ("dst", "src")
         peer = arguments[0] if arguments else next(named[word] for word in words if named.get(word) is not None)
-        group = named.get("group") or next((one for one in arguments if isinstance(one, distributed.ProcessGroup)), None)
-        _note_message(name, tensor, peer, group, calls, None)
+        _note_message(name, tensor, peer, _members(arguments, named), calls, None)
         return function(tensor, *arguments, **named)
 
     return wrapper
 
 
-def _note_message(name: str, tensor: Tensor, peer: int, group: Any, calls: list[Call], batch: int | None) -> None:
+def _note_message(name: str, tensor: Tensor, peer: int, members: tuple[int, ...], calls: list[Call], batch: int | None) -> None:
     refuse(name, tensor)
-    members = tuple(distributed.get_process_group_ranks(group or distributed.group.WORLD))
     calls.append(Call(name, members, str(tensor.dtype), tensor.numel(), peer=peer, batch=batch))
 
 
 def refuse(name: str, tensor: Tensor) -> None:
     """Raise TypeError for what NCCL does not take of gloo's habits."""
+    if on_host(tensor):
+        raise TypeError(f"NCCL takes tensors of the GPU, {name} got one of host memory")
     if tensor.dtype in NO_DTYPES_OF_NCCL and (tensor.dtype is not torch.bool or name in REDUCTIONS):
         raise TypeError(f"NCCL has no {name} of {tensor.dtype}")
     if not tensor.is_contiguous():

@@ -12,43 +12,120 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import cache
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_rl.device import CPU_SHIMS, _Delegate, import_megatron
+from megatron_rl.device import CPU_SHIMS, _Delegate
 
 _BASE = torch._C.TensorBase
-_MOVES = frozenset([_BASE.to, _BASE.cuda, torch.Tensor.cuda])
+
+
+_DEVICE, _IS_CUDA, _DATA = _BASE.device, _BASE.is_cuda, _BASE.data  # type: ignore[attr-defined]
+_ON_HOST: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Tensor -> whether its memory is page-locked."""
+
+
+def on_host(value: Any) -> bool:
+    """Whether a tensor would be in host memory: made there, moved there, or computed of such ones alone. All others are on the GPU."""
+    return isinstance(value, torch.Tensor) and value in _ON_HOST
+
+
+def is_locked(value: Any) -> bool:
+    """Whether a tensor would be in page-locked host memory."""
+    return isinstance(value, torch.Tensor) and bool(_ON_HOST.get(value))
 
 
 class TensorsOnCpu(TorchFunctionMode):
-    """Puts on the CPU what is to be made on or moved to cuda, and lets a tensor say that it is on a GPU."""
+    """Puts on the CPU what is to be made on or moved to cuda, and lets a tensor say where it would be."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run `func` with every device that is a GPU replaced."""
         kwargs = dict(kwargs or {})
-        if func == _BASE.is_cuda.__get__:  # type: ignore[attr-defined]
-            return True
-        if func in (_BASE.cuda, torch.Tensor.cuda, _BASE.pin_memory, torch.Tensor.pin_memory):
-            return args[0]
+        if func == _IS_CUDA.__get__:
+            return not on_host(args[0])
+        if func == _DEVICE.__get__:
+            real = func(*args)
+            return torch.device("cuda", 0) if real.type == "cpu" and not on_host(args[0]) else real
+        if func is torch.device:
+            # torch reads the number of a device as one of an accelerator that it was built for.
+            return func("cuda", args[0]) if args and _is_number(args[0]) else func(*args, **kwargs)
         if func in (_BASE.type, torch.Tensor.type) and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        kwargs.pop("pin_memory", None)
+            return func(*args) if on_host(args[0]) else func(*args).replace("torch.", "torch.cuda.", 1)
+        if func == _BASE.is_pinned:
+            return is_locked(args[0])
+        if func in _PINS:
+            return _placed(args[0].clone(), host=True, locked=True)
+        host = _goes_to_host(func, args, kwargs)
+        locked = bool(kwargs.pop("pin_memory", False))
         if _is_gpu(kwargs.get("device")):
             kwargs["device"] = "cpu"
         if func in _MOVES:
             args = tuple("cpu" if _is_gpu(argument) else argument for argument in args)
-        return func(*args, **kwargs)
+        result = args[0] if func in _TO_GPU else func(*args, **kwargs)
+        if func == _DATA.__set__:
+            _placed(args[0], host=host, locked=is_locked(args[1]))
+        elif isinstance(result, list | tuple):
+            for one in result:
+                if isinstance(one, torch.Tensor):
+                    _placed(one, host=host, locked=_is_view(one, args))
+        elif isinstance(result, torch.Tensor) and not any(result is argument for argument in args):
+            _placed(result, host=host, locked=locked or _is_view(result, args))
+        elif func in _MOVES and on_host(result) != host:
+            # Here a tensor that is where it belongs is given back; between host and GPU it is copied.
+            result = _placed(result.clone(), host=host)
+        return result
+
+
+_TO_GPU = frozenset((_BASE.cuda, torch.Tensor.cuda))
+_TO_HOST = frozenset((_BASE.cpu, torch.Tensor.cpu))
+_PINS = frozenset((_BASE.pin_memory, torch.Tensor.pin_memory))
+_MOVES = _TO_GPU | _TO_HOST | {_BASE.to}
+
+
+def _goes_to_host(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether what `func` gives is in host memory: as a device says or the tensor to move to, else where all given tensors are."""
+    if kwargs.get("device") is not None:
+        return not _is_gpu(kwargs["device"])
+    if func in _MOVES:
+        if func != _BASE.to:
+            return func in _TO_HOST
+        for argument in (*args[1:], kwargs.get("other")):
+            if isinstance(argument, torch.Tensor):
+                return on_host(argument)
+            if isinstance(argument, str | torch.device) or _is_number(argument):
+                return not _is_gpu(argument)
+        return on_host(args[0])
+    given = args[1:] if func == _DATA.__set__ else args
+    values = (one for argument in given for one in (argument if isinstance(argument, list | tuple) else (argument,)))
+    return all(on_host(value) for value in values if isinstance(value, torch.Tensor))
+
+
+def _placed(tensor: torch.Tensor, *, host: bool, locked: bool = False) -> torch.Tensor:
+    if host:
+        _ON_HOST[tensor] = locked
+    else:
+        _ON_HOST.pop(tensor, None)
+    return tensor
+
+
+def _is_view(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether it is a part of the page-locked tensor that comes first."""
+    return bool(args) and is_locked(args[0]) and tensor.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+
+
+def _is_number(device: Any) -> bool:
+    return isinstance(device, int) and not isinstance(device, bool)
 
 
 def _is_gpu(device: Any) -> bool:
-    if isinstance(device, int) and not isinstance(device, bool):
+    if _is_number(device):
         return True
     return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
 
@@ -69,8 +146,9 @@ class _Inert:
         pass
 
 
+@cache
 def pretend() -> TensorsOnCpu:
-    """Make this process one with a GPU of compute capability 9.0; the mode is entered, also in backward passes."""
+    """Make this process one with a GPU of compute capability 9.0; the mode is entered, also in backward passes. Once is enough."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     importlib.import_module("torch._dynamo")  # it takes stock of torch.cuda as it is
     properties = types.SimpleNamespace(major=9, minor=0, name="pretended", multi_processor_count=132, total_memory=80 << 30)
@@ -95,13 +173,23 @@ def pretend() -> TensorsOnCpu:
         }
     )
     torch.cuda.random.__dict__.update({name: vars(torch.cuda)[name] for name in ("get_rng_state", "set_rng_state", "manual_seed")})
-    meet = torch.distributed.init_process_group
+    meet, make_group = torch.distributed.init_process_group, vars(torch.distributed.distributed_c10d)["_new_process_group_helper"]
 
-    def meet_over_gloo(*, backend: str, device_id: Any = None, **named: Any) -> None:
-        meet(backend="gloo", **named)
+    def make_gloo_group(*arguments: Any, device_id: Any = None, **named: Any) -> Any:
+        return make_group(*arguments, **named)
+
+    vars(torch.distributed.distributed_c10d).update(_new_process_group_helper=make_gloo_group, _get_split_source=nothing)
+
+    def meet_over_gloo(backend: str = "nccl", *, device_id: Any = None, **named: Any) -> None:
+        meet("gloo", **named)
+        if device_id is not None:
+            # So that torch asks for the group to split from, of which nccl_rules takes note.
+            torch.distributed.group.WORLD.bound_device_id = torch.device("cpu", 0)
 
     vars(torch.distributed).update(init_process_group=meet_over_gloo, get_backend=lambda _group=None: "nccl")
     torch.cuda.nccl.__dict__["version"] = lambda: (2, 28, 0)
+    from_numpy = torch.from_numpy
+    vars(torch)["from_numpy"] = lambda array: _placed(from_numpy(array), host=True)
     mode = TensorsOnCpu()
     run = vars(torch.autograd)["_engine_run_backward"]
 
@@ -111,29 +199,37 @@ def pretend() -> TensorsOnCpu:
 
     vars(torch.autograd)["_engine_run_backward"] = run_inside
     mode.__enter__()
+    device = importlib.import_module("megatron_rl.device")
+    import_alone = vars(device)["import_megatron"]
+
+    def import_and_prepare() -> None:
+        import_alone()
+        without_any_gpu()
+
+    vars(device)["import_megatron"] = import_and_prepare
     return mode
 
 
-def load_te(sources: Path) -> None:
-    """Import TransformerEngine from `sources`, an unpacked wheel of its Python half, with `te_kernels` for its compiled half."""
+def load_te(sources: Sequence[str]) -> None:
+    """Import TransformerEngine from `sources`, the directories of a pair (`te_sources.unpacked`), with `te_kernels` for its compiled half.
+
+    megatron-core is that of the pair from here on: nothing of it may have been imported before.
+    """
     import te_kernels
 
+    assert "megatron.core" not in sys.modules, "megatron-core was imported before the pair was chosen"
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no search for its libraries and those of CUDA
-    sys.path.insert(0, str(sources))
+    sys.path[:0] = sources
     sys.modules["transformer_engine_torch"] = te_kernels.Kernels()
     # It alone asks for the packages of ONNX.
     sys.modules["transformer_engine.pytorch.onnx_extensions"] = MagicMock()
     spec = importlib.util.find_spec("transformer_engine")
-    assert spec is not None and spec.loader is not None, f"{sources} has no transformer_engine"
+    assert spec is not None and spec.loader is not None, f"none of {sources} has transformer_engine"
     package = importlib.util.module_from_spec(spec)
     sys.modules["transformer_engine"] = package
     vars(importlib.import_module("transformer_engine.common"))["load_framework_extension"] = lambda _framework: None
     spec.loader.exec_module(package)
     importlib.import_module("transformer_engine.pytorch")
-    for module in [module for name, module in sys.modules.items() if name.startswith("transformer_engine.")]:
-        if "canonicalize_device" in vars(module):
-            # torch reads the number of a device as one of an accelerator that it was built for.
-            vars(module)["canonicalize_device"] = lambda _device: torch.device("cuda", 0)
     attention = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.backends")
     # By their names, because the order of the compiled functions' arguments changes between releases.
     for name, kernel in (
@@ -151,16 +247,18 @@ def load_te(sources: Path) -> None:
     config = importlib.import_module("megatron_rl.models.megatron_config")
     check_backend = vars(config)["check_attention_backend"]
     vars(config)["check_attention_backend"] = lambda backend, **named: check_backend(backend, **{**named, "dtype": torch.bfloat16})
-    without_any_gpu()
+    vars(importlib.import_module("megatron_rl.device"))["import_megatron"]()
 
 
 def without_any_gpu() -> None:
     """What megatron-core needs where no GPU is: the CPU's generator, and even tensors for gloo, where NCCL gathers uneven ones."""
-    import_megatron()
     importlib.import_module("megatron.core.tensor_parallel.mappings")
     for shim in CPU_SHIMS:
         if shim.name in ("rng state", "uneven collectives"):
             shim.apply()
+    # Triton compiles for real GPUs alone; its interpreter, in which tests/dist/test_head_kernels.py runs the head's kernels, is slow.
+    head, rows = (importlib.import_module(f"megatron_rl.{name}") for name in ("models.language_model_head", "algorithms.head_statistics"))
+    vars(head)["row_maths"] = lambda _logits: rows.TORCH_ROWS
 
 
 def _by_name(signature: inspect.Signature, kernel: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:

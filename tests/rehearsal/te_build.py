@@ -1,9 +1,11 @@
-"""Builds a rank of many layouts with TransformerEngine's layers, and reads what came out: run as `te_build.py SOURCES ORDERS RESULTS`.
+"""Builds a rank of many layouts with TransformerEngine's layers, and reads what came out: run as `te_build.py ORDERS RESULTS`.
 
-ORDERS is a JSON file with a list of {model, megatron, topology, rank}; RESULTS gets, for each, the parameters with their marks, or the
-error; and for an order with `lengths` the arguments with which a forward pass of packed sequences asked the kernels.
+ORDERS is a JSON file with the `sources` of a pair (`te_sources.unpacked`) and a list of `orders` {model, megatron, topology, rank}; RESULTS
+gets megatron-core's version and, for each order, the parameters with their marks, or the error; and for an order with `lengths` the
+arguments with which a forward pass of packed sequences asked the kernels.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -70,11 +72,17 @@ def ask_kernels(chunk: torch.nn.Module, lengths: list[int], cp: int, rank: int) 
 
     bounds = np.cumsum([0, *lengths])
     packed = packed_sequences(bounds, device="cuda", cp_size=cp, cp_rank=rank)
+    # Index arrays are made by no layer of TransformerEngine, lengths of sequences are copied to the GPU for longrope alone.
+    packed = dataclasses.replace(packed, make_plan=never_asked, make_lengths=never_asked)
     num_tokens = int(bounds[-1]) // cp
     te_kernels.CALLS.clear()
     forward_selected(chunk, torch.zeros(1, num_tokens, dtype=torch.int64), packed.positions[None], packed, torch.arange(num_tokens))
-    assert not packed._plans, "index arrays were made, which TransformerEngine's attention does not read"
     return {kernel: {name: plain(value) for name, value in arguments.items()} for kernel, arguments in te_kernels.CALLS}
+
+
+def never_asked() -> Any:
+    """In the place of what makes an array that nobody reads."""
+    raise AssertionError("an array was made that TransformerEngine's attention does not read")
 
 
 def plain(value: Any) -> Any:
@@ -88,20 +96,21 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else (list(value) if isinstance(value, tuple) else str(value))
 
 
-def main(sources: str, orders: str, results: str) -> None:
+def main(orders: str, results: str) -> None:
     """Carry out all orders."""
-    from megatron_rl.device import local_device, prepare_megatron
+    from megatron_rl.device import chosen_backends, local_device, prepare_megatron
 
+    given = json.loads(Path(orders).read_text(encoding="utf-8"))
     pretended_gpu.pretend()
-    pretended_gpu.load_te(Path(sources))
+    pretended_gpu.load_te(given["sources"])
     prepare_megatron(local_device())
     found = []
-    for order in json.loads(Path(orders).read_text(encoding="utf-8")):
+    for order in given["orders"]:
         try:
             found.append(build(order))
         except Exception as error:  # the parent shows it
             found.append({"error": f"{type(error).__name__}: {error}"})
-    Path(results).write_text(json.dumps(found), encoding="utf-8")
+    Path(results).write_text(json.dumps({"versions": chosen_backends(), "results": found}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,38 +1,73 @@
-"""TransformerEngine's Python half, of the release that setup.py pins for this Python, from the package index."""
+"""Pairs of megatron-core and TransformerEngine's Python half, from the package index: those that are pinned, and what is allowed between.
 
-import ast
+Neither needs its compiled half here, and megatron-core's Python sources run on every Python that is supported: a pair for another Python
+than the one at hand is fetched as that Python's and put first on the path. So is a pair that nobody installed.
+"""
+
 import re
 import subprocess
 import sys
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from megatron_rl.versions import installed_version, known_releases
+
 _UNREACHABLE = re.compile(r"connection|timed out|timeout|proxy|resolve host|name resolution|ssl", re.IGNORECASE)
+_PINS = Path(__file__).parents[2] / "tools/requirements/gpu-build.txt"
 
 
-def pinned_version() -> str:
-    """The exact version in setup.py."""
-    setup = ast.parse((Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8"))
-    words = [node.value for node in ast.walk(setup) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    pins = [Requirement(word) for word in words if re.match(r"transformer-engine\[", word)]
-    (pin,) = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
-    return str(pin.specifier).removeprefix("==")
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Releases that run together on this Python (major, minor)."""
+
+    megatron_core: str
+    transformer_engine: str
+    python: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"megatron-core-{self.megatron_core}"
 
 
-def unpacked_te(cache: Path) -> Path:
-    """The directory below `cache` that holds the package; it is fetched once. Skips the test where no package index can be reached."""
-    version = pinned_version()
-    directory = cache / version
+def pinned_pair(python: tuple[int, int]) -> Pair:
+    """What tools/setup_env.sh installs on a machine with GPUs and this Python."""
+    marker = {"python_version": f"{python[0]}.{python[1]}"}
+    lines = [Requirement(line) for line in _PINS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    (engine,) = [str(line.specifier).removeprefix("==") for line in lines if line.marker is None or line.marker.evaluate(marker)]
+    (megatron,) = [release.version for release in known_releases("cuda", python=python) if release.distribution == "megatron-core"]
+    return Pair(megatron, engine, python)
+
+
+OLDEST, NEWEST = pinned_pair((3, 11)), pinned_pair((3, 12))
+PAIRS = (OLDEST, NEWEST)
+ALLOWED = tuple(Pair(release, NEWEST.transformer_engine, NEWEST.python) for release in ("0.17.1", "0.18.2"))
+"""setup.py allows them; nothing installs them."""
+
+
+def unpacked(pair: Pair, cache: Path) -> tuple[str, ...]:
+    """The directories below `cache` that hold the pair, for the front of sys.path; without megatron-core where that release is installed.
+
+    What is not there is fetched. Skips the test where no package index can be reached.
+    """
+    wanted = [("transformer-engine", pair.transformer_engine)]
+    if installed_version("megatron-core") != pair.megatron_core:
+        wanted.append(("megatron-core", pair.megatron_core))
+    return tuple(str(_unpacked(name, version, pair.python, cache)) for name, version in wanted)
+
+
+def _unpacked(name: str, version: str, python: tuple[int, int], cache: Path) -> Path:
+    directory = cache / f"{name}-{version}"
     if not (directory / "complete").exists():
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(cache)]
-        pip = subprocess.run([*command, f"transformer-engine=={version}"], capture_output=True, text=True, timeout=240, check=False)
+        command += ["--python-version", f"{python[0]}.{python[1]}", f"{name}=={version}"]
+        pip = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         if pip.returncode and _UNREACHABLE.search(pip.stdout + pip.stderr):
-            pytest.skip(f"no package index can be reached, from which TransformerEngine {version} would come: {pip.stderr[-300:]}")
-        assert pip.returncode == 0, f"the package index has no TransformerEngine {version}:\n{pip.stderr}"
-        (wheel,) = cache.glob(f"transformer_engine-{version}-*.whl")
+            pytest.skip(f"no package index can be reached, from which {name} {version} would come: {pip.stderr[-300:]}")
+        assert pip.returncode == 0, f"the package index has no {name} {version}:\n{pip.stderr}"
+        (wheel,) = cache.glob(f"{name.replace('-', '_')}-{version}-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(directory)
         (directory / "complete").touch()

@@ -1,6 +1,7 @@
 """The device layer: what is chosen, and that the CPU shims change megatron-core alone and are still needed."""
 
 import inspect
+import logging
 import sys
 import types
 import warnings
@@ -54,14 +55,24 @@ def test_backends_are_named():
     assert set(chosen) == {"torch", "megatron-core", "transformer-engine", "apex"}
 
 
-def test_only_the_missing_package_warnings_are_hidden():
+def test_only_warnings_of_missing_packages_and_unused_parts_are_hidden():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with device.quiet_megatron_imports():
             warnings.warn("Apex is not installed. Falling back to Torch Norm", stacklevel=1)
             warnings.warn("Transformer Engine and Apex are not installed. Falling back to Torch optimizers.", stacklevel=1)
+            warnings.warn("MimoModelConfig is experimental and still under active development. The API may change", stacklevel=1)
             with pytest.raises(UserWarning, match="something else"):
                 warnings.warn("something else", stacklevel=1)
+
+
+def test_megatrons_model_does_not_say_at_every_build_that_it_is_deprecated(prepared):
+    def passes(message: str) -> bool:
+        logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
+        return bool(logger.filter(logger.makeRecord(logger.name, logging.WARNING, "", 0, message, (), None)))
+
+    assert not passes("GPTModel IS DEPRECATED. GPTModel is only accepting critical bug fixes")
+    assert passes("GPTModel has no such layer")
 
 
 @needs_cpu

@@ -10,10 +10,13 @@ row, where causality hides it.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from megatron_rl.device import to_device
 
 Ints = NDArray[np.int64]
 # Shorter blocks of a windowed layer's queries are not worth a separate call.
@@ -98,9 +101,7 @@ def plan_attention(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0, devi
     padding = np.flatnonzero(query_tokens < 0)
     identity = cp_size == 1 and np.array_equal(query_tokens, np.arange(num_tokens))
 
-    def tensor(array: Ints) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-
+    tensor = partial(to_device, device=device)
     return AttentionPlan(
         positions=tensor(local_positions(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)),
         query_tokens=tensor(np.maximum(query_tokens, 0)),
@@ -141,7 +142,7 @@ def _windowed(part: Part, window: int, device: torch.device) -> Iterator[Part]:
     for start in range(0, part.query_length, size):
         block = part.positions[:, start : start + size]
         first, last = max(0, int(block.min()) - window + 1), int(block.max())
-        keys, queries = torch.arange(first, last + 1, device=device), torch.from_numpy(block).to(device)[:, None, :, None]
+        keys, queries = torch.arange(first, last + 1, device=device), to_device(block, device)[:, None, :, None]
         yield Part(block.shape[1], len(keys), (keys <= queries) & (keys > queries - window), block, first)
 
 
@@ -227,4 +228,4 @@ class _Rows:
         chunk_length = (lengths // self.num_chunks)[:, None]
         positions = chunk * chunk_length + np.minimum(np.arange(longest), chunk_length - 1)
         keys = torch.arange((chunk + 1) * longest, device=device)
-        return Part(longest, len(keys), keys <= torch.from_numpy(positions).to(device)[:, None, :, None], positions)
+        return Part(longest, len(keys), keys <= to_device(positions, device)[:, None, :, None], positions)

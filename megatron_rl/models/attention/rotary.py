@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_rl.device import to_device
 from megatron_rl.errors import UserError
 from megatron_rl.models.config_json import boolean, positive_int, positive_number, positive_numbers, section
 
@@ -79,12 +80,12 @@ class RotarySpec:
         kept = self._kept_by_yarn(dim) if self.kind == "yarn" else self._kept_by_llama3(frequency)
         return (1 - kept) * frequency / self.factor + kept * frequency
 
-    def angles(self, positions: Tensor, lengths: Tensor, *, dim: int) -> Tensor:
-        """Radians [T, dim / 2] by which the pairs are turned at `positions` [T] of sequences of `lengths` [T] tokens."""
-        frequencies = self.inverse_frequencies(dim).to(positions.device)
+    def angles(self, positions: Tensor, lengths: Callable[[], Tensor], *, dim: int) -> Tensor:
+        """Radians [T, dim / 2] by which the pairs are turned at `positions` [T]; `lengths` gives the tokens of their sequences [T]."""
+        frequencies = to_device(self.inverse_frequencies(dim), positions.device)
         if self.kind == "longrope":
-            long = (lengths > self.original_max_position_embeddings)[:, None]
-            frequencies = torch.where(long, self.inverse_frequencies(dim, long=True).to(positions.device), frequencies)
+            long = (lengths() > self.original_max_position_embeddings)[:, None]
+            frequencies = torch.where(long, to_device(self.inverse_frequencies(dim, long=True), positions.device), frequencies)
         return positions.float()[:, None] * frequencies
 
     def _kept_by_llama3(self, frequency: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def test_every_prediction_is_asked_for_once_where_its_token_follows(batch: Train
         real = part.token_index >= 0
         np.testing.assert_array_equal(part.input_ids[0].numpy(), np.where(real, part.token_index + 100, 0))
         np.testing.assert_array_equal(
-            part.packed.lengths[real], [LENGTHS[np.searchsorted(STARTS, at, "right") - 1] for at in part.token_index[real]]
+            part.packed.make_lengths()[real], [LENGTHS[np.searchsorted(STARTS, at, "right") - 1] for at in part.token_index[real]]
         )
         own = zip(part.positions.tolist(), part.targets.tolist(), part.target_index, part.sequence_index.tolist(), strict=True)
         for position, target, index, sequence in own:
