@@ -188,9 +188,11 @@ class DyingClient(EngineClient):
         call = asyncio.ensure_future(super()._control(path, body, timeout_s=timeout_s))
         if path.startswith("/update_weights_from"):
             self._after -= 1
-        if self._after < 0 and self._engine.pid is not None:
+        if self._after < 0:
             await asyncio.sleep(0.001)
-            os.kill(self._engine.pid, signal.SIGKILL)
+            # None once it was noticed that it is dead.
+            if self._engine.pid is not None:
+                os.kill(self._engine.pid, signal.SIGKILL)
         return await call
 
 
