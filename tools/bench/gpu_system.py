@@ -42,7 +42,7 @@ with quiet_megatron_imports():
 
 GPU_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s by the vendor's data sheets."""
-MICRO_BATCHES, LONGEST, TURNS = 4, 4096, 3
+MICRO_BATCHES, LONGEST, TURNS, GRPO_STEPS = 4, 4096, 3, 5
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 COIN = "def score(*, sample):\n    return float(len(sample.response_text) % 2)\n"
 PUBLISHED = {
@@ -246,13 +246,13 @@ async def _sync_once(node: Node, address: EngineAddress, model: Path, sizes: Siz
 # A GRPO step
 
 
-def bench_step(node: Node, sizes: Sizes, *, steps: int) -> None:
+def bench_step(node: Node, sizes: Sizes) -> None:
     """Print the seconds of a GRPO step with its parts: `megatron-rl train` on all GPUs, ranks and engines in turns."""
     prompts, samples, tokens = sizes.step
     with _task(node, sizes) as (settings, environment):
         run = node.directory / "run-of-a-step"
-        command = [sys.executable, "-m", "megatron_rl", "train", str(settings), f"run.directory={run}", f"run.num_steps={steps}"]
-        found = run_and_watch(command, run / "metrics.jsonl", environment=environment, steps=steps)
+        command = [sys.executable, "-m", "megatron_rl", "train", str(settings), f"run.directory={run}", f"run.num_steps={GRPO_STEPS}"]
+        found = run_and_watch(command, run / "metrics.jsonl", environment=environment, steps=GRPO_STEPS)
     parts = ", ".join(f"{name} {value:.2f} s" for name, value in found.items())
     rate = prompts * samples * tokens / found["step"]
     print(
@@ -303,3 +303,6 @@ def _write_tokenizer(model: Path, vocab: int) -> list[str]:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(model)
     return words
+
+
+PARTS = {"training": bench_training, "weights": bench_weights, "sleep": bench_sleep, "step": bench_step}
