@@ -43,6 +43,7 @@ with quiet_megatron_imports():
 GPU_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s by the vendor's data sheets."""
 MICRO_BATCHES, LONGEST, TURNS, GRPO_STEPS = 4, 4096, 3, 5
+PROMPT_TOKENS = 16
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 COIN = "def score(*, sample):\n    return float(len(sample.response_text) % 2)\n"
 PUBLISHED = {
@@ -270,13 +271,17 @@ def _task(node: Node, sizes: Sizes) -> Iterator[tuple[Path, dict[str, str]]]:
     random = np.random.default_rng(0)
     with (node.directory / "train.jsonl").open("w") as file:
         for _ in range(4 * prompts):
-            file.write(json.dumps({"prompt": " ".join(words[index] for index in random.integers(2, len(words), 16)), "label": ""}) + "\n")
+            file.write(
+                json.dumps({"prompt": " ".join(words[index] for index in random.integers(2, len(words), PROMPT_TOKENS)), "label": ""})
+                + "\n"
+            )
     (node.directory / "coin.py").write_text(COIN)
     several = node.num_gpus > 1
     settings = {
         "run": {"eval_interval": 0, "save_interval": 0},
         "model": {"path": str(model), "dtype": node.dtype},
-        "data": {"train": str(node.directory / "train.jsonl"), "prompts_per_step": prompts, "samples_per_prompt": samples},
+        "data": {"train": str(node.directory / "train.jsonl"), "prompts_per_step": prompts, "samples_per_prompt": samples}
+        | {"max_prompt_tokens": PROMPT_TOKENS},
         "objective": {"preset": "grpo"},
         "rollout": {"num_engines": node.num_gpus, "sampling": {"max_response_tokens": tokens}},
         "reward": {"function": "coin:score"},
