@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a rehearsal is for machines without a GPU")
 @pytest.mark.timeout(900)
 def test_every_part_runs_in_a_rehearsal() -> None:
     command = [sys.executable, "tools/bench/gpu.py", "--rehearse"]

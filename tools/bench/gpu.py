@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -36,7 +37,6 @@ PARTS = ("kernels", "training", "weights", "sleep", "step")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STAND_INS = 2
 """Processes in the place of GPUs."""
-GRPO_STEPS = 5
 GIB = 2**30
 PUBLISHED = """\
   published on one H100 at 8,192 tokens, vocabulary 151,936, hidden 4,096, bfloat16 (huggingface/trl#7244):
@@ -169,10 +169,9 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=4096, help="hidden size of the kernels part")
     parser.add_argument("--rehearse", action="store_true", help="run every part in small sizes on the CPU, to try this script")
     arguments = parser.parse_args()
-    if arguments.rehearse:
-        # Read when the kernels are imported.
-        os.environ["TRITON_INTERPRET"] = "1"
-    elif DEVICE == "cpu":
+    if arguments.rehearse and DEVICE == "cuda":
+        parser.error("--rehearse is for a machine without GPUs; on this one leave it out")
+    if DEVICE == "cpu" and not arguments.rehearse:
         print("gpu: nothing was measured, because this machine has no GPU that torch can use; run it on one with CUDA.")
         return 0
     print(f"a rehearsal on the CPU, torch {torch.__version__}" if arguments.rehearse else f"{torch.cuda.get_device_name()}, {_stack()}")
@@ -189,13 +188,15 @@ def _stack() -> str:
 def run_part(part: str, arguments: argparse.Namespace) -> bool:
     """Run one part, with ranks and engines of its own; False when it failed, which it says."""
     try:
-        if part == "kernels":
-            sizes = (4, 64, 8) if arguments.rehearse else (arguments.tokens, arguments.vocab, arguments.hidden)
-            bench_kernels(*sizes, others=[] if arguments.rehearse else other_sizes(arguments.vocab))
-            if DEVICE == "cuda":
-                torch.cuda.empty_cache()
-        else:
+        if part != "kernels":
             _run_on_node(part, rehearse=arguments.rehearse)
+        elif arguments.rehearse:
+            # The kernels read it when they are imported; ranks and engines are not to have it.
+            with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+                bench_kernels(4, 64, 8, others=[])
+        else:
+            bench_kernels(arguments.tokens, arguments.vocab, arguments.hidden, others=other_sizes(arguments.vocab))
+            torch.cuda.empty_cache()
     except (MegatronRLError, RuntimeError) as error:
         print(f"{part}: failed: {error}", flush=True)
         return False
@@ -214,12 +215,7 @@ def _run_on_node(part: str, *, rehearse: bool) -> None:
         # A sync has one rank and one engine, each on a GPU of its own where there are two.
         count = min(2, num_gpus) if part in ("weights", "sleep") else num_gpus
         with closing(Node("cpu" if rehearse else "cuda", num_gpus=count, directory=Path(directory))) as node:
-            if part == "step":
-                gpu_system.bench_step(node, sizes, steps=GRPO_STEPS)
-            else:
-                {"training": gpu_system.bench_training, "weights": gpu_system.bench_weights, "sleep": gpu_system.bench_sleep}[part](
-                    node, sizes
-                )
+            gpu_system.PARTS[part](node, sizes)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ with quiet_megatron_imports():
 
 GPU_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s by the vendor's data sheets."""
-MICRO_BATCHES, LONGEST, TURNS = 4, 4096, 3
+MICRO_BATCHES, LONGEST, TURNS, GRPO_STEPS = 4, 4096, 3, 5
+PROMPT_TOKENS = 16
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 COIN = "def score(*, sample):\n    return float(len(sample.response_text) % 2)\n"
 PUBLISHED = {
@@ -246,13 +247,13 @@ async def _sync_once(node: Node, address: EngineAddress, model: Path, sizes: Siz
 # A GRPO step
 
 
-def bench_step(node: Node, sizes: Sizes, *, steps: int) -> None:
+def bench_step(node: Node, sizes: Sizes) -> None:
     """Print the seconds of a GRPO step with its parts: `megatron-rl train` on all GPUs, ranks and engines in turns."""
     prompts, samples, tokens = sizes.step
     with _task(node, sizes) as (settings, environment):
         run = node.directory / "run-of-a-step"
-        command = [sys.executable, "-m", "megatron_rl", "train", str(settings), f"run.directory={run}", f"run.num_steps={steps}"]
-        found = run_and_watch(command, run / "metrics.jsonl", environment=environment, steps=steps)
+        command = [sys.executable, "-m", "megatron_rl", "train", str(settings), f"run.directory={run}", f"run.num_steps={GRPO_STEPS}"]
+        found = run_and_watch(command, run / "metrics.jsonl", environment=environment, steps=GRPO_STEPS)
     parts = ", ".join(f"{name} {value:.2f} s" for name, value in found.items())
     rate = prompts * samples * tokens / found["step"]
     print(
@@ -270,13 +271,17 @@ def _task(node: Node, sizes: Sizes) -> Iterator[tuple[Path, dict[str, str]]]:
     random = np.random.default_rng(0)
     with (node.directory / "train.jsonl").open("w") as file:
         for _ in range(4 * prompts):
-            file.write(json.dumps({"prompt": " ".join(words[index] for index in random.integers(2, len(words), 16)), "label": ""}) + "\n")
+            file.write(
+                json.dumps({"prompt": " ".join(words[index] for index in random.integers(2, len(words), PROMPT_TOKENS)), "label": ""})
+                + "\n"
+            )
     (node.directory / "coin.py").write_text(COIN)
     several = node.num_gpus > 1
     settings = {
         "run": {"eval_interval": 0, "save_interval": 0},
         "model": {"path": str(model), "dtype": node.dtype},
-        "data": {"train": str(node.directory / "train.jsonl"), "prompts_per_step": prompts, "samples_per_prompt": samples},
+        "data": {"train": str(node.directory / "train.jsonl"), "prompts_per_step": prompts, "samples_per_prompt": samples}
+        | {"max_prompt_tokens": PROMPT_TOKENS},
         "objective": {"preset": "grpo"},
         "rollout": {"num_engines": node.num_gpus, "sampling": {"max_response_tokens": tokens}},
         "reward": {"function": "coin:score"},
@@ -303,3 +308,6 @@ def _write_tokenizer(model: Path, vocab: int) -> list[str]:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(model)
     return words
+
+
+PARTS = {"training": bench_training, "weights": bench_weights, "sleep": bench_sleep, "step": bench_step}
