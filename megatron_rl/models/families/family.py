@@ -29,7 +29,7 @@ class Family:
     """What sets one architecture apart. Where config.json gives no value, `default_...` is what transformers takes for this family.
 
     `proved` is what tests show beyond one rank that equals transformers: sizes of layouts, weights sent to a real engine, quantised files.
-    `not_synced` says for a family without "sync" what keeps a real engine from running it where no GPU is, or that nobody has tried.
+    `not_synced` says for a family without "sync" what keeps a real engine from running it where no GPU is.
     `ignored` are keys of config.json that only this family has and that say nothing about what the network computes,
     `fixed` those of which only one value is supported. `names` are those of its tensors.
     `activation` is that of the MLP, whose limit, if it has one, is at `activation_limit_key`; `zero_centered_norms` multiply by 1 + weight;

@@ -6,7 +6,7 @@ from megatron_rl.models.tensor_names import TensorNames
 FAMILY = Family(
     architecture="GlmForCausalLM",
     proved=DENSE_LAYOUTS,
-    not_synced="no test yet; it has no model of its own and is run by that of transformers",
+    not_synced="SGLang has no model of its own for it, and refuses that of transformers 5: Unsupported TP style 'colwise_gather_output'",
     default_norm_epsilon=1.5625e-7,
     qkv_bias=None,
     default_attention_bias=True,

@@ -5,8 +5,7 @@ from megatron_rl.models.tensor_names import TensorNames
 
 FAMILY = Family(
     architecture="GptOssForCausalLM",
-    proved=MIXTURE_LAYOUTS | {"quantised source"},
-    not_synced="its attention there, TorchNativeAttnBackend.forward_extend, takes no sinks",
+    proved=MIXTURE_LAYOUTS | {"quantised source", "sync"},
     default_norm_epsilon=1e-5,
     default_head_dim=64,
     qkv_bias=True,

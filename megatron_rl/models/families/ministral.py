@@ -8,7 +8,7 @@ from megatron_rl.models.families.family import DENSE_LAYOUTS
 FAMILY = dataclasses.replace(
     mistral.FAMILY,
     architecture="MinistralForCausalLM",
-    proved=DENSE_LAYOUTS,
-    not_synced="no test yet; it has no model of its own and is run by that of transformers",
+    # SGLang has no model of its own for it and runs that of transformers.
+    proved=DENSE_LAYOUTS | {"sync"},
     windows="given",
 )

@@ -5,8 +5,7 @@ from megatron_rl.models.tensor_names import TensorNames
 
 FAMILY = Family(
     architecture="Qwen2MoeForCausalLM",
-    proved=MIXTURE_LAYOUTS,
-    not_synced="the gate of its shared expert is a Triton kernel (RuntimeError: 0 active drivers ([]). There should only be one.)",
+    proved=MIXTURE_LAYOUTS | {"sync"},
     qkv_bias=True,
     router="softmax",
     shared_gate=True,
