@@ -27,14 +27,17 @@ def session_processes(driver: int) -> list[int]:
         # Those that end at this moment, and those of other users.
         with contextlib.suppress(OSError):
             # In another container another process may have this id.
-            if os.readlink(f"/proc/{name}/ns/pid") != os.readlink("/proc/self/ns/pid"):
-                continue
-            # Not who only reads a log.
-            if any(
-                log.search(os.readlink(f"{files}/{file}")) and os.lstat(f"{files}/{file}").st_mode & 0o200 for file in os.listdir(files)
-            ):
+            here = os.readlink(f"/proc/{name}/ns/pid") == os.readlink("/proc/self/ns/pid")
+            if here and any(_writes(f"{files}/{file}", log) for file in os.listdir(files)):
                 found.append(int(name))
     return found
+
+
+def _writes(file: str, log: "re.Pattern[str]") -> bool:
+    """Whether `file`, one that a process has open, is a `log` that it does not only read; not where it is closed at this moment."""
+    with contextlib.suppress(OSError):
+        return log.search(os.readlink(file)) is not None and bool(os.lstat(file).st_mode & 0o200)
+    return False
 
 
 def main(driver: int, timeout_s: float) -> None:

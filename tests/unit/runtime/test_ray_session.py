@@ -186,6 +186,21 @@ time.sleep(60)
                 process.kill()
 
 
+def test_a_process_that_closes_a_file_at_this_moment_is_found_nevertheless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "session_1_123456" / "logs").mkdir(parents=True)
+    readlink = os.readlink
+
+    def first_is_closed(path: str) -> str:
+        if path == f"/proc/{os.getpid()}/fd/0":
+            raise FileNotFoundError(path)
+        return readlink(path)
+
+    monkeypatch.setattr(os, "readlink", first_is_closed)
+    with (tmp_path / "session_1_123456" / "logs" / "raylet.out").open("w"):
+        assert ray_reaper.session_processes(123456) == [os.getpid()]
+    assert ray_reaper.session_processes(123456) == []
+
+
 def test_ray_still_names_its_session_by_its_driver() -> None:
     """When this fails, look how `ray_reaper` finds the processes of a session."""
     assert 'f"session_{date_str}_{os.getpid()}"' in inspect.getsource(Node)
