@@ -148,7 +148,8 @@ def test_value_loss_falls_and_the_policy_moves(make_trainer: MakeTrainer, tiny_m
 
 
 def test_the_policy_waits_while_the_critic_warms_up(make_trainer: MakeTrainer, tiny_model: TinyModel) -> None:
-    trainer = make_trainer(tiny_model(), PPO, optimizer=OPTIMIZER, critic={"warmup_steps": 3})
+    steered = {**PPO, "kl_loss_coef": 0.1, "kl_control": {"target": 100.0, "horizon": 10.0}}
+    trainer = make_trainer(tiny_model(), steered, optimizer=OPTIMIZER, critic={"warmup_steps": 3})
     before = {name: tensor.clone() for name, tensor in trainer.weights()}
     first, second = train(trainer, optimizer_steps=2)
     assert first["train/lr"] == second["train/lr"] == 0.0 and first["train/critic_lr"] == pytest.approx(1e-3)
@@ -157,7 +158,9 @@ def test_the_policy_waits_while_the_critic_warms_up(make_trainer: MakeTrainer, t
     train(trainer)
     for name, tensor in trainer.weights():
         assert torch.equal(tensor, before[name]), name
-    assert train(trainer)[0]["train/lr"] == 1e-4
+    begun = train(trainer)[0]
+    assert begun["train/lr"] == 1e-4 and begun["train/kl_loss_coef"] == 0.1, "controllers wait as well"
+    assert train(trainer)[0]["train/kl_loss_coef"] < 0.1
     assert any(not torch.equal(tensor, before[name]) for name, tensor in trainer.weights())
 
 

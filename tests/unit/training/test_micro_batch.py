@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
+from megatron_rl.training.micro_batch import MicroBatch, MicroBatches, make_micro_batch
 from megatron_rl.types import TrainBatch
 
 LENGTHS = [4, 7, 1, 6, 2]
@@ -95,3 +95,18 @@ def test_a_micro_batch_without_rows_is_padding_that_nobody_counts(batch: TrainBa
     assert part.routed.recorded is not None and not part.routed.recorded.any()
     assert part.routed.sequence_lengths.tolist() == [1], "a length that can be divided by"
     assert part.routed.counted.tolist() == [False]
+
+
+@pytest.mark.parametrize(("cp", "num_passes"), [(1, 3), (2, 2)])
+def test_the_budget_of_a_forward_pass_is_that_of_each_context_parallel_rank(batch: TrainBatch, cp: int, num_passes: int) -> None:
+    """Of 20 tokens 8 fit at once; under cp 2 the sequences are padded to 28 in all, of which each rank holds a half."""
+    topology: Any = SimpleNamespace(cp=cp, pad_to=1, vpp=1, pp=1, dp=2)
+    found = []
+    for dp_rank in range(2):
+        place: Any = SimpleNamespace(cp_rank=0, dp_rank=dp_rank)
+        passes = MicroBatches(topology, place, torch.device("cpu"), max_tokens=8)
+        whole = passes.of_all_tokens(batch, divided=False)
+        assert len(whole) == num_passes and sorted(row for part in whole for row in part.rows.tolist()) == [0, 1, 2, 3, 4]
+        assert max(part.input_ids.shape[1] for part in whole) <= 8
+        found += [row for part in passes.of_all_tokens(batch, divided=True) for row in part.rows.tolist()]
+    assert sorted(found) == [0, 1, 2, 3, 4], "the ranks share them"
