@@ -169,6 +169,10 @@ def measure(rank: int, model: Path, layout: str, turns: int, results: Any) -> No
     with Trainer.of(settings_of(model, layout), rank=rank, init_method=f"file://{directory}/rendezvous-{layout}") as trainer:
         trainer.save(saved)
         floors = Floors(saved, rank=rank)
+        distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(saved)
+        distributed.barrier()
         for _ in range(turns + 1):
             timed("save", lambda: trainer.save(saved))
             timed("floor of save", lambda: floors.write(directory / f"floor-{rank}"))
@@ -185,7 +189,7 @@ def measure(rank: int, model: Path, layout: str, turns: int, results: Any) -> No
             timed("rest of that", trainer.finish_saves)
             if rank == 0:
                 sizes = [sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) for folder in (saved, exported)]
-                for name in ("exported", "copy", "copy-2", "copy-3", "later", "later-hf"):
+                for name in ("saved", "exported", "copy", "copy-2", "copy-3", "later", "later-hf"):
                     shutil.rmtree(directory / name)
             (directory / f"floor-{rank}").unlink()
             distributed.barrier()
