@@ -175,6 +175,8 @@ def check_allocator() -> None:
 def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
     """Memory [num_bytes] uint8 that other processes can open: any of a GPU, a file of /dev/shm on the CPU."""
     if device.type == "cuda":
+        # Buckets that engines have let go of are free only once somebody looks.
+        torch.cuda.ipc_collect()
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
     return torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -1,9 +1,11 @@
 """Training, checkpoints and exports keep to what NCCL asks of its callers, which gloo does not: `tests/rehearsal/nccl_rules.py`."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from layout_runs import make_settings, make_trainer, run_cases, train_batches
@@ -97,6 +99,41 @@ def test_what_nccl_allows_is_no_broken_rule() -> None:
     assert broken_rules([[message("isend", 1), message("irecv", 1)], [message("irecv", 0), message("isend", 0)]]) == []
     uneven = [[reduce(numel, name="all_to_all_single")] for numel in (3, 5)]
     assert broken_rules(uneven) == broken_rules([[reduce()], [reduce()]]) == []
+
+
+def accidents(rank: int, world_size: int, init_method: str) -> tuple[str, list[Call]]:
+    """What a tensor of host memory is told, and what is written of a group that rank 0 makes alone."""
+    import nccl_rules
+    import pretended_gpu
+    from torch import distributed
+
+    pretended_gpu.pretend()
+    calls = nccl_rules.record()
+    device = torch.device("cuda", 0)
+    distributed.init_process_group("nccl", init_method=init_method, rank=rank, world_size=world_size, device_id=device)
+    distributed.all_reduce(torch.ones(2, device=device))
+    distributed.all_reduce(torch.from_numpy(np.ones(2)).to(device))
+    try:
+        distributed.all_reduce(torch.ones(2, device=device).cpu())
+    except TypeError as error:
+        refused = str(error)
+    distributed.new_group([0])
+    calls_of_all = len(calls)
+    if rank == 0:
+        store = distributed.HashStore()
+        distributed.distributed_c10d._new_process_group_helper(
+            1, 0, [], distributed.Backend("gloo"), store, group_name="alone", timeout=timedelta(seconds=20), backend_options=None
+        )
+    assert calls_of_all >= 3
+    return refused, list(calls)
+
+
+def test_host_memory_and_a_split_by_one_rank_are_noticed(run_ranks: Callable[..., list[Any]]) -> None:
+    """A group of an engine that is made while the trainer's is bound to a device waits for all of the trainer's ranks."""
+    (refused, first), (_, second) = run_ranks(accidents, 2)
+    assert refused == "NCCL takes tensors of the GPU, all_reduce got one of host memory"
+    (sentence,) = broken_rules([first, second])
+    assert sentence.startswith("collective 3 of ranks (0, 1)") and "split" in sentence and "None" in sentence
 
 
 def test_dtypes_and_strides_that_nccl_lacks_are_refused() -> None:

@@ -305,3 +305,11 @@ def test_what_may_be_left_are_the_file_and_the_helpers_directory() -> None:
     file, directory = shared_files(flat)
     assert file.stat().st_size >= 16
     assert directory.is_dir() and directory.name.startswith("torch-shm-dir")
+
+
+def test_what_engines_have_let_go_of_is_collected_before_the_next_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: events.append("collect"))
+    monkeypatch.setattr(torch, "empty", lambda *_sizes, device, **_named: events.append(f"allocate on {device}"))
+    allocate_shared(8, torch.device("cuda"))
+    assert events == ["collect", "allocate on cuda"]
