@@ -4,7 +4,10 @@ import multiprocessing
 import os
 import sys
 import types
+from importlib.metadata import version
 from typing import TYPE_CHECKING
+
+from packaging.version import Version
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +59,9 @@ def allocate_host_memory_unpinned() -> None:
 
 def gate_shared_experts_in_torch() -> None:
     """Let Qwen2-MoE run: the gate of its shared expert is a Triton kernel on every device. Before SGLang's models are imported."""
+    if Version(version("sglang")) < Version("0.5.23"):
+        # Whose kernel may be elsewhere: it was not looked for.
+        return
     from sglang.kernels.ops.elementwise import elementwise
 
     elementwise.fused_gate_sigmoid_mul_add = add_gated
