@@ -34,8 +34,9 @@ def prepare_environment(settings: RuntimeSettings) -> None:
         # Makes ray use 127.0.0.1 where it would look up the machine's own address.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        # Ray's own deadlines, 30 to 60 s, within which its parts have to find each other. See also `_waiting_for_the_node`.
-        for name in ("gcs_server_port_wait_time_s", "raylet_start_wait_time_s", "worker_register_timeout_seconds"):
+        # Ray's own deadlines, 30 to 60 s, within which its parts have to find each other. For the node it is `_waiting_for_the_node` that
+        # waits: with a longer raylet_start_wait_time_s one question would take all of that time, although the node has ended.
+        for name in ("gcs_server_port_wait_time_s", "worker_register_timeout_seconds"):
             os.environ[f"RAY_{name}"] = f"{RAY_START_S:.0f}"
 
 
@@ -113,6 +114,10 @@ def _start_local(num_processes: int, before: set[psutil.Process]) -> None:
         )
 
 
+class _EndedError(Exception):
+    """A process of Ray ended. No RuntimeError, which tells Ray that its node is not there yet."""
+
+
 @contextmanager
 def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
     """Let Ray's node come up as late as RAY_START_S, and notice at once when a process of it, a child not in `before`, has ended.
@@ -131,9 +136,7 @@ def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
             except RuntimeError as error:
                 ended = _ended_names(set(psutil.Process().children()) - before)
                 if ended:
-                    raise WorkerDiedError(
-                        f"Ray did not start: {ended[0]} ended; see the logs below {_ray_directory()}/session_latest"
-                    ) from error
+                    raise _EndedError(ended[0]) from error
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"Ray's node did not come up within {RAY_START_S:.0f} s; the machine has a load of {os.getloadavg()[0]:.0f} "
@@ -144,6 +147,8 @@ def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
     services.get_node = get_node
     try:
         yield
+    except _EndedError as error:
+        raise WorkerDiedError(f"Ray did not start: {error} ended; see the logs below {_ray_directory()}/session_latest") from error
     finally:
         services.get_node = ask
 

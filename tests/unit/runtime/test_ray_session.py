@@ -48,7 +48,10 @@ class Rays:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.node[0] == "true":
             os.waitid(os.P_PID, self.started[0].pid, os.WEXITED | os.WNOWAIT)
-        assert services.get_node("address", "id") == {"address": "address", "id": "id"}
+        try:
+            assert services.get_node("address", "id") == {"address": "address", "id": "id"}
+        except RuntimeError as error:
+            raise Exception("The current node timed out during startup.") from error
 
 
 @pytest.fixture
