@@ -13,13 +13,13 @@ split into generation with reward and training, CPU seconds a step of the whole 
 too only ratios of one call and CPU seconds mean anything. `--threads 1` pins both to one core, `2` to two, on which our
 two ranks and the engine share what TRL has for its two threads.
 
-How far generation can come down: asked for all 1,024 samples in one HTTP call, without log-probs and with nobody else in the run, SGLang's
-server took 0.63 s (its scheduler 0.55 CPU seconds, its HTTP server 0.11; log-probs add nothing that is seen) where TRL's took 0.16 s on
-another day. Half of the scheduler's time is the forward passes, the rest its Python for each request, thinly spread. What is not in
-those figures is ours.
+How far generation can come down by another client: the floor. Our engine, with the arguments of our run, is asked for the samples of a step
+by the same HTTP calls that our client makes, recorded from it, by a client that keeps them as bytes, decodes nothing, scores nothing and
+has the cores to itself. What a step takes above the floor is ours; that the floor is above TRL's time is SGLang's work per request.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -29,9 +29,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import psutil
+
+if TYPE_CHECKING:
+    from megatron_rl.config.settings import Settings
+    from megatron_rl.rollout.engine import EngineAddress
 
 ROOT = Path(__file__).parents[2]
 PROMPTS, SAMPLES, RESPONSE_TOKENS = 128, 8, 4
@@ -85,10 +90,14 @@ def run_and_watch(command: Sequence[str], metrics: Path, *, environment: Mapping
 
 
 def ours(task: Path, directory: Path, *, steps: int) -> list[str]:
-    """The command of our run: the quickstart's, without evaluation and saves."""
-    return [
-        sys.executable,
-        *("-m", "megatron_rl", "train", "examples/arithmetic/grpo.yaml"),
+    """The command of our run."""
+    config, overrides = ours_settings(task, directory, steps=steps)
+    return [sys.executable, "-m", "megatron_rl", "train", str(config), *overrides]
+
+
+def ours_settings(task: Path, directory: Path, *, steps: int) -> tuple[Path, list[str]]:
+    """Settings file and overrides of our run: the quickstart's, without evaluation and saves."""
+    return ROOT / "examples" / "arithmetic" / "grpo.yaml", [
         f"run.directory={directory}",
         f"model.path={task / 'model'}",
         f"data.train={task / 'train.jsonl'}",
@@ -168,6 +177,86 @@ def peer_main(task: Path, metrics: Path, *, steps: int, threads: int) -> None:
     trainer.train()
 
 
+def floor_main(task: Path, metrics: Path, *, steps: int) -> None:
+    """SGLang's server, and the barest client that makes the HTTP calls of our run; the seconds of each step in `metrics`."""
+    from megatron_rl.config.load import load_settings
+    from megatron_rl.rollout.engine import Engine
+    from megatron_rl.rollout.server_args import sent_prompt_tokens
+
+    settings = load_settings(*ours_settings(task, metrics.parent / "floor", steps=steps))
+    engine = Engine(
+        settings.model.path,
+        settings=settings.rollout,
+        device_kind="cpu",
+        dtype="float32",
+        seed=settings.run.seed,
+        log_path=metrics.with_suffix(".log"),
+        max_prompt_tokens=sent_prompt_tokens(settings),
+    )
+    try:
+        asyncio.run(_time_floor(engine.start(), settings, metrics))
+    finally:
+        engine.stop()
+
+
+async def _time_floor(address: "EngineAddress", settings: "Settings", metrics: Path) -> None:
+    import aiohttp
+
+    recorded = await _calls_of_each_step(address, settings)
+    headers = {"Authorization": f"Bearer {address.api_key}", "Content-Type": "application/json"}
+    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def ask(path: str, body: bytes) -> None:
+            async with session.post(address.url + path, data=body) as response:
+                await response.read()
+                assert response.status == 200, f"HTTP {response.status}"
+
+        for calls in recorded:
+            start = time.perf_counter()
+            await asyncio.gather(*(ask(*call) for call in calls))
+            row = {"time/rollout_wait": time.perf_counter() - start, "time/train": 0.0}
+            with metrics.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+async def _calls_of_each_step(address: "EngineAddress", settings: "Settings") -> list[list[tuple[str, bytes]]]:
+    """Path and body of each HTTP call that our client makes for the samples of each step, with its own way of putting them together."""
+    from megatron_rl.data.source import PromptSource
+    from megatron_rl.data.tokenizer import load_tokenizer
+    from megatron_rl.rollout.client import EngineClient
+    from megatron_rl.rollout.engine_pool import EnginePool
+    from megatron_rl.rollout.groups import GroupMaker, make_groups
+    from megatron_rl.rollout.sampling import make_sampling
+    from megatron_rl.rollout.transport import Transport
+
+    calls: list[tuple[str, bytes]] = []
+    call = Transport.call
+
+    async def recorded(self: Transport, method: str, path: str, body: Any = None, **options: Any) -> Any:
+        calls.append((path, json.dumps(body).encode()))
+        return await call(self, method, path, body, **options)
+
+    tokenizer = load_tokenizer(settings.model.path)
+    source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed)
+    steps = []
+    with patch.object(Transport, "call", recorded):
+        async with EngineClient(address, request_timeout_s=settings.rollout.request_timeout_s) as client:
+            maker = GroupMaker(
+                pool=EnginePool([client], max_requests=settings.rollout.max_concurrent_requests),
+                sampling=make_sampling(settings.rollout.sampling, eos_token_ids=[tokenizer.eos_token_id]),
+                num_samples=SAMPLES,
+                tokenizer=tokenizer,
+                score=None,
+                seed=settings.run.seed,
+            )
+            for _ in range(settings.run.num_steps):
+                async for _group in make_groups(source.next_prompts(PROMPTS), maker):
+                    pass
+                steps.append(list(calls))
+                calls.clear()
+    return steps
+
+
 def check_peer(python: str) -> None:
     """Exit with a sentence when the peer's environment lacks something."""
     probe = f"import importlib.util as u; print(*[n for n in {(*PEER_PACKAGES, 'torch', 'transformers')!r} if u.find_spec(n) is None])"
@@ -180,20 +269,22 @@ def check_peer(python: str) -> None:
 
 
 def compare(task: Path, directory: Path, *, peer: str, steps: int, turns: int, threads: int) -> None:
-    """Print the figures of both, taken in turns on `threads` cores."""
-    found: dict[str, list[dict[str, float]]] = {"megatron_rl": [], "TRL": []}
+    """Print the figures of all, taken in turns on `threads` cores."""
+    found: dict[str, list[dict[str, float]]] = {"megatron_rl": [], "floor": [], "TRL": []}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     cores = sorted(os.sched_getaffinity(0))[:threads]
     pinned = ["taskset", "-c", ",".join(map(str, cores))]
+    this = [str(Path(__file__).resolve()), "--peer", peer, "--steps", str(steps), "--threads", str(threads)]
     for turn in range(turns):
-        run, metrics = directory / f"ours-{threads}-{turn}", directory / f"peer-{threads}-{turn}.jsonl"
-        command = [*pinned, *ours(task, run, steps=steps)]
-        found["megatron_rl"].append(
-            run_and_watch(command, run / "metrics.jsonl", environment={**environment, "OMP_NUM_THREADS": "1"}, steps=steps)
-        )
-        own = [str(Path(__file__).resolve()), "--peer", peer, "--as-peer", str(task), str(metrics)]
-        command = [*pinned, peer, *own, "--steps", str(steps), "--threads", str(threads)]
-        found["TRL"].append(run_and_watch(command, metrics, environment={**environment, "OMP_NUM_THREADS": str(threads)}, steps=steps))
+        run = directory / f"ours-{threads}-{turn}"
+        floor, other = (directory / f"{name}-{threads}-{turn}.jsonl" for name in ("floor", "peer"))
+        for name, command, metrics, num_threads in (
+            ("megatron_rl", ours(task, run, steps=steps), run / "metrics.jsonl", 1),
+            ("floor", [sys.executable, *this, "--as-floor", str(task), str(floor)], floor, 1),
+            ("TRL", [peer, *this, "--as-peer", str(task), str(other)], other, threads),
+        ):
+            variables = {**environment, "OMP_NUM_THREADS": str(num_threads)}
+            found[name].append(run_and_watch([*pinned, *command], metrics, environment=variables, steps=steps))
     figures = {name: {key: min(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()}
     print(
         f"{PROMPTS} prompts × {SAMPLES} samples of at most {RESPONSE_TOKENS} tokens, {threads} cores, seconds a step, best of {turns} runs"
@@ -201,6 +292,12 @@ def compare(task: Path, directory: Path, *, peer: str, steps: int, turns: int, t
     for key, own_s in figures["megatron_rl"].items():
         other_s = figures["TRL"][key]
         print(f"  {key:<24}{own_s:>7.2f} megatron_rl{other_s:>7.2f} TRL{own_s / other_s:>7.2f} times as long")
+    own, least_s = figures["megatron_rl"], figures["floor"]["generation and reward"]
+    bound = (own["step"] - own["generation and reward"] + least_s) / figures["TRL"]["step"]
+    print(
+        f"  SGLang's server for the same HTTP calls of the barest client {least_s:.2f} s ({figures['floor']['CPU']:.2f} CPU s): "
+        f"{own['generation and reward'] - least_s:.2f} s are ours, and a step at that floor would be {bound:.2f} times TRL's"
+    )
 
 
 def main() -> int:
@@ -211,7 +308,12 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=2, help="runs of each")
     parser.add_argument("--threads", type=int, nargs="+", default=[2], help="cores to run on")
     parser.add_argument("--as-peer", nargs=2, metavar=("TASK", "METRICS"), help=argparse.SUPPRESS)
+    parser.add_argument("--as-floor", nargs=2, metavar=("TASK", "METRICS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.as_floor:
+        task, metrics = map(Path, arguments.as_floor)
+        floor_main(task, metrics, steps=arguments.steps)
+        return 0
     if arguments.as_peer:
         task, metrics = map(Path, arguments.as_peer)
         peer_main(task, metrics, steps=arguments.steps, threads=arguments.threads[0])
