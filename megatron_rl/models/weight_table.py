@@ -291,7 +291,10 @@ def combine(sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, t
 
 
 def fill(parameter: Tensor, sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, tp_rank: int, tp: int) -> None:
-    """Give `parameter`, contiguous, its `shard` of what `combine` makes of the Hugging Face tensors: without it, where most bytes are."""
+    """Give `parameter` [rows, columns] or [rows], contiguous, its `shard` of what `combine` makes of the Hugging Face tensors.
+
+    The whole is not made where most bytes are.
+    """
     if sharding is Sharding.GATE_UP:
         for part, tensor in zip(parameter.chunk(2), tensors, strict=True):
             part.copy_(tensor.chunk(tp)[tp_rank])
