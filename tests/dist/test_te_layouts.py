@@ -93,7 +93,8 @@ def run_on_torch_layers(
     with device_waits.counted_waits(Path(megatron_rl.__file__).parent) as lines:
         steps = trainer.train_shard(shard)
     assert len(steps) == 2
-    assert sum(step["train/num_micro_batches"].value for step in steps) > 6, "steps of few micro-batches show nothing"
+    if rank == 0:
+        assert sum(step["train/num_micro_batches"].value for step in steps) >= 6, "steps of few micro-batches show nothing"
     trainer.load(Path(directory) / "saved")
     return outcome, {name: torch.equal(tensor, saved[name]) for name, tensor in trainer.weights()}, dict(lines)
 
