@@ -23,7 +23,7 @@ def check(source):
 @pytest.fixture
 def cheap_model(monkeypatch):
     def of_the_table(spec):
-        return {rule.megatron: parameter_shape(rule, spec) for rule in rules(spec) if rule.exported}
+        return {rule.megatron: parameter_shape(rule) for rule in rules(spec) if rule.exported}
 
     monkeypatch.setattr(verification, "model_shapes", of_the_table)
 

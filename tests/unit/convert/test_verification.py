@@ -25,7 +25,7 @@ def cheap_model(monkeypatch):
     """That the model has the parameters that the table makes is tested beside this file."""
 
     def of_the_table(spec):
-        return {rule.megatron: parameter_shape(rule, spec) for rule in rules(spec) if rule.exported}
+        return {rule.megatron: parameter_shape(rule) for rule in rules(spec) if rule.exported}
 
     monkeypatch.setattr(verification, "model_shapes", of_the_table)
 

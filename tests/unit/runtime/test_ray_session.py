@@ -131,7 +131,11 @@ def test_a_reaper_is_there_from_before_ray_to_its_end(machine: Callable[..., Ray
     rays, during = machine(), []
 
     def reapers() -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if ray_reaper.__file__ in child.cmdline()]
+        children = psutil.Process().children()
+        # A process that has just been started has no command line for a moment.
+        while any(child.status() != psutil.STATUS_ZOMBIE and not child.cmdline() for child in children):
+            time.sleep(0.01)
+        return [child for child in children if ray_reaper.__file__ in child.cmdline()]
 
     def init(**arguments: Any) -> None:
         during.append(reapers())
