@@ -32,7 +32,7 @@ class MegatronCheckpoint:
         self._spec, self._config_file = spec, directory / "config.json"
         self._state = TorchDist(path)
         self._rules = [rule for rule in rules(spec) if rule.exported]
-        self._places = {rule.megatron: self._place(rule) for rule in self._rules}
+        self._locations = {rule.megatron: self._location(rule) for rule in self._rules}
         self._check_strangers()
         self.kept = _open_kept(path, spec, directory)
         self._of_tensor = {name: (rule, index) for rule in self._rules for index, name in enumerate(rule.hugging_face)}
@@ -51,7 +51,7 @@ class MegatronCheckpoint:
 
     def dtype(self, rule: Rule) -> torch.dtype:
         """The dtype in which the parameter of `rule` is stored."""
-        return self._state.dtype(self._places[rule.megatron].keys[0])
+        return self._state.dtype(self._locations[rule.megatron].keys[0])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Its shape [...]."""
@@ -72,43 +72,43 @@ class MegatronCheckpoint:
 
     def read_parameter(self, rule: Rule) -> list[Tensor]:
         """The tensors of `rule`, each [...] of its shape. May be called from several threads."""
-        place = self._places[rule.megatron]
-        parts = [self._state.read(key, place.at) for key in place.keys]
+        location = self._locations[rule.megatron]
+        parts = [self._state.read(key, location.at) for key in location.keys]
         if len(parts) == len(rule.tensors) > 1:
             return parts
         return split(rule.sharding, torch.cat(parts) if len(parts) > 1 else parts[0], self._spec)
 
-    def _place(self, rule: Rule) -> "_Place":
+    def _location(self, rule: Rule) -> "_Location":
         """Where a parameter is: its layers and the experts of a layer may be stacked, its halves may be apart."""
         keys = self._state.keys()
-        for place in _places(rule):
-            if keys.issuperset(place.keys):
-                self._check_shape(rule, place)
-                return place
+        for location in _locations(rule):
+            if keys.issuperset(location.keys):
+                self._check_shape(rule, location)
+                return location
         raise UserError(
-            f"checkpoint {self.path} has no {next(_places(rule)).keys[0]}, which the model of {self._config_file} needs for "
+            f"checkpoint {self.path} has no {next(_locations(rule)).keys[0]}, which the model of {self._config_file} needs for "
             f"{rule.hugging_face[0]}; use the config.json that belongs to these weights"
         )
 
-    def _check_shape(self, rule: Rule, place: "_Place") -> None:
+    def _check_shape(self, rule: Rule, location: "_Location") -> None:
         whole = parameter_shape(rule)
-        needed, stacked = (whole[0] // len(place.keys), *whole[1:]), self._stacked_sizes(rule, place)
-        for key in place.keys:
+        needed, stacked = (whole[0] // len(location.keys), *whole[1:]), self._stacked_sizes(rule, location)
+        for key in location.keys:
             shape = self._state.shape(key)
-            got = shape[len(place.at) :]
+            got = shape[len(location.at) :]
             padded = rule.sharding is Sharding.VOCABULARY and len(got) == len(needed) and got[0] >= needed[0] and got[1:] == needed[1:]
-            if shape[: len(place.at)] != stacked or (got != needed and not padded):
+            if shape[: len(location.at)] != stacked or (got != needed and not padded):
                 raise UserError(
                     f"{key} of checkpoint {self.path} has shape {shape}, {self._config_file} needs {(*stacked, *needed)}; use "
                     "the config.json that belongs to these weights"
                 )
 
-    def _stacked_sizes(self, rule: Rule, place: "_Place") -> tuple[int, ...]:
-        layers = (self._spec.num_layers,) if place.stacked_layers else ()
-        return (*layers, self._spec.moe.num_experts) if place.stacked_experts and self._spec.moe is not None else layers
+    def _stacked_sizes(self, rule: Rule, location: "_Location") -> tuple[int, ...]:
+        layers = (self._spec.num_layers,) if location.stacked_layers else ()
+        return (*layers, self._spec.moe.num_experts) if location.stacked_experts and self._spec.moe is not None else layers
 
     def _check_strangers(self) -> None:
-        used = {key for place in self._places.values() for key in place.keys}
+        used = {key for location in self._locations.values() for key in location.keys}
         extra = sorted(key for key in self._state.keys() - used if not _STATE.match(key))
         if self._spec.tie_embeddings and "output_layer.weight" in extra:
             extra.remove("output_layer.weight")
@@ -127,8 +127,8 @@ class MegatronCheckpoint:
 
 def stored_key(rule: Rule) -> tuple[str, tuple[int, ...]]:
     """Key and leading indices under which our own checkpoints have a parameter: layers one by one, the experts of a layer stacked."""
-    place = next(_places(rule))
-    return place.keys[0], place.at
+    location = next(_locations(rule))
+    return location.keys[0], location.at
 
 
 def _open_kept(path: Path, spec: ModelSpec, directory: Path) -> TensorFiles | None:
@@ -141,7 +141,7 @@ def _open_kept(path: Path, spec: ModelSpec, directory: Path) -> TensorFiles | No
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Location:
     """The keys that hold a parameter, two where gate and up are apart, and its indices in their stacks of layers and experts."""
 
     keys: tuple[str, ...]
@@ -150,7 +150,7 @@ class _Place:
     stacked_experts: bool
 
 
-def _places(rule: Rule) -> Iterator[_Place]:
+def _locations(rule: Rule) -> Iterator[_Location]:
     """Where a parameter can be, as releases of megatron-core have stored it; first where our own checkpoints have it."""
     # megatron-core saves norms under the names of Transformer Engine, experts under one of their own, whatever built them.
     names = [rule.megatron] if rule.transformer_engine is None or rule.of_expert else [rule.transformer_engine, rule.megatron]
@@ -167,7 +167,7 @@ def _places(rule: Rule) -> Iterator[_Place]:
                 at = (int(expert[1]),) if stacked_experts else ()
             for stacked_layers in (False,) if layer is None else (False, True):
                 whole = _LAYER.sub("decoder.layers.", key) if stacked_layers else key
-                place = (int(layer[1]), *at) if stacked_layers and layer is not None else at
-                yield _Place((whole,), place, stacked_layers, stacked_experts)
+                location = (int(layer[1]), *at) if stacked_layers and layer is not None else at
+                yield _Location((whole,), location, stacked_layers, stacked_experts)
                 if rule.sharding in (Sharding.GATE_UP, Sharding.STACKED_GATE_UP, Sharding.ALTERNATE_GATE_UP):
-                    yield _Place((f"{whole}_w", f"{whole}_v"), place, stacked_layers, stacked_experts)
+                    yield _Location((f"{whole}_w", f"{whole}_v"), location, stacked_layers, stacked_experts)

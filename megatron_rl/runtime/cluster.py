@@ -57,7 +57,7 @@ def no_gpu(gpu: str, where: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class Reservation:
     """A placement on machines: node i of `placement` is bundle `bundles[i]` of the reserved `group`.
 
     `variables` of the environment are set in every process that is started there.
@@ -89,9 +89,9 @@ class Places:
 
 
 @contextmanager
-def reserved_places(
+def reserved(
     needs: Needs, *, cluster: ClusterSettings, device_kind: DeviceKind, timeout_s: float, variables: Mapping[str, str] | None = None
-) -> "Iterator[Places]":
+) -> "Iterator[Reservation]":
     """Place everything on the nodes of the Ray cluster and reserve the slots there; released with the block.
 
     `variables` of the environment are set in every process there.
@@ -113,7 +113,7 @@ def reserved_places(
                 f"of its own, within {timeout_s:.0f} s, although the cluster has {count_slots(nodes, needs.unit)}; another job holds some "
                 f"of them: stop it, or wait for it"
             )
-        yield Places(placement, group, match_bundles(placement, _bundle_addresses(group)), device_kind, variables or {})
+        yield Reservation(placement, group, match_bundles(placement, _bundle_addresses(group)), device_kind, variables or {})
     finally:
         remove_placement_group(group)
 

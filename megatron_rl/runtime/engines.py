@@ -19,7 +19,7 @@ from megatron_rl.deadlines import ENGINES_STOP_S
 from megatron_rl.rollout.engine import Engine, EngineAddress
 from megatron_rl.rollout.routing_record import MixtureShape
 from megatron_rl.rollout.server_args import sent_prompt_tokens
-from megatron_rl.runtime.cluster import Places, enter_directory, own_gpus
+from megatron_rl.runtime.cluster import Reservation, enter_directory, own_gpus
 from megatron_rl.runtime.watchdog import ACTOR_DEATHS, Watchdog
 
 if TYPE_CHECKING:
@@ -65,14 +65,14 @@ class EngineGroup:
         settings: Settings,
         *,
         model: "EngineModel",
-        places: Places,
+        reservation: Reservation,
         watchdog: Watchdog,
         gpus_of_ranks: Sequence[tuple[str, ...]] = (),
     ) -> None:
         self._settings = settings
         self._watchdog = watchdog
         self._workers = []
-        device_kind, placement = places.device_kind, places.placement
+        device_kind, placement = reservation.device_kind, reservation.placement
         mixture = recorded_mixture(settings)
         for number in range(settings.rollout.num_engines):
             make_engine = partial(
@@ -90,7 +90,7 @@ class EngineGroup:
             )
             beside = placement.ranks_beside(number) if placement.needs.colocated else ()
             shared_gpus = tuple(gpu for rank in beside for gpu in gpus_of_ranks[rank])
-            worker = EngineWorker.options(**places.engine_options(number)).remote(  # type: ignore[attr-defined]
+            worker = EngineWorker.options(**reservation.engine_options(number)).remote(  # type: ignore[attr-defined]
                 make_engine, directory=Path.cwd(), shared_gpus=shared_gpus
             )
             self._workers.append(worker)

@@ -37,7 +37,7 @@ from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.process_variables import shared_variables
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.manager import RolloutManager, reward_log
-from megatron_rl.runtime.cluster import Places, cluster_device_kind, no_gpu, reserved_places
+from megatron_rl.runtime.cluster import Reservation, cluster_device_kind, no_gpu, reserved
 from megatron_rl.runtime.colocation import SharedDevices, Turn
 from megatron_rl.runtime.engine_model import evaluated_model, make_model
 from megatron_rl.runtime.engines import EngineGroup, ranks_per_engine
@@ -170,10 +170,10 @@ def evaluate(settings: Settings) -> None:
             # Nothing is trained on, so nothing has to be kept.
             buffer = stack.enter_context(scratch_directory()).path / BUFFER_FILE
             manager = _open_manager(settings, stack, watchdog, start, buffer=buffer)
-            places = _reserve(settings, stack, start, trains=False)
-            dtype = dtype_name(settings.model, device_kind=places.device_kind)
+            reservation = _reserve(settings, stack, start, trains=False)
+            dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
             model = stack.enter_context(evaluated_model(settings, dtype=dtype, note=start.note))
-            engines = EngineGroup(settings, model=model, places=places, watchdog=watchdog)
+            engines = EngineGroup(settings, model=model, reservation=reservation, watchdog=watchdog)
             stack.callback(engines.stop)
             with start.part("engines"):
                 # What they have started with is what is evaluated.
@@ -192,7 +192,7 @@ def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport"
     tokenizer = load_tokenizer(settings.model.path)
     source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed, need_response=True)
     watchdog = stack.enter_context(Watchdog())
-    trainers = TrainerGroup(settings, places=_reserve(settings, stack, start), watchdog=watchdog)
+    trainers = TrainerGroup(settings, reservation=_reserve(settings, stack, start), watchdog=watchdog)
     with start.part("ranks"):
         trainers.finish_start(trainers.begin_start())
     return partial(SupervisedRun, settings, source=source, trainers=trainers)
@@ -205,14 +205,14 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
     """
     watchdog = stack.enter_context(Watchdog())
     manager = _open_manager(settings, stack, watchdog, start, buffer=settings.run.directory / BUFFER_FILE)
-    places = _reserve(settings, stack, start)
-    if places.device_kind == "cuda" and (wrong := gpu_contradictions(settings)):
+    reservation = _reserve(settings, stack, start)
+    if reservation.device_kind == "cuda" and (wrong := gpu_contradictions(settings)):
         raise joined_error(wrong, origin="on GPUs")
-    dtype = dtype_name(settings.model, device_kind=places.device_kind)
+    dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
     model = make_model(settings, dtype=dtype, note=start.note)
-    trainers = TrainerGroup(settings, places=places, watchdog=watchdog)
-    gpus_of_ranks = trainers.gpus if places.placement.needs.colocated else ()
-    engines = EngineGroup(settings, model=model, places=places, watchdog=watchdog, gpus_of_ranks=gpus_of_ranks)
+    trainers = TrainerGroup(settings, reservation=reservation, watchdog=watchdog)
+    gpus_of_ranks = trainers.gpus if reservation.placement.needs.colocated else ()
+    engines = EngineGroup(settings, model=model, reservation=reservation, watchdog=watchdog, gpus_of_ranks=gpus_of_ranks)
     stack.callback(engines.stop)
     if settings.runtime.colocate:
         # An engine sizes its cache by what is free when it starts.
@@ -232,7 +232,7 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
         # The group of a transport takes memory on the devices, which is there in no other turn.
         devices.take(Turn.SYNC)
     with start.part("weight transport"):
-        sync = _open_sync(settings, manager, trainers, watchdog, places=places, addresses=addresses)
+        sync = _open_sync(settings, manager, trainers, watchdog, reservation=reservation, addresses=addresses)
     return partial(RolloutRun, settings, manager=manager, sync=sync, dtype=dtype, watchdog=watchdog, devices=devices, trainers=trainers)
 
 
@@ -280,11 +280,11 @@ def _open_sync(
     trainers: TrainerGroup,
     watchdog: Watchdog,
     *,
-    places: Places,
+    reservation: Reservation,
     addresses: Sequence[EngineAddress],
 ) -> WeightSync:
     timeout_s = settings.weights.sync_timeout_s
-    make_transport = partial(_make_transport, settings, trainers, places, addresses)
+    make_transport = partial(_make_transport, settings, trainers, reservation, addresses)
     sync = WeightSync(make_transport, ranks=trainers, pool=manager.pool, timeout_s=timeout_s)
     name = "joining trainer and engines"
     watchdog.wait(sync.connect(), name=name, owner="the weight transport", timeout_s=timeout_s + ENGINE_CONTROL_S)
@@ -292,10 +292,10 @@ def _open_sync(
 
 
 def _make_transport(
-    settings: Settings, trainers: TrainerGroup, places: Places, addresses: Sequence[EngineAddress], urls: Sequence[str]
+    settings: Settings, trainers: TrainerGroup, reservation: Reservation, addresses: Sequence[EngineAddress], urls: Sequence[str]
 ) -> WeightTransport:
     """To the engines at `urls`, among those at `addresses`."""
-    device_kind, placement = places.device_kind, places.placement
+    device_kind, placement = reservation.device_kind, reservation.placement
     colocated = addresses if placement.needs.colocated else ()
     surroundings = Surroundings(
         manifest=make_manifest(read_model_spec(settings.model.path), dtype=dtype_name(settings.model, device_kind=device_kind)),
@@ -310,7 +310,7 @@ def _make_transport(
     return TRANSPORTS[settings.weight_transport](surroundings)
 
 
-def _reserve(settings: Settings, stack: ExitStack, start: "StartReport", *, trains: bool = True) -> Places:
+def _reserve(settings: Settings, stack: ExitStack, start: "StartReport", *, trains: bool = True) -> Reservation:
     on_cpu, runtime = Needs.of(settings, device_kind="cpu", trains=trains), settings.runtime
     with start.part("Ray"):
         stack.enter_context(ray_cluster(address=runtime.ray_address, num_processes=on_cpu.num_ranks + on_cpu.num_engines))
@@ -321,9 +321,9 @@ def _reserve(settings: Settings, stack: ExitStack, start: "StartReport", *, trai
     variables = shared_variables(os.environ, device_kind=device_kind, interface=runtime.network_interface)
     if variables:
         start.note(f"every rank and engine has {' '.join(f'{name}={value}' for name, value in variables.items())}")
-    with start.part("places"):
+    with start.part("reservation"):
         return stack.enter_context(
-            reserved_places(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACEMENT_S, variables=variables)
+            reserved(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACEMENT_S, variables=variables)
         )
 
 

@@ -12,7 +12,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.deadlines import RANK_ANSWER_S, RANKS_START_S
 from megatron_rl.observe.metrics import Metric, merge_metrics
 from megatron_rl.rollout.engine import free_port
-from megatron_rl.runtime.cluster import Places, enter_directory, gpu_order, own_gpus
+from megatron_rl.runtime.cluster import Reservation, enter_directory, gpu_order, own_gpus
 from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.training.offload import Part
@@ -109,14 +109,14 @@ class TrainerWorker:
 class TrainerGroup:
     """Starts one actor per rank and calls them together; the first failure ends the call."""
 
-    def __init__(self, settings: Settings, *, places: Places, watchdog: Watchdog) -> None:
+    def __init__(self, settings: Settings, *, reservation: Reservation, watchdog: Watchdog) -> None:
         self._settings = settings
         self._watchdog = watchdog
         # Of every rank, once all have started.
         self._dp_ranks: list[int] = []
         self._nodes = [
-            [TrainerWorker.options(**places.rank_options(node)).remote() for _ in share.ranks]  # type: ignore[attr-defined]
-            for node, share in enumerate(places.placement.nodes)
+            [TrainerWorker.options(**reservation.rank_options(node)).remote() for _ in share.ranks]  # type: ignore[attr-defined]
+            for node, share in enumerate(reservation.placement.nodes)
         ]
 
     @cached_property

@@ -30,7 +30,7 @@ import ray
 from megatron_rl.config.settings import ClusterSettings, Settings
 from megatron_rl.errors import DeadlineError
 from megatron_rl.runtime.await_nodes import await_nodes
-from megatron_rl.runtime.cluster import own_gpus, reserved_places
+from megatron_rl.runtime.cluster import own_gpus, reserved
 from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.trainers import TrainerGroup
@@ -52,12 +52,12 @@ except DeadlineError as error:
     assert "3 of 4 nodes joined" in str(error), error
 
 with ray_cluster(address=sys.argv[1], num_processes=0):
-    with reserved_places(needs, cluster=ClusterSettings(), device_kind="cuda", timeout_s=60, variables={"NCCL_NVLS_ENABLE": "0"}) as places:
-        trainers = TrainerGroup(settings, places=places, watchdog=Watchdog())
+    with reserved(needs, cluster=ClusterSettings(), device_kind="cuda", timeout_s=60, variables={"NCCL_NVLS_ENABLE": "0"}) as reservation:
+        trainers = TrainerGroup(settings, reservation=reservation, watchdog=Watchdog())
         gpus = trainers.gpus
         actors = {actor["ActorID"]: actor["Address"]["NodeID"] for actor in ray._private.state.actors().values()}
         ranks = [(actors[worker._actor_id.hex()], list(held)) for worker, held in zip(trainers.workers, gpus)]
-        engines = [Engine.options(**places.engine_options(number)).remote() for number in range(2)]
+        engines = [Engine.options(**reservation.engine_options(number)).remote() for number in range(2)]
         print(json.dumps({"ranks": ranks, "engines": ray.get([engine.seat.remote() for engine in engines])}))
 """
 

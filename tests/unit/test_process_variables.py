@@ -104,7 +104,7 @@ def test_a_run_hands_them_to_the_places_of_its_processes_and_says_so(monkeypatch
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
     monkeypatch.setattr(session, "cluster_device_kind", lambda: "cuda")
     monkeypatch.setattr(session, "ray_cluster", lambda **_unused: contextlib.nullcontext())
-    monkeypatch.setattr(session, "reserved_places", lambda _needs, **named: contextlib.nullcontext(named["variables"]))
+    monkeypatch.setattr(session, "reserved", lambda _needs, **named: contextlib.nullcontext(named["variables"]))
     start, notes = unittest.mock.MagicMock(), []
     start.note = notes.append
     settings = load_settings(None, ["run.directory=run", "model.path=model", "data.train=train.jsonl"])

@@ -8,7 +8,7 @@ from ray.util.placement_group import PlacementGroup
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import ClusterSettings, TopologySettings
 from megatron_rl.errors import UserError
-from megatron_rl.runtime.cluster import Places, gpu_order, own_gpus, usable_nodes
+from megatron_rl.runtime.cluster import Reservation, gpu_order, own_gpus, usable_nodes
 from megatron_rl.runtime.launch_plan import crossing_notes, placement_rows
 from megatron_rl.runtime.placement import Needs, NodeShare, Placement, match_bundles, nodes_needed, place
 from megatron_rl.training.topology import Topology
@@ -173,10 +173,10 @@ def test_what_a_run_needs_follows_from_its_settings() -> None:
 def test_the_variables_of_a_run_reach_every_process_that_ray_starts() -> None:
     placement = place(needs(2, num_engines=1), nodes=[4])
     variables = {"NCCL_NVLS_ENABLE": "0"}
-    places = Places(placement, PlacementGroup.empty(), (0,), "cuda", variables)
-    for options in (places.rank_options(0), places.engine_options(0)):
+    reservation = Reservation(placement, PlacementGroup.empty(), (0,), "cuda", variables)
+    for options in (reservation.rank_options(0), reservation.engine_options(0)):
         assert options["runtime_env"] == {"env_vars": variables}
-    assert "runtime_env" not in Places(placement, PlacementGroup.empty(), (0,), "cpu", {}).rank_options(0)
+    assert "runtime_env" not in Reservation(placement, PlacementGroup.empty(), (0,), "cpu", {}).rank_options(0)
 
 
 def test_gpus_may_have_numbers_or_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,9 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mapping[str, Sequen
         made: list[Surroundings] = []
         monkeypatch.setattr(session, "TRANSPORTS", {settings.weight_transport: made.append})
         placement = place(Needs.of(settings, device_kind="cuda"), nodes=[8])
-        places: Any = SimpleNamespace(device_kind="cuda", placement=placement)
+        reservation: Any = SimpleNamespace(device_kind="cuda", placement=placement)
         addresses: Any = [SimpleNamespace(url=url) for url in ("a", "b")]
-        session._make_transport(settings, SimpleNamespace(free_address=None), places, addresses, urls)  # type: ignore[arg-type]
+        session._make_transport(settings, SimpleNamespace(free_address=None), reservation, addresses, urls)  # type: ignore[arg-type]
         assert made[0].num_engines == len(urls) and made[0].ranks_per_engine == 2
         return made[0].ranks_beside
 

@@ -105,9 +105,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerGroup]:
     monkeypatch.setattr(module, "TrainerWorker", types.SimpleNamespace(options=lambda **_: types.SimpleNamespace(remote=make_actor)))
     monkeypatch.setattr(module, "ray", types.SimpleNamespace(put=lambda value: value))
     nodes = [types.SimpleNamespace(ranks=(0, 1)), types.SimpleNamespace(ranks=(2, 3))]
-    places: Any = types.SimpleNamespace(rank_options=lambda _: {}, placement=types.SimpleNamespace(nodes=nodes))
+    reservation: Any = types.SimpleNamespace(rank_options=lambda _: {}, placement=types.SimpleNamespace(nodes=nodes))
     with Watchdog() as watchdog:
-        made = TrainerGroup(load_settings(None, SETTINGS), places=places, watchdog=watchdog)
+        made = TrainerGroup(load_settings(None, SETTINGS), reservation=reservation, watchdog=watchdog)
         made.finish_start(made.begin_start())
         yield made
 
