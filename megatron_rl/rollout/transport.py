@@ -13,7 +13,11 @@ FIRST_BACKOFF_S = 0.25
 MAX_ATTEMPTS = 6
 """Attempts of one call, spread over 8 seconds: longer than a busy server drops connections, shorter than a dead one is missed."""
 IDLE_CONNECTION_S = 2.0
-"""An idle connection is not used again after this; the server closes it after 5 s, and a call sent at that moment would be lost."""
+"""An idle connection is not used again after this; the server closes it after 5 s, and a call sent at that moment would be lost.
+
+On a machine so loaded that 3 s pass between the look at the clock and the call it is lost nevertheless: what is tried once has a connection
+of its own.
+"""
 
 _BUSY = 503
 
@@ -27,24 +31,29 @@ class EngineRefusal(EngineError):
 
 
 class Transport:
-    """A pool of connections to one engine. Use as an async context manager, in the event loop that makes the calls."""
+    """A pool of connections to one engine, to be opened, used and closed in one event loop."""
 
     def __init__(self, url: str, api_key: str) -> None:
         self.url = url
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._session: aiohttp.ClientSession | None = None
+        self._single_use: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
         """Open the pool. `trust_env` stays off: a proxy in the environment must not see traffic between our own processes."""
+        self._session = self._new_session(aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S))
+        self._single_use = self._new_session(aiohttp.TCPConnector(limit=0, force_close=True))
+
+    def _new_session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
-        self._session = aiohttp.ClientSession(headers=self._headers, connector=connector, timeout=timeout)
+        return aiohttp.ClientSession(headers=self._headers, connector=connector, timeout=timeout)
 
     async def close(self) -> None:
         """Close all connections; the engine aborts what still runs on them."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        for session in (self._session, self._single_use):
+            if session is not None:
+                await session.close()
+        self._session = self._single_use = None
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, attempts: int = 1) -> Any:
         """The JSON answer (None for an empty one) to one request.
@@ -63,7 +72,7 @@ class Transport:
         for attempt in range(attempts):
             last = attempt == attempts - 1
             try:
-                return await self._attempt(method, path, body)
+                return await self._attempt(method, path, body, session=self._session if attempts > 1 else self._single_use)
             except EngineRefusal as error:
                 if last or error.status != _BUSY:
                     raise
@@ -73,10 +82,10 @@ class Transport:
             await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        if self._session is None:
+    async def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None, *, session: aiohttp.ClientSession | None) -> Any:
+        if session is None:
             raise EngineError(f"the client of {self.url} is not open; use it in an `async with` block")
-        async with self._session.request(method, self.url + path, json=body) as response:
+        async with session.request(method, self.url + path, json=body) as response:
             content = await response.read()
             if response.status != 200:
                 reason = f"{refusal(content)} (HTTP {response.status})"

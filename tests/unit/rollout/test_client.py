@@ -97,6 +97,25 @@ def test_samples_of_one_request_count_on_from_its_seed() -> None:
     assert [each["sampling_seed"] for each in seen[0][1]["sampling_params"]] == [2**56 - 1, 2**56, 2**56 + 1]
 
 
+def test_what_is_tried_once_has_a_connection_of_its_own() -> None:
+    """One that the server closes while it is taken out of the pool would lose the call, which nobody repeats."""
+    connections: list[tuple[str, Any]] = []
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        assert request.transport is not None
+        connections.append((request.path, request.transport.get_extra_info("peername")))
+        return await generates(request, body) if request.path == "/generate" else web.json_response({"weight_version": "3"})
+
+    async def work(client: EngineClient) -> None:
+        for _ in range(3):
+            await client.generate(np.array([1, 2]), sampling=ONE)
+            await client.pause("retract")
+
+    talk(handler, work)
+    used = {path: {peer for other, peer in connections if other == path} for path, _ in connections}
+    assert {path: len(peers) for path, peers in used.items()} == {"/generate": 1, "/pause_generation": 3}
+
+
 def test_the_key_is_sent() -> None:
     keys: list[str | None] = []
 
