@@ -84,15 +84,21 @@ def reach(moment: Moment, run: Any, directory: Path, *, step: int) -> None:
     time.sleep(moment.delay_s)
 
 
+def members(run: Any, words: str) -> list[psutil.Process]:
+    """Those of its processes that have `words` in their command line, the oldest first."""
+    found = []
+    for process in run.descendants():
+        # One that ends at this moment is none.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if words in " ".join(process.cmdline()):
+                found.append((process.create_time(), process))
+    return [process for _, process in sorted(found, key=lambda each: each[0])]
+
+
 def kill_driver(run: Any) -> None:
     """kill -9 for the driver alone, when Ray has logged as much as it does in hours: all goes down by itself."""
-    (log,) = {
-        file.path
-        for process in run.descendants()
-        if process.name() == "raylet"
-        for file in process.open_files()
-        if "raylet.out" in file.path
-    }
+    (raylet,) = members(run, "/raylet/raylet ")
+    (log,) = {file.path for file in raylet.open_files() if "raylet.out" in file.path}
     with open(log, "a") as file:
         file.write(f"{'x' * 99}\n" * 20_000)
     run.process.kill()
@@ -102,8 +108,7 @@ def kill_driver(run: Any) -> None:
 
 def kill_rank(run: Any, *, number: int) -> None:
     """kill -9 for one trainer rank, as the kernel does it where memory runs out: the run ends by itself, and asks to be started again."""
-    ranks = [process for process in run.descendants() if process.is_running() and "ray::TrainerWorker" in " ".join(process.cmdline())]
-    sorted(ranks, key=psutil.Process.create_time)[number].kill()
+    members(run, "ray::TrainerWorker")[number].kill()
     assert run.wait() == RESUMABLE, run.output
     sentence = r"megatron-rl: Megatron rank \d died: .*; the same command with --resume continues after step \d"
     assert re.fullmatch(sentence, run.output.splitlines()[-1]) and "Traceback" not in run.output, run.output
@@ -231,8 +236,7 @@ def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
     directory = tmp_path / "run"
     run = start(*rl_arguments(task, directory, REWARD, *EXACT, "rollout.num_engines=2"))
     run.wait_for(f"  2/{NUM_STEPS}")
-    servers = [process for process in run.descendants() if "megatron_rl.rollout.sglang_server" in " ".join(process.cmdline())]
-    min(servers, key=psutil.Process.create_time).kill()
+    members(run, "megatron_rl.rollout.sglang_server")[0].kill()
     assert run.wait() == 0, run.output
     assert "the run goes on with 1 of 2 engines" in run.output and "Traceback" not in run.output
     assert_same_run(directory, whole)
