@@ -135,8 +135,8 @@ def weights_of(trainer: Any) -> dict[str, np.ndarray]:
     """Whole tensors of policy and critic by Hugging Face names; the critic's head only where this rank holds it."""
     import dataclasses
 
-    from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.hf_weights import export_hf_weights
+    from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.training.trained_model import complete_parameters
 
     weights = {f"policy {name}": tensor.float().numpy().copy() for name, tensor in trainer.weights()}

@@ -31,7 +31,7 @@ def device_and_host_bytes() -> tuple[int, int]:
 
 
 def sleep_and_wake(trainer: Any) -> dict[str, Any]:
-    """What is counted at each station of a turn: all here, weights alone, after a sync of them, nothing, all again; and the parts' sizes."""
+    """What is counted at each station of a turn: all here, weights alone, after a sync of them, nothing, all again; and sizes of parts."""
     import torch
 
     from megatron_rl.training.offload import PARTS

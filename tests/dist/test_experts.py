@@ -62,8 +62,8 @@ def models(tiny_model: Callable[..., Path]) -> Models:
 
 def gradients_of(trainer: Any, settings: Any) -> dict[str, torch.Tensor]:
     """Whole gradients of the step's loss on one batch, as they come out of the trainer's own passes and reductions."""
-    from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.hf_weights import export_hf_weights
+    from megatron_rl.models.read_spec import read_model_spec
 
     trainer.train_shard(shards_of(make_batch(1), settings)[trainer.dp_rank])
     chunks = [chunk.module for chunk in trainer._model.chunks]
@@ -319,7 +319,7 @@ def count_messages(rank: int, world_size: int, init_method: str, model: str, dir
 def test_the_experts_of_a_rank_are_exported_in_few_messages(
     run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Two layers of eight experts of three tensors are 48 tensors of 3,072 numbers; 20,000 numbers hold two experts, and four are a rank's."""
+    """Two layers of eight experts of three tensors are 48 tensors of 3,072 numbers; 20,000 numbers hold two experts, a rank has four."""
     from safetensors.numpy import load_file
 
     path = tiny_model(family="qwen3_moe", num_experts=8)

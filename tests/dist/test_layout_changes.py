@@ -1,7 +1,7 @@
 """A checkpoint goes on under any other layout, with its optimizer: what follows is what one rank does that never stopped.
 
 Every layout of a table is tried from every other, with and without expert parallelism and the distributed optimizer. The end of a
-session prints the largest difference of each pair, and writes it to the file that LAYOUT_CHANGES_FILE names (`tests/dist/LAYOUT_CHANGES.md`).
+session prints the largest difference of each pair, and writes it to what LAYOUT_CHANGES_FILE names (`tests/dist/LAYOUT_CHANGES.md`).
 """
 
 from collections.abc import Callable, Sequence

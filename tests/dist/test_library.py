@@ -21,9 +21,7 @@ def torchrun(num_ranks: int, *arguments: str) -> str:
     """What the example prints under torchrun; nothing of it is left behind."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), str(EXAMPLE), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLE.parents[2])}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         printed, errors = process.communicate(timeout=120)
     finally:
@@ -104,9 +102,9 @@ def test_every_rank_passes_the_whole_batch_and_gets_the_numbers_of_one(run_ranks
         for want, got in zip(alone["steps"], first["steps"], strict=True):
             compared = want.keys() - {"train/num_micro_batches"}
             assert got.keys() == want.keys()
-            assert {name: got[name] for name in compared} == {
-                name: pytest.approx(want[name], rel=1e-5, abs=1e-5) for name in compared
-            }, topology
+            assert {name: got[name] for name in compared} == {name: pytest.approx(want[name], rel=1e-5, abs=1e-5) for name in compared}, (
+                topology
+            )
         for name in ("log_probs", "values"):
             np.testing.assert_array_equal(first[name], second[name])
             responses = make_batch(0).loss_mask

@@ -67,11 +67,11 @@ def one_case(path: Path, topology: dict, world_size: int) -> dict:
     from megatron.core import parallel_state
 
     from megatron_rl.config.settings import TopologySettings
-    from megatron_rl.models.packed_sequences import packed_sequences
     from megatron_rl.models.build import build_model
-    from megatron_rl.models.megatron_config import transformer_config
-    from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
+    from megatron_rl.models.megatron_config import transformer_config
+    from megatron_rl.models.packed_sequences import packed_sequences
+    from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.weights.bucket import WeightSpec
     from megatron_rl.weights.manifest import make_manifest
 

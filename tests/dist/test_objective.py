@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
+from step_emulation import Layout, Step, rank_inputs, rank_share, run_step, trivial_layout
 from torch import Tensor, distributed
 
-from step_emulation import Layout, Step, rank_inputs, rank_share, run_step, trivial_layout
 from megatron_rl.algorithms.objective import Aggregation, Objective
 from megatron_rl.algorithms.presets import PRESETS, expand_preset
 from megatron_rl.training.collectives import SequenceSum
@@ -44,7 +44,8 @@ def variants() -> list[Objective]:
     for preset, correction, entropy in itertools.product(PRESETS, CORRECTIONS, ENTROPIES):
         made.append({"preset": preset, "max_response_length": 9, "off_policy_correction": correction, **entropy})
     made += [
-        {"policy_loss": loss, "loss_args": {"low": -1.0, "fraction": 0.3} if loss == "clip_cov" else {}} for loss in ("clip_cov", "kl_cov", "gpg", "sft", "value")
+        {"policy_loss": loss, "loss_args": {"low": -1.0, "fraction": 0.3} if loss == "clip_cov" else {}}
+        for loss in ("clip_cov", "kl_cov", "gpg", "sft", "value")
     ]
     return [TypeAdapter(Objective).validate_python(expand_preset(config)) for config in made]
 

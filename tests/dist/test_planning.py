@@ -117,8 +117,8 @@ def state_bytes(model: Any) -> dict[str, int]:
 def plan(model: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
     """For each layout the stages of its plan and the measured ranks behind them, planned for the CPU."""
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.planning.run_plan import stage_memories
     from megatron_rl.planning.measurement import Job, measure
+    from megatron_rl.planning.run_plan import stage_memories
 
     settings = {name: make_settings(str(model), name, training) for name, training in layouts.items()}
     answers = measure([Job(one, read_model_spec(model), fused=False) for one in settings.values()])

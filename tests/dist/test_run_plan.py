@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("shared_process")
 GPU = GPUS["H100-80"]
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 
+
 @pytest.fixture(scope="module")
 def measuring_process() -> Iterator[Executor]:
     """One process that measures for all tests, as most of the time of one is spent on imports."""

@@ -45,7 +45,18 @@ GATE = (
     Case("tp2 sp", "deepseek_v3", "grpo"),
     Case("ep2 tp2 sp etp1", "qwen3_moe", "grpo"),
 )
-DENSE = ("tp2", "tp2 distopt", "tp2 sp recompute", "pp2", "pp2 vpp2", "dp2 distopt overlap", "tp2 pp2", "cp2", "tp2 cp2 sp", "tp2 dp2 sp distopt")
+DENSE = (
+    "tp2",
+    "tp2 distopt",
+    "tp2 sp recompute",
+    "pp2",
+    "pp2 vpp2",
+    "dp2 distopt overlap",
+    "tp2 pp2",
+    "cp2",
+    "tp2 cp2 sp",
+    "tp2 dp2 sp distopt",
+)
 MIXTURE = (BASE, "tp2 sp", "pp2", "ep2", "ep2 distopt", "ep2 all-gather", "ep2 pp2", "ep2 cp2", "ep2 tp2 sp etp1", "ep2 tp2 sp etp2")
 WIDE = (
     *(Case(layout, model, objective) for layout in DENSE for model, objective in (("tied", "grpo"), ("untied", "ppo"))),
@@ -72,9 +83,10 @@ def run_on_torch_layers(
     waited for the GPU how often in a batch of two optimizer steps of many micro-batches.
     """
     import device_waits
-    import megatron_rl
     import pretended_gpu
     import torch
+
+    import megatron_rl
 
     pretended_gpu.pretend()
     outcome = run_cases(rank, world_size, init_method, models, directory, [case])[case]

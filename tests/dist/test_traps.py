@@ -3,14 +3,13 @@
 When a test says that a trap has no effect any more, the installed megatron-core mended it and its guard can go.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from layout_runs import SEEDS, Outcome, compare, make_batch, make_settings, make_trainer, outcome_of, shards_of, train_batches
+from layout_runs import SEEDS, Outcome, compare, make_batch, make_settings, make_trainer, outcome_of, shards_of
 from layout_table import BASE, LAYOUTS, OBJECTIVES
 
 NOTICED = 1e-3
