@@ -17,7 +17,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST, sync_file
 
 HASH: Final = "blake3"
-"""The key of a file's hash in a manifest. Manifests that were written before 0.4 have `sha256` there."""
+"""The key of a file's hash in a manifest. Manifests that were written on the way to 0.2 may have `sha256` there."""
 _ALGORITHMS: Mapping[str, Callable[[], Any]] = {HASH: blake3, "sha256": hashlib.sha256}
 _PART = "manifest-part-{rank}.json"
 _PIECE_BYTES = 2**18

@@ -4,15 +4,12 @@
 
 1. log-prob + entropy + varentropy, forward and backward, against log_softmax, gather and entropy at the row chunking that is
    best for it (fastest, and smallest), and against the log-prob alone.
-2. GAE against one torch.cumsum over the same data; estimator + weights + losses of the same batch in seconds. Both keep the memory that
-   they free: glibc gives it back to the kernel above 32 MiB, which GAE's two results pass and cumsum's one does not, and mapping 16 MiB
-   anew, page by page, takes as long as all of GAE's arithmetic. That ratio is printed as well.
+2. GAE against one torch.cumsum over the same data; estimator + weights + losses of the same batch in seconds.
 
 Memory is the peak of resident memory above that of the inputs, measured in a child process each.
 """
 
 import argparse
-import ctypes
 import functools
 import multiprocessing
 import re
@@ -33,8 +30,6 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import gae
 
 _MIB = 2**20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's malloc.h."""
 
 
 def ours(logits: Tensor, targets: Tensor, upstream: Tensor, with_entropy: bool = True) -> Tensor:
@@ -130,13 +125,6 @@ def bench_log_prob(tokens: int, vocab: int, repeats: int) -> None:
     print(f"  peak above inputs: ours {own_peak:.0f} MiB, log_softmax {smallest:.0f} MiB: ratio {own_peak / smallest:.3f} (target <= 1.0)")
 
 
-def keep_freed_memory() -> None:
-    """Let this process reuse memory that it has freed instead of mapping new pages.."""
-    libc = ctypes.CDLL(None)
-    if not (libc.mallopt(_M_MMAP_THRESHOLD, 2**30) and libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)):
-        raise RuntimeError("mallopt refused its thresholds")
-
-
 def bench_step(sequences: int, length: int, repeats: int) -> None:
     """Print part 2."""
     torch.manual_seed(0)
@@ -149,12 +137,9 @@ def bench_step(sequences: int, length: int, repeats: int) -> None:
         "gae": lambda: gae(rewards=rewards, values=values, loss_mask=mask, cu_seqlens=cu_seqlens, gamma=0.99, lam=0.95),
         "step": lambda: one_step(sequences, length, values, mask),
     }
-    mapping = seconds(calls, repeats)
-    keep_freed_memory()
     taken = seconds(calls, repeats)
     scan, call = taken["scan"], taken["gae"]
     print(f"GAE of {sequences} x {length} tokens float32: {call:.4f} s, cumsum {scan:.4f} s: ratio {call / scan:.2f} (target <= 3)")
-    print(f"  where pages are mapped anew: {mapping['gae']:.4f} s, {mapping['scan']:.4f} s: ratio {mapping['gae'] / mapping['scan']:.2f}")
     print(f"estimator, weights and losses, forward and backward: {taken['step']:.3f} s (target <= 0.5)")
 
 

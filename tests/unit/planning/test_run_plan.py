@@ -11,7 +11,7 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import Settings, WeightSettings
 from megatron_rl.errors import UserError
 from megatron_rl.planning.gpus import GIB, GPUS
-from megatron_rl.planning.run_plan import RANK_HOST_BYTES, _rank_host, _shared_buckets, plan_run
+from megatron_rl.planning.run_plan import RANK_HOST_BYTES, _rank_host, _shared_buckets, most_held, plan_run
 from megatron_rl.weights.bucket import BUCKET_BYTES
 
 
@@ -47,3 +47,40 @@ def test_memory_that_is_shared_with_an_engine_is_two_buckets(
     assert _shared_buckets(by_ipc, model_spec("Qwen3-4B")) == 2 * 151936 * 2560 * 2
     # 128 experts' gate and up, of 2 x 2880 rows and 2880 columns, are one tensor: two buckets, the stack and its parts.
     assert _shared_buckets(by_ipc, model_spec("gpt-oss-120b")) == 4 * 128 * 2 * 2880 * 2880 * 2
+
+
+@pytest.mark.parametrize(("pp", "stage"), [(1, 0), (2, 0), (2, 1), (4, 0), (4, 2), (4, 3)])
+def test_1f1b_holds_one_micro_batch_for_each_later_stage(pp: int, stage: int) -> None:
+    assert most_held([10], stage=stage, pp=pp, num_micro_batches=16) == (10 * (pp - stage), pp - stage)
+
+
+def test_no_more_than_there_are() -> None:
+    assert most_held([10], stage=0, pp=8, num_micro_batches=3) == (30, 3)
+    assert most_held([5, 7], stage=0, pp=4, num_micro_batches=4) == (48, 4)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("vpp", [2, 3])
+def test_interleaved_chunks_follow_megatrons_table(stage: int, vpp: int) -> None:
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    pp, num_micro_batches = 4, 12
+    held = [3, 5, 11][:vpp]
+    table = get_schedule_table(num_micro_batches, vpp, pp)
+    forwards = [chunk for _, chunk in table]
+    ahead = 2 * (pp - stage - 1) + (vpp - 1) * pp
+    events = [(chunk, +1) for chunk in forwards[:ahead]]
+    for index, chunk in enumerate(forwards[ahead:]):
+        events += [(chunk, +1), (vpp - 1 - forwards[index], -1)]
+    now = most = 0
+    for chunk, sign in events:
+        now += sign * held[chunk]
+        most = max(most, now)
+    assert most_held(held, stage=stage, pp=pp, num_micro_batches=num_micro_batches)[0] == most
+
+
+def test_interleaving_holds_more_than_1f1b_by_the_published_factor() -> None:
+    """Memory grows by 1 + (p - 1) / (p v) on the first stage (Korthikanti et al. 2022, section 4.2)."""
+    plain, _ = most_held([12], stage=0, pp=4, num_micro_batches=16)
+    interleaved, _ = most_held([6, 6], stage=0, pp=4, num_micro_batches=16)
+    assert interleaved / plain == 1 + 3 / (4 * 2)
