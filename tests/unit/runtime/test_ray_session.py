@@ -208,6 +208,20 @@ def test_a_process_that_closes_a_file_at_this_moment_is_found_nevertheless(tmp_p
     assert ray_reaper.session_processes(123456) == []
 
 
+def test_processes_of_another_container_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There another driver may have the same id."""
+    (tmp_path / "session_1_123456" / "logs").mkdir(parents=True)
+    readlink = os.readlink
+
+    def elsewhere(path: str) -> str:
+        return "pid:[1]" if path == f"/proc/{os.getpid()}/ns/pid" else readlink(path)
+
+    with (tmp_path / "session_1_123456" / "logs" / "raylet.out").open("w"):
+        assert ray_reaper.session_processes(123456) == [os.getpid()]
+        monkeypatch.setattr(os, "readlink", elsewhere)
+        assert ray_reaper.session_processes(123456) == []
+
+
 def test_ray_still_names_its_session_by_its_driver() -> None:
     """When this fails, look how `ray_reaper` finds the processes of a session."""
     assert 'f"session_{date_str}_{os.getpid()}"' in inspect.getsource(Node)
