@@ -70,3 +70,14 @@ def test_safetensors_reads_its_header_and_the_bytes_behind() -> None:
     assert got.keys() == written.keys()
     for name, tensor in written.items():
         assert torch.equal(got[name], tensor) and got[name].dtype == tensor.dtype
+
+
+def test_bytes_keep_their_tensor_and_let_its_storage_go() -> None:
+    """numpy's array of a tensor would keep the storage from ever being resized."""
+    tensor = torch.arange(4, dtype=torch.int64)
+    raw_bytes(tensor)[:1] = b"\7"
+    assert tensor.tolist() == [7, 1, 2, 3] and tensor.untyped_storage().resizable()
+    column = torch.arange(200_000).view(-1, 2)[:, 1]
+    taken, others = raw_bytes(column), [torch.zeros(100_000, dtype=torch.int64) for _ in range(8)]
+    assert len(others) == 8 and taken.nbytes == column.nbytes and torch.equal(torch.frombuffer(taken, dtype=torch.int64), column)
+    assert len(raw_bytes(torch.empty(0))) == 0
