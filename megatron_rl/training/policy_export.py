@@ -77,9 +77,8 @@ class Exporting:
         """Body of the first thread."""
         with self._noting_errors():
             for name, tensor in iter(self._gathered.get, None):
-                if self._error is None:
-                    changes = tensor.untyped_storage().data_ptr() in addresses
-                    self._copied.put((name, host_copy(tensor) if changes else tensor))
+                changes = tensor.untyped_storage().data_ptr() in addresses
+                self._copied.put((name, host_copy(tensor) if changes else tensor))
         self._copied.put(None)
 
     def _next_weights(self) -> Iterator[tuple[str, Tensor]]:
