@@ -21,13 +21,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of `tensor`, of any shape, on the CPU; its own memory where it is contiguous.
 
-    Not by its numpy array, for which torch would never again let the storage go, as it has to when weights are put away.
+    Not through `Tensor.numpy`, after which torch lets nobody resize that memory any more, as whoever puts a model away does.
     """
     own = tensor.detach().contiguous()
-    memory = (ctypes.c_ubyte * own.nbytes).from_address(own.data_ptr())
-    # Who has the bytes, has the tensor.
-    memory.tensor = own  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
+    found = (ctypes.c_ubyte * own.nbytes).from_address(own.data_ptr())
+    # Whoever has the view has the memory.
+    found.owner = own  # type: ignore[attr-defined]
+    return memoryview(found).cast("B")
 
 
 def save_tensor(tensor: Tensor, stream: IO[bytes]) -> None:
