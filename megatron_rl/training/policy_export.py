@@ -30,7 +30,7 @@ class Exporting:
         stale: Iterable[tuple[str, Tensor]],
         max_shard_bytes: int,
         durable: bool,
-        changing: Iterable[Tensor] = (),
+        changing: Iterable[Tensor],
     ) -> None:
         """Gather `weights` on rank 0, to be written with the other files of `source`; see `hf_files.save_hf` for the rest. Collective.
 

@@ -196,6 +196,8 @@ class Trainer:
     def _let_go_of_state(self) -> None:
         """Wait until nothing that is being saved reads the trained models any more. Every method that changes or moves their weights or
         their optimizers' state, were it for a moment, calls this first; the others may run while threads take their copies.
+
+        A gather of parameters that overlaps forward passes is no change: it writes what is there already.
         """
         for saving in self._writing:
             saving.wait_for_copies()
