@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,18 +170,16 @@ def measure(rank: int, model: Path, layout: str, turns: int, results: Any) -> No
         seconds = time.perf_counter() - start
         rows.append((name, seconds, cpu_seconds, 0) if peak is None else (name, math.inf, math.inf, peak.close()))
 
-    def pauses(what: str, begin: Callable[[], None]) -> None:
+    def pauses(what: str, begin_in: Callable[[Path], None]) -> None:
         # Putting nothing away waits as every change of the state does.
         def wait() -> None:
             trainer.put_away(())
 
-        def begin_and_wait() -> None:
-            begin()
-            wait()
-
         for name, rollout_s in ((f"pause of {what}", ROLLOUT_S), (f"pause of {what}, no rollout", 0.0)):
+            # Not the same one for both: replacing a directory would be measured with the end of the second.
+            begin = partial(begin_in, directory / name)
             if measures_memory:
-                timed(name, begin_and_wait)
+                timed(name, lambda begin=begin: (begin(), wait()))
             else:
                 timed(f"{name}: call", begin)
                 time.sleep(rollout_s)
@@ -204,17 +203,20 @@ def measure(rank: int, model: Path, layout: str, turns: int, results: Any) -> No
             timed("floor of save", lambda: floors.write(directory / f"floor-{rank}"))
             timed("cp", lambda: copy_share(saved, directory / "copy", rank=rank, durable=True))
             timed("cp, not to the disk", lambda: copy_share(saved, directory / "copy-2", rank=rank, durable=False))
-            pauses("a save", lambda: trainer.begin_save(directory / "later"))
+            pauses("a save", trainer.begin_save)
             timed("floor of pause of a save", floors.copy)
             timed("load", lambda: trainer.load(saved))
             timed("floor of load", floors.hash_and_read)
             timed("export", lambda: trainer.save_hf(exported))
             timed("cp of an export", lambda: rank or copy_share(exported, directory / "copy-3", rank=0, durable=True))
-            pauses("an export", lambda: trainer.begin_save_hf(directory / "later-hf"))
+            pauses("an export", trainer.begin_save_hf)
             if rank == 0:
                 sizes = [sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) for folder in (saved, exported)]
-                for name in ("saved", "exported", "copy", "copy-2", "copy-3", "later", "later-hf"):
-                    shutil.rmtree(directory / name)
+                for path in (
+                    *directory.glob("pause of *"),
+                    *(directory / name for name in ("saved", "exported", "copy", "copy-2", "copy-3")),
+                ):
+                    shutil.rmtree(path)
             (directory / f"floor-{rank}").unlink()
             measures_memory = False
             distributed.barrier()
