@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,18 +14,19 @@ REQUIREMENTS = ROOT / "tools" / "requirements"
 
 
 def check(
-    tmp_path: Path, *, driver: str = "580.65.06", cuda: str | None = "13.0", glibc: str = "2.35", **environment: str
+    tmp_path: Path, *, driver: str | None = "580.65.06", cuda: str | None = "13.0", glibc: str = "2.35", **environment: str
 ) -> tuple[int, str]:
-    """Exit status and output of `setup_env.sh --check` on a machine with a GPU, `driver`, nvcc of `cuda` and `glibc`."""
+    """Exit status and output of `setup_env.sh --check` on a machine with a GPU, `driver`, nvcc of `cuda` and `glibc`; None is missing."""
     programs = tmp_path / "bin"
     programs.mkdir()
     stand_ins = {
-        "nvidia-smi": f'case $1 in -L) echo "GPU 0: NVIDIA H100" ;; *) echo {driver} ;; esac',
         "getconf": f"echo glibc {glibc}",
         "python3.11": f'[ "$1" = --version ] && echo "Python of 3.11" || exec {sys.executable} "$@"',
         "python3.12": f'[ "$1" = --version ] && echo "Python of 3.12" || exec {sys.executable} "$@"',
         "df": "printf 'header\\nx 1 1 99999999 1%% /\\n'",
     }
+    if driver is not None:
+        stand_ins["nvidia-smi"] = f'case $1 in -L) echo "GPU 0: NVIDIA H100" ;; *) echo {driver} ;; esac'
     if cuda is not None:
         stand_ins["nvcc"] = f'echo "Cuda compilation tools, release {cuda}, V{cuda}.48"'
     for name, body in stand_ins.items():
@@ -59,12 +61,13 @@ def test_gpu_machines_get_the_newest_python_and_cpu_machines_the_tested_one(tmp_
     ("machine", "sentence"),
     [
         ({"driver": "570.172.08"}, "the NVIDIA driver is 570.172.08, and CUDA 13 needs 580 or newer"),
+        ({"driver": None, "DEVICE": "gpu"}, "the NVIDIA driver is not found, and CUDA 13 needs 580 or newer"),
         ({"cuda": None}, "nvcc is not on PATH"),
         ({"cuda": "12.8"}, "nvcc is of CUDA 12, and torch of this stack is built for CUDA 13"),
         ({"glibc": "2.31"}, "this system has glibc 2.31, and SGLang's wheels need 2.34"),
     ],
 )
-def test_what_would_fail_late_is_said_first(tmp_path: Path, machine: dict[str, str], sentence: str) -> None:
+def test_what_would_fail_late_is_said_first(tmp_path: Path, machine: dict[str, Any], sentence: str) -> None:
     status, text = check(tmp_path, **machine)
     assert (status, sentence in text, len(text.splitlines())) == (1, True, 1), text
 
