@@ -43,18 +43,22 @@ def device_rates(spec: ModelSpec, *, num_tokens: int, length: int, dtype: str, d
     )
 
 
+def now(device: Device) -> float:
+    """Seconds when the work of `device` so far is done; on a CPU, which others share, those that it gave to this process."""
+    if device.kind == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device.torch_device)
+    return time.perf_counter()
+
+
 def _seconds(work: Callable[[], object], device: Device) -> float:
     """Seconds of a call in the fastest turn, after one to warm up."""
 
     def turn() -> float:
-        if device.kind == "cuda":
-            torch.cuda.synchronize(device.torch_device)
-        start = time.perf_counter()
+        start = now(device)
         for _ in range(CALLS):
             work()
-        if device.kind == "cuda":
-            torch.cuda.synchronize(device.torch_device)
-        return (time.perf_counter() - start) / CALLS
+        return (now(device) - start) / CALLS
 
     return min([turn() for _ in range(1 + TURNS)][1:])
 

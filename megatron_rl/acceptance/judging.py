@@ -16,13 +16,13 @@ GRADIENT_TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}
 """Of a gradient norm, relative."""
 UPDATE_TOLERANCE = {"cuda": 0.2, "cpu": 1e-3}
 """Of what a step changes in log-probs, relative. Adam starts with the signs of gradients, and rounding turns those of small ones."""
-STEP_SECONDS = {"cuda": (0.7, 2.0), "cpu": (0.5, 10.0)}
+STEP_SECONDS = {"cuda": (0.7, 2.0), "cpu": (0.5, 5.0)}
 """Least and most of a step's seconds over those of its arithmetic at the device's rates in bare work.
 
 Not 10 %, because the arithmetic leaves out what is no work: on a CPU, one thread, a step takes 1.2 times as long with 1,024 channels, 1.3
 with 512, 1.9 with 256, where calls cost as much as their work. What the starts of kernels and their fusion make of it on a GPU is not known
 without one. There, by arithmetic, attention that writes out its T x T scores is beyond twice; less than 0.7 would show that the arithmetic
-is wrong. A CPU, which ranks and others share, tries the line and judges little.
+is wrong.
 """
 LEAST_FREED = 0.9
 """Of an engine's cache and weights, when it sleeps."""

@@ -43,8 +43,8 @@ with quiet_megatron_imports():
 
 TINY_BUCKET = 65536
 WAKES = 3
-STEP_SEQUENCES, MICRO_BATCH_SEQUENCES, STEP_TURNS = 4, 2, 3
-"""Of a rank's step and of its micro-batches, and steps of which the fastest counts."""
+STEP_SEQUENCES, MICRO_BATCH_SEQUENCES, STEP_TURNS = 8, 4, 3
+"""Of a rank's step and of its micro-batches, so many that a GPU and not its host takes the time; and steps of which the fastest counts."""
 
 
 def all_reduce(node: Node) -> Iterator[Line]:
@@ -321,14 +321,14 @@ LINES: Mapping[str, Callable[[Node], Iterator[Line]]] = {
 }
 """What is tried, in this order."""
 LIMITS_S: Mapping[str, float] = {
-    "versions": 60.0,
-    "all-reduce": 60.0,
+    "versions": 50.0,
+    "all-reduce": 50.0,
     "weight sync": 150.0,
     "weight sync of latent attention": 150.0,
     "layouts": 230.0,
     "put away and take back": 30.0,
     "colocation": 120.0,
-    "plan": 60.0,
+    "plan": 80.0,
     "checkpoints": 40.0,
 }
 """How long each may take on a node of GPUs: 15 minutes together. What takes longer has failed."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.acceptance.device_rates import device_rates
+from megatron_rl.acceptance.device_rates import device_rates, now
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import local_device, quiet_megatron_imports
 from megatron_rl.types import Floats, TrainBatch
@@ -76,12 +76,10 @@ class Rank:
             torch.cuda.synchronize(self._device.torch_device)
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """One step; its metrics, and `seconds`."""
-        self._wait()
-        start = time.perf_counter()
+        """One step; its metrics, and its `seconds` by the clock of `device_rates`."""
+        start = now(self._device)
         metrics = self.trainer.train(batch)[-1]
-        self._wait()
-        return {**metrics, "seconds": time.perf_counter() - start}
+        return {**metrics, "seconds": now(self._device) - start}
 
     def peak_of_step(self, batch: TrainBatch) -> int:
         """The most bytes that a training step had on the device beyond those at its start."""

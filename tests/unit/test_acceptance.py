@@ -66,10 +66,10 @@ class TwoRanks:
         return {"train/grad_norm": 2.0 + 0.1 * self._wrong_layout("gradients"), "seconds": self._seconds()}
 
     def _seconds(self) -> float:
-        return {"slow": 1.1, "fast": 0.04}.get(next(iter(self._faults), ""), 0.1)
+        return {"slow": 0.6, "fast": 0.04}.get(next(iter(self._faults), ""), 0.1)
 
     def _rates(self, *, spec: Any, num_tokens: int, length: int, dtype: str) -> Rates:
-        assert (num_tokens, length) == (2 * 64, 64), "of a micro-batch of two sequences"
+        assert (num_tokens, length) == (4 * 64, 64), "of a micro-batch of four sequences"
         return Rates(products=10.0, attention=20.0, memory=30.0, node=math.inf, network=math.inf)
 
     def _foreign_bytes(self) -> int:
@@ -152,7 +152,7 @@ def try_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     work = SimpleNamespace(parts=lambda rates: {"products": 0.6 / rates.products, "optimizer": 1.2 / rates.memory})
     monkeypatch.setattr(lines, "ModelSize", SimpleNamespace(of=lambda spec: None))
     monkeypatch.setattr(lines, "Flops", SimpleNamespace(of=lambda size, lengths: lengths.tolist()))
-    monkeypatch.setattr(lines, "Step", SimpleNamespace(of=lambda settings, size, flops, **_: work if flops == [64] * 8 else None))
+    monkeypatch.setattr(lines, "Step", SimpleNamespace(of=lambda settings, size, flops, **_: work if flops == [64] * 16 else None))
     monkeypatch.setattr(Node, "model", lambda self, name, **config: tmp_path)
     monkeypatch.setattr(Node, "weight_bytes", lambda self, model: 96)
 
@@ -196,7 +196,7 @@ def test_a_step_has_to_need_the_memory_of_the_plan_and_the_time_of_its_arithmeti
     lines_of_plan = try_line("plan", fault)
     assert [line.passed for line in lines_of_plan] == passed
     if fault == "none":
-        assert lines_of_plan[1].number.startswith("0.100 s, 1.00 of 0.100 s (products 0.060, optimizer 0.040), needs 0.5 to 10 of it; bare")
+        assert lines_of_plan[1].number.startswith("0.100 s, 1.00 of 0.100 s (products 0.060, optimizer 0.040), needs 0.5 to 5 of it; bare")
 
 
 @pytest.mark.parametrize("title", ["weight sync", "weight sync of latent attention"])

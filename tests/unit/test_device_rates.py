@@ -7,12 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_rl.acceptance import device_rates as module
 from megatron_rl.acceptance.device_rates import device_rates
-from megatron_rl.device import local_device
+from megatron_rl.device import Device, local_device
 from megatron_rl.planning.step_time import Rates
 
 SECONDS = 4.0
@@ -63,7 +64,15 @@ def test_ranks_send_twice_what_the_others_have(
 
 def test_the_fastest_turn_after_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0.0, 0.3, 1.0, 2.8, 3.0, 4.5, 5.0, 8.0, 10.0, 16.0, 20.0, 29.0])
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(module, "time", SimpleNamespace(process_time=lambda: next(ticks)))
     called: list[int] = []
     assert module._seconds(lambda: called.append(1), local_device()) == pytest.approx(1.5 / 3), "not 0.3 / 3 of the turn that warms up"
     assert len(called) == 3 * 6
+
+
+def test_a_gpu_has_done_its_work_before_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append(f"synchronize {device}"))
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: order.append("clock") or 7.0))
+    assert module.now(Device("cuda", torch.device("cuda", 1), "nccl")) == 7.0
+    assert order == ["synchronize cuda:1", "clock"]
