@@ -294,8 +294,8 @@ def _planned_bytes(node: Node, spec: ModelSpec, settings: Settings) -> int:
 def checkpoints(node: Node) -> Iterator[Line]:
     """A checkpoint of one layout, continued in another."""
     model, batch, directory = node.model("saved"), node.batch(), node.directory / "checkpoint"
-    count = node.ranks.count
-    node.ranks.open(node.settings(model, num_ranks=count, tp=count))
+    tp = min(node.num_trainers, node.ranks.count)
+    node.ranks.open(node.settings(model, num_ranks=tp, tp=tp))
     node.ranks.call("train", batch=batch)
     expected = node.ranks.call("log_probs", batch=batch, temperature=1.0)[0]
     node.ranks.call("save", directory=directory)
@@ -305,7 +305,7 @@ def checkpoints(node: Node) -> Iterator[Line]:
     found = node.ranks.call("log_probs", batch=batch, temperature=1.0)[0]
     delta, moved = (float(np.abs(expected - other)[batch.loss_mask].mean()) for other in (found, untrained))
     passed = delta <= node.tolerance < moved
-    yield Line(f"save with tp {count}, load with tp 1", passed, f"mean |Δ log-prob| {delta:.1e}, without the checkpoint {moved:.1e}")
+    yield Line(f"save with tp {tp}, load with tp 1", passed, f"mean |Δ log-prob| {delta:.1e}, without the checkpoint {moved:.1e}")
 
 
 LINES: Mapping[str, Callable[[Node], Iterator[Line]]] = {

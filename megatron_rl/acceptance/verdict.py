@@ -15,7 +15,7 @@ import torch
 from megatron_rl.acceptance.judging import Line
 from megatron_rl.acceptance.lines import LIMITS_S, LINES
 from megatron_rl.acceptance.node import Node
-from megatron_rl.errors import DeadlineError, UserError
+from megatron_rl.errors import DeadlineError, UserError, WorkerDiedError
 from megatron_rl.files import write_atomic
 
 RESULT_FILE = "acceptance.json"
@@ -38,6 +38,7 @@ def accept(directory: Path, *, stand_ins: int = 0, only: Collection[str] = tuple
     num_gpus = stand_ins or found
     directory.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="acceptance-", dir=directory))
+    print(f"logs are in {place}", flush=True)
     start, rows = time.monotonic(), list[dict[str, object]]()
     machine = {"host": platform.node(), "gpus": [] if on_cpu else [torch.cuda.get_device_name(gpu) for gpu in range(num_gpus)]}
     with closing(Node("cpu" if on_cpu else "cuda", num_gpus=num_gpus, directory=place)) as node:
@@ -88,7 +89,9 @@ def _try(node: Node, title: str) -> list[dict[str, object]]:
             for line in LINES[title](node):
                 say(line)
     except Exception as error:
-        say(Line(title, passed=False, number=f"{type(error).__name__}: {error}"))
+        # Where a rank died, others see a connection that broke, and may say so first.
+        deaths = [] if isinstance(error, WorkerDiedError) else node.deaths()
+        say(Line(title, passed=False, number="\n".join([f"{type(error).__name__}: {error}", *deaths])))
         # Whatever state the ranks are in, the next line begins with new ones.
         node.close()
     return rows

@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.acceptance import lines, rank_processes, stack, verdict
+from megatron_rl.acceptance import lines, stack, verdict
 from megatron_rl.acceptance.judging import Line, cudnn_version, library_problems, pinned_libraries, sleep_problems
 from megatron_rl.acceptance.lines import LIMITS_S, LINES
 from megatron_rl.acceptance.node import Node, visible_gpu
-from megatron_rl.acceptance.rank_processes import Ranks
 from megatron_rl.acceptance.verdict import RESULT_FILE, accept
 from megatron_rl.cli import main
 from megatron_rl.doctor import Finding
-from megatron_rl.errors import EngineError, UserError
+from megatron_rl.errors import EngineError, UserError, WorkerDiedError
 from megatron_rl.models.attention.attention_fields import attention_fields
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.planning.step_time import Rates
+from megatron_rl.training.model_check import check_layout
+from megatron_rl.training.topology import Topology
 from megatron_rl.types import TrainBatch
 from megatron_rl.versions import installed_version, transformer_engine_release
 
@@ -330,27 +331,6 @@ def test_one_rank_alone_has_nothing_to_be_compared_with(try_line: Callable[..., 
     assert [line.passed for line in try_line("layouts")] == [False] * 3
 
 
-def test_new_ranks_do_not_meet_where_others_have_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    met: list[str] = []
-
-    class Silent:
-        def __init__(self, make: Any, **_: Any) -> None:
-            """No process."""
-
-        def call(self, method: str, **arguments: Any) -> Any:
-            met.extend([arguments["init_method"]] if "init_method" in arguments else [])
-            return SimpleNamespace(result=lambda timeout: 0.1)
-
-    monkeypatch.setattr(rank_processes, "Remote", Silent)
-    settings = SimpleNamespace(training=SimpleNamespace(topology=SimpleNamespace(num_ranks=1)))
-    for _ in range(2):
-        ranks = Ranks(1, directory=tmp_path)
-        ranks.all_reduce(num_bytes=4, repeats=1)
-        ranks.open(settings)  # type: ignore[arg-type]
-        ranks.open(settings)  # type: ignore[arg-type]
-    assert len(met) == len(set(met)) == 6
-
-
 def test_layouts_ask_for_nothing_that_transformer_engine_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
 
@@ -369,6 +349,26 @@ def test_layouts_ask_for_nothing_that_transformer_engine_refuses(tmp_path: Path,
     assert (len(tried), len(opened) - len(tried)) == (8, 9), "all that torch computes, but windows with cp"
 
 
+@pytest.mark.parametrize("count", [1, 3, 6, 8])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_checkpoint_is_saved_in_a_layout_that_any_number_of_gpus_has(tmp_path: Path, kind: Any, count: int) -> None:
+    opened: list[Any] = []
+
+    class Listening(TwoRanks):
+        def open(self, settings: Any) -> None:
+            super().open(settings)
+            opened.append(settings)
+
+    Listening.count = count
+    node = Node(kind, num_gpus=count, directory=tmp_path)
+    node._ranks = Listening()  # type: ignore[assignment]
+    assert all(line.passed for line in LINES["checkpoints"](node))
+    for settings in opened:
+        topology = Topology.of(settings.training.topology)
+        assert topology.num_ranks <= count
+        check_layout(topology, read_model_spec(settings.model.path), {})
+
+
 def test_an_engine_gets_the_gpu_that_its_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpu(2) == "2"
@@ -376,7 +376,7 @@ def test_an_engine_gets_the_gpu_that_its_rank_has(monkeypatch: pytest.MonkeyPatc
     assert [visible_gpu(number) for number in range(3)] == ["5", "GPU-8", "7"]
 
 
-@pytest.mark.parametrize("error", [EngineError, FileNotFoundError, RuntimeError])
+@pytest.mark.parametrize("error", [EngineError, FileNotFoundError, WorkerDiedError])
 def test_every_line_is_told_whatever_becomes_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:
@@ -387,17 +387,23 @@ def test_every_line_is_told_whatever_becomes_of_the_others(
         yield Line("first half", True, "1")
         raise error("it died")
 
+    monkeypatch.setattr(Node, "deaths", lambda self: ["rank 1 died of this"])
+
     monkeypatch.setattr(verdict, "LINES", {"broken": broken, "sound": lambda node: iter([Line("sound", True, "2 GB/s")])})
     monkeypatch.setattr(Node, "close", lambda self: closed.append(True))
     assert accept(tmp_path, stand_ins=2, only=("broken", "sound")) == 1
     assert len(closed) == 2, "new ranks after a failure, and none at the end"
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[:2] for line in printed[:3]] == [
-        ["PASS", "first half: 1"],
-        ["FAIL", f"broken: {error.__name__}: it died"],
-        ["PASS", "sound: 2 GB/s"],
+    first, *printed = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"logs are in {tmp_path}/acceptance-"), "whatever ends it"
+    # A rank that died is named once.
+    said = [
+        "PASS  first half: 1",
+        f"FAIL  broken: {error.__name__}: it died",
+        *([] if error is WorkerDiedError else ["rank 1 died of this"]),
+        "PASS  sound: 2 GB/s",
     ]
-    assert printed[3].startswith("2 of 3 lines passed")
+    assert [line.partition("  [")[0] for line in printed[:-1]] == said
+    assert printed[-1].startswith("2 of 3 lines passed")
     (result,) = tmp_path.glob(f"*/{RESULT_FILE}")
     written = json.loads(result.read_text())
     assert not written["passed"]
