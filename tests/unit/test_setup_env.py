@@ -82,6 +82,22 @@ def test_unknown_options_are_refused() -> None:
     assert (done.returncode, "'--chek' is not an option" in done.stderr) == (1, True)
 
 
+def test_transformer_engine_is_compiled_after_what_its_build_needs_and_has_to_import(tmp_path: Path) -> None:
+    """Into an environment that is there already, whose interpreter only notes what it is asked for."""
+    check(tmp_path)
+    python, record = tmp_path / "venv" / "bin" / "python", tmp_path / "record"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || echo "$*" >> {record}\n')
+    python.chmod(0o755)
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv")}
+    done = subprocess.run(["bash", "tools/setup_env.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = record.read_text().splitlines()
+    needs, engine = (next(index for index, step in enumerate(steps) if name in step) for name in ("gpu-build-needs.txt", "gpu-build.txt"))
+    assert needs < engine and "--no-build-isolation" in steps[engine]
+    assert steps[-1] == "- torch transformers ray megatron.core sglang transformer_engine.pytorch"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 def test_gpu_stack_resolves(python: str, tmp_path: Path) -> None:
