@@ -48,13 +48,13 @@ class Remote:
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
         self._thread, self._name, self._log = ThreadPoolExecutor(1), name, log
-        process = context.Process(target=serve, args=(make, other, log), daemon=True)
+        self._process = context.Process(target=serve, args=(make, other, log), daemon=True)
         # A terminal interrupts all processes at once; this one ends the other, which has nothing to say about it.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        process.start()
+        self._process.start()
         signal.signal(signal.SIGINT, before)
         other.close()
-        self.processes = [psutil.Process(process.pid)]
+        self.processes = [psutil.Process(self._process.pid)]
         self._started = self._thread.submit(self._receive)
 
     def call(self, method: str, /, **arguments: Any) -> "Future[Any]":
@@ -80,12 +80,12 @@ class Remote:
 
     def death(self) -> str | None:
         """That the process died, with the end of its log; None while it lives."""
-        return self._death() if self.processes[0].status() == psutil.STATUS_ZOMBIE else None
+        return None if self._process.is_alive() else self._death()
 
     def close(self) -> None:
         """End the process; it has nothing to save, and may wait for one that has gone already."""
-        self.processes[0].kill()
-        self.processes[0].wait(timeout=CLOSE_TIMEOUT_S)
+        self._process.kill()
+        self._process.join(CLOSE_TIMEOUT_S)
         self._thread.shutdown(wait=False)
 
 
