@@ -389,9 +389,9 @@ def test_every_line_is_told_whatever_becomes_of_the_others(
 
     monkeypatch.setattr(Node, "deaths", lambda self: ["rank 1 died of this"])
 
-    monkeypatch.setattr(verdict, "LINES", {"broken": broken, "sound": lambda node: iter([Line("sound", True, "2 GB/s")])})
+    monkeypatch.setattr(verdict, "LINES", {"broken": broken, "sound": lambda node: iter([Line("sound", node.num_gpus == 3, "2 GB/s")])})
     monkeypatch.setattr(Node, "close", lambda self: closed.append(True))
-    assert accept(tmp_path, stand_ins=2, only=("broken", "sound")) == 1
+    assert accept(tmp_path, stand_ins=3, only=("broken", "sound")) == 1
     assert len(closed) == 2, "new ranks after a failure, and none at the end"
     first, *printed = capsys.readouterr().out.splitlines()
     assert first.startswith(f"logs are in {tmp_path}/acceptance-"), "whatever ends it"
@@ -408,7 +408,7 @@ def test_every_line_is_told_whatever_becomes_of_the_others(
     written = json.loads(result.read_text())
     assert not written["passed"]
     assert [(line["name"], line["passed"]) for line in written["lines"]] == [("first half", True), ("broken", False), ("sound", True)]
-    assert accept(tmp_path, stand_ins=2, only=("sound",)) == 0
+    assert accept(tmp_path, stand_ins=3, only=("sound",)) == 0
 
 
 def test_a_line_that_hangs_fails_and_lets_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
