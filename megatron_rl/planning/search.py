@@ -21,7 +21,7 @@ from megatron_rl.models.weight_table import rules
 from megatron_rl.planning.gpus import GIB, Gpu
 from megatron_rl.planning.levers import FULL_RECOMPUTE, remedy
 from megatron_rl.planning.records import RunPlan
-from megatron_rl.planning.run_plan import CONTEXT_BYTES, plan_layouts
+from megatron_rl.planning.run_plan import CONTEXT_BYTES, plan_layouts, teacher_spec
 from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.topology import Topology
 
@@ -97,7 +97,8 @@ def _fitting(built: Sequence[Candidate], spec: ModelSpec, gpu: Gpu) -> list[tupl
 
 def candidates(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[Candidate]:
     """Every layout of `num_gpus` ranks that the model can be divided by, without and with full recompute."""
-    size = _Size.of(spec)
+    size, teacher = _Size.of(spec), teacher_spec(settings)
+    distilled = None if teacher is None else _Size.of(teacher)
     recomputes = [settings.model.megatron]
     if "recompute_granularity" not in settings.model.megatron:
         recomputes.append({**settings.model.megatron, **FULL_RECOMPUTE})
@@ -112,10 +113,12 @@ def candidates(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int) 
             try:
                 placed = Topology.of(topology)
                 check_layout(placed, spec, megatron)
+                if teacher is not None:
+                    check_layout(placed, teacher, megatron)
             except UserError:
                 continue
             full = megatron.get("recompute_granularity") == "full"
-            num_bytes = size.rank_bytes(one, placed, full_recompute=full)
+            num_bytes = size.rank_bytes(one, placed, full_recompute=full, teacher=distilled)
             yield Candidate(one, size.step_seconds(one, placed, gpu=gpu, full_recompute=full), num_bytes)
 
 
@@ -148,11 +151,10 @@ class _Size:
         moe = self.spec.moe
         return self.dense + (self.experts * moe.num_experts_per_token / moe.num_experts if moe is not None else 0)
 
-    def rank_bytes(self, settings: Settings, topology: Topology, *, full_recompute: bool) -> float:
-        """Bytes of a rank: bf16 weights, fp32 gradients, 12 bytes of optimizer state per parameter, activations."""
+    def rank_bytes(self, settings: Settings, topology: Topology, *, full_recompute: bool, teacher: "_Size | None") -> float:
+        """Bytes of a rank: bf16 weights, fp32 gradients, 12 bytes of optimizer state per parameter, activations or a teacher's weights."""
         split = any(fields.get("use_distributed_optimizer") for fields in (settings.training.optimizer, settings.training.ddp))
-        dense = self.dense / (topology.tp * topology.pp)
-        experts = self.experts / (topology.etp * topology.ep * topology.pp)
+        dense, experts = self._here(topology)
         state = dense * (6 + 12 / (topology.dp * topology.cp if split else 1)) + experts * (6 + 12 / (topology.expert_dp if split else 1))
         longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
         tokens = max(settings.training.max_tokens_per_micro_batch, longest / topology.cp)
@@ -160,7 +162,13 @@ class _Size:
         boundary = tokens * self.spec.hidden_size * 2 / topology.tp
         # The first stage holds the micro-batches of all.
         layers = self.spec.num_layers / topology.pp * min(topology.pp, _micro_batches(settings, topology))
-        return state + (layers * boundary + layer if full_recompute else layers * layer) + CONTEXT_BYTES
+        activations = layers * boundary + layer if full_recompute else layers * layer
+        asked = 0.0 if teacher is None else 2 * sum(teacher._here(topology))
+        return state + max(activations, asked) + CONTEXT_BYTES
+
+    def _here(self, topology: Topology) -> tuple[float, float]:
+        """Parameters on one rank of those that are no experts' and of those that are."""
+        return self.dense / (topology.tp * topology.pp), self.experts / (topology.etp * topology.ep * topology.pp)
 
     def _layer_numbers(self) -> float:
         """Numbers that one token leaves in a layer on all tensor-parallel ranks together."""

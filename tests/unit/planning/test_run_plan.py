@@ -11,7 +11,9 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import Settings, WeightSettings
 from megatron_rl.errors import UserError
 from megatron_rl.planning.gpus import GIB, GPUS
-from megatron_rl.planning.run_plan import RANK_HOST_BYTES, _rank_host, _shared_buckets, most_held, plan_run
+from megatron_rl.planning.measurement import Answer
+from megatron_rl.planning.records import Collective
+from megatron_rl.planning.run_plan import CONTEXT_BYTES, RANK_HOST_BYTES, _rank_host, _shared_buckets, most_held, plan_run, stage_memories
 from megatron_rl.weights.bucket import BUCKET_BYTES
 
 
@@ -34,6 +36,23 @@ def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Call
     never_saved = colocated.model_copy(update={"run": colocated.run.model_copy(update={"save_interval": 0})})
     unsaved = _rank_host(never_saved, policy, [policy, policy])  # type: ignore[arg-type, list-item]
     assert (unsaved - RANK_HOST_BYTES, shared - unsaved) == (2 * 2 * GIB, 2 * 2 * GIB), "as much again while a checkpoint is written"
+
+
+def test_a_teacher_takes_the_place_of_activations_and_main_memory_of_its_own(run_settings: Callable[..., Settings]) -> None:
+    rank: Any = SimpleNamespace(
+        **dict.fromkeys(("num_layers", "num_parameters", "stage_parameters", "gradients", "optimizer", "reference", "away", "update"), 0),
+        **{"parameters": GIB, "backward": GIB, "head": 2 * GIB, "largest_collective": Collective("none", 0)},
+        chunks=[SimpleNamespace(held=10 * GIB, output=0)],
+    )
+    teacher: Any = SimpleNamespace(weights=30 * GIB, forward=2 * GIB, resting=31 * GIB)
+    settings = run_settings(num_ranks=1)
+    ((alone,), (distilled,)) = (
+        stage_memories(settings, Answer((rank,), teacher=teachers), frees_outputs=True) for teachers in ((), (teacher,))
+    )
+    assert (alone.teacher, alone.total) == (0, 13 * GIB + CONTEXT_BYTES + 10 * GIB // 20)
+    # Weights stay; a twentieth of what comes and goes is lost.
+    assert (distilled.teacher, distilled.total) == (32 * GIB, 33 * GIB + CONTEXT_BYTES + int(0.05 * 32 * GIB))
+    assert distilled.host - alone.host == 31 * GIB
 
 
 def test_memory_that_is_shared_with_an_engine_is_two_buckets(
