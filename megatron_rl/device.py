@@ -145,6 +145,27 @@ def prepare_megatron(device: Device) -> None:
             shim.apply()
 
 
+class SideStream:
+    """A second queue of a GPU, in which a thread copies what was computed before while others go on; a CPU needs none."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Made by the thread that computes: what it has given to `device` until now will be there."""
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # Here, because each thread has a current device of its own.
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, what the calling thread copies waits for nothing that was given to the device since, nor does that wait for it."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+
 def to_device(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
     """`values` [T, ...] of host memory on `device`. Nobody waits until the device has done what it was given before.
 

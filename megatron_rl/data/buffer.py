@@ -135,8 +135,9 @@ class Buffer:
     def add_prompts(self, prompts: Iterable[Prompt]) -> int:
         """Add prompts as pending groups and return how many are new.
 
-        A prompt that is already here stays as it is, so a resumed run may add the prompts of its step again. Raises UserError when
-        one was consumed already or when the same id now has other tokens: the file of prompts has changed.
+        A prompt that is already here stays where it is, so a resumed run may add the prompts of its step again; a pending one takes the
+        label and metadata that it comes with. Raises UserError when one was consumed already or when the same id now has other tokens: the
+        file of prompts has changed.
         """
         with self._transaction() as connection:
             new = 0
@@ -156,6 +157,8 @@ class Buffer:
                         f"prompt {prompt.id!r} was already trained on at step {known[2]} according to {self._path}; "
                         "resume from the checkpoint of that run or choose another run.directory"
                     )
+                elif known[0] == "pending":
+                    connection.execute(buffer_rows.UPDATE_GROUP, (prompt.label, row[4], prompt.id))
             return new
 
     def take_pending(self, limit: int, *, among: int | None = None) -> list[Prompt]:

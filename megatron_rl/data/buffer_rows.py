@@ -112,6 +112,7 @@ PRAGMA user_version = 6;
 """What makes the next version of the schema out of a version."""
 
 INSERT_GROUP = "INSERT INTO groups (id, state, prompt_text, label, prompt_ids, metadata, updated_at) VALUES (?, 'pending', ?, ?, ?, ?, ?)"
+UPDATE_GROUP = "UPDATE groups SET label = ?, metadata = ? WHERE id = ?"
 GROUP_COLUMNS = "id, prompt_text, label, prompt_ids, metadata"
 SAMPLE_COLUMNS = (
     "group_id, sample_index, outcome, reward, reward_message, reward_components, stop_reason, response_text, num_tokens, "

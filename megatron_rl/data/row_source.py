@@ -39,6 +39,10 @@ class RowSource(Protocol):
         """At most `count` rows from the start. Moves nothing."""
         ...
 
+    def again(self, names: Sequence[str]) -> list[NamedRow]:
+        """The rows of these ids as the present settings read them, where these can be others than when they were taken. Moves nothing."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """Where the source stands, as JSON values."""
         ...
@@ -81,6 +85,10 @@ class FileRows:
     def first(self, count: int) -> list[Row]:
         """At most `count` rows in the order of the file."""
         return self.rows[:count]
+
+    def again(self, names: Sequence[str]) -> list[NamedRow]:
+        """The rows of these ids as the present settings read them."""
+        return [(name, self.rows[int(name.partition("-")[2])]) for name in names]
 
     def state(self) -> dict[str, Any]:
         """Epoch and row, and what has to be the same for them to mean anything."""
@@ -135,6 +143,10 @@ class OwnRows:
         """The first `count` rows, of another instance of the source."""
         return self._rows(self._make(), count, start=0)
 
+    def again(self, names: Sequence[str]) -> list[NamedRow]:
+        """None: a source goes forwards only, and `restore` refuses settings that read its rows in another way."""
+        return []
+
     def state(self) -> dict[str, Any]:
         """The source's state beside ours. Raises UserError when JSON cannot hold it."""
         own = self._call("giving its state", lambda: self._source.state)
@@ -143,11 +155,15 @@ class OwnRows:
         except (TypeError, ValueError) as error:
             raise UserError(f"{self._name} has the state {own!r:.80}, which JSON cannot hold ({error}); use plain values") from error
         settings = self._settings
-        return {"source": settings.source, "args": settings.args, "seed": self._seed, "taken": self._num_taken, "own": own}
+        keys = {"prompt_key": settings.prompt_key, "label_key": settings.label_key}
+        return {"source": settings.source, "args": settings.args, "seed": self._seed, "taken": self._num_taken, "own": own, **keys}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises UserError when the source, its arguments or the seed are other ones than then."""
-        _check_same(state, self.state(), {"source": "data.source", "args": "data.args", "seed": "run.seed"})
+        """Go on from `state()`. Raises UserError when source, arguments, seed or the fields that are read are others than then."""
+        names = {"source": "data.source", "args": "data.args", "seed": "run.seed"}
+        # States of before they were noted have none.
+        keys = {key: f"data.{key}" for key in ("prompt_key", "label_key") if key in state}
+        _check_same(state, self.state(), names | keys)
         self._call("taking back its state", lambda: setattr(self._source, "state", state["own"]))
         self._num_taken = state["taken"]
 

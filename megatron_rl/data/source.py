@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from megatron_rl.config.settings import DataSettings
 from megatron_rl.data.row_files import Row
-from megatron_rl.data.row_source import FileRows, OwnRows, RowSource
+from megatron_rl.data.row_source import FileRows, NamedRow, OwnRows, RowSource
 from megatron_rl.errors import UserError
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
@@ -78,6 +78,10 @@ class PromptSource:
         """The next `count` prompts; no other prompt of the run has the id of one."""
         return [prompt for prompt, _ in self._next(count)]
 
+    def again(self, names: Sequence[str]) -> list[Prompt]:
+        """The prompts of these ids as the present settings read them, where that can be in another way than before. Moves nothing."""
+        return [prompt for prompt, _ in self._made_from(self._source.again(names))]
+
     def next_supervised(self, count: int) -> list[Group]:
         """The next `count` rows as groups of one sample: the target and the end-of-sequence token, every token trained on.
 
@@ -110,9 +114,11 @@ class PromptSource:
         ]
 
     def _next(self, count: int) -> list[tuple[Prompt, Row]]:
-        taken = self._source.take(count)
-        encoded = self._encode([row for _, row in taken])
-        return [(_prompt(name, row, text=text, token_ids=ids), row) for (name, row), (text, ids) in zip(taken, encoded, strict=True)]
+        return self._made_from(self._source.take(count))
+
+    def _made_from(self, named: Sequence[NamedRow]) -> list[tuple[Prompt, Row]]:
+        encoded = self._encode([row for _, row in named])
+        return [(_prompt(name, row, text=text, token_ids=ids), row) for (name, row), (text, ids) in zip(named, encoded, strict=True)]
 
     def _encode(self, rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
         """Text and token ids of each row's prompt; a chat template brings its own special tokens, so the tokenizer adds none."""

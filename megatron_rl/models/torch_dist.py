@@ -57,6 +57,7 @@ class TorchDist:
         self._chunks = {key: [_chunk(path, key, chunk, stored) for chunk in entry.chunks] for key, entry in self._tensors.items()}
         self._check_files()
         self._mapped: dict[str, mmap.mmap] = {}
+        self._known: dict[bytes, Any] = {}
 
     def keys(self) -> set[str]:
         """Keys of all tensors."""
@@ -104,7 +105,7 @@ class TorchDist:
         """What the first dimensions of the chunk have at `index`, in the file's own pages: only those that somebody looks at are read."""
         try:
             pages = self._pages(chunk.file)
-            start, num_bytes, tensor = stored_tensor(memoryview(pages)[chunk.position : chunk.position + chunk.num_bytes])
+            start, num_bytes, tensor = stored_tensor(memoryview(pages)[chunk.position : chunk.position + chunk.num_bytes], self._known)
         except (OSError, RuntimeError, EOFError, ValueError, struct.error, pickle.UnpicklingError, zipfile.BadZipFile) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(f"cannot read {key} from {self.path / chunk.file}: {reason}; take another checkpoint") from error
@@ -162,18 +163,30 @@ class _Part(io.RawIOBase):
         return len(part)
 
 
-def stored_tensor(data: memoryview) -> tuple[int, int, Any]:
-    """Where in what torch.save wrote the numbers of its one tensor are, their bytes, and the tensor with any numbers. Raises ValueError."""
-    file = _Part(data)
-    with torch.serialization.skip_data():
-        tensor = torch.load(cast("IO[bytes]", file), weights_only=True, map_location="cpu")
-    with zipfile.ZipFile(cast("IO[bytes]", file)) as archive:
-        records = [record for record in archive.infolist() if "/data/" in record.filename]
-    if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"it holds {len(records)} tensors, needs one that is not compressed")
-    start = records[0].header_offset
-    name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(data, start)
-    return start + _LOCAL_HEADER.size + name_bytes + extra_bytes, records[0].file_size, tensor
+def stored_tensor(data: memoryview, known: dict[bytes, Any]) -> tuple[int, int, Any]:
+    """Where in what torch.save wrote the numbers of its one tensor are, their bytes, and the tensor with any numbers. Raises ValueError.
+
+    Tensors of one shape and dtype are described by the same bytes, which take torch longer to read than what small ones hold: `known`
+    keeps the tensor of each description from one call to the next, and so is shared by all that fit it.
+    """
+    with zipfile.ZipFile(cast("IO[bytes]", _Part(data))) as archive:
+        records = archive.infolist()
+    numbers = [record for record in records if "/data/" in record.filename]
+    if len(numbers) != 1 or numbers[0].compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"it holds {len(numbers)} tensors, needs one that is not compressed")
+    descriptions = [record for record in records if record.filename.endswith("/data.pkl")]
+    start = _content(data, descriptions[0]) if descriptions else 0
+    description = bytes(data[start : start + descriptions[0].file_size]) if descriptions else b""
+    if description not in known:
+        with torch.serialization.skip_data():
+            known[description] = torch.load(cast("IO[bytes]", _Part(data)), weights_only=True, map_location="cpu")
+    return _content(data, numbers[0]), numbers[0].file_size, known[description]
+
+
+def _content(data: memoryview, record: zipfile.ZipInfo) -> int:
+    """Where the content of a record begins."""
+    name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(data, record.header_offset)
+    return record.header_offset + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
 
 
 def _covers(offset: int, size: int, place: int) -> bool:

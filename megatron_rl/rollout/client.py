@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.transport import MAX_ATTEMPTS, EngineRefusal, Transport
 from megatron_rl.types import Experts, Floats, Ints, StopReason
 
+Result = TypeVar("Result")
 EnginePart = Literal["weights", "kv_cache", "cuda_graph"]
 """Parts of an engine's GPU memory, by SGLang's names."""
 ENGINE_PARTS: tuple[EnginePart, ...] = get_args(EnginePart)
@@ -108,9 +109,10 @@ class EngineClient:
         try:
             answers = await (self._ask_together(asked) if sampling.max_tokens <= SHORT_RESPONSE_TOKENS else self._ask(asked))
         except asyncio.CancelledError:
+            aborting = _noted(asyncio.create_task(self.abort(request_ids)))
             # The caller is told of its cancellation, not of an engine that is gone as well.
             with contextlib.suppress(EngineError, DeadlineError):
-                await asyncio.shield(self.abort(request_ids))
+                await asyncio.shield(aborting)
             raise
         return tuple(_read_generation(answer, prompt_length=len(prompt), mixture=self.address.mixture) for answer in answers)
 
@@ -132,10 +134,7 @@ class EngineClient:
         """As `_ask`, in one HTTP call with what others ask for in the same moment; when they are refused together, each asks alone."""
         if self._together is None:
             collected: list[Sequence[_Asked]] = []
-            call = asyncio.create_task(self._ask_collected(collected))
-            # Everybody who asked may be gone when it fails, and asyncio prints a failure at which nobody has looked.
-            call.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._together = collected, call
+            self._together = collected, _noted(asyncio.create_task(self._ask_collected(collected)))
         requests, task = self._together
         first = sum(map(len, requests))
         requests.append(own)
@@ -305,6 +304,12 @@ class EngineClient:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineRefusal(f"the engine at {self.address.url} failed at {path}: {answer.get('message')}", status=200)
         return answer
+
+
+def _noted(task: "asyncio.Task[Result]") -> "asyncio.Task[Result]":
+    """`task`, whose failure is no news when everybody who waited for it is gone: asyncio prints one at which nobody has looked."""
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 def _version(version: int | None) -> dict[str, str]:

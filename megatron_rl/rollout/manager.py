@@ -51,6 +51,7 @@ def _made_by(settings: Settings) -> str:
         "rollout.function": rollout.function,
         "rollout.args": rollout.args,
         "data.samples_per_prompt": settings.data.samples_per_prompt,
+        "data.label_key": settings.data.label_key,
         "reward.function": reward.function,
         "reward.args": reward.args,
         # Its groups alone have a baseline.
@@ -174,8 +175,11 @@ class RolloutManager:
             source.restore(position)
         others = self._buffer.rewind(step, version=step)
         # Prompts that were taken after the checkpoint are in the buffer: the next ones come behind them.
-        known = self._buffer.counts().total
-        self._buffer.add_prompts(source.next_prompts(max(0, known - source.num_taken)))
+        counts = self._buffer.counts()
+        pending = self._buffer.unfinished(among=counts.waiting)
+        self._buffer.add_prompts(source.next_prompts(max(0, counts.total - source.num_taken)))
+        # Those from before it wait with the labels that the settings of then gave them.
+        self._buffer.add_prompts(source.again(sorted(pending)))
         now = self._buffer.made_by
         return tuple(f"{count} groups are made anew, because {_difference(made_by, now)}" for made_by, count in others.items())
 

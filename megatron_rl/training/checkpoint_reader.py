@@ -44,6 +44,7 @@ def _read_data(reader: FileSystemReader, plan: LoadPlan, planner: LoadPlanner) -
     """Fill what is planned, from the start of each file to its end."""
     places = [(reader.storage_data[item.storage_index], item) for item in plan.items]
     places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
+    known: dict[bytes, Any] = {}
     for name, of_file in itertools.groupby(places, key=lambda place: place[0].relative_path):
         with (
             (Path(reader.path) / name).open("rb", buffering=0) as file,
@@ -55,15 +56,15 @@ def _read_data(reader: FileSystemReader, plan: LoadPlan, planner: LoadPlanner) -
                     if item.type is LoadItemType.BYTE_IO:
                         planner.load_bytes(item, io.BytesIO(stored))
                     else:
-                        _fill(planner, item, stored, partial(_read, file, info.offset))
+                        _fill(planner, item, stored_tensor(stored, known), partial(_read, file, info.offset))
     done: Future[None] = Future()
     done.set_result(None)
     return done
 
 
-def _fill(planner: LoadPlanner, item: ReadItem, stored: memoryview, read: Callable[[int, Tensor], None]) -> None:
-    """Fill the tensor of `item` from what torch.save wrote, `stored`; `read` fills a tensor from there, from a byte on."""
-    start, _, whole = stored_tensor(stored)
+def _fill(planner: LoadPlanner, item: ReadItem, stored: tuple[int, int, Any], read: Callable[[int, Tensor], None]) -> None:
+    """Fill the tensor of `item` from a `stored_tensor`, whose memory may be used; `read` fills a tensor from a byte of it on."""
+    start, _, whole = stored
     part = narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
     target = planner.resolve_tensor(item).detach()
     assert target.shape == part.shape, f"{item.storage_index} is of {tuple(part.shape)}, wanted as {tuple(target.shape)}"

@@ -4,6 +4,7 @@ The kernel takes several times as long to provide such memory as the copying tak
 """
 
 import mmap
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -30,14 +31,17 @@ def _new(like: Tensor) -> Tensor:
 
 
 class HostCopies:
-    """Host memory for copies of one state after the other."""
+    """Host memory for copies of one state after the other. Several threads may make copies at once."""
 
     def __init__(self) -> None:
         self._spare: list[Tensor] = []
+        self._lock = threading.Lock()
 
     def copies_of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """A copy of each of `tensors`; to be given back when they are not needed any more."""
-        spare, self._spare = self._spare, []
+        with self._lock:
+            # Two saves at once must not have the same memory.
+            spare, self._spare = self._spare, []
         copies: list[Tensor] = []
         for tensor in tensors:
             place = spare[len(copies)] if len(copies) < len(spare) else None
@@ -49,4 +53,5 @@ class HostCopies:
 
     def give_back(self, copies: list[Tensor]) -> None:
         """Let the next state have the memory of `copies`."""
-        self._spare = copies
+        with self._lock:
+            self._spare = copies

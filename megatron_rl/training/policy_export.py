@@ -1,9 +1,10 @@
 """The policy as a Hugging Face directory, written by a thread of rank 0: the ranks wait for the gathering alone."""
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -12,6 +13,9 @@ from torch import Tensor, distributed
 from megatron_rl.models.hf_files import save_hf
 from megatron_rl.training.host_copies import host_copy
 from megatron_rl.training.rank_zero import on_rank_zero
+
+Weights = SimpleQueue[tuple[str, Tensor] | None]
+"""Named tensors on their way from one thread to the next; None behind the last."""
 
 
 class Exporting:
@@ -26,78 +30,97 @@ class Exporting:
         stale: Iterable[tuple[str, Tensor]],
         max_shard_bytes: int,
         durable: bool,
-        stage: bool,
+        changing: Iterable[Tensor],
     ) -> None:
         """Gather `weights` on rank 0, to be written with the other files of `source`; see `hf_files.save_hf` for the rest. Collective.
 
-        What is gathered waits in half of the host memory that is free now; where that is not enough, gathering waits for the disk. With
-        `stage` all of it is copies, so that the weights may change before `finish`.
+        What is gathered waits in half of the host memory that is free now; where that is not enough, gathering waits for the disk. Of
+        weights that are views of `changing` tensors a thread takes copies, so that these may change after `wait_for_copies`; all other
+        ones after `finish`.
         """
         self._directory = directory
-        self._stage = stage
-        self._waiting: deque[tuple[str, Tensor]] = deque()
+        self._gathered: Weights = SimpleQueue()
+        self._copied: Weights = SimpleQueue()
         self._held_bytes = 0
-        self._gathered = self._complete = False
+        self._complete = False
         self._changed = threading.Condition()
         self._error: BaseException | None = None
+        self._threads: list[threading.Thread] = []
         if distributed.get_rank() != 0:
             for _ in weights:
                 pass
             return
         self._limit_bytes = psutil.virtual_memory().available // 2
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in changing}
         options = {"source": source, "stale": stale, "max_shard_bytes": max_shard_bytes, "durable": durable}
-        self._thread = threading.Thread(target=self._write, kwargs=options, name="export writer", daemon=True)
-        self._thread.start()
+        self._copier = threading.Thread(target=self._copy, args=(addresses,), name="export copier", daemon=True)
+        self._writer = threading.Thread(target=self._write, kwargs=options, name="export writer", daemon=True)
+        self._threads = [self._copier, self._writer]
+        for thread in self._threads:
+            thread.start()
         try:
             self._gather(weights)
         finally:
-            with self._changed:
-                self._gathered = True
-                self._changed.notify_all()
+            self._gathered.put(None)
 
     def _gather(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
             with self._changed:
                 self._changed.wait_for(lambda: self._held_bytes <= self._limit_bytes or self._error is not None)
-                # The rest is still gathered, because the other ranks take part.
-                if self._error is None:
-                    self._waiting.append((name, host_copy(tensor) if self._stage else tensor.detach().cpu()))
-                    self._held_bytes += tensor.nbytes
-                    self._changed.notify_all()
+                self._held_bytes += tensor.nbytes
+            # The rest is still gathered after an error, because the other ranks take part.
+            if self._error is None:
+                self._gathered.put((name, tensor.detach().cpu()))
         self._complete = True
 
+    def _copy(self, addresses: set[int]) -> None:
+        """Body of the first thread."""
+        with self._noting_errors():
+            for name, tensor in iter(self._gathered.get, None):
+                changes = tensor.untyped_storage().data_ptr() in addresses
+                self._copied.put((name, host_copy(tensor) if changes else tensor))
+        self._copied.put(None)
+
     def _next_weights(self) -> Iterator[tuple[str, Tensor]]:
-        while True:
+        for name, tensor in iter(self._copied.get, None):
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._waiting) or self._gathered)
-                if not self._waiting:
-                    break
-                name, tensor = self._waiting.popleft()
                 self._held_bytes -= tensor.nbytes
                 self._changed.notify_all()
             yield name, tensor
-        if not self._complete:
+        if not self._complete or self._error is not None:
             raise RuntimeError("the weights could not all be gathered, so that none are written")
 
     def _write(self, **options: Any) -> None:
-        """Body of the thread: no collective, and no error that nobody would see."""
-        try:
+        """Body of the second thread: no collective, as in the first."""
+        with self._noting_errors():
             save_hf(self._directory, self._next_weights(), **options)
-        except BaseException as error:  # handed to the thread that waits
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """The first error of a thread is handed to the one that waits."""
+        try:
+            yield
+        except BaseException as error:
             with self._changed:
-                self._error = error
+                self._error = self._error or error
                 self._changed.notify_all()
+
+    def wait_for_copies(self) -> None:
+        """Return when this rank reads the weights no more, or has failed to, which `finish` tells. Not collective."""
+        if self._threads:
+            self._copier.join()
 
     @property
     def is_written(self) -> bool:
         """Whether `finish` would find this rank's files written. Not collective."""
-        return distributed.get_rank() != 0 or not self._thread.is_alive()
+        return not any(thread.is_alive() for thread in self._threads)
 
     def finish(self) -> None:
         """Wait for rank 0's files. Collective. Raises UserError, on every rank, when the directory could not be written."""
         on_rank_zero(self._join, self._directory)
 
     def _join(self, _: Path) -> None:
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         if self._error is not None:
             raise self._error

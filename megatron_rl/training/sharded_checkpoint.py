@@ -120,8 +120,8 @@ class Saving:
     ) -> None:
         """Take hold of everything that `load` continues from, with `counters`, plain numbers and strings that all ranks agree on.
 
-        `models` by their names, among them the `POLICY`. With `stage` the models may go on at once: what is written is a copy in its
-        memory. Collective. Raises UserError when the directory cannot be written.
+        `models` by their names, among them the `POLICY`. With `stage` what is written are copies in its memory, so that the models may
+        change after `wait_for_copies`; else after `finish`. Collective. Raises UserError when the directory cannot be written.
         """
         self._directory = directory
         on_rank_zero(start_partial, directory)
@@ -136,6 +136,10 @@ class Saving:
             }
             # torch's planner looks whether the boxes of all ranks fill their tensors; megatron-core's own look knows regular grids alone.
             dist_checkpointing.save(state, str(partial_path(directory)), sharded_strategy=self._writer, validate_access_integrity=False)
+
+    def wait_for_copies(self) -> None:
+        """Return when this rank reads its models no more, or has failed to, which `finish` tells. Not collective."""
+        self._writer.wait_for_copies()
 
     @property
     def is_written(self) -> bool:

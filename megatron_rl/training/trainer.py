@@ -1,7 +1,7 @@
 """Everything that one Megatron rank can do: log-probabilities, training, weights out, checkpoints."""
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from megatron_rl.config.settings import ModelSettings, Settings, TrainingSetting
 from megatron_rl.device import set_allocator
 from megatron_rl.errors import UserError
 from megatron_rl.models.hf_files import MAX_SHARD_BYTES
-from megatron_rl.models.hf_weights import export_hf_weights
+from megatron_rl.models.hf_weights import export_hf_weights, global_parameters
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.stored_weights import mtp_tensors
 from megatron_rl.observe.metrics import Metric
@@ -171,6 +171,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the other ranks: another Trainer can then be made in this process. A process group made elsewhere stays."""
+        self._let_go_of_state()
         if self._owns_group:
             shutdown()
         else:
@@ -192,6 +193,15 @@ class Trainer:
         """The critic, None when the objective needs none."""
         return self._critic
 
+    def _let_go_of_state(self) -> None:
+        """Wait until nothing that is being saved reads the trained models any more. Every method that changes or moves their weights or
+        their optimizers' state, were it for a moment, calls this first; the others may run while threads take their copies.
+
+        A gather of parameters that overlaps forward passes is no change: it writes what is there already.
+        """
+        for saving in self._writing:
+            saving.wait_for_copies()
+
     def _log_probs(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], *, reference: bool, temperature: float | None = None
     ) -> Floats:
@@ -205,6 +215,7 @@ class Trainer:
                 )
             # Another model: it routes by itself.
             policy, weights = dataclasses.replace(policy, replays_routing=False), self._reference.in_place()
+            self._let_go_of_state()
         with complete_parameters(self._model.chunks), weights:
             values = passes.log_probs(policy, micro_batches, num_tokens=len(batch.tokens))
         return np.asarray(values.cpu().numpy(), dtype=np.float32)
@@ -264,6 +275,7 @@ class Trainer:
 
         Merging the metrics of all ranks gives the step's: a rank that would only repeat another's returns empty dicts.
         """
+        self._let_go_of_state()
         parts, data = self._prepare(shard)
         policy, metrics = self._policy, []
         for part, plan in zip(parts, shard.steps, strict=True):
@@ -286,6 +298,7 @@ class Trainer:
         Example: `metrics = trainer.forward_backward(batch.select(rows)) | trainer.optimizer_step()`
         """
         self._refuse_waiting("forward_backward")
+        self._let_go_of_state()
         check_same_everywhere(batch)
         shard = divide(batch, self._training, seed=self._seed, optimizer_steps=1)[self.dp_rank]
         parts, data = self._prepare(shard)
@@ -306,6 +319,7 @@ class Trainer:
         """
         if self._waiting is None:
             raise UserError("optimizer_step has no gradient to apply; call forward_backward(batch) first")
+        self._let_go_of_state()
         (policy, critic), self._waiting = self._waiting, None
         metrics = self._steps.apply(self._policy, policy)
         if self._critic is not None and critic is not None:
@@ -365,6 +379,7 @@ class Trainer:
         Not collective; a part that is away already stays so. Raises UserError while a gradient of `forward_backward` waits.
         """
         self._refuse_waiting("put_away")
+        self._let_go_of_state()
         for memory in self._memories.values():
             memory.put_away(parts)
 
@@ -395,8 +410,8 @@ class Trainer:
         self._saving(Path(directory), stage=None).finish()
 
     def begin_save(self, directory: Path | str) -> None:
-        """As `save`, but return as soon as a copy is in host memory, which a thread of each rank writes while the training goes on. That
-        memory stays for the next one.
+        """As `save`, but return when it is planned. A thread of each rank copies the state to host memory, which stays for the next one,
+        and writes that while the training goes on: the next call that changes or moves the state waits for the copies alone.
 
         `finish_saves` has to follow before the process ends; the directory appears there. Raises UserError as `save`.
         """
@@ -425,6 +440,7 @@ class Trainer:
         `weights_only` the optimizer starts anew. A gradient of `forward_backward` that waits is dropped. Raises UserError when there is
         no checkpoint, one whose files have changed since, one of another model, or one without the optimizer's state.
         """
+        self._let_go_of_state()
         self._waiting = None
         loaded = sharded_checkpoint.load(Path(directory), self.trained_models(), weights_only=weights_only)
         self._steps.restore(loaded.counters)
@@ -437,13 +453,18 @@ class Trainer:
         `durable` is for engines alone: it has none of them and need not survive a power failure, which saves waiting for the disk.
         Raises UserError when it cannot be written.
         """
-        self._exporting(Path(directory), max_shard_bytes=max_shard_bytes, durable=durable, stage=False).finish()
+        self._exporting(Path(directory), max_shard_bytes=max_shard_bytes, durable=durable, changing=()).finish()
 
     def begin_save_hf(self, directory: Path | str) -> None:
-        """As `save_hf`, but return when the weights are gathered in host memory of rank 0, where a thread writes them; see `begin_save`."""
-        self._writing.append(self._exporting(Path(directory), max_shard_bytes=MAX_SHARD_BYTES, durable=True, stage=True))
+        """As `save_hf`, but return when the weights are gathered in host memory of rank 0, where a thread writes them; see `begin_save`.
 
-    def _exporting(self, directory: Path, *, max_shard_bytes: int, durable: bool, stage: bool) -> Exporting:
+        Those that are there already are not gathered, but copied by a thread, as in `begin_save`.
+        """
+        weights = global_parameters([chunk.module for chunk in self._model.chunks])
+        exporting = self._exporting(Path(directory), max_shard_bytes=MAX_SHARD_BYTES, durable=True, changing=weights.values())
+        self._writing.append(exporting)
+
+    def _exporting(self, directory: Path, *, max_shard_bytes: int, durable: bool, changing: Iterable[Tensor]) -> Exporting:
         source, dtype = self._model_settings.path, model_dtype(self._model_settings, self._device)
         stale = mtp_tensors(source, self._spec, dequantised_dtype=dtype) if durable and self._spec.num_mtp_layers else ()
         return Exporting(
@@ -453,5 +474,5 @@ class Trainer:
             stale=stale,
             max_shard_bytes=max_shard_bytes,
             durable=durable,
-            stage=stage,
+            changing=changing,
         )

@@ -12,26 +12,32 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.errors import UserError
-from megatron_rl.training import checkpoint_writer, policy_export
+from megatron_rl.training import checkpoint_writer, policy_export, sharded_checkpoint
 from megatron_rl.training.checkpoint_manifest import entry_of
 from megatron_rl.training.host_copies import HostCopies, host_copy
+from megatron_rl.training.optimizer_shards import parts_of
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
 SUPERVISED = {"policy_loss": "sft"}
+WITH_CRITIC = {"advantage": {"estimator": "ppo"}}
+BATCH = TrainBatch.from_sequences(prompts=[[3, 4], [5]], responses=[[6, 7, 8], [9, 3]], rewards=[0.0, 1.0])
 
 
 def train(trainer: Trainer) -> None:
-    batch = TrainBatch.from_sequences(prompts=[[3, 4], [5]], responses=[[6, 7, 8], [9, 3]], rewards=[0.0, 0.0])
-    trainer.train(batch)
+    trainer.train(BATCH)
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Copies of the weights and of the optimizer's moments."""
-    weights = {name: tensor.clone() for name, tensor in trainer.weights()}
-    (part,) = trainer._model.optimizer.chained_optimizers
-    states = enumerate(part.optimizer.state.values())
-    return weights | {f"{index} {name}": tensor.clone() for index, state in states for name, tensor in state.items()}
+    """Copies of the weights and of the optimizers' moments."""
+    state = {name: tensor.clone() for name, tensor in trainer.weights()}
+    for model, trained in trainer.trained_models().items():
+        for chunk in trained.chunks:
+            state |= {f"{model} {name}": parameter.detach().clone() for name, parameter in chunk.named_parameters()}
+        for part in parts_of(trained.optimizer):
+            for index, moments in enumerate(part.optimizer.state.values()):
+                state |= {f"{model} {index} {name}": tensor.clone() for name, tensor in moments.items()}
+    return state
 
 
 def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -39,21 +45,59 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
     assert [name for name, tensor in want.items() if not torch.equal(got[name], tensor)] == []
 
 
+def held(function: Callable[..., Any], gate: threading.Event) -> Callable[..., Any]:
+    """`function`, which begins when the gate is open."""
+
+    def wait_and_call(*arguments: object, **keywords: object) -> object:
+        assert gate.wait(timeout=30)
+        return function(*arguments, **keywords)
+
+    return wait_and_call
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written before it is set."""
     gate = threading.Event()
-
-    def held(function: Callable[..., None]) -> Callable[..., None]:
-        def write(*arguments: object, **keywords: object) -> None:
-            assert gate.wait(timeout=30)
-            function(*arguments, **keywords)
-
-        return write
-
-    monkeypatch.setattr(checkpoint_writer.TwoHalves, "_write", held(checkpoint_writer.TwoHalves._write))
-    monkeypatch.setattr(policy_export.Exporting, "_write", held(policy_export.Exporting._write))
+    monkeypatch.setattr(checkpoint_writer, "write_items", held(checkpoint_writer.write_items, gate))
+    monkeypatch.setattr(policy_export, "save_hf", held(policy_export.save_hf, gate))
     return gate
+
+
+class Asked:
+    """Nothing is copied until somebody has waited for the copies of its save for a moment: whoever does not wait is too early."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._may_copy = {kind: threading.Event() for kind in (sharded_checkpoint.Saving, policy_export.Exporting)}
+        # The one that is waited for first takes longer: the wait for the other does not hide that nobody waited for it.
+        self._moments_s = dict(zip(self._may_copy, (0.2, 0.02), strict=True))
+        self.kinds: set[str] = set()
+        """Whose copies were waited for."""
+        for kind in self._may_copy:
+            monkeypatch.setattr(kind, "wait_for_copies", self._asking(kind))
+        of_checkpoint, of_export = self._may_copy.values()
+        monkeypatch.setattr(HostCopies, "copies_of", held(HostCopies.copies_of, of_checkpoint))
+        monkeypatch.setattr(policy_export, "host_copy", held(policy_export.host_copy, of_export))
+
+    def _asking(self, kind: Any) -> Callable[..., None]:
+        wait_for_copies = kind.wait_for_copies
+
+        def wait(saving: object) -> None:
+            self.kinds.add(kind.__name__)
+            threading.Timer(self._moments_s[kind], self._may_copy[kind].set).start()
+            wait_for_copies(saving)
+
+        return wait
+
+    def forget(self) -> None:
+        self.kinds.clear()
+        for event in self._may_copy.values():
+            event.clear()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
 
 
 @pytest.mark.parametrize("training", [{}, {"optimizer": {"lr": 1e-2, "use_distributed_optimizer": True}}], ids=["", "distopt"])
@@ -109,6 +153,127 @@ def test_a_save_that_fails_is_told_by_its_end_and_leaves_nothing_under_its_name(
     getattr(trainer, which)(tmp_path / "saved")
     trainer.finish_saves()
     assert (tmp_path / "saved").is_dir()
+
+
+CHANGES: dict[str, Callable[[Trainer, Path], object]] = {
+    "train": lambda trainer, _: trainer.train(BATCH),
+    # A router's bias moves in the backward pass, and back again.
+    "forward_backward": lambda trainer, _: trainer.forward_backward(BATCH),
+    "put_away": lambda trainer, _: trainer.put_away(),
+    "load": lambda trainer, earlier: trainer.load(earlier),
+}
+"""Public methods after which, or while which, the state is another one or elsewhere."""
+READS: dict[str, Callable[[Trainer, Path], object]] = {
+    "log_probs": lambda trainer, _: trainer.log_probs(BATCH),
+    "own_log_probs": lambda trainer, _: trainer.own_log_probs(BATCH, temperature=1.0),
+    "values": lambda trainer, _: trainer.values(BATCH),
+    "weights": lambda trainer, _: list(trainer.weights()),
+    "save": lambda trainer, path: trainer.save(path / "other"),
+    "save_hf": lambda trainer, path: trainer.save_hf(path / "other-hf", durable=False),
+    "saves_are_written": lambda trainer, _: trainer.saves_are_written,
+    "trained_models": lambda trainer, _: trainer.trained_models(),
+    "critic": lambda trainer, _: trainer.critic,
+    "dp_rank": lambda trainer, _: trainer.dp_rank,
+}
+ELSEWHERE = {
+    "of": "makes another one",
+    "train_shard": "train calls it",
+    "take_back": "follows on put_away",
+    "begin_save": "tested by all of them",
+    "begin_save_hf": "tested by all of them",
+    "finish_saves": "ends the copying",
+    "optimizer_step": "a test of its own, as no checkpoint may begin before it",
+    "close": "a test of its own, as nothing can be loaded after it",
+}
+
+
+def test_every_method_of_a_trainer_is_known_to_change_its_state_or_not() -> None:
+    assert {name for name in vars(Trainer) if not name.startswith("_")} == CHANGES.keys() | READS.keys() | ELSEWHERE.keys()
+
+
+def test_whoever_changes_the_state_waits_for_its_copies_and_whoever_reads_does_not(
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, asked: Asked
+) -> None:
+    trainer = make_trainer(tiny_model(), WITH_CRITIC)
+    trainer.save(tmp_path / "earlier")
+    train(trainer)
+    for name, change in CHANGES.items():
+        asked.forget()
+        want = state_of(trainer)
+        trainer.begin_save(tmp_path / "saved")
+        trainer.begin_save_hf(tmp_path / "saved-hf")
+        for read in READS.values():
+            read(trainer, tmp_path)
+        assert_equal(state_of(trainer), want)
+        assert asked.kinds == set(), "reading has waited"
+        change(trainer, tmp_path / "earlier")
+        assert asked.kinds == {"Saving", "Exporting"}, f"{name} has not waited"
+        trainer.finish_saves()
+        trainer.take_back()
+        trainer.load(tmp_path / "saved")
+        assert_equal(state_of(trainer), want)
+        exported = load_file(tmp_path / "saved-hf" / "model.safetensors")
+        assert_equal(exported, {name: want[name] for name in exported})
+
+
+def test_the_reference_takes_the_place_of_a_policy_that_is_copied(
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, asked: Asked
+) -> None:
+    trainer = make_trainer(tiny_model(), {"kl_loss_coef": 0.1})
+    trainer.begin_save(tmp_path / "saved")
+    trainer.log_probs(BATCH, reference=True)
+    assert asked.kinds == {"Saving"}
+    trainer.finish_saves()
+
+
+def test_an_optimizer_step_waits_for_the_copies_of_an_export_that_began_before_it(
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, asked: Asked
+) -> None:
+    trainer = make_trainer(tiny_model(), SUPERVISED)
+    want = {name: tensor.clone() for name, tensor in trainer.weights()}
+    trainer.forward_backward(BATCH)
+    trainer.begin_save_hf(tmp_path / "hf")
+    trainer.optimizer_step()
+    assert asked.kinds == {"Exporting"}
+    trainer.finish_saves()
+    assert_equal(load_file(tmp_path / "hf" / "model.safetensors"), want)
+
+
+@pytest.mark.parametrize("which", ["begin_save", "begin_save_hf"])
+def test_a_trainer_that_is_closed_reads_nothing_any_more(
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, asked: Asked, which: str
+) -> None:
+    trainer = make_trainer(tiny_model(), SUPERVISED)
+    getattr(trainer, which)(tmp_path / "saved")
+    trainer.close()
+    assert asked.kinds == {{"begin_save": "Saving", "begin_save_hf": "Exporting"}[which]}
+
+
+@pytest.mark.parametrize(("which", "where"), [("begin_save", "host_copies.host_copy"), ("begin_save_hf", "policy_export.host_copy")])
+def test_copies_that_fail_are_told_by_the_end_of_the_save_and_hold_up_nobody(
+    make_trainer: Callable[..., Trainer],
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    which: str,
+    where: str,
+) -> None:
+    trainer = make_trainer(tiny_model(), SUPERVISED)
+
+    there_is_memory = iter([True])
+
+    def short(tensor: torch.Tensor) -> torch.Tensor:
+        if not next(there_is_memory, False):
+            raise MemoryError("no memory for copies")
+        return tensor.clone()
+
+    monkeypatch.setattr(f"megatron_rl.training.{where}", short)
+    getattr(trainer, which)(tmp_path / "saved")
+    train(trainer)
+    with pytest.raises(MemoryError, match="no memory for copies"):
+        trainer.finish_saves()
+    assert not (tmp_path / "saved").exists()
+    trainer.finish_saves()
 
 
 def test_an_export_waits_for_the_disk_where_memory_is_short(
@@ -176,10 +341,14 @@ def test_a_copy_has_memory_of_its_own(numel: int) -> None:
 def test_a_file_has_each_item_where_the_index_says_and_its_hash(tmp_path: Path) -> None:
     """A view without the memory around it, aligned so that it can be used where it is."""
     flat = torch.arange(4096, dtype=torch.int64)
-    data = {"view": flat[8:20].view(3, 4), "empty": flat[:0], "object": io.BytesIO(b"more"), "column": flat.view(64, 64)[:, 1]}
+    data: dict[str, Any] = {
+        "view": flat[8:20].view(3, 4),
+        "empty": flat[:0],
+        "object": io.BytesIO(b"more"),
+        "column": flat.view(64, 64)[:, 1],
+    }
     items: Any = [SimpleNamespace(index=name) for name in data]
-    planner: Any = SimpleNamespace(resolve_data=lambda item: data[item.index])
-    written, entry = checkpoint_writer.write_items(tmp_path / "file", items, planner)
+    written, entry = checkpoint_writer.write_items(tmp_path / "file", items, data.values())
     assert entry == entry_of(tmp_path / "file")
     content, parts = (tmp_path / "file").read_bytes(), {}
     for result in written:

@@ -114,12 +114,18 @@ def test_conversions_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_checkpoints_are_compared_with_cp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
-    names = ("save", "cp", "cp, not to the disk", "load", "export", "cp of an export", "pause of a save", "pause of an export")
+    pauses = [f"pause of {what}{kind}" for what in ("a save", "an export") for kind in ("", ", no rollout")]
+    names = ["save", "cp", "cp, not to the disk", "load", "export", "cp of an export", *pauses]
+    names += [f"{pause}: {part}" for pause in pauses for part in ("call", "wait", "end")]
     turns = [(name, seconds, 3.0, 3 * 2**20) for seconds in (8.0, 4.0) for name in names]
-    turns += [("cp", 2.0, 1.0, 0), ("pause of a save", 0.2, 0.2, 5 * 2**20)]
+    turns += [("cp", 2.0, 1.0, 0), ("pause of a save, no rollout", 0.2, 0.2, 5 * 2**20), ("pause of a save, no rollout: wait", 0.1, 0.2, 0)]
     others = [(name, 9.0, 2 * cpu, memory) for name, _, cpu, memory in turns]
     importlib.import_module("checkpoint").report("dp2", [(0, turns, [4_000_000_000, 1_000_000_000]), (1, others, [])])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[1] == "dp2: a checkpoint of 4.00 GB, an export of 1.00 GB"
     assert lines[2] == "save 4.00 s 1.00 GB/s, 0.50 of cp (2.00 GB/s; goal 0.9), 3 MiB, CPU 2.25 s/GB, cp 0.75"
-    assert lines[5] == "pause of a save 0.20 s, 0.05 of one that is waited for (goal 0.1), 5 MiB"
+    told = "of one that is waited for (goal 0.1): call 4.00, wait"
+    assert lines[5:7] == [
+        f"pause of a save 4.00 s, 1.00 {told} 4.00; put in its place in 4.00 s; 3 MiB",
+        f"pause of a save, no rollout 0.20 s, 0.05 {told} 0.10; put in its place in 4.00 s; 5 MiB",
+    ]

@@ -5,6 +5,7 @@ import logging
 import sys
 import types
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -34,6 +35,34 @@ def test_device_follows_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chosen = device.local_device(3)
     assert (chosen.kind, chosen.backend, str(chosen.torch_device)) == ("cuda", "nccl", "cuda:3")
+
+
+def test_a_side_stream_begins_behind_what_was_computed_and_is_the_threads_inside(monkeypatch):
+    events = []
+
+    class Stream:
+        def __init__(self, which):
+            events.append(f"made on {which}")
+
+        def wait_stream(self, other):
+            events.append(f"waits for {other}")
+
+    @contextmanager
+    def entered(stream):
+        events.append("in")
+        yield
+        events.append("out")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda which: f"that of {which}")
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    side = device.SideStream(torch.device("cuda", 1))
+    assert events == ["made on cuda:1", "waits for that of cuda:1"]
+    with side.entered():
+        events.append("copy")
+    assert events[2:] == ["in", "copy", "out"]
+    with device.SideStream(torch.device("cpu")).entered():
+        assert len(events) == 5
 
 
 @pytest.mark.parametrize("version", ("0.15.3", "0.20.0", "1.0.0"))

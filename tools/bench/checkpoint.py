@@ -5,7 +5,9 @@
 Two ranks train a model made by code, dense and data parallel with the distributed optimizer, then a mixture of experts under expert
 parallelism, and write float32 weights with Adam's moments. `cp` copies the files of a save, one process for each rank, to the same
 disk; for what writes, it brings them to the disk itself as a save does. A share above 1 is faster than cp. The pause is how long the ranks
-stand still for a save that is written while they go on; its share is that of a save that they wait for.
+stand still for a save that is written while they go on: the call that begins it, and what the next change of the state has to wait for its
+copies, after a rollout of ROLLOUT_S, which leaves the ranks' cores to them, and without any. Its share is that of a save that they wait
+for. What putting a save in its place takes, once it is written, is told apart.
 
 Floors are what nothing can be faster than that keeps the same promises: of a save that the ranks' bytes are written from memory to the
 disk, of a load that the files are read once and hashed (BLAKE3) and then read into memory that is there, of a pause that the bytes are
@@ -27,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,8 @@ from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.training.checkpoint_manifest import entry_of
 
 GOAL_SHARE, GOAL_PAUSE = 0.9, 0.1
+ROLLOUT_S = 1.0
+"""Seconds between the beginning of a save and the next change of the state."""
 NUM_RANKS = 2
 SHAPE = {
     "vocab_size": 4096,
@@ -152,17 +157,37 @@ def measure(rank: int, model: Path, layout: str, turns: int, results: Any) -> No
     with quiet_megatron_imports():
         from megatron_rl.training.trainer import Trainer
     rows: list[Row] = []
+    measures_memory = True
 
     def timed(name: str, action: Callable[[], object]) -> None:
         distributed.barrier()
         # In the first turn alone: asking for memory all the time takes more CPU time than what is measured.
-        peak = Peak() if all(name != row[0] for row in rows) else None
+        peak = Peak() if measures_memory else None
         start, cpu_start = time.perf_counter(), time.process_time()
         action()
         cpu_seconds = time.process_time() - cpu_start
         distributed.barrier()
         seconds = time.perf_counter() - start
         rows.append((name, seconds, cpu_seconds, 0) if peak is None else (name, math.inf, math.inf, peak.close()))
+
+    def pauses(what: str, begin_in: Callable[[Path], None]) -> None:
+        # Putting nothing away waits as every change of the state does.
+        def wait() -> None:
+            trainer.put_away(())
+
+        for name, rollout_s in ((f"pause of {what}", ROLLOUT_S), (f"pause of {what}, no rollout", 0.0)):
+            # Not the same one for both: replacing a directory would be measured with the end of the second.
+            begin = partial(begin_in, directory / name)
+            if measures_memory:
+                timed(name, lambda begin=begin: (begin(), wait()))
+            else:
+                timed(f"{name}: call", begin)
+                time.sleep(rollout_s)
+                timed(f"{name}: wait", wait)
+                rows.append((name, rows[-2][1] + rows[-1][1], rows[-2][2] + rows[-1][2], 0))
+            while not trainer.saves_are_written:
+                time.sleep(0.01)
+            timed(f"{name}: end", trainer.finish_saves)
 
     directory = model.parent
     saved, exported = directory / "saved", directory / "exported"
@@ -178,20 +203,22 @@ def measure(rank: int, model: Path, layout: str, turns: int, results: Any) -> No
             timed("floor of save", lambda: floors.write(directory / f"floor-{rank}"))
             timed("cp", lambda: copy_share(saved, directory / "copy", rank=rank, durable=True))
             timed("cp, not to the disk", lambda: copy_share(saved, directory / "copy-2", rank=rank, durable=False))
-            timed("pause of a save", lambda: trainer.begin_save(directory / "later"))
-            timed("rest of it", trainer.finish_saves)
+            pauses("a save", trainer.begin_save)
             timed("floor of pause of a save", floors.copy)
             timed("load", lambda: trainer.load(saved))
             timed("floor of load", floors.hash_and_read)
             timed("export", lambda: trainer.save_hf(exported))
             timed("cp of an export", lambda: rank or copy_share(exported, directory / "copy-3", rank=0, durable=True))
-            timed("pause of an export", lambda: trainer.begin_save_hf(directory / "later-hf"))
-            timed("rest of that", trainer.finish_saves)
+            pauses("an export", trainer.begin_save_hf)
             if rank == 0:
                 sizes = [sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) for folder in (saved, exported)]
-                for name in ("saved", "exported", "copy", "copy-2", "copy-3", "later", "later-hf"):
-                    shutil.rmtree(directory / name)
+                for path in (
+                    *directory.glob("pause of *"),
+                    *(directory / name for name in ("saved", "exported", "copy", "copy-2", "copy-3")),
+                ):
+                    shutil.rmtree(path)
             (directory / f"floor-{rank}").unlink()
+            measures_memory = False
             distributed.barrier()
     results.put((rank, rows, sizes if rank == 0 else []))
 
@@ -238,10 +265,12 @@ def report(layout: str, found: list[Any]) -> None:
         )
         print_floor(name, seconds, against)
     for name, whole in (("pause of a save", "save"), ("pause of an export", "export")):
-        share = seconds[name] / seconds[whole]
-        print(
-            f"{name:20}{seconds[name]:8.2f} s, {share:.2f} of one that is waited for (goal {GOAL_PAUSE}), {memory[name] / 2**20:7.0f} MiB"
-        )
+        for kind in (name, f"{name}, no rollout"):
+            print(
+                f"{kind:32}{seconds[kind]:5.2f} s, {seconds[kind] / seconds[whole]:.2f} of one that is waited for (goal {GOAL_PAUSE}): "
+                f"call {seconds[f'{kind}: call']:.2f}, wait {seconds[f'{kind}: wait']:.2f}; put in its place in "
+                f"{seconds[f'{kind}: end']:.2f} s; {memory[kind] / 2**20:.0f} MiB"
+            )
         print_floor(name, seconds, whole)
 
 

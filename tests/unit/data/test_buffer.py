@@ -132,9 +132,12 @@ def test_adding_prompts_again_is_harmless_unless_they_were_consumed_or_changed(b
     with pytest.raises(UserError, match="prompt 'a' has other tokens"):
         buffer.add_prompts([make_group("c").prompt, changed])
     assert buffer.counts().pending == 2, "the failed call must not leave c behind"
-    buffer.take_pending(1)
-    buffer.put_done(group)
-    buffer.take_done(1, step=5)
+    buffer.add_prompts([dataclasses.replace(group.prompt, label="present", metadata={"level": 2})])
+    (taken,) = buffer.take_pending(1)
+    assert (taken.label, taken.metadata) == ("present", {"level": 2}), "what waits is what the settings of now say"
+    buffer.put_done(dataclasses.replace(group, prompt=taken))
+    buffer.add_prompts([group.prompt])
+    assert buffer.take_done(1, step=5)[0].prompt.label == "present", "its samples were made with that"
     with pytest.raises(UserError, match="already trained on at step 5"):
         buffer.add_prompts([group.prompt])
 

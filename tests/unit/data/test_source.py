@@ -259,8 +259,8 @@ def my_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "my_rows", raising=False)
 
 
-def opened(name: str = "Numbers", *, seed: int = 4, **args: Any) -> OwnRows:
-    return OwnRows(settings=DataSettings(source=f"my_rows:{name}", args=args), seed=seed, need_response=False)
+def opened(name: str = "Numbers", *, seed: int = 4, label_key: str = "label", **args: Any) -> OwnRows:
+    return OwnRows(settings=DataSettings(source=f"my_rows:{name}", args=args, label_key=label_key), seed=seed, need_response=False)
 
 
 def prompts(tokenizer: Any, name: str = "Numbers", *, need_response: bool = False, **settings: Any) -> PromptSource:
@@ -303,12 +303,20 @@ def test_state_goes_on_in_another_instance(tokenizer: Any) -> None:
     [
         (lambda: opened(seed=5), "cannot resume: run.seed is 5, was 4"),
         (lambda: opened(step=3), "cannot resume: data.args is {'step': 3}, was {}"),
+        (lambda: opened(label_key="answer"), "cannot resume: data.label_key is answer, was label"),
         (lambda: opened("NoAnswers"), "cannot resume: data.source is my_rows:NoAnswers, was my_rows:Numbers"),
     ],
 )
 def test_state_of_other_rows_is_refused(other: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         other().restore(opened().state())
+
+
+@pytest.mark.usefixtures("my_rows")
+def test_state_of_before_the_fields_were_noted_is_taken() -> None:
+    state = opened().state()
+    del state["prompt_key"], state["label_key"]
+    opened(label_key="answer").restore(state)
 
 
 @pytest.mark.usefixtures("my_rows")

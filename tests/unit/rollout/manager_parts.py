@@ -97,7 +97,7 @@ async def opened(settings: Settings, path: Path) -> AsyncIterator[RolloutManager
 
 def settings_for(directory: Path, model: Path) -> Callable[..., Settings]:
     """`settings_for(..)("key=value")`: the settings of a run in `directory` on NUM_PROMPTS prompts that are written there."""
-    rows = [json.dumps({"prompt": f"{number}=", "label": "1"}) for number in range(NUM_PROMPTS)]
+    rows = [json.dumps({"prompt": f"{number}=", "label": "1", "answer": "2"}) for number in range(NUM_PROMPTS)]
     (directory / "train.jsonl").write_text("\n".join(rows) + "\n")
 
     def make(*overrides: str) -> Settings:

@@ -403,6 +403,35 @@ def test_a_bucket_sets_the_version_and_forgets_prefixes_only_at_the_end() -> Non
     assert first["shapes"] == [[1, 2]]
 
 
+def test_a_call_that_is_cancelled_twice_at_the_end_of_a_run_prints_nothing() -> None:
+    """By its caller and with all that still runs, when the client is closed already."""
+    started, printed = asyncio.Event(), []
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        started.set()
+        await asyncio.sleep(30)
+        return web.Response()
+
+    async def work(client: EngineClient) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: printed.append(context["message"]))
+        call = asyncio.create_task(client.generate(np.array([1]), sampling=ONE))
+        await started.wait()
+        client.abort = fail_later  # type: ignore[method-assign]
+        for _ in range(2):
+            call.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait([call])
+        await asyncio.sleep(0.02)
+        gc.collect()
+
+    async def fail_later(_: object) -> None:
+        await asyncio.sleep(0.01)
+        raise EngineError("the client is not open")
+
+    talk(handler, work)
+    assert printed == []
+
+
 def test_cancelling_a_call_aborts_exactly_its_samples() -> None:
     started = asyncio.Event()
 

@@ -185,3 +185,35 @@ def test_finished_groups_of_other_settings_are_made_anew_at_a_resume(
     _, notes = asyncio.run(run(override, state=state))
     assert notes == (() if sentence is None else (f"{PROMPTS_PER_STEP} groups are made anew, because {sentence}",))
     assert asyncio.run(run(override, state=state))[1] == ()
+
+
+def test_groups_that_wait_get_the_labels_of_the_present_settings(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    """Also those whose prompts were taken before the checkpoint, and those that nothing was made of yet."""
+    path = tmp_path / "buffer.sqlite"
+
+    async def run(*overrides: str, state: dict[str, Any] | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
+        Client.engine = engine = Engine(seed=0)
+        notes: tuple[str, ...] = ()
+        async with opened(make_settings("rollout.max_staleness=2", *overrides), path) as manager:
+            if state is not None:
+                notes = await manager.rewind(step=1, position=state)
+            else:
+                await step_of(manager, engine, 0)
+                state = await manager.position()
+            taken = manager.prompts.source.num_taken
+            await step_of(manager, engine, 1)
+            return state | {"taken": taken}, notes
+
+    def labels() -> dict[str, set[tuple[str, str]]]:
+        found: dict[str, set[tuple[str, str]]] = {"old": set(), "new": set()}
+        with sqlite3.connect(path) as copy:
+            for step, label, metadata in copy.execute("SELECT consumed_step, label, metadata FROM groups"):
+                found["old" if step == 1 else "new"].add((label, metadata))
+        return found
+
+    state, _ = asyncio.run(run())
+    assert state.pop("taken") > PROMPTS_PER_STEP, "some wait from before the checkpoint"
+    _, notes = asyncio.run(run("data.label_key=answer", state=state))
+    (note,) = notes
+    assert note.endswith("groups are made anew, because data.label_key is answer now and was label")
+    assert labels() == {"old": {("1", '{"answer": "2"}')}, "new": {("2", '{"label": "1"}')}}

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from megatron_rl.training.checkpoint_reader import load_what_is_apart, reading_in_place, without_merges
 from megatron_rl.training.checkpoint_writer import write_items
 
-STORED = {"a": torch.randn(6, 8), "b": torch.arange(24).view(4, 6).T, "c": torch.randn(5).bfloat16()}
+STORED = {"a": torch.randn(6, 8), "b": torch.arange(24).view(4, 6).T, "c": torch.randn(5).bfloat16(), "like a": torch.randn(6, 8)}
+DTYPES = (torch.float32, torch.bfloat16)
 TARGETS = {
     "whole": ("a", (0, 0), torch.empty(6, 8)),
     "rows": ("a", (2, 0), torch.empty(3, 8)),
@@ -29,8 +30,8 @@ TARGETS = {
 
 def read(directory: Path, wanted: dict[str, tuple[str, tuple[int, ...], Tensor]]) -> list[str]:
     """Read what is `wanted`; the names in the order in which they were committed."""
-    stored = [SimpleNamespace(index=name) for name in STORED]
-    written, _ = write_items(directory / "file", stored, SimpleNamespace(resolve_data=lambda item: STORED[item.index]))  # type: ignore[arg-type]
+    stored: Any = [SimpleNamespace(index=name) for name in STORED]
+    written, _ = write_items(directory / "file", stored, STORED.values())
     items, committed = [], []
     for name, (key, offsets, target) in wanted.items():
         kind = LoadItemType.TENSOR
@@ -61,6 +62,18 @@ def test_a_file_is_read_from_its_start_to_its_end_and_torch_has_its_reader_back(
         "bfloat16",
     ]
     assert FileSystemReader.read_data is before
+
+
+def test_tensors_of_one_shape_and_dtype_are_told_apart_although_their_description_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *arguments, **options: loads.append(load(*arguments, **options)) or loads[-1])
+    wanted: dict[str, Any] = {
+        f"{key} as {dtype}": (key, (0, 0), torch.empty(6, 8, dtype=dtype)) for key in ("a", "like a") for dtype in DTYPES
+    }
+    read(tmp_path, wanted)
+    assert all(torch.equal(target, STORED[key].to(target.dtype)) for key, _, target in wanted.values()) and len(loads) == 1
 
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
