@@ -1,10 +1,13 @@
 """The command line: `megatron-rl train`, `eval`, `report`, `plan`, `models`, `convert`, `verify-checkpoint`, `check-plugin` and `doctor`.
 
 Exit status: 0 done; 2 input that the user can mend, told in one sentence; 75 ended by SIGTERM or by the death of a process of the run,
-which goes on from its checkpoint with `--resume`; 1 any other failure; 130 after Ctrl-C, 143 after SIGTERM without a checkpoint.
+which goes on from its checkpoint with `--resume`; 1 any other failure; 130 after Ctrl-C, 143 after SIGTERM without a checkpoint;
+141 when nobody reads the output to its end, as behind `| head`: a run that has started goes on instead.
 What is heavy is imported inside the command that needs it, so that help and mistakes answer at once.
 """
 
+import os
+import select
 import signal
 import sys
 import traceback
@@ -27,8 +30,36 @@ from megatron_rl.plugins import PluginKind, kind_of
 
 RESUMABLE = 75
 """The exit status that says: start the same command again. It is EX_TEMPFAIL of sysexits.h."""
+_LEFT_BY = {128 + number: number for number in (signal.SIGTERM, signal.SIGHUP)}
+"""The signals that end a command by `_leave`, by the exit status."""
 _COUNT = click.IntRange(1, 2**17)
 _OVERRIDES = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+
+
+class _BrokenPipe(Exception):
+    """Some pipe has no reader any more; as a BrokenPipeError click would end the command without a word, whichever pipe it is."""
+
+
+@contextmanager
+def _past_click() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise _BrokenPipe from error
+
+
+class Commands(click.Group):
+    """The commands, whose broken pipes reach `_run`."""
+
+    def make_context(self, *words: Any, **extra: Any) -> click.Context:
+        """Parse the words, which prints the help where they ask for it."""
+        with _past_click():
+            return super().make_context(*words, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        with _past_click():
+            return super().invoke(ctx)
 
 
 class SettingsCommand(click.Command):
@@ -46,7 +77,7 @@ class SettingsCommand(click.Command):
                 formatter.write_dl([(field.path, _help(field)) for field in fields], col_max=48)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="megatron-rl")
 def cli() -> None:
     """RL post-training for large language models: Megatron-Core trains, SGLang generates."""
@@ -272,8 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (those of the process when None) and return the exit status."""
     # torchvision is only a dependency of transformers here; that it cannot read image files concerns nobody.
     warnings.filterwarnings("ignore", message="Failed to load image Python extension", category=UserWarning)
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, _leave) for number in signals}
+    before = {number: signal.signal(number, _leave) for number in _LEFT_BY.values()}
     try:
         return _run(arguments)
     finally:
@@ -284,7 +314,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     """The command, with every way that it can end turned into an exit status."""
     try:
+        return _status(arguments)
+    except (BrokenPipeError, _BrokenPipe):
+        unread = _unread()
+        if not unread:
+            traceback.print_exc()
+            return 1
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for output in unread:
+            # What is still buffered would fail again when the interpreter ends.
+            os.dup2(nowhere, output)
+        return 128 + signal.SIGPIPE
+
+
+def _status(arguments: Sequence[str] | None) -> int:
+    """The exit status of the command. Raises BrokenPipeError or _BrokenPipe for any pipe without a reader."""
+    try:
         status = cli.main(args=None if arguments is None else list(arguments), prog_name="megatron-rl", standalone_mode=False)
+        print(end="", flush=True)
+    except (BrokenPipeError, _BrokenPipe):
+        raise
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -292,10 +341,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         print("megatron-rl: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except SystemExit as error:
-        # From `_leave`: click turns every other one into an exception of its own.
-        assert isinstance(error.code, int), f"a command ended itself with {error.code!r}"
-        print(f"megatron-rl: ended by {signal.Signals(error.code - 128).name}", file=sys.stderr)
-        return error.code
+        if error.code not in _LEFT_BY:
+            # Of a user's own function.
+            traceback.print_exc()
+            return 1
+        print(f"megatron-rl: ended by {_LEFT_BY[error.code].name}", file=sys.stderr)
+        return 128 + _LEFT_BY[error.code]
     except UserError as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return 2
@@ -310,6 +361,14 @@ def _run(arguments: Sequence[str] | None) -> int:
         traceback.print_exc()
         return 1
     return int(status or 0)
+
+
+def _unread() -> list[int]:
+    """Which of the standard output, 1, and the standard error, 2, nobody reads any more."""
+    poll = select.poll()
+    for output in (1, 2):
+        poll.register(output, 0)
+    return [output for output, events in poll.poll(0) if events & (select.POLLERR | select.POLLHUP)]
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
