@@ -30,7 +30,7 @@ INSTALL_REQUIRES = [
     "numpy>=2.0",
     # Frozen models and validated stdlib dataclasses as sections.
     "pydantic>=2.10,<3",
-    "click>=8.1",
+    "click>=8.2",
     "jinja2>=3.1",
     "msgspec>=0.18",
     "packaging>=23",

@@ -334,8 +334,11 @@ def _status(arguments: Sequence[str] | None) -> int:
         print(end="", flush=True)
     except (BrokenPipeError, _BrokenPipe):
         raise
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        print(f"megatron-rl: {_sentence(error)}", file=sys.stderr)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         print("megatron-rl: interrupted", file=sys.stderr)
@@ -361,6 +364,15 @@ def _status(arguments: Sequence[str] | None) -> int:
         traceback.print_exc()
         return 1
     return int(status or 0)
+
+
+def _sentence(error: click.ClickException) -> str:
+    """What click does not take, with the way to what it takes where it proposes nothing."""
+    message = error.format_message().rstrip(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is None or message.endswith("?"):
+        return message
+    return f"{message}; `{context.command_path} --help` lists what it takes"
 
 
 def _unread() -> list[int]:

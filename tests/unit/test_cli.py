@@ -203,6 +203,7 @@ def test_the_interpreter_does_not_complain_about_what_nobody_reads() -> None:
         (["train", "run.sed=1"], "did you mean run.seed?"),
         (["train"], "run.directory is missing"),
         (["trian"], "No such command 'trian'"),
+        (["convert", "a", "b", "--dtype", "int8"], "'float32'; `megatron-rl convert --help` lists what it takes\n"),
         (["train", "nothing.yaml"], "nothing.yaml cannot be read"),
         (["plan", "config.json", "--gpus", "99999999999"], "not in the range"),
         (["doctor", "--directry", "."], "--directory"),
@@ -211,9 +212,14 @@ def test_the_interpreter_does_not_complain_about_what_nobody_reads() -> None:
 def test_mistakes_end_with_status_2(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     captured = capsys.readouterr()
-    assert part in captured.err
-    assert "Traceback" not in captured.err
+    assert part in captured.err and captured.err.startswith("megatron-rl: ")
+    assert "Traceback" not in captured.err and "Usage" not in captured.err
     assert captured.out == ""
+
+
+def test_no_words_at_all_are_answered_by_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "check-plugin" in capsys.readouterr().err
 
 
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
