@@ -201,13 +201,13 @@ def convert_checkpoint(source: Path, target: Path, verify: bool, max_shard_size:
     verl; its files say which. TARGET appears when it is complete; after a kill the same command goes on where it stopped.
     The exit status is 2 when --verify finds that the two differ.
     """
-    from megatron_rl.convert.conversion import check_verifiable, convert, parse_options, say_on_terminal, verify_conversion
+    from megatron_rl.convert.conversion import check_verifiable, convert, parse_options, say_on_terminal, size, verify_conversion
 
     options = parse_options(max_shard_size=max_shard_size, **asked)
     if verify:
         check_verifiable(source, options)
     done = convert(source, target, options, say=say_on_terminal)
-    print(f"{target}: {done.to}, {done.num_bytes / 1e9:.2f} GB in {done.seconds:.1f} s ({done.num_bytes / 1e9 / done.seconds:.2f} GB/s)")
+    print(f"{target}: {done.to}, {size(done.num_bytes)} in {done.seconds:.1f} s ({size(done.num_bytes / done.seconds)}/s)")
     if not verify:
         return 0
     compared = verify_conversion(source, target, options)
