@@ -325,14 +325,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         return _status(arguments)
     except (BrokenPipeError, _BrokenPipe):
-        unread = _unread()
-        if not unread:
+        if not _silence_unread():
             traceback.print_exc()
             return 1
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for output in unread:
-            # What is still buffered would fail again when the interpreter ends.
-            os.dup2(nowhere, output)
         return 128 + signal.SIGPIPE
 
 
@@ -347,26 +342,26 @@ def _status(arguments: Sequence[str] | None) -> int:
         error.show()
         return error.exit_code
     except click.ClickException as error:
-        print(f"megatron-rl: {_sentence(error)}", file=sys.stderr)
+        _tell(_sentence(error))
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        print("megatron-rl: interrupted", file=sys.stderr)
+        _tell("interrupted")
         return 128 + signal.SIGINT
     except SystemExit as error:
         if error.code not in _LEFT_BY:
             # Of a user's own function.
             traceback.print_exc()
             return 1
-        print(f"megatron-rl: ended by {_LEFT_BY[error.code].name}", file=sys.stderr)
+        _tell(f"ended by {_LEFT_BY[error.code].name}")
         return 128 + _LEFT_BY[error.code]
     except UserError as error:
-        print(f"megatron-rl: {error}", file=sys.stderr)
+        _tell(str(error))
         return 2
     except ResumableError as error:
-        print(f"megatron-rl: {error}", file=sys.stderr)
+        _tell(str(error))
         return RESUMABLE
     except MegatronRLError as error:
-        print(f"megatron-rl: {type(error).__name__}: {error}", file=sys.stderr)
+        _tell(f"{type(error).__name__}: {error}")
         return 1
     except Exception:
         # The third of the named boundaries: whatever nobody foresaw ends with its traceback and a status that scripts notice.
@@ -384,12 +379,26 @@ def _sentence(error: click.ClickException) -> str:
     return f"{message}; `{context.command_path} --help` lists what it takes"
 
 
-def _unread() -> list[int]:
-    """Which of the standard output, 1, and the standard error, 2, nobody reads any more."""
+def _tell(sentence: str) -> None:
+    """Say why the command ends; that nobody reads it changes no exit status."""
+    try:
+        print(f"megatron-rl: {sentence}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _silence_unread()
+
+
+def _silence_unread() -> bool:
+    """Let what is still buffered for nobody go nowhere, which would fail again when the interpreter ends; False when somebody reads all."""
     poll = select.poll()
+    # Standard output and standard error.
     for output in (1, 2):
         poll.register(output, 0)
-    return [output for output, events in poll.poll(0) if events & (select.POLLERR | select.POLLHUP)]
+    unread = [output for output, events in poll.poll(0) if events & (select.POLLERR | select.POLLHUP)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in unread:
+        os.dup2(nowhere, output)
+    os.close(nowhere)
+    return bool(unread)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -193,6 +193,15 @@ def test_the_interpreter_does_not_complain_about_what_nobody_reads() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_a_sentence_that_nobody_reads_changes_no_status() -> None:
+    """Such as the one that says to a scheduler that the run can go on."""
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "megatron_rl", "train", "nothing.yaml"]
+    assert subprocess.run(words, stdout=write, stderr=write, timeout=60).returncode == 2
+    os.close(write)
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
