@@ -30,7 +30,7 @@ INSTALL_REQUIRES = [
     "numpy>=2.0",
     # Frozen models and validated stdlib dataclasses as sections.
     "pydantic>=2.10,<3",
-    "click>=8.1",
+    "click>=8.2",
     "jinja2>=3.1",
     "msgspec>=0.18",
     "packaging>=23",
@@ -38,7 +38,7 @@ INSTALL_REQUIRES = [
     "pebble>=5.0",
     "psutil>=5.9",
     "pyarrow>=16",
-    "rich>=13",
+    "rich>=14",
     "safetensors>=0.5",
     "matplotlib>=3.8",
     "tensorboard>=2.15",

@@ -1,10 +1,13 @@
 """The command line: `megatron-rl train`, `eval`, `report`, `plan`, `models`, `convert`, `verify-checkpoint`, `check-plugin` and `doctor`.
 
 Exit status: 0 done; 2 input that the user can mend, told in one sentence; 75 ended by SIGTERM or by the death of a process of the run,
-which goes on from its checkpoint with `--resume`; 1 any other failure; 130 after Ctrl-C, 143 after SIGTERM without a checkpoint.
+which goes on from its checkpoint with `--resume`; 1 any other failure; 130 after Ctrl-C, 143 after SIGTERM without a checkpoint;
+141 when nobody reads the output to its end, as behind `| head`: a run that has started goes on instead.
 What is heavy is imported inside the command that needs it, so that help and mistakes answer at once.
 """
 
+import os
+import select
 import signal
 import sys
 import traceback
@@ -27,9 +30,37 @@ from megatron_rl.plugins import PluginKind, kind_of
 
 RESUMABLE = 75
 """The exit status that says: start the same command again. It is EX_TEMPFAIL of sysexits.h."""
+_LEFT_BY = {128 + number: number for number in (signal.SIGTERM, signal.SIGHUP)}
+"""The signals that end a command by `_leave`, by the exit status."""
 _COUNT = click.IntRange(1, 2**17)
 _STAND_INS = 2
 _OVERRIDES = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+
+
+class _BrokenPipe(Exception):
+    """Some pipe has no reader any more; as a BrokenPipeError click would end the command without a word, whichever pipe it is."""
+
+
+@contextmanager
+def _past_click() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise _BrokenPipe from error
+
+
+class Commands(click.Group):
+    """The commands, whose broken pipes reach `_run`."""
+
+    def make_context(self, *words: Any, **extra: Any) -> click.Context:
+        """Parse the words, which prints the help where they ask for it."""
+        with _past_click():
+            return super().make_context(*words, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        with _past_click():
+            return super().invoke(ctx)
 
 
 class SettingsCommand(click.Command):
@@ -47,7 +78,7 @@ class SettingsCommand(click.Command):
                 formatter.write_dl([(field.path, _help(field)) for field in fields], col_max=48)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="megatron-rl")
 def cli() -> None:
     """RL post-training for large language models: Megatron-Core trains, SGLang generates."""
@@ -171,13 +202,13 @@ def convert_checkpoint(source: Path, target: Path, verify: bool, max_shard_size:
     verl; its files say which. TARGET appears when it is complete; after a kill the same command goes on where it stopped.
     The exit status is 2 when --verify finds that the two differ.
     """
-    from megatron_rl.convert.conversion import check_verifiable, convert, parse_options, say_on_terminal, verify_conversion
+    from megatron_rl.convert.conversion import check_verifiable, convert, parse_options, say_on_terminal, size, verify_conversion
 
     options = parse_options(max_shard_size=max_shard_size, **asked)
     if verify:
         check_verifiable(source, options)
     done = convert(source, target, options, say=say_on_terminal)
-    print(f"{target}: {done.to}, {done.num_bytes / 1e9:.2f} GB in {done.seconds:.1f} s ({done.num_bytes / 1e9 / done.seconds:.2f} GB/s)")
+    print(f"{target}: {done.to}, {size(done.num_bytes)} in {done.seconds:.1f} s ({size(done.num_bytes / done.seconds)}/s)")
     if not verify:
         return 0
     compared = verify_conversion(source, target, options)
@@ -281,8 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (those of the process when None) and return the exit status."""
     # torchvision is only a dependency of transformers here; that it cannot read image files concerns nobody.
     warnings.filterwarnings("ignore", message="Failed to load image Python extension", category=UserWarning)
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, _leave) for number in signals}
+    before = {number: signal.signal(number, _leave) for number in _LEFT_BY.values()}
     try:
         return _run(arguments)
     finally:
@@ -293,32 +323,82 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     """The command, with every way that it can end turned into an exit status."""
     try:
+        return _status(arguments)
+    except (BrokenPipeError, _BrokenPipe):
+        if not _silence_unread():
+            traceback.print_exc()
+            return 1
+        return 128 + signal.SIGPIPE
+
+
+def _status(arguments: Sequence[str] | None) -> int:
+    """The exit status of the command. Raises BrokenPipeError or _BrokenPipe for any pipe without a reader."""
+    try:
         status = cli.main(args=None if arguments is None else list(arguments), prog_name="megatron-rl", standalone_mode=False)
-    except click.ClickException as error:
+        print(end="", flush=True)
+    except (BrokenPipeError, _BrokenPipe):
+        raise
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
+    except click.ClickException as error:
+        _tell(_sentence(error))
+        return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        print("megatron-rl: interrupted", file=sys.stderr)
+        _tell("interrupted")
         return 128 + signal.SIGINT
     except SystemExit as error:
-        # From `_leave`: click turns every other one into an exception of its own.
-        assert isinstance(error.code, int), f"a command ended itself with {error.code!r}"
-        print(f"megatron-rl: ended by {signal.Signals(error.code - 128).name}", file=sys.stderr)
-        return error.code
+        if error.code not in _LEFT_BY:
+            # Of a user's own function.
+            traceback.print_exc()
+            return 1
+        _tell(f"ended by {_LEFT_BY[error.code].name}")
+        return 128 + _LEFT_BY[error.code]
     except UserError as error:
-        print(f"megatron-rl: {error}", file=sys.stderr)
+        _tell(str(error))
         return 2
     except ResumableError as error:
-        print(f"megatron-rl: {error}", file=sys.stderr)
+        _tell(str(error))
         return RESUMABLE
     except MegatronRLError as error:
-        print(f"megatron-rl: {type(error).__name__}: {error}", file=sys.stderr)
+        _tell(f"{type(error).__name__}: {error}")
         return 1
     except Exception:
         # The third of the named boundaries: whatever nobody foresaw ends with its traceback and a status that scripts notice.
         traceback.print_exc()
         return 1
     return int(status or 0)
+
+
+def _sentence(error: click.ClickException) -> str:
+    """What click does not take, with the way to what it takes where it proposes nothing."""
+    message = error.format_message().rstrip(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is None or message.endswith("?"):
+        return message
+    return f"{message}; `{context.command_path} --help` lists what it takes"
+
+
+def _tell(sentence: str) -> None:
+    """Say why the command ends; that nobody reads it changes no exit status."""
+    try:
+        print(f"megatron-rl: {sentence}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _silence_unread()
+
+
+def _silence_unread() -> bool:
+    """Let what is still buffered for nobody go nowhere, which would fail again when the interpreter ends; False when somebody reads all."""
+    poll = select.poll()
+    # Standard output and standard error.
+    for output in (1, 2):
+        poll.register(output, 0)
+    unread = [output for output, events in poll.poll(0) if events & (select.POLLERR | select.POLLHUP)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in unread:
+        os.dup2(nowhere, output)
+    os.close(nowhere)
+    return bool(unread)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

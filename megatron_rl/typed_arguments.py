@@ -92,5 +92,8 @@ def _sentence(details: ErrorDetails, own: Mapping[str, inspect.Parameter], *, ow
     wanted = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     if details["type"] == "missing" and len(details["loc"]) == 1:
         return f"{path} is missing, {owner} needs {name}: {wanted}; set {path}=VALUE"
-    message = details["msg"]
-    return f"{path} is {details['input']!r}, {owner} needs {name}: {wanted} ({message[0].lower()}{message[1:]})"
+    message, got = details["msg"], details["input"]
+    fix = ""
+    if details["type"] == "string_type" and isinstance(got, bool | int | float) and len(details["loc"]) == 1:
+        fix = f"; put quotes around it if it is meant as text: {name}='\"{json.dumps(got)}\"'"
+    return f"{path} is {got!r}, {owner} needs {name}: {wanted} ({message[0].lower()}{message[1:]}){fix}"

@@ -150,7 +150,10 @@ def transformers_config(source: Source) -> Any:
 @torch.no_grad()
 def _by_transformers(source: Source, tokens: Sequence[Tensor]) -> list[Outputs]:
     import transformers
+    from transformers.utils.logging import disable_progress_bar
 
+    # It would be in the middle of the report.
+    disable_progress_bar()
     config = transformers_config(source)
     named = getattr(transformers, source.spec.architecture)
     try:

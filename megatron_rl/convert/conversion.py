@@ -194,7 +194,12 @@ class Progress:
         self._last = now
         done, speed = self._kept + self._written, self._written / max(now - self._started, 1e-9)
         left_s = max(self._total - done, 0) / max(speed, 1.0)
-        self._say(f"{done / 1e9:,.2f} of {self._total / 1e9:,.2f} GB, {speed / 1e9:.2f} GB/s, {left_s:,.0f} s left")
+        self._say(f"{size(done)} of {size(self._total)}, {size(speed)}/s, {left_s:,.0f} s left")
+
+
+def size(num_bytes: float) -> str:
+    """In MB below 1 GB."""
+    return f"{num_bytes / 1e6:,.2f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:,.2f} GB"
 
 
 def parse_options(*, max_shard_size: str, to: Format | None, dtype: str | None, quantize: str | None, **others: Any) -> Options:

@@ -5,11 +5,12 @@ whenever nothing was printed for a while a heartbeat says what the run is doing,
 """
 
 import math
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TextIO
@@ -82,6 +83,18 @@ class PhaseProgress:
         return " ".join(part for part in (count, self.unit if count else "", self.note) if part)
 
 
+class _Console(rich.console.Console):
+    """Goes on without a reader, as behind `| head`: a run must not end because nobody looks at it."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from now on, and say so on the standard error."""
+        self.quiet = True
+        # What is still buffered would fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        with suppress(OSError):
+            print("megatron-rl: nobody reads the output any more; the run goes on, SIGINT or SIGTERM ends it", file=sys.stderr, flush=True)
+
+
 class RunConsole:
     """The console of a run of `num_steps` steps. Methods may be called from any thread."""
 
@@ -95,7 +108,7 @@ class RunConsole:
     ) -> None:
         self._num_steps = num_steps
         self._columns = columns
-        self._console = rich.console.Console(file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True)
+        self._console = _Console(file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True)
         self._heartbeat_s = heartbeat_s
         self._lock = threading.RLock()
         self._started_s = self._printed_s = time.monotonic()

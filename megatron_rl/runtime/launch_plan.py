@@ -13,7 +13,7 @@ from megatron_rl.config.yaml_text import format_value
 from megatron_rl.device import Device, chosen_backends, chosen_row_maths, quiet_megatron_imports
 from megatron_rl.rollout.server_args import sent_prompt_tokens, server_arguments
 from megatron_rl.runtime.engine_model import planned_model
-from megatron_rl.runtime.placement import NodeShare, Placement
+from megatron_rl.runtime.placement import NodeShare, Placement, counted
 
 with quiet_megatron_imports():
     from megatron_rl.models.megatron_config import attention_name
@@ -82,9 +82,10 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
         rows["critic"] = f"on the same ranks, learning rate {critic_optimizer(settings.training)['lr']:g}"
     if settings.supervised:
         return rows | {"SGLang": "none: supervised training"}
-    gpus = f", {runtime.num_gpus_per_engine} GPUs each" if device.kind == "cuda" else ", on the CPU"
+    where = f", {counted(runtime.num_gpus_per_engine, 'GPU')} each" if device.kind == "cuda" else ", on the CPU"
+    where += ", the same as those of the ranks, in turns" if runtime.colocate else ""
     return rows | {
-        "SGLang": f"{settings.rollout.num_engines} servers{gpus}{', the same as those of the ranks, in turns' if runtime.colocate else ''}",
+        "SGLang": f"{counted(settings.rollout.num_engines, 'server')}{where}",
         "SGLang's arguments": _server_arguments(settings, device),
         "reward workers": f"{settings.reward.num_workers} processes, {settings.reward.function}",
         "weight sync": weight_sync(settings, device_kind=device.kind),

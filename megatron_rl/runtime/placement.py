@@ -41,11 +41,17 @@ class Needs:
         return self.num_ranks if self.colocated else self.num_ranks + self.num_engines * self.slots_per_engine
 
     def __str__(self) -> str:
-        engines = f"{self.num_engines} engines × {self.slots_per_engine} {self.unit}s"
+        ranks, slots = counted(self.num_ranks, "rank"), counted(self.slots, self.unit)
+        engines = f"{counted(self.num_engines, 'engine')} × {counted(self.slots_per_engine, self.unit)}"
         if self.colocated:
-            return f"{self.num_ranks} ranks = {self.slots} {self.unit}s, shared by {engines}"
-        parts = [f"{self.num_ranks} ranks"] * (self.num_ranks > 0) + [engines] * (self.num_engines > 0)
-        return f"{' + '.join(parts)} = {self.slots} {self.unit}s"
+            return f"{ranks} = {slots}, shared by {engines}"
+        parts = [ranks] * (self.num_ranks > 0) + [engines] * (self.num_engines > 0)
+        return f"{' + '.join(parts)} = {slots}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`count` of these in words."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from megatron_rl.errors import DeadlineError, MegatronRLError, UserError
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
-from megatron_rl.observe.report import has_curves, write_report
-from megatron_rl.observe.sinks import Sinks
+from megatron_rl.observe.report import REPORT_FILE, has_curves, write_report
+from megatron_rl.observe.sinks import METRICS_FILE, Sinks
 from megatron_rl.observe.summary import FINISHED, Summary, asked_to_end, facts_of, status_of, write_summary
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.colocation import SharedDevices, Turn
@@ -254,11 +254,15 @@ class TrainingRun(ABC):
         self._console.row(step, values)
 
     def finish(self) -> None:
-        """Wait for the last checkpoint; write the curves, the page and last of all the summary."""
+        """Wait for the last checkpoint; write the curves, the page and last of all the summary; say where they are."""
         self._finish_save()
         # Half as many steps again.
-        more = f" run.num_steps={self.num_steps + max(1, self.num_steps // 2)}"
-        self._write_outcome(FINISHED, go_on=self._resume_command + more)
+        go_on = f"{self._resume_command} run.num_steps={self.num_steps + max(1, self.num_steps // 2)}"
+        self._write_outcome(FINISHED, go_on=go_on)
+        found = {"policy": POLICY_LINK, "report": REPORT_FILE, "metrics": METRICS_FILE}
+        paths = {name: self.directory / file for name, file in found.items() if (self.directory / file).exists()}
+        self._say_all((f"finished after {self._trained_steps} steps", *(f"{name:<8} {path}" for name, path in paths.items())))
+        self._console.say(f"{'go on':<8} {go_on}")
 
     def break_off(self, error: BaseException) -> None:
         """Keep what a run that `error` ends early has: the row of a step that was trained on, the curves, the page, the summary.

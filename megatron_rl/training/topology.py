@@ -55,7 +55,7 @@ class Topology:
     def __str__(self) -> str:
         parts = [f"tp {self.tp}", f"pp {self.pp}", f"cp {self.cp}", f"dp {self.dp}"]
         extra = [f"vpp {self.vpp}"] * (self.vpp > 1) + [f"ep {self.ep}"] * (self.ep > 1) + ["sequence parallel"] * self.sequence_parallel
-        return f"{self.num_ranks} ranks = {' × '.join(parts)}" + (f" ({', '.join(extra)})" if extra else "")
+        return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)} = {' × '.join(parts)}" + (f" ({', '.join(extra)})" if extra else "")
 
     @property
     def expert_dp(self) -> int:

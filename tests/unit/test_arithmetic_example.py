@@ -1,12 +1,17 @@
 """What the quickstart runs besides `megatron-rl`, which the tests of whole runs do not reach."""
 
 import json
+import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
+from megatron_rl.config.load import load_settings
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "arithmetic"
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +41,14 @@ def test_a_checkpoint_is_scored_by_the_share_of_right_greedy_answers(task: Path,
     )
     greedy_accuracy = runpy.run_path(str(EXAMPLE / "score.py"))["greedy_accuracy"]
     assert greedy_accuracy(task / "model", problems) == pytest.approx(2 / 3)
+
+
+def test_the_commands_of_the_readme_fit_together() -> None:
+    (block,) = re.findall(r"```bash\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.DOTALL)
+    make, *trained, score = (shlex.split(line, comments=True) for line in block.splitlines())
+    assert all((ROOT / word).exists() for words in (make, *trained, score) for word in words if word.startswith("examples/"))
+    sft, grpo = (load_settings(ROOT / words[-1]) for words in trained)
+    task = Path(make[-1])
+    assert (sft.model.path, sft.data.train) == (task / "model", task / "supervised.jsonl")
+    assert (grpo.model.path, grpo.data.train) == (sft.run.directory / "huggingface", task / "train.jsonl")
+    assert score[-2:] == [str(grpo.run.directory / "huggingface"), str(grpo.data.eval)]

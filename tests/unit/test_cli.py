@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,6 +50,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     return made
 
 
+def fake_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `train --check` says of the launch."""
+    plan, target = ModuleType("megatron_rl.runtime.launch_plan"), ModuleType("megatron_rl.runtime.target")
+    vars(plan).update(launch_plan=lambda settings, target: {"layout": {"tp": 2}}, memory_plan=None)
+    vars(target).update(find_target=lambda settings, config_only: None)
+    for module in (plan, target):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
 def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "train",
@@ -81,11 +91,7 @@ def test_what_a_function_prints_while_it_is_tried_is_no_part_of_the_settings(
         return []
 
     vars(sys.modules["megatron_rl.runtime.preflight"]).update(preflight=preflight, preflight_config=None)
-    plan, target = ModuleType("megatron_rl.runtime.launch_plan"), ModuleType("megatron_rl.runtime.target")
-    vars(plan).update(launch_plan=lambda settings, target: {"layout": {"tp": 2}}, memory_plan=None)
-    vars(target).update(find_target=lambda settings, config_only: None)
-    for module in (plan, target):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    fake_plan(monkeypatch)
     assert main(["train", config, "--check"]) == 0
     printed = capsys.readouterr()
     assert printed.err == "printed: 3\n" and "printed" not in printed.out
@@ -114,6 +120,10 @@ def test_eval_without_data_is_refused(calls: list[tuple[str, Any]], config: str,
         (ResumableError("ended; --resume continues after step 3"), 75, "megatron-rl: ended; --resume continues after step 3\n"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (ZeroDivisionError("boom"), 1, "Traceback"),
+        # Of a worker, while the output is well.
+        (BrokenPipeError(32, "Broken pipe"), 1, "Traceback"),
+        # Of a user's own function.
+        (SystemExit(1), 1, "Traceback"),
     ],
 )
 def test_every_end_has_its_status(
@@ -131,7 +141,65 @@ def test_every_end_has_its_status(
     assert main(["train", config]) == status
     text = capsys.readouterr().err
     assert part in text
-    assert ("Traceback" in text) == isinstance(error, ZeroDivisionError)
+    assert ("Traceback" in text) == (part == "Traceback")
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """Nobody reads the standard output."""
+    kept, (read, write) = os.dup(1), os.pipe()
+    os.close(read)
+    os.dup2(write, 1)
+    os.close(write)
+    try:
+        with open(1, "w", closefd=False) as output, redirect_stdout(output):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        ["train", "--help"],
+        ["train", "CONFIG", "--check"],
+        ["report", "DIRECTORY"],
+        ["check-plugin", "plugins_of_user:good"],
+    ],
+    ids=" ".join,
+)
+def test_output_that_nobody_reads_ends_a_command_quietly(
+    words: list[str], calls: list[tuple[str, Any]], config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_plan(monkeypatch)
+    vars(sys.modules["megatron_rl.runtime.preflight"]).update(preflight_config=None)
+    directory = Path(config).parent
+    (directory / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+    (directory / "plugins_of_user.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(directory)
+    with unread():
+        assert main([{"CONFIG": config, "DIRECTORY": str(directory)}.get(word, word) for word in words]) == 141
+    assert capsys.readouterr().err.replace("megatron-rl: note: mind the gap\n", "") == ""
+
+
+def test_the_interpreter_does_not_complain_about_what_nobody_reads() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "megatron_rl", "train", "--help"], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_sentence_that_nobody_reads_changes_no_status() -> None:
+    """Such as the one that says to a scheduler that the run can go on."""
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "megatron_rl", "train", "nothing.yaml"]
+    assert subprocess.run(words, stdout=write, stderr=write, timeout=60).returncode == 2
+    os.close(write)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +212,7 @@ def test_every_end_has_its_status(
         (["train", "run.sed=1"], "did you mean run.seed?"),
         (["train"], "run.directory is missing"),
         (["trian"], "No such command 'trian'"),
+        (["convert", "a", "b", "--dtype", "int8"], "'float32'; `megatron-rl convert --help` lists what it takes\n"),
         (["train", "nothing.yaml"], "nothing.yaml cannot be read"),
         (["plan", "config.json", "--gpus", "99999999999"], "not in the range"),
         (["doctor", "--directry", "."], "--directory"),
@@ -152,9 +221,14 @@ def test_every_end_has_its_status(
 def test_mistakes_end_with_status_2(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     captured = capsys.readouterr()
-    assert part in captured.err
-    assert "Traceback" not in captured.err
+    assert part in captured.err and captured.err.startswith("megatron-rl: ")
+    assert "Traceback" not in captured.err and "Usage" not in captured.err
     assert captured.out == ""
+
+
+def test_no_words_at_all_are_answered_by_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "check-plugin" in capsys.readouterr().err
 
 
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def score(*, sample: Sample, threshold: float, copy: Literal["a", "b"] = "a", pair: tuple[int, int] = (1, 2), file: Path | None = None):
     return threshold, copy, pair, file
 
+def text(*, sample, digit: str): ...
 def bare(*, sample, threshold): ...
 def positional(sample, /): ...
 def odd(*, sample, own: NoSuchName): ...
@@ -56,6 +57,7 @@ def test_own_arguments_have_the_annotated_types(args: dict[str, Any], got: tuple
         ("score", {"threshold": True}, "reward.args.threshold is True, .* needs threshold: float"),
         ("score", {"threshold": 1, "copy": "c"}, "reward.args.copy is 'c', .*Literal"),
         ("score", {"threshold": 1, "pair": [1, "x"]}, r"reward.args.pair.1 is 'x', my_plugins:score needs pair: tuple\[int, int\]"),
+        ("text", {"digit": 7}, r"digit is 7, my_plugins:text needs digit: str .*; put quotes around it .* as text: digit='\"7\"'$"),
         ("bare", {"threshold": 1}, "takes threshold, which is no argument of its kind .* no annotation, needs one"),
         ("positional", {}, r"has the signature \(sample, /\) but is called as \(sample=..\)"),
         ("odd", {"own": 1}, "annotation that no setting can be checked by .*NoSuchName"),

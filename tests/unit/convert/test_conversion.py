@@ -174,7 +174,16 @@ def test_progress_has_speed_and_time_left_without_what_was_there(monkeypatch):
     assert said == [], "every few seconds is enough"
     clock[0] += 6
     progress.add(6 * 10**9)
-    assert said == ["70.00 of 100.00 GB, 1.00 GB/s, 30 s left"]
+    assert said == ["70.00 GB of 100.00 GB, 1.00 GB/s, 30 s left"]
+
+
+def test_what_is_small_has_a_size_too(monkeypatch):
+    clock, said = [100.0], []
+    monkeypatch.setattr(conversion.time, "monotonic", lambda: clock[0])
+    progress = conversion.Progress(said.append, 2 * 10**9)
+    clock[0] += 10
+    progress.add(999_000_000)
+    assert said == ["999.00 MB of 2.00 GB, 99.90 MB/s, 10 s left"]
 
 
 def test_what_an_attempt_with_other_options_left_is_not_used(tiny_model, tmp_path, monkeypatch, read_all):

@@ -1,4 +1,5 @@
 import io
+import os
 import re
 import threading
 import time
@@ -91,3 +92,12 @@ def test_a_terminal_gets_a_live_line_that_goes_away() -> None:
     assert "rollout 3/4 groups" in written and "a line that stays" in written
     assert "\x1b[2K" in written, "the live line is erased"
     assert not [thread for thread in threading.enumerate() if thread.name == "console"]
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stream, RunConsole(2, stream=stream) as console:
+        for step in (1, 2):
+            console.row(step, ROW)
+    assert capsys.readouterr().err == "megatron-rl: nobody reads the output any more; the run goes on, SIGINT or SIGTERM ends it\n"

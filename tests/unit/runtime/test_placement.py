@@ -184,3 +184,14 @@ def test_gpus_may_have_numbers_or_names(monkeypatch: pytest.MonkeyPatch) -> None
     assert own_gpus() == ("3", "GPU-8f2c", "MIG-4b1d/7/0")
     dealt = [("10",), ("9",), ("GPU-b",), ("GPU-a",)]
     assert sorted(dealt, key=gpu_order) == [("GPU-a",), ("GPU-b",), ("9",), ("10",)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (needs(1, 1, 1), "1 rank + 1 engine × 1 GPU = 2 GPUs"),
+        (needs(2, 2, 1, colocated=True), "2 ranks = 2 GPUs, shared by 2 engines × 1 GPU"),
+    ],
+)
+def test_one_of_something_is_no_plural(wanted: Needs, words: str) -> None:
+    assert str(wanted) == words

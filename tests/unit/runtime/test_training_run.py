@@ -24,7 +24,7 @@ def steps_of(directory: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (directory / METRICS_FILE).read_text().splitlines()]
 
 
-def test_the_order_of_a_run(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+def test_the_order_of_a_run(make_run: MakeRun, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run("run.num_steps=3", "run.save_interval=2", "run.eval_interval=2", "data.eval=held_out.jsonl", held_out=4)
     train_loop(run, first_step=0)
     assert calls == [
@@ -47,6 +47,12 @@ def test_the_order_of_a_run(make_run: MakeRun, calls: Calls, tmp_path: Path) -> 
     assert summary.checkpoint is not None and summary.checkpoint.endswith("step-000003/hf")
     assert summary.go_on.endswith("settings.yaml --resume run.num_steps=4")
     assert (tmp_path / "run" / "curves.png").exists()
+    *_, last, policy, report, metrics, go_on = capsys.readouterr().out.splitlines()
+    assert last == "finished after 3 steps" and go_on == f"go on    {summary.go_on}"
+    assert [line.split() for line in (policy, report, metrics)] == [
+        [name, str(tmp_path / "run" / file)]
+        for name, file in (("policy", "huggingface"), ("report", "report.html"), ("metrics", "metrics.jsonl"))
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,6 +146,18 @@ def make_settings(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: 
         return load_settings(None, [*paths, "data.prompts_per_step=2", "rollout.sampling.max_response_tokens=8", *overrides])
 
     return make
+
+
+def test_a_run_whose_output_nobody_reads_goes_on(
+    make_settings: Callable[..., Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as unread, contextlib.redirect_stdout(unread):
+        session.train(make_settings(), resume=False)
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and (summary.status, summary.steps) == ("finished", 2)
+    assert capsys.readouterr().err.count("nobody reads the output any more; the run goes on") == 1
 
 
 def test_a_run_with_engines(make_settings: Callable[..., Settings], tmp_path: Path) -> None:

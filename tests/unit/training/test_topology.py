@@ -54,6 +54,7 @@ def test_data_parallel_size_follows_and_is_printed() -> None:
     topology = Topology.of(TopologySettings(num_ranks=8, tp=2, pp=2))
     assert topology.dp == 2
     assert str(topology) == "8 ranks = tp 2 × pp 2 × cp 1 × dp 2"
+    assert str(Topology.of(TopologySettings())) == "1 rank = tp 1 × pp 1 × cp 1 × dp 1"
     assert str(Topology.of(TopologySettings(num_ranks=4, tp=2, pp=2, vpp=2, sequence_parallel=True))).endswith("(vpp 2, sequence parallel)")
 
 
