@@ -193,6 +193,32 @@ def test_one_rank_serves_all_ranks_of_an_engine_on_the_cpu() -> None:
     assert_same(engine.weights, weights())
 
 
+class WritingEngine(Engine):
+    """One whose ranks but the first set what they were handed to zero before the first reads, as SGLang's loader of gpt-oss does."""
+
+    async def take_bucket(self, handles: Sequence[str], *, version: int | None) -> None:
+        payloads = [pickle.loads(base64.b64decode(handle)) for handle in handles]
+        for payload in payloads[1:]:
+            payload["flattened_tensor"].zero_()
+        first = payloads[0]["flattened_tensor"]
+        self.held.append(
+            {
+                place.name: first[place.start_idx : place.end_idx].view(place.dtype).reshape(place.shape).clone()
+                for place in payloads[0]["metadata"]
+            }
+        )
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_what_a_rank_of_an_engine_writes_into_its_bucket_no_other_reads(num_engines: int) -> None:
+    urls = [f"http://127.0.0.1:{number}" for number in range(1, 1 + num_engines)]
+    engines, before = [WritingEngine(url) for url in urls], files_of_this_process()
+    run(make_transport(dict.fromkeys(urls, (0,)), ranks_per_engine=2), engines, num_ranks=1)
+    for engine in engines:
+        assert_same(engine.weights, weights())
+    assert set(files_of_this_process()) <= set(before)
+
+
 def test_a_bucket_has_memory_of_its_own_until_the_engine_has_answered() -> None:
     transport = make_transport({"http://127.0.0.1:1": (0,)})
     engine = Engine("http://127.0.0.1:1")
