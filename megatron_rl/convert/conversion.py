@@ -122,7 +122,7 @@ def _identity(source: Source, options: Options, to: Format) -> dict[str, Any]:
     files = [file for place in sorted(places) for file in sorted(place.rglob("*")) if file.is_file()]
     stats = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     asked = {"hash": HASH, "to": to, "dtype": str(options.dtype), "quantise": options.quantise, "max_shard_bytes": options.max_shard_bytes}
-    return asked | {"drop_mtp": options.drop_mtp, "files": stats}
+    return asked | {"drop_mtp": options.drop_mtp, "copy_code": options.copy_code, "files": stats}
 
 
 def _write_config(file: Path, source: Source, pieces: list[Piece], options: Options) -> None:

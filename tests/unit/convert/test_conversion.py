@@ -1,9 +1,11 @@
 """There and back bit by bit for every family, what is kept beside the weights, and targets that are whole or absent."""
 
 import ctypes
+import dataclasses
 import json
 import shutil
 import threading
+from contextlib import closing
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -192,6 +194,27 @@ def test_what_an_attempt_with_other_options_left_is_not_used(tiny_model, tmp_pat
     monkeypatch.setattr(resumable, "_write", write)
     convert(path, tmp_path / "ours", Options(max_shard_bytes=60_000, dtype=torch.bfloat16))
     assert {tensor.dtype for tensor in read_all(tmp_path / "ours").values()} == {torch.bfloat16}
+
+
+def test_an_attempt_is_continued_for_the_same_options_and_files_alone(tiny_model, tmp_path):
+    path, adapter = tiny_model(), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"one")
+    others = {"dtype": torch.bfloat16, "quantise": True, "adapter": adapter, "max_shard_bytes": 1, "copy_code": True, "drop_mtp": True}
+
+    def identities():
+        with closing(open_source(path)) as source:
+            options = [Options(), *(Options(**{name: value}) for name, value in others.items())]
+            return [json.dumps(conversion._identity(source, one, "hf"), sort_keys=True) for one in options]
+
+    first = identities()
+    assert len({*first}) == 1 + len(others) and identities() == first
+    assert {field.name for field in dataclasses.fields(Options)} == {*others, "to", "config"}, "the last is a directory of the source"
+    (adapter / "adapter_model.safetensors").write_bytes(b"other")
+    changed = [one != other for one, other in zip(first, identities(), strict=True)]
+    assert changed == [False, *(name == "adapter" for name in others)]
+    (path / "tokenizer.json").write_text("{}")
+    assert not {*identities()} & {*first}
 
 
 def test_a_full_disk_is_seen_before_the_first_byte(tiny_model, tmp_path, monkeypatch):
