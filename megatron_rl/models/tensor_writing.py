@@ -1,5 +1,6 @@
 """Tensors written from where they are in memory, without a copy: one as torch.save writes it, and the header of a safetensors file."""
 
+import ctypes
 import json
 import math
 import struct
@@ -18,9 +19,15 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of `tensor`, of any shape, on the CPU; its own memory where it is contiguous."""
-    array: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    """The bytes of `tensor`, of any shape, on the CPU; its own memory where it is contiguous.
+
+    Not through `Tensor.numpy`, after which torch lets nobody resize that memory any more, as whoever puts a model away does.
+    """
+    own = tensor.detach().contiguous()
+    found = (ctypes.c_ubyte * own.nbytes).from_address(own.data_ptr())
+    # Whoever has the view has the memory.
+    found.owner = own  # type: ignore[attr-defined]
+    return memoryview(found).cast("B")
 
 
 def save_tensor(tensor: Tensor, stream: IO[bytes]) -> None:

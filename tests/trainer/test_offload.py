@@ -101,6 +101,27 @@ def test_training_goes_on_bit_for_bit_and_nothing_stays_behind(make_trainer: Mak
     assert all(torch.equal(tensor, weights[name]) for name, tensor in outcome(trainer).items())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_saved_and_loaded_is_put_away_as_what_was_made(
+    make_trainer: MakeTrainer, tiny_model: TinyModel, tmp_path: Path, kind: str
+) -> None:
+    """As a colocated run that is resumed does first of all."""
+    path = tiny_model(tied=False)
+    saved = make_trainer(path, **KINDS[kind])
+    train(saved, 0)
+    saved.begin_save(tmp_path / "megatron")
+    saved.begin_save_hf(tmp_path / "hf")
+    saved.finish_saves()
+    resumed = make_trainer(path, **KINDS[kind])
+    resumed.load(tmp_path / "megatron")
+    for trainer in (saved, resumed):
+        memory = ModelMemory(trainer.trained_models()["policy"])
+        memory.put_away()
+        assert [memory.num_bytes(part) for part in PARTS] == [0, 0, 0]
+        memory.take_back()
+    assert train(resumed, 1) == train(saved, 1)
+
+
 @pytest.mark.parametrize(
     ("kind", "bytes_per_parameter"),
     [

@@ -62,6 +62,20 @@ def test_numbers_are_neither_copied_nor_summed_and_nobody_elses_are_left_out() -
     assert zlib.crc32(raw_bytes(tensor)) != record.CRC
 
 
+def test_memory_whose_bytes_are_taken_can_be_given_up_as_before() -> None:
+    whole = torch.arange(6.0).view(2, 3)
+    taken = raw_bytes(whole[1])
+    taken[:4] = np.float32(7).tobytes()
+    assert whole.tolist() == [[0, 1, 2], [7, 4, 5]] and not taken.readonly
+    assert whole.untyped_storage().resizable()
+
+
+def test_bytes_outlive_the_tensor_that_they_are_of() -> None:
+    taken = raw_bytes(torch.full((1000,), 7.0))
+    others = [torch.zeros(1000) for _ in range(20)]
+    assert len(others) == 20 and np.frombuffer(taken, np.float32).tolist() == [7.0] * 1000
+
+
 def test_safetensors_reads_its_header_and_the_bytes_behind() -> None:
     written = {name: tensor.detach() for name, tensor in TENSORS.items()}
     header = safetensors_header((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items())
