@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl.convert.changes import Adapter, Changes, quantization_config
 from megatron_rl.convert.resumable import locked_partial, write_files
-from megatron_rl.convert.sources import HuggingFaceSource, MegatronSource, Source, Unit, open_source
+from megatron_rl.convert.sources import MegatronSource, Source, Unit, open_source
 from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, write_index, write_metadata
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST, write_atomic
@@ -164,7 +164,6 @@ def _write_manifest(partial: Path, source: Source, units: list[Unit], records: d
         "model": dataclasses.asdict(_written_spec(partial, source)),
         "files": files,
         STALE: stale,
-        "quantised_source": isinstance(source, HuggingFaceSource) and source.quantised,
     }
     write_atomic(partial / MANIFEST, json.dumps(content, indent=2) + "\n")
 
