@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl.convert.changes import Adapter, Changes, quantization_config
 from megatron_rl.convert.resumable import locked_partial, write_files
-from megatron_rl.convert.sources import HuggingFaceSource, MegatronSource, Source, Unit, open_source
+from megatron_rl.convert.sources import MegatronSource, Source, Unit, open_source
 from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, write_index, write_metadata
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST, write_atomic
@@ -122,7 +122,7 @@ def _identity(source: Source, options: Options, to: Format) -> dict[str, Any]:
     files = [file for place in sorted(places) for file in sorted(place.rglob("*")) if file.is_file()]
     stats = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     asked = {"hash": HASH, "to": to, "dtype": str(options.dtype), "quantise": options.quantise, "max_shard_bytes": options.max_shard_bytes}
-    return asked | {"drop_mtp": options.drop_mtp, "files": stats}
+    return asked | {"drop_mtp": options.drop_mtp, "copy_code": options.copy_code, "files": stats}
 
 
 def _write_config(file: Path, source: Source, pieces: list[Piece], options: Options) -> None:
@@ -164,7 +164,6 @@ def _write_manifest(partial: Path, source: Source, units: list[Unit], records: d
         "model": dataclasses.asdict(_written_spec(partial, source)),
         "files": files,
         STALE: stale,
-        "quantised_source": isinstance(source, HuggingFaceSource) and source.quantised,
     }
     write_atomic(partial / MANIFEST, json.dumps(content, indent=2) + "\n")
 

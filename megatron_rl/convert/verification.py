@@ -1,6 +1,7 @@
 """What can be said of a checkpoint without running it: files, names, shapes, dtypes and numbers, and whether they fit its config.json."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ from megatron_rl.models.build import build_model
 from megatron_rl.models.hf_weights import global_parameters, held_name, load_parameter, may_be_left_out
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.weight_table import parameter_shape, rules
+from megatron_rl.models.stored_weights import NamedTensors
+from megatron_rl.models.weight_table import Rule, Sharding, parameter_shape, rules
 from megatron_rl.planning.meta import rank_without_memory
 from megatron_rl.training.checkpoint_manifest import has_content
 from megatron_rl.training.topology import Topology
@@ -52,6 +54,7 @@ def verify(path: Path, *, config: Path | None = None) -> Iterator[Finding]:
         yield _checked("the tokenizer's tokens are in the vocabulary", lambda: check_tokenizer(source))
         tensors = WatchedTensors(source)
         yield _checked("every number of the model is written, and every tensor is read", lambda: check_parameters(source, tensors))
+        yield _checked("rows that pad the vocabulary are zero", lambda: check_padding(source))
         yield _checked("numbers are finite, of the dtype that config.json says", lambda: check_numbers(source, tensors))
 
 
@@ -175,16 +178,47 @@ def check_parameters(source: Source, tensors: WatchedTensors) -> None:
         if shape != parameter_shape(rule):
             words = f"{name} of shape {parameter_shape(rule)}"
             raise UserError(f"the weight table makes {words}, which the model does not have; report this as a bug")
-        marks = torch.full(shape, _UNWRITTEN, dtype=torch.int32)
-        load_parameter(marks.view(torch.float32), rule, spec, tensors, tp_rank=0, tp=1)
-        unwritten = int((marks == _UNWRITTEN).sum())
-        if unwritten:
-            raise UserError(f"nothing in {source.path} wrote {unwritten:,} of {marks.numel():,} numbers of {name}; report this as a bug")
+        _loaded_over_marks(shape, rule, spec, tensors, tp_rank=0, tp=1)
     if shapes:
         raise UserError(f"the weight table makes nothing of {next(iter(shapes))}, which the model has; report this as a bug")
     unread = sorted(name for name in tensors.names() - tensors.read_names if not may_be_left_out(name, spec))
     if unread:
         raise UserError(f"{unread[0]} in {source.path} goes into no parameter of the model; report this as a bug")
+
+
+def _loaded_over_marks(shape: tuple[int, ...], rule: Rule, spec: ModelSpec, tensors: NamedTensors, *, tp_rank: int, tp: int) -> Tensor:
+    """What rank `tp_rank` of `tp` has of the parameter of `rule`, [...] of `shape`, in float32. Raises UserError for unwritten numbers."""
+    marks = torch.full(shape, _UNWRITTEN, dtype=torch.int32)
+    parameter = marks.view(torch.float32)
+    load_parameter(parameter, rule, spec, tensors, tp_rank=tp_rank, tp=tp)
+    unwritten = int((marks == _UNWRITTEN).sum())
+    if unwritten:
+        words = f"{unwritten:,} of {marks.numel():,} numbers of {rule.megatron}"
+        raise UserError(f"nothing in {tensors.path} wrote {words}; report this as a bug")
+    return parameter
+
+
+def check_padding(source: Source) -> None:
+    """Raise UserError unless the rows that pad a vocabulary to a multiple of the tensor parallel ranks are zero.
+
+    They are looked at as ranks load them, of as many ranks as it takes to have such rows, and in a run's checkpoint, where they stay zero
+    because no loss depends on them. Another program's checkpoint, which has no manifest, holds numbers there that nothing reads.
+    """
+    spec = source.spec
+    tp = next(size for size in itertools.count(2) if spec.vocab_size % size)
+    rows = spec.padded_vocab_size(tp) // tp
+    for rule in (rule for rule in rules(spec) if rule.sharding is Sharding.VOCABULARY and rule.exported):
+        shape = (rows, *rule.tensors[0].shape[1:])
+        *_, last = (_loaded_over_marks(shape, rule, spec, source.tensors, tp_rank=rank, tp=tp) for rank in range(tp))
+        if last[spec.vocab_size - tp * rows :].count_nonzero():
+            raise UserError(f"{rule.megatron} is loaded with padded rows that are not zero by rank {tp - 1} of {tp}; report this as a bug")
+        if isinstance(source, MegatronSource) and (source.path / MANIFEST).is_file():
+            padding = source.tensors.padding(rule)
+            if wrong := int(padding.count_nonzero()):
+                raise UserError(
+                    f"{rule.megatron} of checkpoint {source.path} has {wrong:,} numbers that are not zero in its {len(padding):,} rows "
+                    f"behind the vocabulary of {spec.vocab_size:,} tokens; use the config.json of these weights, or take another checkpoint"
+                )
 
 
 def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -146,11 +146,16 @@ def save_hf(
             (directory / MANIFEST).write_text(json.dumps({STALE: old}, indent=2) + "\n", encoding="utf-8")
 
 
-def describe_hf(path: Path, *, source: Path, dtype: torch.dtype) -> None:
-    """Write the model directory `path` as `save_hf` does for weights of `dtype`, without the weights. Raises UserError as `save_hf`."""
+def describe_hf(path: Path, *, source: Path, dtype: torch.dtype, linked: bool = False) -> None:
+    """Write the model directory `path` as `save_hf` does for weights of `dtype`, but with no weights, or with those of `source` `linked`.
+
+    Raises UserError as `save_hf`.
+    """
     with atomic_directory(path) as directory:
         copy_model_files(source, directory)
-        _state_what_is_written(directory / "config.json", dtype, keeps_mtp=False)
+        _state_what_is_written(directory / "config.json", dtype, keeps_mtp=linked)
+        for file in (*source.glob("*.safetensors"), *source.glob("*.safetensors.index.json")) if linked else ():
+            (directory / file.name).symlink_to(file.resolve())
 
 
 def _noting(tensors: Iterable[tuple[str, Tensor]], names: list[str]) -> Iterator[tuple[str, Tensor]]:

@@ -78,6 +78,10 @@ class MegatronCheckpoint:
             return parts
         return split(rule.sharding, torch.cat(parts) if len(parts) > 1 else parts[0], self._spec)
 
+    def padding(self, rule: Rule) -> Tensor:
+        """The rows [rows, columns] behind the vocabulary in the parameter of `rule`, the embedding or the head."""
+        return self._state.read(self._locations[rule.megatron].keys[0])[self._spec.vocab_size :]
+
     def _location(self, rule: Rule) -> "_Location":
         """Where a parameter is: its layers and the experts of a layer may be stacked, its halves may be apart."""
         keys = self._state.keys()

@@ -49,3 +49,11 @@ def engines_read(path: Path) -> bool:
     They would keep codes as codes, which the trainer's weights cannot replace, and do not know our own format.
     """
     return not is_torch_dist(path) and not read_config(path).get("quantization_config")
+
+
+def names_code(path: Path) -> bool:
+    """Whether config.json in the model directory `path` names Python code (`auto_map`), there or on the Hugging Face hub.
+
+    SGLang imports it for a model that it has no class of its own for, also without `trust_remote_code`.
+    """
+    return bool(read_config(path).get("auto_map"))

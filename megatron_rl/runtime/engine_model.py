@@ -16,11 +16,11 @@ from megatron_rl.leftovers import scratch_directory
 with quiet_megatron_imports():
     from megatron_rl.convert.conversion import Options, convert
     from megatron_rl.models.hf_files import describe_hf
-    from megatron_rl.models.stored_weights import engines_read
+    from megatron_rl.models.stored_weights import engines_read, names_code
     from megatron_rl.training.trained_model import DTYPES
 
 DESCRIPTION, WEIGHTS = "engine-model", "engine-weights"
-"""In the run directory: a model without weights, and one with them for the time of an evaluation."""
+"""In the run directory: a model without weights or with links to them, and one with weights for the time of an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,12 @@ class EngineModel:
 
 
 def planned_model(settings: Settings) -> EngineModel:
-    """What the engines of a training run are started on. Raises UserError when the user's own arguments of the server contradict it."""
+    """What the engines of a training run are started on: model.path, unless they cannot read it or might run code that it names.
+
+    Raises UserError when the user's own arguments of the server contradict it.
+    """
     if engines_read(settings.model.path):
-        return EngineModel(settings.model.path)
+        return EngineModel(settings.run.directory / DESCRIPTION if names_code(settings.model.path) else settings.model.path)
     if "load_format" in settings.rollout.sglang:
         raise UserError(
             f"rollout.sglang.load_format is {settings.rollout.sglang['load_format']}, but engines cannot read the weights in "
@@ -53,7 +56,15 @@ def make_model(settings: Settings, *, dtype: str, note: Callable[[str], None]) -
     if not model.has_weights:
         describe_hf(model.path, source=settings.model.path, dtype=DTYPES[dtype])
         note(f"engines cannot read the weights in {settings.model.path}: they start without, from {model.path}, and get the trainer's")
+    elif model.path != settings.model.path:
+        _link(settings, model.path, dtype=dtype, note=note)
     return model
+
+
+def _link(settings: Settings, path: Path, *, dtype: str, note: Callable[[str], None]) -> None:
+    """Make `path`, the model of model.path with links to its weights and without the code that its config.json names."""
+    describe_hf(path, source=settings.model.path, dtype=DTYPES[dtype], linked=True)
+    note(f"config.json in {settings.model.path} names code (auto_map), which is not run: engines start on {path}, the same without it")
 
 
 @contextmanager
@@ -62,19 +73,23 @@ def evaluated_model(settings: Settings, *, dtype: str, note: Callable[[str], Non
 
     Raises UserError when the disk of the run directory has no room for it.
     """
-    if engines_read(settings.model.path):
+    readable = engines_read(settings.model.path)
+    if readable and not names_code(settings.model.path):
         yield EngineModel(settings.model.path)
         return
     # Another evaluation may go on in the same directory.
     path = settings.run.directory / f"{WEIGHTS}-{os.getpid()}"
     partial = partial_path(path)
     made = (path, partial, partial.with_name(f"{partial.name}.lock"))
-    note(f"engines cannot read the weights in {settings.model.path}: they are converted to {dtype} in {path}")
     with scratch_directory() as scratch:
         # Where this process is killed the next start on this machine removes them.
         scratch.note(place.absolute() for place in made)
         try:
-            convert(settings.model.path, path, Options(to="hf", dtype=DTYPES[dtype], drop_mtp=True))
+            if readable:
+                _link(settings, path, dtype=dtype, note=note)
+            else:
+                note(f"engines cannot read the weights in {settings.model.path}: they are converted to {dtype} in {path}")
+                convert(settings.model.path, path, Options(to="hf", dtype=DTYPES[dtype], drop_mtp=True))
             yield EngineModel(path)
         finally:
             for place in made[:2]:

@@ -6,7 +6,8 @@
 
 Every tensor parallel rank of an engine takes the buckets of the Megatron rank on its own GPU, of which a store carries handles of a few
 hundred bytes. Each bucket is in memory of its own: SGLang answers before a GPU has copied, and torch keeps memory that is dropped until
-the other process has let go of it, but not from being written.
+the other process has let go of it, but not from being written. On the CPU, where one rank serves all ranks of an engine, each of these has
+memory of its own, too, because SGLang's loaders may write into it: that of gpt-oss sets a bias to zero on all ranks but the first.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import errno
 import io
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -95,7 +96,7 @@ class IpcSender:
         self._source, self._plan, self._seats, self._store = source, plan, tuple(seats), store
 
     def send(self, *, version: int) -> None:
-        """Offer bucket by bucket, of which two exist at a time: one is filled while engines take the one before."""
+        """Offer bucket by bucket, of which two exist for each seat at a time: one is filled while engines take the one before."""
         weights = self._source.weights(receivers=tuple(self._plan.seats))
         try:
             if self._seats:
@@ -110,36 +111,35 @@ class IpcSender:
         self._store = None
 
     def _offer_all(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> None:
-        seats, held = self._seats, None
+        seats, held = self._seats, dict[Seat, Tensor]()
         with scratch_directory() as scratch:
             for number, flat in enumerate(fill_buckets(weights, self._plan.buckets, allocate=allocate_shared)):
-                if held is not None:
-                    seats = self._those_that_took(held, seats, version=version, number=number - 1)
+                if held:
+                    seats = self._those_that_took(held, version=version, number=number - 1)
                 if not seats:
                     return
-                self._offer(flat, seats, version=version, number=number, scratch=scratch)
-                held = flat
-            assert held is not None, "a model has weights"
-            self._those_that_took(held, seats, version=version, number=len(self._plan.buckets) - 1)
+                held = memory_of_seats(flat, seats)
+                self._offer(held, version=version, number=number, scratch=scratch)
+            assert held, "a model has weights"
+            self._those_that_took(held, version=version, number=len(self._plan.buckets) - 1)
 
-    def _offer(self, flat: Tensor, seats: Sequence[Seat], *, version: int, number: int, scratch: Scratch) -> None:
+    def _offer(self, offered: Mapping[Seat, Tensor], *, version: int, number: int, scratch: Scratch) -> None:
         assert self._store is not None, "a rank with seats joins the store"
-        if not flat.is_cuda:
-            scratch.note(shared_files(flat))
-        for seat in seats:
+        scratch.note(file for flat in offered.values() if not flat.is_cuda for file in shared_files(flat))
+        for seat, flat in offered.items():
             self._store.set(seat.offer(version, number), handle_of(flat, self._plan.buckets[number]))
 
-    def _those_that_took(self, flat: Tensor, seats: Sequence[Seat], *, version: int, number: int) -> tuple[Seat, ...]:
-        """Wait until nobody needs `flat`, which these `seats` were offered; the seats whose engine took it.
+    def _those_that_took(self, offered: Mapping[Seat, Tensor], *, version: int, number: int) -> tuple[Seat, ...]:
+        """Wait until nobody needs what each seat was `offered`; the seats whose engine took it.
 
         The others get no further offer. A handle that nobody opens counts as a user for ever: a file has it counted out, on a GPU that one
         bucket stays until the rank ends.
         """
         assert self._store is not None, "a rank with seats joins the store"
-        keys = {seat.taken(version, number): seat for seat in seats}
-        self._store.wait(list(keys), timedelta(seconds=self._plan.timeout_s))
+        self._store.wait([seat.taken(version, number) for seat in offered], timedelta(seconds=self._plan.timeout_s))
         took = []
-        for key, seat in keys.items():
+        for seat, flat in offered.items():
+            key = seat.taken(version, number)
             if self._store.get(key) != GIVEN_UP:
                 took.append(seat)
             elif not flat.is_cuda:
@@ -192,6 +192,17 @@ def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
             "remount,size=4G /dev/shm), or set weights.transport to disk"
         ) from error
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def memory_of_seats(flat: Tensor, seats: Sequence[Seat]) -> dict[Seat, Tensor]:
+    """What each of `seats` is handed of `flat` [bytes] uint8: on the CPU a file for each, of which the first takes `flat` itself.
+
+    On a GPU a rank has one seat for each engine beside it, and no two ranks of an engine share a bucket.
+    """
+    offered = dict.fromkeys(seats, flat)
+    for seat in seats[1:] if not flat.is_cuda else ():
+        offered[seat] = allocate_shared(flat.nbytes, flat.device).copy_(flat)
+    return offered
 
 
 def shared_files(flat: Tensor) -> list[Path]:

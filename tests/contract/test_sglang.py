@@ -2,7 +2,12 @@
 
 import base64
 import io
+import json
+import os
 import pickle
+import subprocess
+import sys
+from collections.abc import Callable
 from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,8 @@ import pytest
 import torch
 from packaging.version import Version
 
+from megatron_rl.config.load import load_settings
+from megatron_rl.runtime.engine_model import make_model
 from megatron_rl.weights.bucket import WeightSpec
 from megatron_rl.weights.ipc import _DEVICE_ARGUMENT, allocate_shared, handle_of
 
@@ -65,3 +72,28 @@ def test_a_handle_of_shared_memory_names_only_what_the_server_allows() -> None:
     missing = [name for name in sorted(names) if f'("{name[0]}", "{name[1]}")' not in allowed]
     assert not missing, f"the installed SGLang refuses {missing}: weights.ipc has to write something else"
     assert ("types", "SimpleNamespace") in names and ("torch.multiprocessing.reductions", "rebuild_storage_filename") in names
+
+
+RESOLVE = """
+import os, sys
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_loader.utils import resolve_transformers_arch
+for path in sys.argv[1:]:
+    config = ModelConfig(path, trust_remote_code=False)
+    print("found", resolve_transformers_arch(config, config.hf_config.architectures), "RAN" in os.environ)
+"""
+
+
+def test_engines_do_not_run_the_code_that_a_config_json_names(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """SGLang imports what model.path names where it has no class of its own; if it asks one day, `names_code` can go."""
+    path = tiny_model(family="ministral")
+    config = json.loads((path / "config.json").read_text()) | {"auto_map": {"AutoModel": "modeling.Model"}}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "modeling.py").write_text("import os\nos.environ['RAN'] = 'yes'\nclass Model: pass\n")
+    words = [f"run.directory={tmp_path / 'run'}", f"model.path={path}", "data.train=none.jsonl", "reward.function=none:none"]
+    served = make_model(load_settings(None, words), dtype="float32", note=lambda words: None)
+    command = [sys.executable, "-c", RESOLVE, str(served.path), str(path)]
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120).stdout
+    found = [line for line in told.splitlines() if line.startswith("found")]
+    assert found == ["found ['TransformersForCausalLM'] False", "found ['TransformersForCausalLM'] True"]

@@ -1,6 +1,7 @@
 """Two batches, a checkpoint and two more are four batches: bit for bit under the same layout, the same numbers under another."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from layout_table import LAYOUTS, OBJECTIVES
 from safetensors.torch import load_file
 
 from megatron_rl.convert.conversion import Options, convert
+from megatron_rl.convert.sources import open_source
+from megatron_rl.convert.verification import check_padding
 
 TOLERANCE = 1e-5
 # Objective, layout that saves, layout that loads.
@@ -56,6 +59,7 @@ def resume(rank: int, world_size: int, init_method: str, model: str, directory: 
         resumed = make_trainer(later, rank, f"{init_method}-{name}-resumed")
         resumed.load(path / "megatron")
         metrics = train_batches(resumed, later, [3, 4])
+        resumed.save(Path(directory) / f"{name} later")
         outcomes[name] = {"straight": want, "resumed": outcome_of(resumed, metrics, log_probs=[resumed.log_probs(make_batch(7))])}
         shutdown()
     return outcomes
@@ -75,11 +79,14 @@ def assert_converted_is_exported(step: Path, target: Path) -> None:
 def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(
     num_ranks: int, run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    results = run_ranks(resume, num_ranks, str(tiny_model(layers=4)), str(tmp_path), timeout_s=360)
+    results = run_ranks(resume, num_ranks, str(tiny_model(layers=4, vocab=33)), str(tmp_path), timeout_s=360)
     for name in resumes_of(num_ranks):
         _, saved_as, loaded_as = RESUMES[name]
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["hf", "megatron"]
         assert_converted_is_exported(tmp_path / name, tmp_path / f"{name} converted")
+        for state in (tmp_path / name / "megatron", tmp_path / f"{name} later"):
+            with closing(open_source(state, config=tmp_path / name / "hf")) as saved:
+                check_padding(saved)
         straight, resumed = ([result[name][which] for result in results] for which in ("straight", "resumed"))
         differences = compare(resumed, straight)
         if saved_as != loaded_as:

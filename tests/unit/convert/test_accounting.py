@@ -1,7 +1,9 @@
 """Every number of the model, built without memory and without peers, is written by tensors of its files, each of which is read."""
 
 import dataclasses
-from contextlib import closing
+import json
+from contextlib import closing, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.convert import verification
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.convert.sources import open_source
-from megatron_rl.convert.verification import WatchedTensors, check_numbers, check_parameters, model_shapes
+from megatron_rl.convert.verification import WatchedTensors, check_numbers, check_padding, check_parameters, model_shapes
 from megatron_rl.errors import UserError
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.weight_table import parameter_shape, rules
@@ -99,3 +101,48 @@ def test_a_number_of_the_file_that_is_not_finite_is_written_all_the_same(tiny_mo
     save_file(tensors, path / "model.safetensors")
     with closing(open_source(path)) as source:
         check(source)
+
+
+@pytest.mark.parametrize("vocab", [32, 33])
+def test_padded_rows_are_looked_at_as_ranks_load_them(tiny_model, monkeypatch, vocab):
+    """The smallest tp under which there are any is 3 for 32 tokens, 2 for 33."""
+    load, seen = verification.load_parameter, []
+
+    def load_with_padding(value, parameter, rule, *arguments, tp_rank, tp):
+        load(parameter, rule, *arguments, tp_rank=tp_rank, tp=tp)
+        seen.append((rule.megatron, tuple(parameter.shape), tp_rank, tp))
+        if rule.megatron.startswith("output_layer") and tp_rank == tp - 1:
+            parameter.view(torch.int32)[-1] = value
+
+    with closing(open_source(tiny_model(vocab=vocab, tied=False))) as source:
+        monkeypatch.setattr(verification, "load_parameter", partial(load_with_padding, 0))
+        check_padding(source)
+        tp, rows = (3, 11) if vocab == 32 else (2, 17)
+        names = ("embedding.word_embeddings.weight", "output_layer.weight")
+        assert seen == [(name, (rows, 64), rank, tp) for name in names for rank in range(tp)]
+        monkeypatch.setattr(verification, "load_parameter", partial(load_with_padding, verification._UNWRITTEN))
+        with pytest.raises(UserError, match=rf"wrote 64 of {64 * rows:,} numbers of output_layer\.weight"):
+            check_padding(source)
+        monkeypatch.setattr(verification, "load_parameter", partial(load_with_padding, 1))
+        with pytest.raises(UserError, match=rf"output_layer\.weight is loaded with padded rows that are not zero by rank {tp - 1} of {tp}"):
+            check_padding(source)
+
+
+@pytest.mark.parametrize("value", [0.0, 7.0, float("nan")])
+def test_padded_rows_of_a_runs_checkpoint_are_zero(tiny_model, tmp_path, value):
+    path = tiny_model(vocab=33, tied=False)
+    tensors = load_file(path / "model.safetensors")
+    for tensor in (tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]):
+        tensor[-2:] = 0
+    tensors["lm_head.weight"][-2:, 5] = value
+    save_file(tensors, path / "model.safetensors")
+    convert(path, tmp_path / "step/megatron", Options())
+    file = tmp_path / "step/megatron/config.json"
+    # Two of the rows that are stored are no token's any more.
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 31}))
+    words = r"output_layer\.weight of checkpoint .* has 2 numbers that are not zero in its 2 rows behind the vocabulary of 31 tokens"
+    with closing(open_source(tmp_path / "step")) as source:
+        with pytest.raises(UserError, match=words) if value else nullcontext():
+            check_padding(source)
+        (tmp_path / "step/megatron/manifest.json").unlink()
+        check_padding(source)

@@ -1,9 +1,11 @@
 """There and back bit by bit for every family, what is kept beside the weights, and targets that are whole or absent."""
 
 import ctypes
+import dataclasses
 import json
 import shutil
 import threading
+from contextlib import closing
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,6 +21,7 @@ from megatron_rl.convert.sources import open_source
 from megatron_rl.errors import UserError
 from megatron_rl.models.hf_files import save_hf
 from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.models.torch_dist import TorchDist
 from megatron_rl.models.weight_table import tensor_shapes
 
 FAMILIES = {
@@ -123,6 +126,52 @@ def test_another_dtype_is_rounded_once_and_named(tiny_model, tmp_path):
     assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_the_dtype_is_named_also_where_config_json_named_none(tiny_model, tmp_path):
+    path = tiny_model()
+    file = path / "config.json"
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key not in ("dtype", "torch_dtype")}
+    file.write_text(json.dumps(config))
+    convert(path, tmp_path / "as it is", Options(to="hf"))
+    convert(path, tmp_path / "rounded", Options(to="hf", dtype=torch.bfloat16))
+    assert (tmp_path / "as it is/config.json").read_bytes() == file.read_bytes()
+    assert json.loads((tmp_path / "rounded/config.json").read_text()) == config | {"torch_dtype": "bfloat16"}
+
+
+def test_a_parameter_of_two_dtypes_has_the_wider(tiny_model, tmp_path):
+    path = tiny_model(torch_dtype="bfloat16")
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(path).items()}
+    wide = "model.layers.0.self_attn.k_proj.weight"
+    tensors[wide] = torch.randn(tensors[wide].shape)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    convert(path, tmp_path / "ours", Options())
+    with closing(open_source(tmp_path / "ours")) as source:
+        assert torch.equal(source.tensors.read(wide, tuple(tensors[wide].shape)), tensors[wide])
+
+
+def test_files_are_filled_to_their_size_and_named_by_an_index(tiny_model, tmp_path):
+    path = tiny_model()
+    sizes = {name: tensor.nbytes for name, tensor in tensors_of(path).items()}
+    convert(path, tmp_path / "hf", Options(to="hf", max_shard_bytes=max(sizes.values())))
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    files = {file.name: load_file(file) for file in (tmp_path / "hf").glob("*.safetensors")}
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    convert(path, tmp_path / "one file", Options(to="hf", max_shard_bytes=sum(sizes.values())))
+    assert [file.name for file in (tmp_path / "one file").glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_our_format_is_what_megatron_core_opens_and_numbers_can_be_used_where_they_are(tiny_model, tmp_path):
+    from megatron.core import dist_checkpointing
+
+    convert(tiny_model(torch_dtype="bfloat16"), tmp_path / "ours", Options())
+    assert dist_checkpointing.check_is_distributed_checkpoint(str(tmp_path / "ours"))
+    assert dist_checkpointing.load_common_state_dict(str(tmp_path / "ours")) == {}
+    stored = TorchDist(tmp_path / "ours")
+    starts = [chunk.position for chunks in stored._chunks.values() for chunk in chunks]
+    assert len(starts) > 10 and not any(start % 64 for start in starts)
+    assert not any(stored.read(key).data_ptr() % 64 for key in stored._chunks)
+
+
 def test_code_is_left_behind_unless_asked_for(tiny_model, tmp_path):
     path = tiny_model(auto_map={"AutoModelForCausalLM": "modeling.Model"})
     (path / "modeling.py").write_text("raise SystemExit('ran')")
@@ -203,6 +252,27 @@ def test_what_an_attempt_with_other_options_left_is_not_used(tiny_model, tmp_pat
     assert {tensor.dtype for tensor in read_all(tmp_path / "ours").values()} == {torch.bfloat16}
 
 
+def test_an_attempt_is_continued_for_the_same_options_and_files_alone(tiny_model, tmp_path):
+    path, adapter = tiny_model(), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"one")
+    others = {"dtype": torch.bfloat16, "quantise": True, "adapter": adapter, "max_shard_bytes": 1, "copy_code": True, "drop_mtp": True}
+
+    def identities():
+        with closing(open_source(path)) as source:
+            options = [Options(), *(Options(**{name: value}) for name, value in others.items())]
+            return [json.dumps(conversion._identity(source, one, "hf"), sort_keys=True) for one in options]
+
+    first = identities()
+    assert len({*first}) == 1 + len(others) and identities() == first
+    assert {field.name for field in dataclasses.fields(Options)} == {*others, "to", "config"}, "the last is a directory of the source"
+    (adapter / "adapter_model.safetensors").write_bytes(b"other")
+    changed = [one != other for one, other in zip(first, identities(), strict=True)]
+    assert changed == [False, *(name == "adapter" for name in others)]
+    (path / "tokenizer.json").write_text("{}")
+    assert not {*identities()} & {*first}
+
+
 def test_a_full_disk_is_seen_before_the_first_byte(tiny_model, tmp_path, monkeypatch):
     path = tiny_model()
     usage = shutil.disk_usage(tmp_path)
@@ -235,6 +305,10 @@ def test_weights_of_another_model_are_refused(tiny_model, tmp_path):
     (tmp_path / "ours/config.json").write_bytes((narrow / "config.json").read_bytes())
     with pytest.raises(UserError, match=r"linear_fc1\.weight of checkpoint .* has shape \(384, 64\), .* needs \(192, 64\)"):
         open_source(tmp_path / "ours")
+    shutil.copyfile(path / "model.safetensors", narrow / "model.safetensors")
+    with pytest.raises(UserError, match=r"gate_proj\.weight in .* has shape \(192, 64\), config\.json needs \(96, 64\)"):
+        convert(narrow, tmp_path / "never", Options())
+    assert not [file for file in tmp_path.iterdir() if "never" in file.name], "nothing was begun"
 
 
 def test_sources_that_are_none_are_refused(tmp_path):

@@ -193,6 +193,32 @@ def test_one_rank_serves_all_ranks_of_an_engine_on_the_cpu() -> None:
     assert_same(engine.weights, weights())
 
 
+class WritingEngine(Engine):
+    """One whose ranks but the first set what they were handed to zero before the first reads, as SGLang's loader of gpt-oss does."""
+
+    async def take_bucket(self, handles: Sequence[str], *, version: int | None) -> None:
+        payloads = [pickle.loads(base64.b64decode(handle)) for handle in handles]
+        for payload in payloads[1:]:
+            payload["flattened_tensor"].zero_()
+        first = payloads[0]["flattened_tensor"]
+        self.held.append(
+            {
+                place.name: first[place.start_idx : place.end_idx].view(place.dtype).reshape(place.shape).clone()
+                for place in payloads[0]["metadata"]
+            }
+        )
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_what_a_rank_of_an_engine_writes_into_its_bucket_no_other_reads(num_engines: int) -> None:
+    urls = [f"http://127.0.0.1:{number}" for number in range(1, 1 + num_engines)]
+    engines, before = [WritingEngine(url) for url in urls], files_of_this_process()
+    run(make_transport(dict.fromkeys(urls, (0,)), ranks_per_engine=2), engines, num_ranks=1)
+    for engine in engines:
+        assert_same(engine.weights, weights())
+    assert set(files_of_this_process()) <= set(before)
+
+
 def test_a_bucket_has_memory_of_its_own_until_the_engine_has_answered() -> None:
     transport = make_transport({"http://127.0.0.1:1": (0,)})
     engine = Engine("http://127.0.0.1:1")
@@ -208,21 +234,25 @@ def wait_for(store: Store, key: str) -> None:
 
 
 def test_a_rank_holds_a_bucket_until_it_was_taken_and_notes_what_a_kill_would_leave(tmp_path: Path) -> None:
-    plan, store = make_transport({"http://127.0.0.1:1": (0,)}).plan, HashStore()
-    (seat,) = plan.seats[0]
-    sender = IpcSender(Source(), plan, seats=[seat], store=store)  # type: ignore[arg-type]
+    plan, store = make_transport({"http://127.0.0.1:1": (0,)}, ranks_per_engine=2).plan, HashStore()
+    seats = plan.seats[0]
+    sender = IpcSender(Source(), plan, seats=seats, store=store)  # type: ignore[arg-type]
     sending = Thread(target=sender.send, kwargs={"version": 1})
     sending.start()
     for number in range(2):
-        wait_for(store, seat.offer(1, number))
+        for seat in seats:
+            wait_for(store, seat.offer(1, number))
+        store.set(seats[0].taken(1, number), "")
         time.sleep(0.02)
-        assert sending.is_alive() and not store.check([seat.offer(1, number + 1)])
+        assert sending.is_alive() and not any(store.check([seat.offer(1, number + 1)]) for seat in seats)
         noted = [json.loads(file.read_text()) for file in tmp_path.glob(f"{PREFIX}*/elsewhere.json")]
         assert len(noted) == 1 and all(Path(place).exists() for place in noted[0])
-        store.set(seat.taken(1, number), "")
+        assert len({place for place in noted[0] if Path(place).is_file()}) == len(seats)
+        store.set(seats[1].taken(1, number), "")
     sending.join(timeout=10)
     assert not sending.is_alive() and not list(tmp_path.iterdir())
-    assert not any(store.check([seat.taken(1, number)]) for number in range(2)), "a key has one reader, who removes it"
+    taken = [seat.taken(1, number) for number in range(2) for seat in seats]
+    assert not any(store.check([key]) for key in taken), "a key has one reader, who removes it"
 
 
 def test_a_reader_that_has_let_go_leaves_the_writer_its_memory() -> None:
