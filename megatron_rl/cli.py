@@ -216,6 +216,22 @@ def convert_checkpoint(source: Path, target: Path, verify: bool, max_shard_size:
     return 0 if all(found.same for found in compared) else 2
 
 
+@cli.command(short_help="Serve a model with an SGLang server.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT=VALUE]...")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=30000, show_default=True, help="Port to listen on.")
+def serve(model: Path, words: tuple[str, ...], host: str, port: int) -> int:
+    """Serve MODEL, a Hugging Face directory such as a run's export, by OpenAI's API, on GPUs or without.
+
+    An argument of the SGLang server follows by its own name. Example: megatron-rl serve runs/first/huggingface tp_size=2
+    """
+    from megatron_rl.runtime.serving import serve as serve_model
+
+    serve_model(model, apply_overrides({}, list(words)), host=host, port=port)
+    return 0
+
+
 @cli.command(name="verify-checkpoint", short_help="Look for damage in a checkpoint.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--config", type=click.Path(path_type=Path), help="Hugging Face directory of the model, where PATH has no config.json.")

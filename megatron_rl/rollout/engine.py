@@ -58,7 +58,8 @@ class Engine:
     sampling; `log_path` gets everything the server prints; `gpu_ids` the GPUs that it may see, one tensor parallel rank
     each; `host` the address to bind; `port` a fixed port, or None for a free one; `mixture` the model's experts, when the
     server is to record to which of them it routes tokens; `colocated` when it shares its GPUs; `max_prompt_tokens` the longest prompt,
-    when all requests are prompts; `has_weights` False when `model_path` has none and the first sync brings them.
+    when all requests are prompts; `has_weights` False when `model_path` has none and the first sync brings them; `serves_text` when it
+    takes and gives text, too, else only where stop strings are asked for.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Engine:
         colocated: bool = False,
         max_prompt_tokens: int | None = None,
         has_weights: bool = True,
+        serves_text: bool = False,
     ) -> None:
         self._settings = settings
         self._gpu_ids = tuple(gpu_ids)
@@ -98,7 +100,7 @@ class Engine:
             port=self._port,
             api_key=self.api_key,
             num_gpus=max(1, len(self._gpu_ids)),
-            needs_tokenizer=bool(settings.sampling.stop),
+            needs_tokenizer=serves_text or bool(settings.sampling.stop),
             records_routing=mixture is not None,
             colocated=colocated,
             max_prompt_tokens=max_prompt_tokens,

@@ -1,0 +1,76 @@
+"""An engine that serves a model directory to people: `megatron-rl serve`."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.derived import AUTO_DTYPES
+from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.device import local_device, quiet_megatron_imports
+from megatron_rl.errors import UserError
+from megatron_rl.leftovers import scratch_directory
+from megatron_rl.rollout.engine import Engine, EngineAddress
+from megatron_rl.rollout.server_args import validate_server_args
+
+with quiet_megatron_imports():
+    from megatron_rl.models.stored_weights import names_code
+    from megatron_rl.models.torch_dist import is_torch_dist
+
+POLL_S = 1.0
+
+
+def serve(model: Path, arguments: Mapping[str, Any], *, host: str, port: int) -> None:
+    """Serve the Hugging Face directory `model`, of any number format that SGLang reads, until a signal ends this process.
+
+    `arguments` are the server's own.
+
+    Raises:
+        UserError: SGLang cannot read `model`, or might run code that it names; an argument that it does not take; a port that is in use.
+        EngineError: the server died.
+    """
+    _check(model)
+    validate_server_args(arguments)
+    kind = local_device().kind
+    with scratch_directory() as scratch:
+        engine = Engine(
+            model,
+            settings=RolloutSettings(sglang=dict(arguments)),
+            device_kind=kind,
+            dtype=AUTO_DTYPES[kind],
+            seed=0,
+            log_path=scratch.path / "server.log",
+            host=host,
+            port=port,
+            serves_text=True,
+        )
+        print(f"starting SGLang on {model} ...", flush=True)
+        try:
+            print(_how_to_ask(engine.start(), model), flush=True)
+            while True:
+                time.sleep(POLL_S)
+                engine.check()
+        finally:
+            engine.stop()
+
+
+def _check(model: Path) -> None:
+    if (model / "hf" / "config.json").is_file():
+        raise UserError(f"{model} is a checkpoint of a run, needs a Hugging Face directory; give {model / 'hf'}")
+    if not (model / "config.json").is_file():
+        raise UserError(f"{model} has no config.json, needs a Hugging Face directory with weights and tokenizer")
+    if is_torch_dist(model):
+        raise UserError(
+            f"{model} is in Megatron's format, which SGLang does not read; make a Hugging Face directory of it by megatron-rl convert"
+        )
+    if names_code(model):
+        raise UserError(f"config.json in {model} names code (auto_map), which SGLang might run; take auto_map out of it")
+
+
+def _how_to_ask(address: EngineAddress, model: Path) -> str:
+    body = json.dumps({"model": str(model), "prompt": "12+39=", "max_tokens": 16, "temperature": 0})
+    return (
+        f"{model} is served at {address.url}/v1, by OpenAI's API, until Ctrl-C. For example:\n"
+        f"curl {address.url}/v1/completions -H 'Authorization: Bearer {address.api_key}' -H 'Content-Type: application/json' -d '{body}'"
+    )
