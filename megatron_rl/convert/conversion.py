@@ -19,13 +19,13 @@ from megatron_rl.convert.sources import MegatronSource, Source, Unit, open_sourc
 from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, write_index, write_metadata
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST, write_atomic
+from megatron_rl.models.checkpoint_manifest import HASH, changed_texts, check_weights_alone, entry_of
 from megatron_rl.models.config_json import read_config
 from megatron_rl.models.families.config_keys import MTP_KEYS
 from megatron_rl.models.hf_files import MAX_SHARD_BYTES, STALE, copy_model_files
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
 from megatron_rl.models.weight_table import of_mtp
-from megatron_rl.training.checkpoint_manifest import HASH, entry_of
 
 if TYPE_CHECKING:
     from megatron_rl.convert.comparison import Comparison
@@ -66,6 +66,7 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
     started = time.monotonic()
     with closing(open_source(path, config=options.config, dequantised_dtype=options.dtype)) as source:
         to = _target_format(source, options)
+        _check_files(source, say)
         units = _units(source, options)
         if any(map(source.config.get, MTP_KEYS)) and not options.drop_mtp and not any(_is_mtp(unit, source) for unit in units):
             say(f"{path} has no layers of multi-token prediction, and {target} promises none")
@@ -88,6 +89,14 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
             _write_config(partial / "config.json", source, pieces, options)
             _write_manifest(partial, source, units, records)
     return Converted(to, num_bytes, time.monotonic() - started)
+
+
+def _check_files(source: Source, say: Callable[[str], None]) -> None:
+    """Raise UserError when weights are not those of their manifest, so that no target passes damage on as its own; name other changes."""
+    for directory in source.weights:
+        check_weights_alone(directory)
+    for name in changed_texts(source.directory):
+        say(f"{source.directory / name} is not the file of its manifest: it is converted as it is\n")
 
 
 def _units(source: Source, options: Options) -> list[Unit]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, disk_errors, partial_path, write_atomic
-from megatron_rl.training.checkpoint_manifest import HashedFile
+from megatron_rl.models.checkpoint_manifest import HashedFile
 
 _JOURNAL = ".journal"
 NUM_THREADS = 2

@@ -46,6 +46,10 @@ class Source(Protocol):
     def tensors(self) -> NamedTensors:
         """The same tensors by their names."""
 
+    @property
+    def weights(self) -> tuple[Path, ...]:
+        """The directories whose tensors are read."""
+
     def units(self) -> list[Unit]:
         """All tensors, in the order of the model, then those that the model does not build."""
 
@@ -67,6 +71,7 @@ class HuggingFaceSource:
     def __init__(self, path: Path, *, dequantised_dtype: torch.dtype | None = None) -> None:
         """Open it. Raises UserError when the files and config.json do not belong together."""
         self.path = self.directory = path
+        self.weights = (path,)
         self.config = read_config(path)
         self.spec = parse_model_spec(self.config, origin=str(path / "config.json"))
         self.tensors = Checkpoint(path, dequantised_dtype=dequantised_dtype or config_dtype(self.config))
@@ -105,6 +110,8 @@ class MegatronSource:
         self.config = read_config(directory)
         self.spec = parse_model_spec(self.config, origin=str(directory / "config.json"))
         self.tensors = MegatronCheckpoint(path, self.spec, directory=directory)
+        kept = self.tensors.kept
+        self.weights = (path, directory) if kept is not None and kept.path == directory else (path,)
 
     def units(self) -> list[Unit]:
         """All tensors."""

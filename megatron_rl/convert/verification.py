@@ -19,13 +19,13 @@ from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
 from megatron_rl.models.build import build_model
+from megatron_rl.models.checkpoint_manifest import has_content
 from megatron_rl.models.hf_weights import global_parameters, held_name, load_parameter, may_be_left_out
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.stored_weights import NamedTensors
 from megatron_rl.models.weight_table import Rule, Sharding, parameter_shape, rules
 from megatron_rl.planning.meta import rank_without_memory
-from megatron_rl.training.checkpoint_manifest import has_content
 from megatron_rl.training.topology import Topology
 
 _UNWRITTEN = 0x7FBADBAD

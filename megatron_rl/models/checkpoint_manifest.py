@@ -8,6 +8,8 @@ the check, so that a large checkpoint takes no longer than its bytes on one rank
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -23,6 +25,11 @@ _PART = "manifest-part-{rank}.json"
 _PIECE_BYTES = 2**18
 """Bytes that are hashed and written, or read and hashed, at once: the second of the two finds them in the processor's cache."""
 _ADVICE = "resume from another one, or copy it again from where it came"
+_ADVICE_OF_MODEL = f"copy it again from where it came, or remove its {MANIFEST} if the change is yours"
+_OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata", "metadata.json", "common.pt")
+"""How the files end that weights are read from. What else a model has, its tokenizer for one, may be changed on purpose."""
+_DESCRIPTIONS = (".metadata", "metadata.json")
+_NUM_THREADS = 2
 
 
 class HashedFile:
@@ -94,23 +101,76 @@ def check_manifest(directory: Path, *, share: int, num_shares: int) -> None:
     """Raise UserError when a file is missing, too many or has another size, or when one of this `share` of them has other content."""
     files = _read(directory)
     present = {path.name for path in directory.iterdir()} - {MANIFEST}
-    for name in sorted(files.keys() ^ present):
-        what = "is in its manifest, but not there" if name in files else "is there, but not in its manifest"
-        raise UserError(f"checkpoint {directory} is not as it was saved: {name} {what}; {_ADVICE}")
-    for name, entry in files.items():
+    for name in sorted(present - files.keys()):
+        raise UserError(f"checkpoint {directory} is not as it was saved: {name} is there, but not in its manifest; {_ADVICE}")
+    _check(directory, files, share=share, num_shares=num_shares, advice=_ADVICE)
+
+
+def check_descriptions(directory: Path) -> None:
+    """`check_weights` of the small files that say where tensors are, of which one is a pickle. Raises UserError."""
+    files = {name: entry for name, entry in hashed_files(directory).items() if name.endswith(_DESCRIPTIONS)}
+    _check(directory, files, share=0, num_shares=1, advice=_ADVICE_OF_MODEL)
+
+
+def check_weights(directory: Path, *, share: int, num_shares: int) -> None:
+    """Raise UserError as `check_manifest` does, of the files that weights are read from. A directory without hashes passes."""
+    files = {name: entry for name, entry in hashed_files(directory).items() if name.endswith(_OF_WEIGHTS)}
+    _check(directory, files, share=share, num_shares=num_shares, advice=_ADVICE_OF_MODEL)
+
+
+def check_weights_alone(directory: Path) -> None:
+    """`check_weights` of all files in two threads. Raises UserError."""
+    in_threads(partial(check_weights, directory))
+
+
+def check_model(directory: Path) -> None:
+    """As `check_weights_alone`, of all files but config.json, whose fields are compared one by one elsewhere. Raises UserError."""
+    files = {name: entry for name, entry in hashed_files(directory).items() if name != "config.json"}
+    in_threads(partial(_check, directory, files, advice=_ADVICE_OF_MODEL))
+
+
+def in_threads(check: Callable[..., None]) -> None:
+    """Call `check(share=..., num_shares=...)` for every share in a thread of its own. Raises the first one's error."""
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        for done in [pool.submit(check, share=share, num_shares=_NUM_THREADS) for share in range(_NUM_THREADS)]:
+            done.result()
+
+
+def changed_texts(directory: Path) -> list[str]:
+    """Names of the files beside the weights that are there, but not as the manifest of `directory` has them. Raises UserError."""
+    files = {name: entry for name, entry in hashed_files(directory).items() if not name.endswith(_OF_WEIGHTS)}
+    return sorted(name for name, entry in files.items() if (directory / name).is_file() and not has_content(directory / name, entry))
+
+
+def hashed_files(directory: Path) -> Mapping[str, Mapping[str, Any]]:
+    """What the manifest of `directory` says of its files, by name; empty without one that has hashes. Raises UserError."""
+    file = directory / MANIFEST
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}); {_ADVICE_OF_MODEL}") from error
+    # A manifest of another program's, and one that names stale tensors alone, has no hashes.
+    return _read(directory) if isinstance(content, dict) and "files" in content else {}
+
+
+def _check(directory: Path, files: Mapping[str, Mapping[str, Any]], *, share: int, num_shares: int, advice: str) -> None:
+    """Raise UserError when one of `files` is missing or has another size, or when one of this `share` of them has other content."""
+    for name, entry in sorted(files.items()):
+        if not (directory / name).is_file():
+            raise UserError(f"checkpoint {directory} is damaged: {name} is in its manifest, but not there; {advice}")
         size = (directory / name).stat().st_size
         if size != entry["bytes"]:
-            raise UserError(f"checkpoint {directory} is damaged: {name} has {size} bytes, its manifest says {entry['bytes']}; {_ADVICE}")
+            raise UserError(f"checkpoint {directory} is damaged: {name} has {size:,} bytes, its manifest says {entry['bytes']:,}; {advice}")
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name))[share::num_shares]:
         if not has_content(directory / name, files[name]):
-            raise UserError(f"checkpoint {directory} is damaged: the content of {name} is not that of its manifest; {_ADVICE}")
+            raise UserError(f"checkpoint {directory} is damaged: the content of {name} is not that of its manifest; {advice}")
 
 
 def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     try:
         files: Mapping[str, Mapping[str, Any]] = json.loads((directory / MANIFEST).read_text())["files"]
         for name, entry in files.items():
-            if Path(name).name != name:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"it names {name}, a file elsewhere")
             if not isinstance(entry["bytes"], int) or not any(isinstance(entry.get(algorithm), str) for algorithm in _ALGORITHMS):
                 raise ValueError(f"it has no size and {HASH} of {name}")
