@@ -145,8 +145,7 @@ def open_source(path: Path, *, config: Path | None = None, dequantised_dtype: to
     `config` is the Hugging Face directory of a checkpoint that has no config.json; quantised tensors come in `dequantised_dtype`, None
     for that of config.json. Raises UserError.
     """
-    if not path.is_dir():
-        raise UserError(f"{path} is not a directory; give a Hugging Face directory or a checkpoint")
+    check_place(path)
     state = _find_state(path)
     if state is None:
         if (path / "config.json").exists():
@@ -158,6 +157,17 @@ def open_source(path: Path, *, config: Path | None = None, dequantised_dtype: to
     if directory is None:
         raise UserError(f"checkpoint {state} has no config.json beside it; name the Hugging Face directory of its model with --config")
     return MegatronSource(state, directory=directory)
+
+
+def check_place(path: Path) -> None:
+    """Raise UserError where `path` is no directory, or is the directory of a run, of whose checkpoints one has to be named."""
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory; give a Hugging Face directory or a checkpoint")
+    for checkpoints in (path / "checkpoints", path):
+        steps = [step for step in checkpoints.glob("step-*") if is_torch_dist(step / "megatron")]
+        if steps:
+            newest = max(steps, key=lambda step: (len(step.name), step.name))
+            raise UserError(f"{path} holds the checkpoints of a run; give one of them, the newest is {newest}")
 
 
 def _find_state(path: Path) -> Path | None:

@@ -144,13 +144,18 @@ def changed_texts(directory: Path) -> list[str]:
 
 def hashed_files(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     """What the manifest of `directory` says of its files, by name; empty without one that has hashes. Raises UserError."""
+    # One that names stale tensors alone has no hashes.
+    return _read(directory) if "files" in read_manifest(directory) else {}
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of `directory`, empty where there is none or one of another program's. Raises UserError."""
     file = directory / MANIFEST
     try:
         content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({error}); {_ADVICE_OF_MODEL}") from error
-    # A manifest of another program's, and one that names stale tensors alone, has no hashes.
-    return _read(directory) if isinstance(content, dict) and "files" in content else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _check(directory: Path, files: Mapping[str, Mapping[str, Any]], *, share: int, num_shares: int, advice: str) -> None:
