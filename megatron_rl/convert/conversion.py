@@ -1,6 +1,5 @@
 """`megatron-rl convert`: a source, what is changed on the way, and a target that appears as a whole or not at all."""
 
-import dataclasses
 import json
 import re
 import sys
@@ -18,13 +17,11 @@ from megatron_rl.convert.resumable import locked_partial, write_files
 from megatron_rl.convert.sources import MegatronSource, Source, Unit, open_source
 from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, write_index, write_metadata
 from megatron_rl.errors import UserError
-from megatron_rl.files import MANIFEST, write_atomic
-from megatron_rl.models.checkpoint_manifest import HASH, changed_texts, check_weights_alone, entry_of
-from megatron_rl.models.config_json import read_config
+from megatron_rl.files import write_atomic
+from megatron_rl.models.checkpoint_manifest import HASH, changed_texts, check_weights_alone, write_model_manifest
 from megatron_rl.models.families.config_keys import MTP_KEYS
-from megatron_rl.models.hf_files import MAX_SHARD_BYTES, STALE, copy_model_files
-from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.read_spec import parse_model_spec
+from megatron_rl.models.hf_files import MAX_SHARD_BYTES, copy_model_files
+from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.weight_table import of_mtp
 
 if TYPE_CHECKING:
@@ -87,7 +84,9 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
                 write_metadata(partial, pieces, source.spec, records, options.max_shard_bytes)
             copy_model_files(source.directory, partial, code=options.copy_code)
             _write_config(partial / "config.json", source, pieces, options)
-            _write_manifest(partial, source, units, records)
+            stale = [tensor.name for unit in units if _is_mtp(unit, source) for tensor in unit.tensors]
+            weights = {name: record["file"] for name, record in records.items()}
+            write_model_manifest(partial, weights, read_model_spec(partial), stale=stale)
     return Converted(to, num_bytes, time.monotonic() - started)
 
 
@@ -160,25 +159,6 @@ def _most_common_dtype(source: Source) -> str:
         for tensor in unit.tensors:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
     return max(sizes, key=sizes.__getitem__)
-
-
-def _write_manifest(partial: Path, source: Source, units: list[Unit], records: dict[str, dict[str, Any]]) -> None:
-    """The manifest, as a run writes that of its checkpoints, with the model and which tensors are older than the weights around them."""
-    files = {name: record["file"] for name, record in records.items()}
-    for file in sorted(partial.iterdir()):
-        if file.is_file() and file.name not in files:
-            files[file.name] = entry_of(file)
-    stale = sorted(tensor.name for unit in units if _is_mtp(unit, source) for tensor in unit.tensors)
-    content = {
-        "model": dataclasses.asdict(_written_spec(partial, source)),
-        "files": files,
-        STALE: stale,
-    }
-    write_atomic(partial / MANIFEST, json.dumps(content, indent=2) + "\n")
-
-
-def _written_spec(partial: Path, source: Source) -> ModelSpec:
-    return parse_model_spec(read_config(partial), origin=str(source.directory / "config.json"))
 
 
 class Progress:

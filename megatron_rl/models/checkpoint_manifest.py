@@ -5,9 +5,10 @@ else of a save; `b3sum` prints the same digits. Every rank hashes what it writes
 the check, so that a large checkpoint takes no longer than its bytes on one rank do.
 """
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,13 @@ from typing import Any, BinaryIO, Final
 from blake3 import blake3
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import MANIFEST, sync_file
+from megatron_rl.files import MANIFEST, sync_file, write_atomic
+from megatron_rl.models.model_spec import ModelSpec
 
 HASH: Final = "blake3"
 """The key of a file's hash in a manifest. Manifests that were written on the way to 0.2 may have `sha256` there."""
+STALE: Final = "stale_once_trained"
+"""Key of a manifest: names of tensors that training leaves as they were, so that they fit the weights around them less and less."""
 _ALGORITHMS: Mapping[str, Callable[[], Any]] = {HASH: blake3, "sha256": hashlib.sha256}
 _PART = "manifest-part-{rank}.json"
 _PIECE_BYTES = 2**18
@@ -95,6 +99,15 @@ def write_manifest(directory: Path) -> None:
     known |= {path.name: entry_of(path) for path in directory.iterdir() if path.name not in known}
     (directory / MANIFEST).write_text(json.dumps({"files": dict(sorted(known.items()))}, indent=1))
     sync_file(directory / MANIFEST)
+
+
+def write_model_manifest(directory: Path, weights: Mapping[str, Mapping[str, Any]], spec: ModelSpec, *, stale: Iterable[str]) -> None:
+    """Write the manifest of the model `spec` in `directory`: what it says of the files of its `weights` by name, its other files, which are
+    hashed now, and the names of `stale` tensors. Raises UserError when it cannot be written.
+    """
+    others = {path.name: entry_of(path) for path in sorted(directory.iterdir()) if path.is_file() and path.name not in weights}
+    content = {"model": dataclasses.asdict(spec), "files": {**weights, **others}, STALE: sorted(stale)}
+    write_atomic(directory / MANIFEST, json.dumps(content, indent=2) + "\n")
 
 
 def check_manifest(directory: Path, *, share: int, num_shares: int) -> None:

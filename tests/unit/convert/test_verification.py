@@ -15,6 +15,8 @@ from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.convert.sources import open_source
 from megatron_rl.convert.verification import verify
 from megatron_rl.errors import UserError
+from megatron_rl.models.checkpoint_manifest import write_manifest
+from megatron_rl.models.hf_files import save_hf
 from megatron_rl.models.weight_table import parameter_shape, rules
 
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}
@@ -129,6 +131,27 @@ def test_a_saved_step_has_its_manifest_beside_its_files(tiny_model, tmp_path):
     (tmp_path / "step/megatron/manifest.json").unlink()
     for place in (tmp_path / "step", tmp_path / "step/megatron"):
         assert "megatron has no manifest.json with hashes" in problems(place)[0]
+
+
+def test_the_export_beside_a_steps_state_is_looked_at_too(tiny_model, tmp_path, read_all):
+    path, step = tiny_model(), tmp_path / "step"
+    convert(path, step / "megatron", Options())
+    for name in ("config.json", "manifest.json"):
+        (step / "megatron" / name).unlink()
+    write_manifest(step / "megatron")
+    save_hf(step / "hf", read_all(path), source=path, max_shard_bytes=60_000)
+    lines = [found.line() for found in verify(step)]
+    assert lines[:2] == ["ok      files are those of the manifest in megatron", "ok      files are those of the manifest in hf"]
+    assert [line[:8] for line in lines] == ["ok      "] * 8
+    change_config(step / "hf", rope_theta=500.0)
+    assert any("gives rotary.theta = 500.0, the weights were written with 10000.0" in problem for problem in problems(step))
+    flip(step / "hf", "*-00002-of-*.safetensors")
+    for place in (step, step / "hf"):
+        assert any("the content of model-00002-of-" in problem for problem in problems(place))
+    (step / "hf/manifest.json").unlink()
+    assert [found.line() for found in verify(step)][
+        1
+    ] == "skipped files are those of the manifest in hf: there is no manifest to compare with"
 
 
 def cut(path, pattern):
