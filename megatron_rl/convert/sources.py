@@ -65,6 +65,13 @@ def config_dtype(config: dict[str, Any]) -> torch.dtype:
     return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
 
 
+def num_not_finite(tensor: Tensor) -> int:
+    """How many numbers of a tensor of any shape are not finite. They are looked at one by one only where there are such."""
+    if not tensor.is_floating_point() or not tensor.numel() or all(extreme.isfinite() for extreme in tensor.aminmax()):
+        return 0
+    return int((~torch.isfinite(tensor)).sum())
+
+
 class HuggingFaceSource:
     """A directory with config.json and safetensors. Quantised tensors come in `dequantised_dtype`, None for that of config.json."""
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.settings import TopologySettings
-from megatron_rl.convert.sources import MegatronSource, Source, check_place, config_dtype, open_source
+from megatron_rl.convert.sources import MegatronSource, Source, check_place, config_dtype, num_not_finite, open_source
 from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
@@ -269,7 +268,5 @@ def check_numbers(source: Source, tensors: WatchedTensors) -> None:
 
 
 def _not_finite(name: str, tensor: Tensor, source: Source) -> str | None:
-    if not tensor.is_floating_point() or math.isfinite(tensor.float().sum().item()):
-        return None
-    bad = int((~torch.isfinite(tensor.float())).sum())
+    bad = num_not_finite(tensor)
     return f"{name} in {source.path} has {bad:,} of {tensor.numel():,} numbers not finite; take another checkpoint" if bad else None

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.convert.conversion import Options, convert
+from megatron_rl.convert.sources import num_not_finite
 from megatron_rl.errors import UserError
 from megatron_rl.models import checkpoint_manifest
 from megatron_rl.models.hf_files import save_hf
@@ -70,3 +71,40 @@ def test_a_manifest_without_hashes_is_no_reason_to_refuse(tiny_model, tmp_path, 
     (tmp_path / "saved/manifest.json").write_text("{")
     with pytest.raises(UserError, match=r"manifest\.json cannot be read"):
         convert(tmp_path / "saved", tmp_path / "never", Options())
+
+
+@pytest.mark.parametrize("options", [Options(), Options(to="hf", quantise=True)])
+def test_numbers_that_are_not_finite_are_named_and_converted(tiny_model, tmp_path, options):
+    path = tiny_model()
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, :2] = torch.tensor([float("nan"), float("-inf")])
+    tensors["model.norm.weight"][0] = float("inf")
+    save_file(tensors, path / "model.safetensors")
+    said = []
+    convert(path, tmp_path / "made", options, say=said.append)
+    size = tensors["model.layers.1.mlp.down_proj.weight"].numel()
+    words = f"model.layers.1.mlp.down_proj.weight has 2 of {size:,} numbers that are not finite, the first of 2 such tensors"
+    assert [line for line in said if "finite" in line] == [f"warning: {words}; they are converted as they are\n"]
+    assert (tmp_path / "made/manifest.json").exists()
+
+
+def test_numbers_that_a_smaller_dtype_cannot_hold_are_named(tiny_model, tmp_path):
+    path = tiny_model()
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"][0] = 1e6
+    save_file(tensors, path / "model.safetensors")
+    said = []
+    convert(path, tmp_path / "whole", Options(), say=said.append)
+    assert not [words for words in said if "finite" in words]
+    convert(path, tmp_path / "half", Options(dtype=torch.float16), say=said.append)
+    assert [words for words in said if "finite" in words] == [
+        "warning: model.norm.weight has 1 of 64 numbers that are not finite, the first of 1 such tensors; they are converted as they are\n"
+    ]
+
+
+def test_numbers_are_counted_whatever_they_are():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        numbers = torch.tensor([[1.0, float("nan"), -2.0], [float("inf"), 0.0, float("-inf")]]).to(dtype)
+        assert [num_not_finite(numbers), num_not_finite(numbers[:, ::2]), num_not_finite(numbers[0, 2:])] == [3, 2, 0]
+    assert num_not_finite(torch.tensor([60000.0, 60000.0], dtype=torch.float16)) == num_not_finite(torch.ones(3, dtype=torch.int32)) == 0
+    assert num_not_finite(torch.ones(0)) == 0

@@ -313,6 +313,9 @@ def test_the_numbers_of_a_comparison():
     hidden = (torch.ones(3, 2), torch.ones(3, 2))
     shifted = (torch.ones(3, 2), torch.tensor([[1.0, 1.0], [1.0, 1.1], [1.0, 1.0]]))
     compared = difference([ids], [Outputs(one, hidden)], [Outputs(other, shifted)], tolerance=0.01)
+    assert compared.line().endswith("; hidden states part behind layer 1 by more than 0.01 of their size")
+    same = difference([ids], [Outputs(one, hidden)], [Outputs(one, hidden)], tolerance=0.01)
+    assert same.line().endswith("; hidden states are nowhere apart by more than 0.01 of their size")
     assert compared.max_difference == pytest.approx(1.0986123)
     assert compared.mean_difference == pytest.approx(1.0986123 / 2)
     assert compared.same_argmax == pytest.approx(2 / 3) and compared.layer == 1
