@@ -59,6 +59,7 @@ def resume(rank: int, world_size: int, init_method: str, model: str, directory: 
         resumed = make_trainer(later, rank, f"{init_method}-{name}-resumed")
         resumed.load(path / "megatron")
         metrics = train_batches(resumed, later, [3, 4])
+        resumed.save(Path(directory) / f"{name} later")
         outcomes[name] = {"straight": want, "resumed": outcome_of(resumed, metrics, log_probs=[resumed.log_probs(make_batch(7))])}
         shutdown()
     return outcomes
@@ -83,8 +84,9 @@ def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(
         _, saved_as, loaded_as = RESUMES[name]
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["hf", "megatron"]
         assert_converted_is_exported(tmp_path / name, tmp_path / f"{name} converted")
-        with closing(open_source(tmp_path / name)) as saved:
-            check_padding(saved)
+        for state in (tmp_path / name / "megatron", tmp_path / f"{name} later"):
+            with closing(open_source(state, config=tmp_path / name / "hf")) as saved:
+                check_padding(saved)
         straight, resumed = ([result[name][which] for result in results] for which in ("straight", "resumed"))
         differences = compare(resumed, straight)
         if saved_as != loaded_as:

@@ -69,6 +69,18 @@ def test_a_quantised_target_says_what_it_is_and_is_read_again(tiny_model, tmp_pa
     convert(tmp_path / "fp8", tmp_path / "plain", Options(to="hf"))
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
     assert all(torch.equal(tensor, again[name]) for name, tensor in load_file(tmp_path / "plain/model.safetensors").items())
+    file = tmp_path / "fp8/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"torch_dtype": "bfloat16"}))
+    convert(tmp_path / "fp8", tmp_path / "half", Options(to="hf"))
+    half = load_file(tmp_path / "half/model.safetensors")
+    assert all(torch.equal(half[name], again[name].bfloat16()) for name in original.keys() - plain), "in the dtype of config.json"
+
+
+def test_the_head_is_named_also_where_it_is_the_embedding(tiny_model, tmp_path):
+    """Engines may make a module of it."""
+    convert(tiny_model(), tmp_path / "fp8", Options(quantise=True))
+    section = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
+    assert section["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
 
 
 def test_the_gate_of_a_shared_expert_is_a_router_too(tiny_model, tmp_path):
@@ -112,9 +124,11 @@ def save_adapter(path, *, rank=4, shapes=None, **config):
         ({}, (16 / 4, 16 / 4)),
         ({"use_rslora": True}, (16 / math.sqrt(4), 16 / math.sqrt(4))),
         ({"alpha_pattern": {"down_proj": 3}}, (16 / 4, 3 / 4)),
+        # The end of a module's name, from a dot on: neither the middle of it nor of a part.
+        ({"alpha_pattern": {"own_proj": 5, "mlp": 5, "mlp.down_proj": 3}}, (16 / 4, 3 / 4)),
         ({"r": 8, "rank_pattern": {".*_proj": 4}}, (16 / 4, 16 / 4)),
     ],
-    ids=["alpha / r", "rsLoRA", "alpha by pattern", "rank by pattern"],
+    ids=["alpha / r", "rsLoRA", "alpha by pattern", "alpha by the end of a name", "rank by pattern"],
 )
 def test_an_adapter_is_merged_with_its_scale(tiny_model, tmp_path, config, scales):
     path = tiny_model()
@@ -140,6 +154,7 @@ def test_an_adapter_is_merged_with_its_scale(tiny_model, tmp_path, config, scale
         ({"layer_replication": [[0, 2]]}, "has layer_replication = "),
         ({"r": 8}, "gives model.* rank 8, its tensors have 4"),
         ({"lora_alpha": None}, "has lora_alpha = None, needs a number"),
+        ({"lora_alpha": True}, "has lora_alpha = True, needs a number"),
         (
             {"shapes": {"model.layers.9.self_attn.q_proj": (64, 64)}},
             "changes model.layers.9.self_attn.q_proj.weight, which the model",

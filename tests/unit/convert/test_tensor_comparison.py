@@ -107,6 +107,15 @@ def test_a_rule_that_makes_wrong_scales_is_noticed_although_both_sides_follow_it
     assert len(found.wrong) == 14 and "further from its weight than float8 has to be: its scales are wrong" in found.wrong[0]
 
 
+@pytest.mark.parametrize(("moved", "near"), [(0.0624, True), (0.0626, False)])
+def test_a_number_may_be_half_a_step_of_float8_away(moved, near):
+    """Three bits behind the first one: half a step is a sixteenth of the smallest number that has it."""
+    weight = torch.ones(3, 200)
+    got = weight.clone()
+    got[2, 150] += moved
+    assert tensor_comparison._Errors().add(weight, got) is near
+
+
 def test_a_block_of_zeros_and_numbers_near_zero_are_as_near_as_float8_has_them(tiny_model, tmp_path):
     path = tiny_model()
 

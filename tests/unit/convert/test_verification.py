@@ -199,16 +199,17 @@ def test_a_swapped_config_is_named_field_by_field(tiny_model, tmp_path, to):
 def test_a_vocabulary_that_is_too_small_is_seen_where_rows_may_be_padding(tiny_model, tmp_path):
     convert(tiny_model(), tmp_path / "ours", Options())
     (tmp_path / "ours/manifest.json").unlink()
-    change_config(tmp_path / "ours", vocab_size=30)
-    assert any("has token 31, config.json's vocabulary ends at 29" in problem for problem in problems(tmp_path / "ours"))
+    change_config(tmp_path / "ours", vocab_size=31)
+    assert any("has token 31, config.json's vocabulary ends at 30" in problem for problem in problems(tmp_path / "ours"))
 
 
 def test_numbers_that_are_not_finite_are_counted(tiny_model):
     path = tiny_model()
     tensors = load_file(path / "model.safetensors")
-    tensors["model.norm.weight"][3] = float("nan")
+    name = "model.layers.0.input_layernorm.weight"
+    tensors[name][3] = float("nan")
     save_file(tensors, path / "model.safetensors")
-    assert problems(path) == [f"model.norm.weight in {path} has 1 of 64 numbers not finite; take another checkpoint"]
+    assert problems(path) == [f"{name} in {path} has 1 of 64 numbers not finite; take another checkpoint"]
 
 
 def test_a_dtype_that_config_does_not_say_is_named(tiny_model):
@@ -320,6 +321,10 @@ def test_the_numbers_of_a_comparison():
     assert compared.mean_difference == pytest.approx(1.0986123 / 2)
     assert compared.same_argmax == pytest.approx(2 / 3) and compared.layer == 1
     assert difference([ids], [Outputs(one, hidden)], [Outputs(one * float("nan"), hidden)], tolerance=0.01).max_difference == float("inf")
+    early, undefined = (shifted[1], hidden[1]), (hidden[0], torch.full((3, 2), float("nan")))
+    both = [Outputs(other, shifted), Outputs(other, early)]
+    assert difference([ids, ids], both, [Outputs(other, hidden)] * 2, tolerance=0.01).layer == 0, "of all prompts"
+    assert difference([ids], [Outputs(other, hidden)], [Outputs(other, undefined)], tolerance=0.01).layer == 1
 
 
 def test_what_rounding_does_is_said_and_not_judged():

@@ -234,21 +234,25 @@ def wait_for(store: Store, key: str) -> None:
 
 
 def test_a_rank_holds_a_bucket_until_it_was_taken_and_notes_what_a_kill_would_leave(tmp_path: Path) -> None:
-    plan, store = make_transport({"http://127.0.0.1:1": (0,)}).plan, HashStore()
-    (seat,) = plan.seats[0]
-    sender = IpcSender(Source(), plan, seats=[seat], store=store)  # type: ignore[arg-type]
+    plan, store = make_transport({"http://127.0.0.1:1": (0,)}, ranks_per_engine=2).plan, HashStore()
+    seats = plan.seats[0]
+    sender = IpcSender(Source(), plan, seats=seats, store=store)  # type: ignore[arg-type]
     sending = Thread(target=sender.send, kwargs={"version": 1})
     sending.start()
     for number in range(2):
-        wait_for(store, seat.offer(1, number))
+        for seat in seats:
+            wait_for(store, seat.offer(1, number))
+        store.set(seats[0].taken(1, number), "")
         time.sleep(0.02)
-        assert sending.is_alive() and not store.check([seat.offer(1, number + 1)])
+        assert sending.is_alive() and not any(store.check([seat.offer(1, number + 1)]) for seat in seats)
         noted = [json.loads(file.read_text()) for file in tmp_path.glob(f"{PREFIX}*/elsewhere.json")]
         assert len(noted) == 1 and all(Path(place).exists() for place in noted[0])
-        store.set(seat.taken(1, number), "")
+        assert len({place for place in noted[0] if Path(place).is_file()}) == len(seats)
+        store.set(seats[1].taken(1, number), "")
     sending.join(timeout=10)
     assert not sending.is_alive() and not list(tmp_path.iterdir())
-    assert not any(store.check([seat.taken(1, number)]) for number in range(2)), "a key has one reader, who removes it"
+    taken = [seat.taken(1, number) for number in range(2) for seat in seats]
+    assert not any(store.check([key]) for key in taken), "a key has one reader, who removes it"
 
 
 def test_a_reader_that_has_let_go_leaves_the_writer_its_memory() -> None:
@@ -302,6 +306,22 @@ def test_an_engine_on_another_host_is_refused() -> None:
     plan = make_transport({"http://192.0.2.1:80": (1,)}).plan
     with pytest.raises(UserError, match="rank 1"):
         plan.open(Source(), rank=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "sentence"),
+    [
+        ("No space left on device", UserError, r"/dev/shm has no room for a bucket of 20 bytes of weights; give it more .* to disk"),
+        ("Permission denied", RuntimeError, "Permission denied"),
+    ],
+)
+def test_no_room_in_shared_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch, reason: str, kind: type[Exception], sentence: str) -> None:
+    def refuse(num_bytes: int) -> None:
+        raise RuntimeError(f"unable to allocate shared memory(shm) for file </torch_1>: {reason} (28)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_using_filename_cpu", refuse)
+    with pytest.raises(kind, match=sentence):
+        allocate_shared(20, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ipc.ALLOCATOR_VARIABLES)
