@@ -118,7 +118,7 @@ class MegatronSource:
         self.spec = parse_model_spec(self.config, origin=str(directory / "config.json"))
         self.tensors = MegatronCheckpoint(path, self.spec, directory=directory)
         kept = self.tensors.kept
-        self.weights = (path, directory) if kept is not None and kept.path == directory else (path,)
+        self.weights = (path, directory) if kept is not None and kept.path == directory and kept.names() else (path,)
 
     def units(self) -> list[Unit]:
         """All tensors."""

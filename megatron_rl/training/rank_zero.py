@@ -24,11 +24,11 @@ def on_rank_zero(function: Callable[[Path], object], path: Path) -> None:
 
 def check_on_ranks(check: Callable[..., None]) -> None:
     """Call `check(share=..., num_shares=...)` on each rank; the first one's UserError is raised on every rank. Collective."""
-    message: str | None = None
+    found: UserError | None = None
     try:
         check(share=distributed.get_rank(), num_shares=distributed.get_world_size())
     except UserError as error:
-        message = str(error)
-    for report in reports_of_ranks(message):
+        found = error
+    for report in reports_of_ranks(found):
         if report is not None:
-            raise UserError(report)
+            raise report

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.convert import conversion
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.convert.sources import num_not_finite
 from megatron_rl.errors import UserError
@@ -33,6 +34,27 @@ def test_damage_is_not_passed_on_under_a_new_manifest(tiny_model, tmp_path, to, 
     assert not (tmp_path / "back").exists()
     (tmp_path / "made/manifest.json").unlink()
     convert(tmp_path / "made", tmp_path / "back", Options())
+
+
+def test_of_a_run_the_export_is_looked_at_where_tensors_come_from_it(tiny_model, tmp_path, read_all):
+    path = tiny_model(family="glm4_moe")
+    tensors, mtp = read_all(path), {"model.layers.2.eh_proj.weight": torch.ones(64, 128)}
+    for name, stale in (("with", mtp), ("without", {})):
+        step = tmp_path / name
+        convert(path, step / "megatron", Options())
+        (step / "megatron/config.json").unlink()
+        save_hf(step / "hf", tensors, source=path, stale=stale.items())
+        flip(step / "hf/model.safetensors")
+    with pytest.raises(UserError, match=r"with/hf is damaged: the content of model\.safetensors"):
+        convert(tmp_path / "with", tmp_path / "never", Options())
+    convert(tmp_path / "without", tmp_path / "made", Options())
+
+
+def test_words_that_are_to_stay_have_a_line_of_their_own(capsys, monkeypatch):
+    monkeypatch.setattr(conversion.sys.stderr, "isatty", lambda: True, raising=False)
+    for words in ("1 of 2", "warning\n", "2 of 2"):
+        conversion.say_on_terminal(words)
+    assert capsys.readouterr().err == f"\r{'1 of 2':<78}\r{'warning':<78}\n\r{'2 of 2':<78}"
 
 
 def test_where_tensors_are_is_not_unpickled_before_its_hash_is_that_of_the_manifest(tiny_model, tmp_path):
