@@ -245,7 +245,7 @@ def verify_checkpoint(path: Path, config: Path | None) -> int:
     broken = 0
     for found in verify(path, config=config):
         broken += found.problem is not None
-        print(f"ok      {found.promise}" if found.problem is None else f"BROKEN  {found.promise}: {found.problem}", flush=True)
+        print(found.line(), flush=True)
     return 2 if broken else 0
 
 

@@ -65,8 +65,10 @@ class Comparison:
         numbers += f"{self.same_argmax:.2%}; "
         if self.tolerance is None:
             return f"{numbers}that is what rounding the weights does"
-        where = "hidden states agree behind every layer" if self.layer is None else f"hidden states part behind layer {self.layer}"
-        return f"{numbers}{where} (by more than {self.tolerance:g} of their size)"
+        limit = f"by more than {self.tolerance:g} of their size"
+        if self.layer is None:
+            return f"{numbers}hidden states are nowhere apart {limit}"
+        return f"{numbers}hidden states part behind layer {self.layer} {limit}"
 
 
 def prompts(spec: ModelSpec) -> list[Tensor]:

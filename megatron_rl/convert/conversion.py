@@ -1,31 +1,30 @@
 """`megatron-rl convert`: a source, what is changed on the way, and a target that appears as a whole or not at all."""
 
-import dataclasses
 import json
+import math
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from megatron_rl.convert.changes import Adapter, Changes, quantization_config
 from megatron_rl.convert.resumable import locked_partial, write_files
-from megatron_rl.convert.sources import MegatronSource, Source, Unit, open_source
+from megatron_rl.convert.sources import MegatronSource, Source, Unit, num_not_finite, open_source
 from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, write_index, write_metadata
 from megatron_rl.errors import UserError
-from megatron_rl.files import MANIFEST, write_atomic
-from megatron_rl.models.config_json import read_config
+from megatron_rl.files import write_atomic
+from megatron_rl.models.checkpoint_manifest import HASH, changed_texts, check_weights_alone, write_model_manifest
 from megatron_rl.models.families.config_keys import MTP_KEYS
-from megatron_rl.models.hf_files import MAX_SHARD_BYTES, STALE, copy_model_files
-from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.read_spec import parse_model_spec
+from megatron_rl.models.hf_files import MAX_SHARD_BYTES, copy_model_files
+from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.weight_table import of_mtp
-from megatron_rl.training.checkpoint_manifest import HASH, entry_of
 
 if TYPE_CHECKING:
     from megatron_rl.convert.comparison import Comparison
@@ -61,16 +60,19 @@ class Converted:
 def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], None] = lambda words: None) -> Converted:
     """Convert the checkpoint at `path` into the directory `target`; `say` hears of progress. Raises UserError.
 
-    A second call after a kill goes on where the first one stopped.
+    What `say` gets with a newline at its end is there to stay. A second call after a kill goes on where the first one stopped.
     """
     started = time.monotonic()
     with closing(open_source(path, config=options.config, dequantised_dtype=options.dtype)) as source:
         to = _target_format(source, options)
+        _check_apart(target, (path, source.path, source.directory))
+        _check_files(source, say)
         units = _units(source, options)
         if any(map(source.config.get, MTP_KEYS)) and not options.drop_mtp and not any(_is_mtp(unit, source) for unit in units):
-            say(f"{path} has no layers of multi-token prediction, and {target} promises none")
+            say(f"{path} has no layers of multi-token prediction, and {target} promises none\n")
         changes = _changes(source, units, options)
-        pieces = [_piece(source, unit, changes) for unit in units]
+        wrong: dict[str, int] = {}
+        pieces = [_piece(source, unit, changes, wrong) for unit in units]
         num_bytes = sum(piece.num_bytes for piece in pieces)
         jobs = (
             hugging_face_jobs(pieces, options.max_shard_bytes)
@@ -80,14 +82,32 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
         with locked_partial(target, _identity(source, options, to)) as partial:
             progress = Progress(say, num_bytes)
             records = write_files(partial, jobs, report=progress.add, keep=progress.keep)
+            _tell_wrong_numbers(units, wrong, say)
             if to == "hf":
                 write_index(partial, records, total_bytes=num_bytes)
             else:
                 write_metadata(partial, pieces, source.spec, records, options.max_shard_bytes)
             copy_model_files(source.directory, partial, code=options.copy_code)
             _write_config(partial / "config.json", source, pieces, options)
-            _write_manifest(partial, source, units, records)
+            stale = [tensor.name for unit in units if _is_mtp(unit, source) for tensor in unit.tensors]
+            weights = {name: record["file"] for name, record in records.items()}
+            write_model_manifest(partial, weights, read_model_spec(partial), stale=stale)
     return Converted(to, num_bytes, time.monotonic() - started)
+
+
+def _check_apart(target: Path, read: Iterable[Path]) -> None:
+    """Raise UserError when `target` would be written into one of the directories that are read."""
+    for place in read:
+        if place.resolve() in target.resolve().parents:
+            raise UserError(f"{target} is inside of {place}, which is converted and stays as it is; give a target elsewhere")
+
+
+def _check_files(source: Source, say: Callable[[str], None]) -> None:
+    """Raise UserError when weights are not those of their manifest, so that no target passes damage on as its own; name other changes."""
+    for directory in source.weights:
+        check_weights_alone(directory)
+    for name in changed_texts(source.directory):
+        say(f"{source.directory / name} is not the file of its manifest: it is converted as it is\n")
 
 
 def _units(source: Source, options: Options) -> list[Unit]:
@@ -95,8 +115,25 @@ def _units(source: Source, options: Options) -> list[Unit]:
     return [unit for unit in source.units() if not (options.drop_mtp and _is_mtp(unit, source))]
 
 
-def _piece(source: Source, unit: Unit, changes: Changes) -> Piece:
-    return Piece(unit, changes.described(unit), lambda: changes.apply(unit, source.read(unit)))
+def _piece(source: Source, unit: Unit, changes: Changes, wrong: dict[str, int]) -> Piece:
+    """`wrong` gets how many numbers of which tensor are not finite on the way: of codes before they are codes."""
+
+    def make() -> list[Tensor]:
+        read = source.read(unit)
+        made = changes.apply(unit, read)
+        for told, tensor in zip(unit.tensors, read if changes.quantise else made, strict=True):
+            if count := num_not_finite(tensor):
+                wrong[told.name] = count
+        return made
+
+    return Piece(unit, changes.described(unit), make)
+
+
+def _tell_wrong_numbers(units: list[Unit], wrong: dict[str, int], say: Callable[[str], None]) -> None:
+    first = next((tensor for unit in units for tensor in unit.tensors if tensor.name in wrong), None)
+    if first is not None:
+        counted = f"{wrong[first.name]:,} of {math.prod(first.shape):,} numbers that are not finite"
+        say(f"warning: {first.name} has {counted}, the first of {len(wrong):,} such tensors; they are converted as they are\n")
 
 
 def _target_format(source: Source, options: Options) -> Format:
@@ -153,25 +190,6 @@ def _most_common_dtype(source: Source) -> str:
     return max(sizes, key=sizes.__getitem__)
 
 
-def _write_manifest(partial: Path, source: Source, units: list[Unit], records: dict[str, dict[str, Any]]) -> None:
-    """The manifest, as a run writes that of its checkpoints, with the model and which tensors are older than the weights around them."""
-    files = {name: record["file"] for name, record in records.items()}
-    for file in sorted(partial.iterdir()):
-        if file.is_file() and file.name not in files:
-            files[file.name] = entry_of(file)
-    stale = sorted(tensor.name for unit in units if _is_mtp(unit, source) for tensor in unit.tensors)
-    content = {
-        "model": dataclasses.asdict(_written_spec(partial, source)),
-        "files": files,
-        STALE: stale,
-    }
-    write_atomic(partial / MANIFEST, json.dumps(content, indent=2) + "\n")
-
-
-def _written_spec(partial: Path, source: Source) -> ModelSpec:
-    return parse_model_spec(read_config(partial), origin=str(source.directory / "config.json"))
-
-
 class Progress:
     """Counts bytes, and says every few seconds how many there are, how fast they come and how long the rest takes."""
 
@@ -215,8 +233,10 @@ def parse_options(*, max_shard_size: str, to: Format | None, dtype: str | None, 
 
 
 def say_on_terminal(words: str) -> None:
-    """Progress: one line that changes on a terminal, a line each elsewhere."""
-    print(f"\r{words:<78}" if sys.stderr.isatty() else words, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+    """Progress: one line that changes on a terminal, a line each elsewhere, as are words with a newline at their end."""
+    changes = sys.stderr.isatty() and not words.endswith("\n")
+    text = words.rstrip("\n")
+    print(f"\r{text:<78}" if sys.stderr.isatty() else text, end="" if changes else "\n", file=sys.stderr, flush=True)
 
 
 def check_verifiable(path: Path, options: Options) -> None:

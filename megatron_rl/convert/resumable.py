@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, disk_errors, partial_path, write_atomic
-from megatron_rl.training.checkpoint_manifest import HashedFile
+from megatron_rl.models.checkpoint_manifest import HashedFile
 
 _JOURNAL = ".journal"
 NUM_THREADS = 2
@@ -50,8 +50,13 @@ def locked_partial(path: Path, identity: Mapping[str, Any]) -> Iterator[Path]:
         raise UserError(f"{path} exists already; remove it or give another target")
     partial = partial_path(path)
     with disk_errors(path):
-        partial.mkdir(parents=True, exist_ok=True)
-    with (partial.parent / f"{partial.name}.lock").open("w") as lock:
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:
+            # The kernel's own file systems, such as /proc, have no place for a directory.
+            raise UserError(f"cannot write {path}: no directory can be made there; give another target") from error
+        opened = (partial.parent / f"{partial.name}.lock").open("w")
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

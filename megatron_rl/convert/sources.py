@@ -46,6 +46,10 @@ class Source(Protocol):
     def tensors(self) -> NamedTensors:
         """The same tensors by their names."""
 
+    @property
+    def weights(self) -> tuple[Path, ...]:
+        """The directories whose tensors are read."""
+
     def units(self) -> list[Unit]:
         """All tensors, in the order of the model, then those that the model does not build."""
 
@@ -61,12 +65,20 @@ def config_dtype(config: dict[str, Any]) -> torch.dtype:
     return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
 
 
+def num_not_finite(tensor: Tensor) -> int:
+    """How many numbers of a tensor of any shape are not finite. They are looked at one by one only where there are such."""
+    if not tensor.is_floating_point() or not tensor.numel() or all(extreme.isfinite() for extreme in tensor.aminmax()):
+        return 0
+    return int((~torch.isfinite(tensor)).sum())
+
+
 class HuggingFaceSource:
     """A directory with config.json and safetensors. Quantised tensors come in `dequantised_dtype`, None for that of config.json."""
 
     def __init__(self, path: Path, *, dequantised_dtype: torch.dtype | None = None) -> None:
         """Open it. Raises UserError when the files and config.json do not belong together."""
         self.path = self.directory = path
+        self.weights = (path,)
         self.config = read_config(path)
         self.spec = parse_model_spec(self.config, origin=str(path / "config.json"))
         self.tensors = Checkpoint(path, dequantised_dtype=dequantised_dtype or config_dtype(self.config))
@@ -105,6 +117,8 @@ class MegatronSource:
         self.config = read_config(directory)
         self.spec = parse_model_spec(self.config, origin=str(directory / "config.json"))
         self.tensors = MegatronCheckpoint(path, self.spec, directory=directory)
+        kept = self.tensors.kept
+        self.weights = (path, directory) if kept is not None and kept.path == directory and kept.names() else (path,)
 
     def units(self) -> list[Unit]:
         """All tensors."""
@@ -138,8 +152,7 @@ def open_source(path: Path, *, config: Path | None = None, dequantised_dtype: to
     `config` is the Hugging Face directory of a checkpoint that has no config.json; quantised tensors come in `dequantised_dtype`, None
     for that of config.json. Raises UserError.
     """
-    if not path.is_dir():
-        raise UserError(f"{path} is not a directory; give a Hugging Face directory or a checkpoint")
+    check_place(path)
     state = _find_state(path)
     if state is None:
         if (path / "config.json").exists():
@@ -151,6 +164,17 @@ def open_source(path: Path, *, config: Path | None = None, dequantised_dtype: to
     if directory is None:
         raise UserError(f"checkpoint {state} has no config.json beside it; name the Hugging Face directory of its model with --config")
     return MegatronSource(state, directory=directory)
+
+
+def check_place(path: Path) -> None:
+    """Raise UserError where `path` is no directory, or is the directory of a run, of whose checkpoints one has to be named."""
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory; give a Hugging Face directory or a checkpoint")
+    for checkpoints in (path / "checkpoints", path):
+        steps = [step for step in checkpoints.glob("step-*") if is_torch_dist(step / "megatron")]
+        if steps:
+            newest = max(steps, key=lambda step: (len(step.name), step.name))
+            raise UserError(f"{path} holds the checkpoints of a run; give one of them, the newest is {newest}")
 
 
 def _find_state(path: Path) -> Path | None:

@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from megatron_rl.convert.resumable import FileJob
 from megatron_rl.convert.sources import Unit
 from megatron_rl.files import write_atomic
+from megatron_rl.models.checkpoint_manifest import HashedFile
 from megatron_rl.models.expert_stacks import stored_name, stored_tensors
 from megatron_rl.models.megatron_files import KEPT, stored_key
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.tensor_writing import raw_bytes, safetensors_header, save_tensor
 from megatron_rl.models.weight_table import combine, fill, parameter_shape
-from megatron_rl.training.checkpoint_manifest import HashedFile
 from megatron_rl.weights.bucket import WeightSpec
 
 _BLOB_ALIGNMENT = 64

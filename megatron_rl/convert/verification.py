@@ -3,10 +3,10 @@
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +14,72 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.settings import TopologySettings
-from megatron_rl.convert.sources import MegatronSource, Source, config_dtype, open_source
+from megatron_rl.convert.sources import MegatronSource, Source, check_place, config_dtype, num_not_finite, open_source
 from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
 from megatron_rl.models.build import build_model
+from megatron_rl.models.checkpoint_manifest import check_manifest, check_model, hashed_files, in_threads, read_manifest
 from megatron_rl.models.hf_weights import global_parameters, held_name, load_parameter, may_be_left_out
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.stored_weights import NamedTensors
+from megatron_rl.models.torch_dist import is_torch_dist
 from megatron_rl.models.weight_table import Rule, Sharding, parameter_shape, rules
 from megatron_rl.planning.meta import rank_without_memory
-from megatron_rl.training.checkpoint_manifest import has_content
 from megatron_rl.training.topology import Topology
 
 _UNWRITTEN = 0x7FBADBAD
 """The bits of a float32 that no arithmetic and no cast makes: one of many that are not a number."""
 
 
+FILES = "files are those of the manifest"
+TOGETHER = "files, names and config.json belong together"
+CONFIG = "config.json is the one that the weights were written with"
+TOKENIZER = "the tokenizer's tokens are in the vocabulary"
+PARAMETERS = "every number of the model is written, and every tensor is read"
+PADDING = "rows that pad the vocabulary are zero"
+NUMBERS = "numbers are finite, of the dtype that config.json says"
+_NO_MANIFEST = "there is no manifest to compare with"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A promise of a checkpoint, and why it is broken, None where it holds."""
+    """A promise of a checkpoint that holds, or the `problem` that breaks it, or why it could not be looked at and so was `skipped`."""
 
     promise: str
     problem: str | None = None
+    skipped: str | None = None
+
+    def line(self) -> str:
+        """In words."""
+        if self.problem is not None:
+            return f"BROKEN  {self.promise}: {self.problem}"
+        return f"ok      {self.promise}" if self.skipped is None else f"skipped {self.promise}: {self.skipped}"
 
 
 def verify(path: Path, *, config: Path | None = None) -> Iterator[Finding]:
-    """Every promise of the checkpoint at `path`, one after the other; after a broken one that the others rest on there are no more."""
-    yield _checked_manifest(path)
+    """Every promise of the checkpoint at `path`, one after the other. Raises UserError before the first where there is none to look at."""
+    check_place(path)
+    yield from _of_manifests(path, foreign=config is not None)
     try:
         source = open_source(path, config=config)
     except UserError as error:
-        yield Finding("files, names and config.json belong together", str(error))
+        yield Finding(TOGETHER, str(error))
+        yield from _resting_on(TOGETHER, CONFIG, TOKENIZER, PARAMETERS, PADDING, NUMBERS)
         return
     with closing(source):
-        yield Finding("files, names and config.json belong together")
-        yield _checked("config.json is the one that the weights were written with", lambda: check_written_spec(path, source.spec))
-        yield _checked("the tokenizer's tokens are in the vocabulary", lambda: check_tokenizer(source))
+        yield Finding(TOGETHER)
+        yield _of_config(source)
+        yield _of_tokenizer(source)
         tensors = WatchedTensors(source)
-        yield _checked("every number of the model is written, and every tensor is read", lambda: check_parameters(source, tensors))
-        yield _checked("rows that pad the vocabulary are zero", lambda: check_padding(source))
-        yield _checked("numbers are finite, of the dtype that config.json says", lambda: check_numbers(source, tensors))
+        parameters = _checked(PARAMETERS, lambda: check_parameters(source, tensors))
+        yield parameters
+        if parameters.problem is not None:
+            yield from _resting_on(PARAMETERS, PADDING, NUMBERS)
+            return
+        yield _checked(PADDING, lambda: check_padding(source))
+        yield _checked(NUMBERS, lambda: check_numbers(source, tensors))
 
 
 def _checked(promise: str, check: Callable[[], None]) -> Finding:
@@ -66,53 +90,45 @@ def _checked(promise: str, check: Callable[[], None]) -> Finding:
     return Finding(promise)
 
 
-def _checked_manifest(path: Path) -> Finding:
-    """Of a converted directory or of a saved step, which has its manifest beside Megatron's files."""
-    promise = "files are those of the manifest"
+def _resting_on(broken: str, *promises: str) -> Iterator[Finding]:
+    return (Finding(promise, skipped=f'because "{broken}" is broken') for promise in promises)
+
+
+def _of_manifests(path: Path, *, foreign: bool) -> Iterator[Finding]:
+    """Of the directory, or of both in a saved step; one that is `foreign` is another program's, which writes no manifest."""
+    if not is_torch_dist(path / "megatron"):
+        yield _of_manifest(FILES, path, foreign=foreign)
+        return
+    yield _of_manifest(f"{FILES} in megatron", path / "megatron", foreign=foreign)
+    if (path / "hf").is_dir():
+        yield _of_manifest(f"{FILES} in hf", path / "hf", foreign=foreign)
+
+
+def _of_manifest(promise: str, place: Path, *, foreign: bool) -> Finding:
     try:
-        # What a run exports has a manifest of what is stale in it, without hashes.
-        places = [place for place in (path, path / "megatron") if "files" in _manifest_of(place)]
+        has_hashes = bool(hashed_files(place))
     except UserError as error:
         return Finding(promise, str(error))
-    if not places:
-        return Finding("there is no manifest whose hashes the files could be compared with")
-    return _checked(promise, lambda: check_manifest(places[0]))
+    of_run = place.name == "megatron" and (place.parent / "hf" / "config.json").exists()
+    ours = is_torch_dist(place) and (of_run or (place / "config.json").exists()) and not foreign
+    if not has_hashes:
+        missing = f"{place} has no {MANIFEST} with hashes, which our own format always has; copy the checkpoint again"
+        return Finding(promise, missing) if ours else Finding(promise, skipped=_NO_MANIFEST)
+    return _checked(promise, lambda: in_threads(partial(check_manifest, place)) if of_run else check_model(place))
 
 
-def check_manifest(path: Path) -> None:
-    """Raise UserError when a file of the manifest in `path` is missing, cut off or changed."""
-    for name, written in _manifest_of(path)["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise UserError(f"{path} lacks the file {name}; copy the checkpoint again")
-        if name == "config.json":
-            # Compared field by field below.
-            continue
-        size = file.stat().st_size
-        if size != written["bytes"]:
-            cut = "is cut off: it has" if size < written["bytes"] else "was changed: it has"
-            raise UserError(f"{file} {cut} {size:,} bytes, the manifest says {written['bytes']:,}; copy the checkpoint again")
-        if not has_content(file, written):
-            raise UserError(f"{file} was changed since it was written: its hash is not the manifest's; copy the checkpoint again")
-
-
-def _manifest_of(path: Path) -> dict[str, Any]:
-    """The manifest of the directory `path`, empty where there is none. Raises UserError."""
-    file = path / MANIFEST
-    if not file.exists():
-        return {}
+def _of_config(source: Source) -> Finding:
     try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON ({error}); copy the checkpoint again") from error
-    return content
-
-
-def check_written_spec(path: Path, spec: ModelSpec) -> None:
-    """Raise UserError when config.json describes another model than the one that was written, also one of the same shapes."""
-    written = _manifest_of(path).get("model")
+        written = read_manifest(source.directory).get("model")
+    except UserError:
+        return next(_resting_on(FILES, CONFIG))
     if written is None:
-        return
+        return Finding(CONFIG, skipped=_NO_MANIFEST)
+    return _checked(CONFIG, lambda: check_written_spec(source.directory, source.spec, written))
+
+
+def check_written_spec(path: Path, spec: ModelSpec, written: dict[str, Any]) -> None:
+    """Raise UserError when config.json describes another model than the one that was `written`, also one of the same shapes."""
     now = json.loads(json.dumps(dataclasses.asdict(spec)))
     for name in sorted(_flat(now).keys() | _flat(written).keys()):
         got, needed = _flat(now).get(name), _flat(written).get(name)
@@ -127,11 +143,15 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def check_tokenizer(source: Source) -> None:
-    """Raise UserError when the tokenizer has a token that the embedding has no row for."""
+def _of_tokenizer(source: Source) -> Finding:
     file = source.directory / "tokenizer.json"
     if not file.exists():
-        return
+        return Finding(TOKENIZER, skipped=f"there is no {file.name}")
+    return _checked(TOKENIZER, lambda: check_tokenizer(file, source))
+
+
+def check_tokenizer(file: Path, source: Source) -> None:
+    """Raise UserError when the tokenizer of `file` has a token that the embedding has no row for."""
     content = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = content.get("model", {}).get("vocab", {})
     ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))]
@@ -248,7 +268,5 @@ def check_numbers(source: Source, tensors: WatchedTensors) -> None:
 
 
 def _not_finite(name: str, tensor: Tensor, source: Source) -> str | None:
-    if not tensor.is_floating_point() or math.isfinite(tensor.float().sum().item()):
-        return None
-    bad = int((~torch.isfinite(tensor.float())).sum())
+    bad = num_not_finite(tensor)
     return f"{name} in {source.path} has {bad:,} of {tensor.numel():,} numbers not finite; take another checkpoint" if bad else None

@@ -7,20 +7,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import MANIFEST, atomic_directory
+from megatron_rl.files import atomic_directory
+from megatron_rl.models.checkpoint_manifest import HashedFile, write_model_manifest
 from megatron_rl.models.expert_stacks import part_name
 from megatron_rl.models.families.config_keys import MTP_KEYS
+from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.tensor_files import TensorFiles
 from megatron_rl.models.tensor_writing import raw_bytes, safetensors_header
 
 MAX_SHARD_BYTES = 4 * 2**30
-STALE = "stale_once_trained"
-"""Key of a manifest: names of tensors that training leaves as they were, so that they fit the weights around them less and less."""
 
 # transformers can write all experts of a layer as one tensor [experts, ...]: its suffix, and the tensors of one expert in it, row by row.
 _FUSED_EXPERTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}
@@ -129,9 +130,9 @@ def save_hf(
 ) -> None:
     """Write the model directory `path` from named whole tensors, with configuration and tokenizer of the directory `source`.
 
-    `stale` are layers of multi-token prediction as they were before the training, which the manifest then names; config.json promises
-    none where there are none. `tensors` are taken one at a time and at most `max_shard_bytes` of them are held. The directory appears only
-    when it is complete, and on the disk itself when it is to be `durable`.
+    `stale` are layers of multi-token prediction as they were before the training; config.json promises none where there are none.
+    `tensors` are taken one at a time and at most `max_shard_bytes` of them are held. The directory appears only when it is complete. One
+    that is to be `durable` is on the disk itself then, and has a manifest as a conversion writes it, hashed on the way to the files.
     Raises UserError when the disk is full or `path` is not writable, or when `source` has no config.json.
     """
     if not (source / "config.json").is_file():
@@ -140,10 +141,10 @@ def save_hf(
         copy_model_files(source, directory)
         old: list[str] = []
         written = chain(tensors.items() if isinstance(tensors, Mapping) else tensors, _noting(stale, old))
-        dtype = _write_shards(directory, written, max_shard_bytes)
+        dtype, entries = _write_shards(directory, written, max_shard_bytes, hashed=durable)
         _state_what_is_written(directory / "config.json", dtype, keeps_mtp=bool(old))
-        if old:
-            (directory / MANIFEST).write_text(json.dumps({STALE: old}, indent=2) + "\n", encoding="utf-8")
+        if durable:
+            write_model_manifest(directory, entries, read_model_spec(directory), stale=old)
 
 
 def describe_hf(path: Path, *, source: Path, dtype: torch.dtype, linked: bool = False) -> None:
@@ -187,48 +188,63 @@ def _state_what_is_written(file: Path, dtype: torch.dtype, *, keeps_mtp: bool) -
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> torch.dtype:
-    """Write the weight files and return the dtype of most of their bytes: biases of routers are float32 in any model."""
-    shards: list[list[str]] = []
+def _write_shards(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int, *, hashed: bool
+) -> tuple[torch.dtype, dict[str, dict[str, Any]]]:
+    """Write the weight files and return the dtype of most of their bytes, as biases of routers are float32 in any model, and, if they are
+    to be `hashed`, what a manifest says of each file by its name.
+    """
+    shards: list[_Shard] = []
     held: dict[str, Tensor] = {}
     held_bytes, dtype_bytes = 0, Counter[torch.dtype]()
     for name, tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
         if held and held_bytes + num_bytes > max_shard_bytes:
-            shards.append(_write_shard(directory, len(shards), held))
+            shards.append(_write_shard(directory, len(shards), held, hashed=hashed))
             held, held_bytes = {}, 0
         held[name] = tensor.detach().cpu()
         held_bytes += num_bytes
         dtype_bytes[tensor.dtype] += num_bytes
     assert held, "a model has tensors"
-    shards.append(_write_shard(directory, len(shards), held))
-    _name_shards(directory, shards, dtype_bytes.total())
-    return dtype_bytes.most_common(1)[0][0]
+    shards.append(_write_shard(directory, len(shards), held, hashed=hashed))
+    files = _name_shards(directory, shards, dtype_bytes.total())
+    entries = {file: shard.entry for file, shard in zip(files, shards, strict=True) if shard.entry is not None}
+    return dtype_bytes.most_common(1)[0][0], entries
 
 
-def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A file that was written: the tensors in it, and what a manifest says of it, None where it was not hashed."""
+
+    names: list[str]
+    entry: dict[str, Any] | None
+
+
+def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor], *, hashed: bool) -> _Shard:
     # So that each starts at a multiple of the size of its numbers.
     ordered = sorted(tensors.items(), key=lambda named: -named[1].element_size())
-    with _unnamed(directory, index).open("wb") as file:
+    with _unnamed(directory, index).open("wb", buffering=0 if hashed else -1) as stream:
+        file = HashedFile(stream) if hashed else stream
         file.write(safetensors_header((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered))
         for _, tensor in ordered:
             file.write(raw_bytes(tensor))
-    return list(tensors)
+    return _Shard(list(tensors), file.entry if isinstance(file, HashedFile) else None)
 
 
 def _unnamed(directory: Path, index: int) -> Path:
     return directory / f"shard-{index}.safetensors"
 
 
-def _name_shards(directory: Path, shards: list[list[str]], total_bytes: int) -> None:
-    """Give the files their final names, which say how many there are, and write the index when there is more than one."""
+def _name_shards(directory: Path, shards: list[_Shard], total_bytes: int) -> list[str]:
+    """Give the files their final names, which say how many there are and are returned, and write the index for more than one."""
     if len(shards) == 1:
         _unnamed(directory, 0).rename(directory / "model.safetensors")
-        return
+        return ["model.safetensors"]
+    files = [f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))]
     weight_map: dict[str, str] = {}
-    for index, names in enumerate(shards):
-        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+    for index, (file, shard) in enumerate(zip(files, shards, strict=True)):
         _unnamed(directory, index).rename(directory / file)
-        weight_map |= dict.fromkeys(names, file)
+        weight_map |= dict.fromkeys(shard.names, file)
     content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
+    return files

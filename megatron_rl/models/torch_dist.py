@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.checkpoint_manifest import check_descriptions
 from megatron_rl.models.checkpoint_pickles import RecordsUnpickler
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -48,6 +49,8 @@ class TorchDist:
     def __init__(self, path: Path) -> None:
         """Read what is stored where. Raises UserError for another format, for missing files and for files that are cut off."""
         self.path = path
+        # A pickle with another bit can do anything to the process.
+        check_descriptions(path)
         backend = json.loads((path / "metadata.json").read_text(encoding="utf-8")).get("sharded_backend")
         if backend != "torch_dist":
             raise UserError(f"checkpoint {path} has the format {backend!r}, needs 'torch_dist'; save it again in that format")

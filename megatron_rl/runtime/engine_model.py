@@ -15,6 +15,7 @@ from megatron_rl.leftovers import scratch_directory
 
 with quiet_megatron_imports():
     from megatron_rl.convert.conversion import Options, convert
+    from megatron_rl.models.checkpoint_manifest import check_weights_alone
     from megatron_rl.models.hf_files import describe_hf
     from megatron_rl.models.stored_weights import engines_read, names_code
     from megatron_rl.training.trained_model import DTYPES
@@ -71,9 +72,12 @@ def _link(settings: Settings, path: Path, *, dtype: str, note: Callable[[str], N
 def evaluated_model(settings: Settings, *, dtype: str, note: Callable[[str], None]) -> Iterator[EngineModel]:
     """What engines without a trainer are started on: the weights that a run would start from. What was made for it goes at the end.
 
-    Raises UserError when the disk of the run directory has no room for it.
+    Raises UserError when the disk of the run directory has no room for it, or when weights are not those of their manifest.
     """
     readable = engines_read(settings.model.path)
+    if readable:
+        # A conversion looks by itself.
+        check_weights_alone(settings.model.path)
     if readable and not names_code(settings.model.path):
         yield EngineModel(settings.model.path)
         return

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_rl.device import SideStream
 from megatron_rl.files import disk_errors
+from megatron_rl.models.checkpoint_manifest import HashedFile, write_part
 from megatron_rl.models.tensor_writing import save_tensor
-from megatron_rl.training.checkpoint_manifest import HashedFile, write_part
 from megatron_rl.training.collectives import collective_device
 from megatron_rl.training.host_copies import HostCopies
 

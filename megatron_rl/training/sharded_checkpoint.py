@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,13 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST, commit_partial, disk_errors, partial_path, start_partial
+from megatron_rl.models.checkpoint_manifest import check_manifest, write_manifest
 from megatron_rl.models.checkpoint_pickles import reading_records_only
-from megatron_rl.training.checkpoint_manifest import check_manifest, write_manifest
 from megatron_rl.training.checkpoint_reader import load_what_is_apart, reading_in_place, without_merges
 from megatron_rl.training.checkpoint_writer import TwoHalves
-from megatron_rl.training.collectives import reports_of_ranks
 from megatron_rl.training.host_copies import HostCopies
 from megatron_rl.training.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
-from megatron_rl.training.rank_zero import on_rank_zero
+from megatron_rl.training.rank_zero import check_on_ranks, on_rank_zero
 from megatron_rl.training.trained_model import TrainedModel, complete_parameters
 
 POLICY = "policy"
@@ -178,24 +178,17 @@ def load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: b
     checkpoint whose files are not those of its manifest. Collective. Raises UserError when there is no checkpoint, not one of these
     models, or one without the optimizer's state.
     """
-    _check_files(directory)
+    check_on_ranks(partial(_check_files, directory))
     with reading_records_only(directory):
         return _load(directory, models, weights_only=weights_only)
 
 
-def _check_files(directory: Path) -> None:
-    """Raise UserError, on every rank, when a file is not the one that was saved. Collective."""
-    message: str | None = None
-    try:
-        missing = [name for name in ("metadata.json", ".metadata", MANIFEST) if not (directory / name).is_file()]
-        if missing:
-            raise UserError(f"{directory} is not a complete checkpoint: it has no {missing[0]}; resume from another one")
-        check_manifest(directory, share=distributed.get_rank(), num_shares=distributed.get_world_size())
-    except UserError as error:
-        message = str(error)
-    for report in reports_of_ranks(message):
-        if report is not None:
-            raise UserError(report)
+def _check_files(directory: Path, *, share: int, num_shares: int) -> None:
+    """Raise UserError when a file of this `share` is not the one that was saved."""
+    missing = [name for name in ("metadata.json", ".metadata", MANIFEST) if not (directory / name).is_file()]
+    if missing:
+        raise UserError(f"{directory} is not a complete checkpoint: it has no {missing[0]}; resume from another one")
+    check_manifest(directory, share=share, num_shares=num_shares)
 
 
 def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool) -> Loaded:

@@ -15,6 +15,7 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings
 from megatron_rl.device import set_allocator
 from megatron_rl.errors import UserError
+from megatron_rl.models.checkpoint_manifest import check_weights
 from megatron_rl.models.hf_files import MAX_SHARD_BYTES
 from megatron_rl.models.hf_weights import export_hf_weights, global_parameters
 from megatron_rl.models.read_spec import read_model_spec
@@ -38,6 +39,7 @@ from megatron_rl.training.objective_checks import check_batch, check_fits, check
 from megatron_rl.training.offload import PARTS, ModelMemory, Part
 from megatron_rl.training.policy_export import Exporting
 from megatron_rl.training.policy_step import StepRunner
+from megatron_rl.training.rank_zero import check_on_ranks
 from megatron_rl.training.resting import RestingWeights, trained_tensors
 from megatron_rl.training.teacher import Teacher
 from megatron_rl.training.topology import Place, Topology, shutdown
@@ -116,7 +118,7 @@ class Trainer:
             self._micro_batches = MicroBatches(
                 self._topology, self._place, self._device.torch_device, self._training.max_tokens_per_micro_batch
             )
-            self._model = self._build(self._training.optimizer)
+            self._model = self._build_policy()
             self._policy = passes.Policy(self._model.chunks, self._place, self._spec.vocab_size, temperature, self._training.routing_replay)
             self._critic = self._build_critic(dumps) if self._objective.has_critic else None
             self._reference = self._build_reference() if self._training.keeps_reference(self._objective) else None
@@ -146,6 +148,15 @@ class Trainer:
             init_method=init_method,
             local_rank=local_rank,
         )
+
+    def _build_policy(self) -> TrainedModel:
+        """Before anything is read, raise UserError on every rank when weights to start from are not those of their manifest."""
+        paths = [self._model_settings.path]
+        if self._objective.distillation_coef:
+            paths.append(teacher_path(self._objective, self._model_settings))
+        for path in dict.fromkeys(paths):
+            check_on_ranks(partial(check_weights, path))
+        return self._build(self._training.optimizer)
 
     def _build(self, optimizer: Mapping[str, Any], *, with_value_head: bool = False) -> TrainedModel:
         return build_trained_model(

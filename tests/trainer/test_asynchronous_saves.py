@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.checkpoint_manifest import entry_of
 from megatron_rl.training import checkpoint_writer, policy_export, sharded_checkpoint
-from megatron_rl.training.checkpoint_manifest import entry_of
 from megatron_rl.training.host_copies import HostCopies, host_copy
 from megatron_rl.training.optimizer_shards import parts_of
 from megatron_rl.training.trainer import Trainer

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
+from megatron_rl.models.checkpoint_manifest import HashedFile, check_manifest, entry_of, write_manifest, write_part
 from megatron_rl.training import sharded_checkpoint
-from megatron_rl.training.checkpoint_manifest import HashedFile, check_manifest, entry_of, write_manifest, write_part
 from megatron_rl.training.trainer import Trainer
 
 SUPERVISED = {"policy_loss": "sft"}
@@ -85,7 +86,7 @@ def test_one_changed_byte_is_found_by_exactly_one_rank(saved: Path, name: str) -
 
 def test_a_cut_a_missing_and_a_foreign_file_are_named(saved: Path) -> None:
     (saved / "c").write_bytes(b"third")
-    with pytest.raises(UserError, match=r"c has 5 bytes, its manifest says 10000000"):
+    with pytest.raises(UserError, match=r"c has 5 bytes, its manifest says 10,000,000"):
         check(saved)
     (saved / "c").unlink()
     with pytest.raises(UserError, match="c is in its manifest, but not there"):
@@ -160,3 +161,25 @@ def test_hyperparameters_of_the_settings_are_taken_and_both_values_told(
     )
     groups = resumed._model.optimizer.param_groups
     assert {(group["lr"], group["weight_decay"]) for group in groups} == {(2e-3, 0.0)}
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-600] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("to", ["megatron", "hf"])
+def test_nothing_is_trained_on_weights_that_are_not_those_of_their_manifest(
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, to: Any
+) -> None:
+    """Neither as the policy nor as the teacher; a teacher that the objective does not ask is not read."""
+    sound, made = tiny_model(), tmp_path / "made"
+    convert(sound, made, Options(to=to))
+    flip(next(made.glob("*.distcp" if to == "megatron" else "*.safetensors")))
+    words = f"checkpoint {made} is damaged: the content of .* is not that of its manifest; copy it again"
+    with pytest.raises(UserError, match=words):
+        make_trainer(made, SUPERVISED)
+    with pytest.raises(UserError, match=words):
+        make_trainer(sound, {"distillation_coef": 1.0}, teacher=made)
+    make_trainer(sound, {}, teacher=made)

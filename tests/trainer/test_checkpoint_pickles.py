@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
+from megatron_rl.models.checkpoint_manifest import write_manifest
 from megatron_rl.models.checkpoint_pickles import RecordsUnpickler
-from megatron_rl.training.checkpoint_manifest import write_manifest
 
 SUPERVISED = {"policy_loss": "sft"}
 

@@ -282,6 +282,24 @@ def test_a_full_disk_is_seen_before_the_first_byte(tiny_model, tmp_path, monkeyp
         convert(path, tmp_path / "ours", Options())
 
 
+def test_a_target_inside_of_the_source_is_refused(tiny_model, tmp_path):
+    path = tiny_model()
+    convert(path, tmp_path / "step/megatron", Options())
+    (tmp_path / "link").symlink_to(path)
+    before = sorted(tmp_path.rglob("*"))
+    for source, target in ((path, path / "sub/more"), (path, tmp_path / "link/sub"), (tmp_path / "step", tmp_path / "step/out")):
+        with pytest.raises(
+            UserError, match=f"{target} is inside of {source}, which is converted and stays as it is; give a target elsewhere"
+        ):
+            convert(source, target, Options())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_place_without_directories_is_one_sentence(tiny_model):
+    with pytest.raises(UserError, match=r"^cannot write /proc/x/out: no directory can be made there; give another target$"):
+        convert(tiny_model(), Path("/proc/x/out"), Options())
+
+
 def test_an_existing_target_is_left_alone(tiny_model, tmp_path):
     path = tiny_model()
     (tmp_path / "ours").mkdir()

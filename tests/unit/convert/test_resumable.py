@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.convert import resumable
 from megatron_rl.convert.resumable import FileJob, locked_partial, write_files
 from megatron_rl.errors import UserError
-from megatron_rl.training.checkpoint_manifest import HashedFile, entry_of
+from megatron_rl.models.checkpoint_manifest import HashedFile, entry_of
 
 
 def jobs(ran: list[str], *names: str, work: Callable[[str], None] = lambda name: None) -> list[FileJob]:

@@ -15,6 +15,8 @@ from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.convert.sources import open_source
 from megatron_rl.convert.verification import verify
 from megatron_rl.errors import UserError
+from megatron_rl.models.checkpoint_manifest import write_manifest
+from megatron_rl.models.hf_files import save_hf
 from megatron_rl.models.weight_table import parameter_shape, rules
 
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}
@@ -43,8 +45,77 @@ def test_a_sound_checkpoint_keeps_every_promise(tiny_model, tmp_path):
     path = tiny_model(family="glm4_moe")
     convert(path, tmp_path / "ours", Options())
     convert(tmp_path / "ours", tmp_path / "back", Options())
-    for place in (path, tmp_path / "ours", tmp_path / "back"):
-        assert [found.problem for found in verify(place)] == [None] * 7
+    for place in (tmp_path / "ours", tmp_path / "back"):
+        assert [found.line()[:8] for found in verify(place)] == ["ok      "] * 7
+
+
+def test_what_cannot_be_looked_at_is_skipped_and_not_ok(tiny_model):
+    path = tiny_model()
+    change_config(path, rope_theta=500.0)
+    (path / "tokenizer.json").unlink()
+    assert {found.promise: found.skipped for found in verify(path) if found.skipped is not None} == {
+        "files are those of the manifest": "there is no manifest to compare with",
+        "config.json is the one that the weights were written with": "there is no manifest to compare with",
+        "the tokenizer's tokens are in the vocabulary": "there is no tokenizer.json",
+    }
+    assert next(verify(path)).line() == "skipped files are those of the manifest: there is no manifest to compare with"
+
+
+def test_our_own_format_without_its_manifest_is_broken_and_another_programs_is_not(tiny_model, tmp_path):
+    path = tiny_model()
+    convert(path, tmp_path / "ours", Options())
+    (tmp_path / "ours/manifest.json").unlink()
+    words = f"{tmp_path / 'ours'} has no manifest.json with hashes, which our own format always has; copy the checkpoint again"
+    assert problems(tmp_path / "ours") == [words]
+    assert next(verify(tmp_path / "ours", config=path)).skipped == "there is no manifest to compare with"
+    (tmp_path / "ours/config.json").unlink()
+    assert next(verify(tmp_path / "ours", config=path)).skipped == "there is no manifest to compare with"
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-1000])])
+def test_promises_that_rest_on_a_broken_one_are_skipped(tiny_model, tmp_path, damage):
+    convert(tiny_model(), tmp_path / "ours", Options())
+    damage(next((tmp_path / "ours").glob("*.distcp")))
+    lines = [found.line() for found in verify(tmp_path / "ours")]
+    assert [line[:8] for line in lines] == ["BROKEN  "] * 2 + ["skipped "] * 5
+    assert lines[-1].endswith(': because "files, names and config.json belong together" is broken')
+
+
+def test_a_cut_file_is_told_once(tiny_model, tmp_path):
+    convert(tiny_model(), tmp_path / "made", Options(to="hf", max_shard_bytes=60_000))
+    (tmp_path / "made/manifest.json").unlink()
+    cut(tmp_path / "made", "*.safetensors")
+    found = list(verify(tmp_path / "made"))
+    assert len(found) == 7 and len([one for one in found if one.problem is not None]) == 1
+    assert found[-1].skipped == 'because "every number of the model is written, and every tensor is read" is broken'
+
+
+def test_a_manifest_that_cannot_be_read_is_told_once(tiny_model, tmp_path):
+    convert(tiny_model(), tmp_path / "made", Options(to="hf"))
+    (tmp_path / "made/manifest.json").write_text("{")
+    found = list(verify(tmp_path / "made"))
+    assert [one.problem is not None for one in found] == [True] + [False] * 6 and "manifest.json cannot be read" in found[0].problem
+    assert found[2].skipped == 'because "files are those of the manifest" is broken'
+
+
+def test_what_is_no_checkpoint_is_one_sentence_before_any_promise(tiny_model, tmp_path):
+    for path in (tmp_path / "nothing", tiny_model() / "config.json"):
+        with pytest.raises(UserError, match="is not a directory; give a Hugging Face directory or a checkpoint"):
+            next(verify(path))
+
+
+def test_of_a_run_the_newest_checkpoint_is_named(tiny_model, tmp_path):
+    path = tiny_model()
+    for step in ("step-000004", "step-999999", "step-1000000"):
+        convert(path, tmp_path / "run/checkpoints" / step / "megatron", Options())
+    (tmp_path / "run/checkpoints/step-2000000").mkdir()
+    newest = tmp_path / "run/checkpoints/step-1000000"
+    for place in (tmp_path / "run", tmp_path / "run/checkpoints"):
+        words = f"{place} holds the checkpoints of a run; give one of them, the newest is {newest}$"
+        with pytest.raises(UserError, match=words):
+            next(verify(place))
+        with pytest.raises(UserError, match=words):
+            convert(place, tmp_path / "made", Options())
 
 
 def test_a_saved_step_has_its_manifest_beside_its_files(tiny_model, tmp_path):
@@ -52,10 +123,35 @@ def test_a_saved_step_has_its_manifest_beside_its_files(tiny_model, tmp_path):
     convert(path, tmp_path / "step/megatron", Options())
     path.rename(tmp_path / "step/hf")
     assert problems(tmp_path / "step") == []
+    (tmp_path / "step/megatron/more").touch()
+    assert "more is there, but not in its manifest" in problems(tmp_path / "step")[0], "a run would not resume from it"
+    (tmp_path / "step/megatron/more").unlink()
     flip(tmp_path / "step/megatron", "*.distcp")
-    assert "its hash" in problems(tmp_path / "step")[0]
+    assert "is not that of its manifest" in problems(tmp_path / "step")[0]
     (tmp_path / "step/megatron/manifest.json").unlink()
-    assert next(verify(tmp_path / "step")).promise.startswith("there is no manifest")
+    for place in (tmp_path / "step", tmp_path / "step/megatron"):
+        assert "megatron has no manifest.json with hashes" in problems(place)[0]
+
+
+def test_the_export_beside_a_steps_state_is_looked_at_too(tiny_model, tmp_path, read_all):
+    path, step = tiny_model(), tmp_path / "step"
+    convert(path, step / "megatron", Options())
+    for name in ("config.json", "manifest.json"):
+        (step / "megatron" / name).unlink()
+    write_manifest(step / "megatron")
+    save_hf(step / "hf", read_all(path), source=path, max_shard_bytes=60_000)
+    lines = [found.line() for found in verify(step)]
+    assert lines[:2] == ["ok      files are those of the manifest in megatron", "ok      files are those of the manifest in hf"]
+    assert [line[:8] for line in lines] == ["ok      "] * 8
+    change_config(step / "hf", rope_theta=500.0)
+    assert any("gives rotary.theta = 500.0, the weights were written with 10000.0" in problem for problem in problems(step))
+    flip(step / "hf", "*-00002-of-*.safetensors")
+    for place in (step, step / "hf"):
+        assert any("the content of model-00002-of-" in problem for problem in problems(place))
+    (step / "hf/manifest.json").unlink()
+    assert [found.line() for found in verify(step)][
+        1
+    ] == "skipped files are those of the manifest in hf: there is no manifest to compare with"
 
 
 def cut(path, pattern):
@@ -71,9 +167,9 @@ def flip(path, pattern):
 
 
 DAMAGE = {
-    "cut off": (lambda path, pattern: cut(path, pattern), "is cut off: it has"),
-    "one bit": (lambda path, pattern: flip(path, pattern), "was changed since it was written: its hash"),
-    "missing": (lambda path, pattern: sorted(path.glob(pattern))[-1].unlink(), "lacks the file"),
+    "cut off": (lambda path, pattern: cut(path, pattern), "bytes, its manifest says", "cut off"),
+    "one bit": (lambda path, pattern: flip(path, pattern), "is not that of its manifest", None),
+    "missing": (lambda path, pattern: sorted(path.glob(pattern))[-1].unlink(), "is in its manifest, but not there", "lacks the file"),
 }
 
 
@@ -81,12 +177,12 @@ DAMAGE = {
 @pytest.mark.parametrize(("to", "pattern"), [("megatron", "*.distcp"), ("hf", "*.safetensors")])
 def test_damaged_files_are_named(tiny_model, tmp_path, damage, to, pattern):
     convert(tiny_model(), tmp_path / "made", Options(to=to, max_shard_bytes=60_000))
-    change, words = DAMAGE[damage]
+    change, words, without_manifest = DAMAGE[damage]
     change(tmp_path / "made", pattern)
     assert words in problems(tmp_path / "made")[0]
     (tmp_path / "made/manifest.json").unlink()
-    if damage != "one bit":
-        assert words.split(":")[0].removeprefix("is ") in problems(tmp_path / "made")[0], "also without a manifest"
+    if without_manifest is not None:
+        assert any(without_manifest in problem for problem in problems(tmp_path / "made"))
 
 
 @pytest.mark.parametrize("to", ["megatron", "hf"])
@@ -136,14 +232,14 @@ def test_a_part_that_no_rank_saved_is_named(tiny_model, tmp_path):
     metadata.state_dict_metadata["decoder.layers.0.mlp.experts.experts.linear_fc1.weight"].chunks.pop(2)
     file.write_bytes(pickle.dumps(metadata))
     (tmp_path / "ours/manifest.json").unlink()
-    assert (
-        "linear_fc1.weight of checkpoint" in problems(tmp_path / "ours")[0] and "has 0 of 6,144 numbers" in problems(tmp_path / "ours")[0]
-    )
+    assert "linear_fc1.weight of checkpoint" in problems(tmp_path / "ours")[1]
+    assert "has 0 of 6,144 numbers" in problems(tmp_path / "ours")[1]
 
 
 def test_pickles_that_name_anything_else_are_not_read(tiny_model, tmp_path):
     convert(tiny_model(), tmp_path / "ours", Options())
     (tmp_path / "ours/.metadata").write_bytes(pickle.dumps(print))
+    (tmp_path / "ours/manifest.json").unlink()
     with pytest.raises(UserError, match=r"builtins\.print, which is no record of a checkpoint"):
         open_source(tmp_path / "ours")
 
@@ -218,6 +314,9 @@ def test_the_numbers_of_a_comparison():
     hidden = (torch.ones(3, 2), torch.ones(3, 2))
     shifted = (torch.ones(3, 2), torch.tensor([[1.0, 1.0], [1.0, 1.1], [1.0, 1.0]]))
     compared = difference([ids], [Outputs(one, hidden)], [Outputs(other, shifted)], tolerance=0.01)
+    assert compared.line().endswith("; hidden states part behind layer 1 by more than 0.01 of their size")
+    same = difference([ids], [Outputs(one, hidden)], [Outputs(one, hidden)], tolerance=0.01)
+    assert same.line().endswith("; hidden states are nowhere apart by more than 0.01 of their size")
     assert compared.max_difference == pytest.approx(1.0986123)
     assert compared.mean_difference == pytest.approx(1.0986123 / 2)
     assert compared.same_argmax == pytest.approx(2 / 3) and compared.layer == 1

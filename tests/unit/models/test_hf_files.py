@@ -1,5 +1,6 @@
 """Weights in every form in which they come: experts one by one or fused, layers that are left out, quantised ones."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import build_model
-from megatron_rl.models.hf_files import Checkpoint, describe_hf, save_hf
+from megatron_rl.models.checkpoint_manifest import entry_of
+from megatron_rl.models.hf_files import MAX_SHARD_BYTES, Checkpoint, describe_hf, save_hf
 from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.read_spec import read_model_spec
@@ -66,6 +68,21 @@ def test_config_names_the_dtype_of_most_weights_in_whatever_order_they_come(tiny
         config = json.loads((saved / "config.json").read_text())
         assert (config.get("dtype") or config["torch_dtype"]) == "bfloat16"
         assert len(list(saved.glob("*.safetensors"))) == 2
+
+
+def test_what_is_to_last_has_the_hashes_of_its_files_and_what_engines_get_has_none(tiny_model, tmp_path):
+    path = tiny_model()
+    tensors = load_file(path / "model.safetensors")
+    for name, size in (("whole", MAX_SHARD_BYTES), ("shards", 60_000)):
+        save_hf(tmp_path / name, tensors, source=path, stale={"b": torch.ones(3), "a": torch.ones(1)}.items(), max_shard_bytes=size)
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        files = {file.name: entry_of(file) for file in (tmp_path / name).iterdir() if file.name != "manifest.json"}
+        assert manifest["files"] == files and manifest["stale_once_trained"] == ["a", "b"]
+        assert manifest["model"] == json.loads(json.dumps(dataclasses.asdict(read_model_spec(tmp_path / name))))
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    save_hf(tmp_path / "for engines", tensors, source=path, durable=False)
+    assert not (tmp_path / "for engines/manifest.json").exists()
+    assert load_file(tmp_path / "for engines/model.safetensors").keys() == tensors.keys()
 
 
 def test_an_export_names_no_code_which_it_does_not_have(tiny_model, tmp_path):

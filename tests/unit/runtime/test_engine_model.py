@@ -125,3 +125,17 @@ def test_the_disk_is_asked_before_weights_are_written(unreadable: Path, settings
         evaluated_model(settings(unreadable), dtype="float32", note=lambda words: None),
     ):
         pytest.fail("engines must not start")
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_engines_without_a_trainer_get_no_damaged_weights(tiny_model: Any, settings: Make, tmp_path: Path, to: Any) -> None:
+    convert(tiny_model(), tmp_path / "made", Options(to=to))
+    (file,) = (tmp_path / "made").glob("*.safetensors" if to == "hf" else "*.distcp")
+    content = bytearray(file.read_bytes())
+    content[-600] ^= 1
+    file.write_bytes(content)
+    with (
+        pytest.raises(UserError, match=f"the content of {file.name} is not that of its manifest"),
+        evaluated_model(settings(tmp_path / "made"), dtype="float32", note=lambda words: None),
+    ):
+        pytest.fail("engines must not start")
