@@ -186,6 +186,7 @@ def _check_teacher(settings: Settings) -> list[str]:
 def _check_weights(path: Path) -> list[str]:
     spec = read_model_spec(path)
     with open_weights(path, spec) as weights:
+        weights.check_files()
         missing = sorted(tensor_names(spec) - weights.names())
     if missing:
         raise UserError(

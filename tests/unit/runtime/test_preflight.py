@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import RewardSettings, RuntimeSettings, Settings
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
+from megatron_rl.models.hf_files import save_hf
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.runtime import preflight as module
 from megatron_rl.runtime.launch_plan import launch_plan, weight_sync
@@ -225,6 +227,50 @@ def test_missing_weights_are_found(check: Callable[..., list[str]], words: list[
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 3}))
     with pytest.raises(UserError, match=r"lacks \d+ tensors .* model\.layers\.2\."):
         check()
+
+
+@pytest.fixture
+def shards(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
+    """A model directory of several files with an index."""
+    source = tiny_model(name="whole")
+    save_hf(tmp_path / "shards", load_file(source / "model.safetensors"), source=source, max_shard_bytes=100_000)
+    return tmp_path / "shards"
+
+
+def _lengthen(file: Path) -> None:
+    with file.open("ab") as stream:
+        stream.write(bytes(8))
+
+
+def _rename_a_tensor(file: Path) -> None:
+    tensors = load_file(file)
+    name = min(tensors)
+    save_file({f"{name}.other" if key == name else key: tensor for key, tensor in tensors.items()}, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda file: file.unlink(), "lacks the file {name}, in which its index says that model"),
+        (lambda file: os.truncate(file, file.stat().st_size - 5_000), "{name}: the file is cut off: it has {less:,} bytes, its header"),
+        (lambda file: os.truncate(file, 3), "{name}: "),
+        (_lengthen, "{name}: the file goes on behind its last tensor: it has {more:,} bytes, its header needs {size:,};"),
+        (_rename_a_tensor, "{name} lacks tensors that the index of"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["model.path", "model.teacher"])
+def test_a_damaged_file_of_weights_is_found(
+    check: Callable[..., list[str]], shards: Path, damage: Callable[[Path], None], told: str, setting: str
+) -> None:
+    teaching = ["objective.distillation_coef=0.5"] if setting == "model.teacher" else []
+    assert check(f"{setting}={shards}", *teaching) == []
+    file = sorted(shards.glob("*.safetensors"))[-1]
+    size = file.stat().st_size
+    damage(file)
+    with pytest.raises(UserError) as caught:
+        check(f"{setting}={shards}", *teaching)
+    assert told.format(name=file.name, size=size, less=size - 5_000, more=size + 8) in str(caught.value)
+    assert str(caught.value).count("download") == 1
 
 
 def test_our_own_format_is_a_model_whose_engines_get_their_weights_later(check: Callable[..., list[str]], words: list[str]) -> None:
