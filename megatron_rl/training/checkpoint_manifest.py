@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Final
 
 from blake3 import blake3
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import DamagedCheckpointError
 from megatron_rl.files import MANIFEST, sync_file
 
 HASH: Final = "blake3"
@@ -22,7 +22,7 @@ _ALGORITHMS: Mapping[str, Callable[[], Any]] = {HASH: blake3, "sha256": hashlib.
 _PART = "manifest-part-{rank}.json"
 _PIECE_BYTES = 2**18
 """Bytes that are hashed and written, or read and hashed, at once: the second of the two finds them in the processor's cache."""
-_ADVICE = "resume from another one, or copy it again from where it came"
+_ADVICE = "copy it again from where it came"
 
 
 class HashedFile:
@@ -90,20 +90,28 @@ def write_manifest(directory: Path) -> None:
     sync_file(directory / MANIFEST)
 
 
-def check_manifest(directory: Path, *, share: int, num_shares: int) -> None:
-    """Raise UserError when a file is missing, too many or has another size, or when one of this `share` of them has other content."""
+def check_sizes(directory: Path) -> Mapping[str, Mapping[str, Any]]:
+    """What the manifest says of each file. Raise DamagedCheckpointError when one is missing, too many or of another size."""
     files = _read(directory)
     present = {path.name for path in directory.iterdir()} - {MANIFEST}
     for name in sorted(files.keys() ^ present):
         what = "is in its manifest, but not there" if name in files else "is there, but not in its manifest"
-        raise UserError(f"checkpoint {directory} is not as it was saved: {name} {what}; {_ADVICE}")
+        raise DamagedCheckpointError(f"checkpoint {directory} is not as it was saved: {name} {what}; {_ADVICE}")
     for name, entry in files.items():
         size = (directory / name).stat().st_size
         if size != entry["bytes"]:
-            raise UserError(f"checkpoint {directory} is damaged: {name} has {size} bytes, its manifest says {entry['bytes']}; {_ADVICE}")
+            raise DamagedCheckpointError(
+                f"checkpoint {directory} is damaged: {name} has {size:,} bytes, its manifest says {entry['bytes']:,}; {_ADVICE}"
+            )
+    return files
+
+
+def check_manifest(directory: Path, *, share: int, num_shares: int) -> None:
+    """Raise as `check_sizes`, and when one of this `share` of the files has other content."""
+    files = check_sizes(directory)
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name))[share::num_shares]:
         if not has_content(directory / name, files[name]):
-            raise UserError(f"checkpoint {directory} is damaged: the content of {name} is not that of its manifest; {_ADVICE}")
+            raise DamagedCheckpointError(f"checkpoint {directory} is damaged: the content of {name} is not that of its manifest; {_ADVICE}")
 
 
 def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
@@ -115,5 +123,7 @@ def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
             if not isinstance(entry["bytes"], int) or not any(isinstance(entry.get(algorithm), str) for algorithm in _ALGORITHMS):
                 raise ValueError(f"it has no size and {HASH} of {name}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{directory} is not a complete checkpoint: its {MANIFEST} cannot be read ({error}); {_ADVICE}") from error
+        raise DamagedCheckpointError(
+            f"{directory} is not a complete checkpoint: its {MANIFEST} cannot be read ({error}); {_ADVICE}"
+        ) from error
     return files

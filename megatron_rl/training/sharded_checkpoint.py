@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import distributed
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import DamagedCheckpointError, UserError
 from megatron_rl.files import MANIFEST, commit_partial, disk_errors, partial_path, start_partial
 from megatron_rl.models.checkpoint_pickles import reading_records_only
 from megatron_rl.training.checkpoint_manifest import check_manifest, write_manifest
@@ -180,18 +180,20 @@ def load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: b
 
 
 def _check_files(directory: Path) -> None:
-    """Raise UserError, on every rank, when a file is not the one that was saved. Collective."""
+    """Raise DamagedCheckpointError, on every rank, when a file is not the one that was saved. Collective."""
     message: str | None = None
     try:
         missing = [name for name in ("metadata.json", ".metadata", MANIFEST) if not (directory / name).is_file()]
         if missing:
-            raise UserError(f"{directory} is not a complete checkpoint: it has no {missing[0]}; resume from another one")
+            raise DamagedCheckpointError(
+                f"{directory} is not a complete checkpoint: it has no {missing[0]}; copy it again from where it came"
+            )
         check_manifest(directory, share=distributed.get_rank(), num_shares=distributed.get_world_size())
-    except UserError as error:
+    except DamagedCheckpointError as error:
         message = str(error)
     for report in reports_of_ranks(message):
         if report is not None:
-            raise UserError(report)
+            raise DamagedCheckpointError(report)
 
 
 def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool) -> Loaded:

@@ -85,7 +85,7 @@ def test_one_changed_byte_is_found_by_exactly_one_rank(saved: Path, name: str) -
 
 def test_a_cut_a_missing_and_a_foreign_file_are_named(saved: Path) -> None:
     (saved / "c").write_bytes(b"third")
-    with pytest.raises(UserError, match=r"c has 5 bytes, its manifest says 10000000"):
+    with pytest.raises(UserError, match=r"c has 5 bytes, its manifest says 10,000,000"):
         check(saved)
     (saved / "c").unlink()
     with pytest.raises(UserError, match="c is in its manifest, but not there"):

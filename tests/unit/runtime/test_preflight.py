@@ -351,7 +351,7 @@ def test_nothing_left_to_resume(check: Callable[..., list[str]], words: list[str
     directory = load_settings(None, words).run.directory
     checkpoint = directory / "checkpoints" / "step-000008"
     (checkpoint / "megatron").mkdir(parents=True)
-    (checkpoint / "megatron" / "manifest.json").touch()
+    (checkpoint / "megatron" / "manifest.json").write_text('{"files": {}}')
     (checkpoint / "run.json").write_text('{"step": 8, "source": {}, "first_evaluation": {}}')
     with pytest.raises(UserError, match=r"has done 8 steps, so nothing is left of run.num_steps 8"):
         check("run.num_steps=8", resume=True)
