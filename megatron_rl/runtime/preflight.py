@@ -257,12 +257,13 @@ def _check_rows(settings: Settings) -> list[str]:
     tokenizer, data, seed = load_tokenizer(settings.model.path), settings.data, settings.run.seed
     train = PromptSource(data.train, tokenizer, settings=data, seed=seed, need_response=settings.supervised)
     sources = [train] + ([] if data.eval is None else [PromptSource(data.eval, tokenizer, settings=data, seed=seed)])
+    repeats = [note for note in [train.repeat_note()] if note is not None]
     if settings.supervised:
-        return []
+        return repeats
     with RewardRunner(settings.reward.model_copy(update={"num_workers": 1})) as runner:
         for prompt in (prompt for source in sources for prompt in source.probes()):
             runner.probe(prompt)
-    return [note for source in sources if (note := source.label_note()) is not None]
+    return repeats + [note for source in sources if (note := source.label_note()) is not None]
 
 
 def _check_sharing(settings: Settings, target: Target) -> list[str]:

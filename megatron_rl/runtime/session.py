@@ -190,6 +190,8 @@ def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport"
     """Check what is cheap to check, then start the ranks and wait for them. What is returned makes the run from its `records`."""
     tokenizer = load_tokenizer(settings.model.path)
     source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed, need_response=True)
+    if (note := source.repeat_note()) is not None:
+        start.note(note)
     watchdog = stack.enter_context(Watchdog())
     trainers = TrainerGroup(settings, reservation=_reserve(settings, stack, start), watchdog=watchdog)
     with start.part("ranks"):

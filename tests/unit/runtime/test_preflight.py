@@ -321,6 +321,14 @@ def test_notes(check: Callable[..., list[str]], words: list[str]) -> None:
     assert len(notes) == 3
 
 
+@pytest.mark.parametrize("overrides", [(), ("objective.policy_loss=sft",)])
+def test_fewer_rows_than_a_step_takes_are_noted(check: Callable[..., list[str]], overrides: tuple[str, ...]) -> None:
+    sizes = "data.prompts_per_step=21"
+    [note] = [note for note in check(sizes, *overrides) if "rows" in note]
+    assert "train.jsonl has 20 rows, and a step takes data.prompts_per_step 21: every step has some of them more than once" in note
+    assert not any("20 rows" in note for note in check("data.prompts_per_step=20", *overrides))
+
+
 def test_a_critic_is_checked_and_its_rate_told(check: Callable[..., list[str]]) -> None:
     assert check("objective.preset=ppo") == [
         "training.critic.optimizer.lr is not set: the critic's learning rate is 0.001, 10 times the policy's"

@@ -168,6 +168,13 @@ def test_a_supervised_run_starts_no_engine(make_settings: Callable[..., Settings
     assert not (tmp_path / "run" / "buffer.sqlite").exists() and Engines.stopped == 0
 
 
+def test_a_supervised_run_says_that_a_step_takes_more_rows_than_there_are(
+    make_settings: Callable[..., Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.train(make_settings("objective.policy_loss=sft", "data.prompts_per_step=9"), resume=False)
+    assert "has 8 rows, and a step takes data.prompts_per_step 9" in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_evaluation_leaves_nothing_in_the_run_directory(
     make_settings: Callable[..., Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
