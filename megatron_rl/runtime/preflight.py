@@ -40,9 +40,9 @@ with quiet_megatron_imports():
     from megatron_rl.runtime.resumption import (
         check_checkpoint_files,
         check_has_checkpoint,
-        check_resumed_buffer,
         check_same_model,
         check_steps_left,
+        check_written_files,
     )
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
@@ -58,7 +58,7 @@ OPTIMIZER_BYTES = 12
 """Bytes per parameter of an fp32 main weight and Adam's two moments."""
 START_FILES = ("settings.yaml", "buffer.sqlite", "logs", "engine-", ".engine-")
 """What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
-RESUME_CHECKS = (check_has_checkpoint, check_steps_left, check_checkpoint_files, check_same_model, check_resumed_buffer)
+RESUME_CHECKS = (check_has_checkpoint, check_steps_left, check_checkpoint_files, check_same_model, check_written_files)
 RANK_BYTES = int(0.5 * GIB)
 ENGINE_BYTES = int(1.6 * GIB)
 """What a Megatron rank and an SGLang server take on the CPU before any weight, mostly imported code."""

@@ -12,6 +12,7 @@ from megatron_rl.config.yaml_text import format_value, parse_yaml
 from megatron_rl.data.buffer import BUFFER_FILE, check_buffer
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import DamagedCheckpointError, UserError
+from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.runtime.run_checkpoint import (
     POLICY_LINK,
     SETTINGS_FILE,
@@ -51,7 +52,8 @@ def _changes(file: Path, settings: Settings) -> Iterator[tuple[str, str]]:
     saved = parse_yaml(file.read_text(encoding="utf-8", errors="replace"), origin=str(file))
     then = _flat(saved) if isinstance(saved, Mapping) else {}
     now = _flat(parse_yaml(dump_settings(settings), origin="the settings"))
-    changed = [name for name in (now | then) if now.get(name) != then.get(name)]
+    # Where the run lies may have another name than it had.
+    changed = [name for name in (now | then) if now.get(name) != then.get(name) and name != "run.directory"]
     for name in changed:
         yield name, f"{_value(now, name)}, was {_value(then, name)}"
     if not changed:
@@ -126,8 +128,11 @@ def _parameters(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {rule.megatron: parameter_shape(rule) for rule in rules(spec) if rule.exported}
 
 
-def check_resumed_buffer(settings: Settings) -> list[str]:
-    """Refuse a buffer that is no database."""
+def check_written_files(settings: Settings) -> list[str]:
+    """Refuse metrics.jsonl with a line that is none, but for a torn last one, which is dropped, and a buffer that is no database."""
+    metrics = settings.run.directory / METRICS_FILE
+    if metrics.exists():
+        read_metrics(metrics)
     if not settings.supervised:
         check_buffer(settings.run.directory / BUFFER_FILE)
     return []

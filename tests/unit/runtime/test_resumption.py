@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_rl.cli import main
@@ -17,6 +18,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.runtime.preflight import RESUME_CHECKS, preflight
 from megatron_rl.runtime.resumption import resume_rows
 from megatron_rl.training.checkpoint_manifest import write_manifest
+from megatron_rl.types import Prompt
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def words(tiny_model: Callable[..., Path], tmp_path: Path) -> list[str]:
         shutil.copyfile(model / "config.json", checkpoint / "hf" / "config.json")
         (checkpoint / "run.json").write_text(json.dumps({"step": step, "source": {}, "first_evaluation": {}}))
     (run / "huggingface").symlink_to("checkpoints/step-000004/hf")
-    (run / "settings.yaml").write_text(dump_settings(load_settings(None, words)))
+    (run / "settings.yaml").write_text(dump_settings(load_settings(None, [*words, "run.directory=elsewhere"])))
     (run / "metrics.jsonl").write_text('{"step": 4, "time": 1.0}\n{"step": 5, "ti')
     with Buffer(run / "buffer.sqlite"):
         pass
@@ -157,18 +159,24 @@ def test_other_numbers_of_a_model_of_the_same_shapes_are_noted(words: list[str],
     assert "has norm_epsilon 0.001, checkpoint " in note and note.endswith("what was trained is computed otherwise from now on")
 
 
-def test_a_buffer_that_is_none_is_refused_and_one_of_a_live_run_is_left_alone(words: list[str], tmp_path: Path) -> None:
+def test_a_buffer_that_is_none_is_refused_and_one_of_a_killed_run_is_left_alone(words: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with Buffer(run / "buffer.sqlite"):
-        before = sorted(run.iterdir())
-        assert notes(asked(words)) == [] and sorted(run.iterdir()) == before
-    for name in ("buffer.sqlite-wal", "buffer.sqlite-shm"):
-        assert not (run / name).exists()
+    with Buffer(run / "buffer.sqlite") as buffer:
+        buffer.add_prompts([Prompt(id="p", token_ids=np.array([1]), text="a")])
+        shutil.copytree(run, tmp_path / "killed", symlinks=True)
+    killed = {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("buffer.sqlite*")}
+    assert killed["buffer.sqlite-wal"] and notes(asked(words, f"run.directory={tmp_path / 'killed'}")) == []
+    assert {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("buffer.sqlite*")} == killed
     (run / "buffer.sqlite").write_bytes(b"garbage" * 1000)
-    assert "file is not a database; choose another run.directory, or remove this file" in problem(asked(words))
+    assert "file is not a database; choose another run.directory, or move this file away: what waits" in problem(asked(words))
     assert notes(asked(words, "objective.policy_loss=sft")) == []
     (run / "buffer.sqlite").unlink()
     assert notes(asked(words)) == [] and not (run / "buffer.sqlite").exists()
+
+
+def test_a_line_of_metrics_that_is_none_is_refused(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 4, "ti\n{"step": 5, "time": 1.0}\n')
+    assert "metrics.jsonl:1: not a line of metrics" in problem(asked(words))
 
 
 def test_check_prints_what_would_be_resumed_or_only_what_is_wrong(
