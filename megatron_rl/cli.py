@@ -28,6 +28,7 @@ from megatron_rl.plugins import PluginKind, kind_of
 RESUMABLE = 75
 """The exit status that says: start the same command again. It is EX_TEMPFAIL of sysexits.h."""
 _COUNT = click.IntRange(1, 2**17)
+_STAND_INS = 2
 _OVERRIDES = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
 
@@ -249,8 +250,16 @@ def _progress() -> Iterator[Callable[[str], None]]:
     help="Where runs are to be written; the working directory when not given.",
 )
 @click.option("--gpu", is_flag=True, help="Try the GPUs of this node with real ranks and engines instead (15 minutes).")
-@click.option("--on-cpu", is_flag=True, help="With --gpu: two processes on the CPU stand for GPUs, to try the acceptance itself.")
-def doctor(directory: Path, gpu: bool, on_cpu: bool) -> int:
+@click.option(
+    "--on-cpu",
+    type=click.IntRange(min=_STAND_INS),
+    is_flag=False,
+    flag_value=_STAND_INS,
+    default=None,
+    metavar="[COUNT]",
+    help=f"With --gpu: COUNT processes on the CPU ({_STAND_INS} when not given) stand for GPUs, to try the acceptance itself.",
+)
+def doctor(directory: Path, gpu: bool, on_cpu: int | None) -> int:
     """Compare this machine and its packages with what was tested; print the command that mends each difference.
 
     With --gpu, start tiny models on the GPUs and print PASS or FAIL and a number for each promise, from the all-reduce to weight syncs,
@@ -261,7 +270,7 @@ def doctor(directory: Path, gpu: bool, on_cpu: bool) -> int:
     if gpu:
         from megatron_rl.acceptance.verdict import accept
 
-        return accept(directory, on_cpu=on_cpu)
+        return accept(directory, stand_ins=on_cpu or 0)
     from megatron_rl.doctor import examine
     from megatron_rl.doctor import report as report_findings
 

@@ -99,16 +99,17 @@ check_system() {
 # What the GPU stack cannot do without and pip does not bring: found now, not after an hour of compiling or by the first rank.
 check_gpu_system() {
     local driver glibc toolkit
-    glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | awk '{print $2}')
+    # A program that is missing or fails says nothing, and what it was to say is then missing in a sentence below.
+    glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | awk '{print $2}') || true
     at_least "${glibc:-0}" 2.34 ||
         fail "this system has glibc ${glibc:-of an unknown version}, and SGLang's wheels need 2.34 or newer: use Ubuntu 22.04, Debian 12 or a container of one"
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
     at_least "${driver:-0}" "$needed_driver" ||
         fail "the NVIDIA driver is ${driver:-not found}, and CUDA $cuda_major needs $needed_driver or newer: update the driver, or set DEVICE=cpu"
     [ -z "${WITHOUT_TRANSFORMER_ENGINE:-}" ] || return 0
     command -v nvcc >/dev/null ||
         fail "nvcc is not on PATH, and TransformerEngine is compiled with it: install the CUDA $cuda_major toolkit, or set WITHOUT_TRANSFORMER_ENGINE=1"
-    toolkit=$(nvcc --version | sed -n 's/.*release \([0-9]*\).*/\1/p')
+    toolkit=$(nvcc --version | sed -n 's/.*release \([0-9]*\).*/\1/p') || true
     [ "$toolkit" = "$cuda_major" ] ||
         fail "nvcc is of CUDA ${toolkit:-?}, and torch of this stack is built for CUDA $cuda_major: put a CUDA $cuda_major toolkit first on PATH, or set WITHOUT_TRANSFORMER_ENGINE=1"
 }

@@ -90,6 +90,10 @@ class Node:
             raise UserError(f"{self.num_trainers} ranks and 1 engine need {needed} GPUs, this node has {self.num_gpus}")
         return range(self.num_trainers, needed)
 
+    def deaths(self) -> list[str]:
+        """What is said of ranks that have died."""
+        return [] if self._ranks is None else self._ranks.deaths()
+
     def close(self) -> None:
         """End the ranks."""
         if self._ranks is not None:

@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -21,6 +23,8 @@ from megatron_rl.weights.interface import SenderPlan
 LOG_TAIL_LINES = 12
 CALL_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 30.0
+DYING_S = 0.5
+"""From a rank's last message, or a connection that it closes, to its end."""
 
 
 def serve(make: Callable[[], Any], connection: Any, log: Path | None) -> None:
@@ -38,16 +42,19 @@ def serve(make: Callable[[], Any], connection: Any, log: Path | None) -> None:
 
 
 class Remote:
-    """An object in a process of its own; calls run one after the other. A call that raises ends the process."""
+    """An object in a process of its own; calls run one after the other. A call that raises ends the process. Made by the main thread."""
 
     def __init__(self, make: Callable[[], Any], *, name: str = "process", log: Path | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
         self._thread, self._name, self._log = ThreadPoolExecutor(1), name, log
-        process = context.Process(target=serve, args=(make, other, log), daemon=True)
-        process.start()
+        self._process = context.Process(target=serve, args=(make, other, log), daemon=True)
+        # A terminal interrupts all processes at once; this one ends the other, which has nothing to say about it.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._process.start()
+        signal.signal(signal.SIGINT, before)
         other.close()
-        self.processes = [psutil.Process(process.pid)]
+        self.processes = [psutil.Process(self._process.pid)]
         self._started = self._thread.submit(self._receive)
 
     def call(self, method: str, /, **arguments: Any) -> "Future[Any]":
@@ -65,13 +72,20 @@ class Remote:
                 self._connection.send(order)
             return self._connection.recv()
         except (EOFError, BrokenPipeError) as error:
-            lines = [] if self._log is None else self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-            raise WorkerDiedError("\n".join([f"{self._name} died{f', the end of {self._log}:' if lines else ''}", *lines])) from error
+            raise WorkerDiedError(self._death()) from error
+
+    def _death(self) -> str:
+        lines = [] if self._log is None else self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join([f"{self._name} died{f', the end of {self._log}:' if lines else ''}", *lines])
+
+    def death(self) -> str | None:
+        """That the process died, with the end of its log; None while it lives."""
+        return None if self._process.is_alive() else self._death()
 
     def close(self) -> None:
         """End the process; it has nothing to save, and may wait for one that has gone already."""
-        self.processes[0].kill()
-        self.processes[0].wait(timeout=CLOSE_TIMEOUT_S)
+        self._process.kill()
+        self._process.join(CLOSE_TIMEOUT_S)
         self._thread.shutdown(wait=False)
 
 
@@ -139,6 +153,11 @@ class Ranks:
     def take_back(self, parts: Any) -> None:
         """Move parts of the models back."""
         self.call("take_back", parts=parts)
+
+    def deaths(self) -> list[str]:
+        """What is said of those that have died; one that is dying is waited for."""
+        time.sleep(DYING_S)
+        return [said for rank in self._all if (said := rank.death()) is not None]
 
     def close(self) -> None:
         """End all processes."""

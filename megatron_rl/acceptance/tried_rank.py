@@ -8,18 +8,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_rl.acceptance.device_rates import device_rates, now
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import local_device, quiet_megatron_imports
 from megatron_rl.types import Floats, TrainBatch
 from megatron_rl.weights.interface import SenderPlan, WeightSender
 
 with quiet_megatron_imports():
+    from megatron_rl.models.model_spec import ModelSpec
+    from megatron_rl.planning.step_time import Rates
     from megatron_rl.planning.tracking import MemoryTracker
     from megatron_rl.training.offload import Part
     from megatron_rl.training.trainer import Trainer
 
 ALL_REDUCE_TIMEOUT_S = 120.0
-PRODUCTS, PRODUCT_TURNS = 20, 5
 
 
 class Rank:
@@ -74,12 +76,10 @@ class Rank:
             torch.cuda.synchronize(self._device.torch_device)
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """One step; its metrics, and `seconds`."""
-        self._wait()
-        start = time.perf_counter()
+        """One step; its metrics, and its `seconds` by the clock of `device_rates`."""
+        start = now(self._device)
         metrics = self.trainer.train(batch)[-1]
-        self._wait()
-        return {**metrics, "seconds": time.perf_counter() - start}
+        return {**metrics, "seconds": now(self._device) - start}
 
     def peak_of_step(self, batch: TrainBatch) -> int:
         """The most bytes that a training step had on the device beyond those at its start."""
@@ -99,19 +99,9 @@ class Rank:
         free, total = torch.cuda.mem_get_info(self._device.torch_device)
         return total - free - torch.cuda.memory_reserved(self._device.torch_device)
 
-    def product_flops(self, rows: int, columns: int, dtype: str) -> float:
-        """Floating-point operations a second of this device in bare products [rows, columns] x [columns, 3 columns], at their fastest."""
-        options = {"dtype": getattr(torch, dtype), "device": self._device.torch_device}
-        left, right = torch.randn(rows, columns, **options), torch.randn(columns, 3 * columns, **options)
-        seconds = []
-        for _ in range(PRODUCT_TURNS):
-            self._wait()
-            start = time.perf_counter()
-            for _ in range(PRODUCTS):
-                torch.mm(left, right)
-            self._wait()
-            seconds.append(time.perf_counter() - start)
-        return PRODUCTS * 6.0 * rows * columns**2 / min(seconds)
+    def rates(self, spec: ModelSpec, num_tokens: int, length: int, dtype: str) -> Rates:
+        """What this rank's device does in bare work of the model's shapes, while all others of the layout do the same."""
+        return device_rates(spec, num_tokens=num_tokens, length=length, dtype=dtype, device=self._device)
 
     def state_bytes(self) -> int:
         """Bytes of the policy's parameters on the device; on a GPU of everything that torch has allocated."""

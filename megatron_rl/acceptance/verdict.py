@@ -15,25 +15,30 @@ import torch
 from megatron_rl.acceptance.judging import Line
 from megatron_rl.acceptance.lines import LIMITS_S, LINES
 from megatron_rl.acceptance.node import Node
-from megatron_rl.errors import DeadlineError, UserError
+from megatron_rl.errors import DeadlineError, UserError, WorkerDiedError
 from megatron_rl.files import write_atomic
 
 RESULT_FILE = "acceptance.json"
-STAND_INS = 2
 LONGER_ON_CPU = 3.0
 """A few cores are shared by all that a node does with many and with GPUs."""
 
 
-def accept(directory: Path, *, on_cpu: bool, only: Collection[str] = tuple(LINES)) -> int:
+def accept(directory: Path, *, stand_ins: int = 0, only: Collection[str] = tuple(LINES)) -> int:
     """Run the lines; 0 when all passed, else 1. Logs and the JSON file are in a new directory below `directory`.
 
-    Raises UserError where there is no GPU, unless `on_cpu`: then two processes stand for GPUs, which tries the acceptance itself.
+    So many `stand_ins`, processes on the CPU in the place of GPUs, try the acceptance itself; without them it takes all GPUs of the node.
+    Raises UserError where there is no GPU, and for stand-ins where there is one.
     """
-    num_gpus = STAND_INS if on_cpu else torch.cuda.device_count()
-    if not on_cpu and not num_gpus:
+    on_cpu, found = stand_ins > 0, torch.cuda.device_count()
+    if not on_cpu and not found:
         raise UserError("doctor --gpu found no GPU here; run it on the node to be accepted, or add --on-cpu to try the acceptance itself")
+    if on_cpu and found:
+        # Ranks and engines would take them.
+        raise UserError(f"--on-cpu was given on a machine with {found} GPUs; leave it out, or hide them with CUDA_VISIBLE_DEVICES=''")
+    num_gpus = stand_ins or found
     directory.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="acceptance-", dir=directory))
+    print(f"logs are in {place}", flush=True)
     start, rows = time.monotonic(), list[dict[str, object]]()
     machine = {"host": platform.node(), "gpus": [] if on_cpu else [torch.cuda.get_device_name(gpu) for gpu in range(num_gpus)]}
     with closing(Node("cpu" if on_cpu else "cuda", num_gpus=num_gpus, directory=place)) as node:
@@ -84,7 +89,9 @@ def _try(node: Node, title: str) -> list[dict[str, object]]:
             for line in LINES[title](node):
                 say(line)
     except Exception as error:
-        say(Line(title, passed=False, number=f"{type(error).__name__}: {error}"))
+        # Where a rank died, others see a connection that broke, and may say so first.
+        deaths = [] if isinstance(error, WorkerDiedError) else node.deaths()
+        say(Line(title, passed=False, number="\n".join([f"{type(error).__name__}: {error}", *deaths])))
         # Whatever state the ranks are in, the next line begins with new ones.
         node.close()
     return rows

@@ -161,10 +161,10 @@ def _activations(settings: Settings, model: "RankMemory", topology: Topology, *,
         chunk.held - (chunk.output if frees_outputs and not (last and index == len(model.chunks) - 1) else 0)
         for index, chunk in enumerate(model.chunks)
     ]
-    return most_held(held, stage=stage, pp=topology.pp, num_micro_batches=_num_micro_batches(settings, topology))
+    return most_held(held, stage=stage, pp=topology.pp, num_micro_batches=count_micro_batches(settings, topology))
 
 
-def _num_micro_batches(settings: Settings, topology: Topology) -> int:
+def count_micro_batches(settings: Settings, topology: Topology) -> int:
     """Micro-batches of an optimizer step on a data-parallel rank when all sequences have the greatest length."""
     sequences = -(-derive(settings).sequences_per_optimizer_step // topology.dp)
     longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens

@@ -2,30 +2,27 @@
 
 Every combination of tp, pp, cp and ep is costed and its memory estimated by formulas; the cheapest that should fit are then built.
 
-The cost is a model of the time of one optimizer step on a GPU: matrix products at 400 TFLOP/s, a third more with full recompute,
-stretched by the pipeline's bubble, (pp - 1) / micro-batches (Narayanan et al. 2021), plus the messages of tp, cp and ep at 300 GB/s inside
-a node and 40 GB/s between nodes. Messages of data parallelism overlap with it and are not counted, so that what is not split costs
-least. tp stays inside a node. Equal costs are ordered by headroom. It ranks layouts; it does not foretell a speed.
+The cost is the time of one optimizer step by `step_time`, at assumed rates of a GPU and with sequences of the greatest length. tp stays
+inside a node. Equal costs are ordered by headroom. It ranks layouts; it does not foretell a speed.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
-from megatron_rl.config.derived import derive
 from megatron_rl.config.settings import Settings, TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.weight_table import rules
 from megatron_rl.planning.gpus import GIB, Gpu
 from megatron_rl.planning.levers import FULL_RECOMPUTE, remedy
 from megatron_rl.planning.records import RunPlan
 from megatron_rl.planning.run_plan import CONTEXT_BYTES, plan_layouts
+from megatron_rl.planning.step_time import Flops, ModelSize, Rates, Step, full_lengths
 from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.topology import Topology
 
-_FLOPS, _NODE_BYTES, _NETWORK_BYTES = 4e14, 3e11, 4e10
+_ASSUMED = Rates(products=4e14, attention=4e14, memory=2e12, node=3e11, network=4e10)
+"""Of an H100, in a node and between nodes: round figures, which are not measured."""
 _MARGIN = 1.2
 _BUILT_AT_ONCE, _BUILT_AT_MOST = 4, 12
 
@@ -97,7 +94,8 @@ def _fitting(built: Sequence[Candidate], spec: ModelSpec, gpu: Gpu) -> list[tupl
 
 def candidates(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[Candidate]:
     """Every layout of `num_gpus` ranks that the model can be divided by, without and with full recompute."""
-    size = _Size.of(spec)
+    size = ModelSize.of(spec)
+    flops = Flops.of(size, full_lengths(settings))
     recomputes = [settings.model.megatron]
     if "recompute_granularity" not in settings.model.megatron:
         recomputes.append({**settings.model.megatron, **FULL_RECOMPUTE})
@@ -114,9 +112,8 @@ def candidates(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int) 
                 check_layout(placed, spec, megatron)
             except UserError:
                 continue
-            full = megatron.get("recompute_granularity") == "full"
-            num_bytes = size.rank_bytes(one, placed, full_recompute=full)
-            yield Candidate(one, size.step_seconds(one, placed, gpu=gpu, full_recompute=full), num_bytes)
+            step = Step.of(one, size, flops, per_node=gpu.per_node)
+            yield Candidate(one, sum(step.parts(_ASSUMED).values()), _rank_bytes(one, step))
 
 
 def _topologies(spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[TopologySettings]:
@@ -129,71 +126,14 @@ def _topologies(spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[Topolog
             yield TopologySettings(num_ranks=num_gpus, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """Numbers of a model: `dense` parameters on every expert-parallel rank, `experts` parameters, those that a token `uses`."""
-
-    spec: ModelSpec
-    dense: int
-    experts: int
-
-    @classmethod
-    def of(cls, spec: ModelSpec) -> "_Size":
-        sizes = [(rule.of_expert, prod(tensor.shape)) for rule in rules(spec) if rule.exported for tensor in rule.tensors]
-        return cls(spec, sum(size for expert, size in sizes if not expert), sum(size for expert, size in sizes if expert))
-
-    @property
-    def used(self) -> float:
-        """Parameters that one token meets."""
-        moe = self.spec.moe
-        return self.dense + (self.experts * moe.num_experts_per_token / moe.num_experts if moe is not None else 0)
-
-    def rank_bytes(self, settings: Settings, topology: Topology, *, full_recompute: bool) -> float:
-        """Bytes of a rank: bf16 weights, fp32 gradients, 12 bytes of optimizer state per parameter, activations."""
-        split = any(fields.get("use_distributed_optimizer") for fields in (settings.training.optimizer, settings.training.ddp))
-        dense = self.dense / (topology.tp * topology.pp)
-        experts = self.experts / (topology.etp * topology.ep * topology.pp)
-        state = dense * (6 + 12 / (topology.dp * topology.cp if split else 1)) + experts * (6 + 12 / (topology.expert_dp if split else 1))
-        longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
-        tokens = max(settings.training.max_tokens_per_micro_batch, longest / topology.cp)
-        layer = tokens * self._layer_numbers() * 2 / topology.tp
-        boundary = tokens * self.spec.hidden_size * 2 / topology.tp
-        # The first stage holds the micro-batches of all.
-        layers = self.spec.num_layers / topology.pp * min(topology.pp, _micro_batches(settings, topology))
-        return state + (layers * boundary + layer if full_recompute else layers * layer) + CONTEXT_BYTES
-
-    def _layer_numbers(self) -> float:
-        """Numbers that one token leaves in a layer on all tensor-parallel ranks together."""
-        spec, moe = self.spec, self.spec.moe
-        attention = (
-            4 * spec.hidden_size + 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 2 * spec.num_heads * spec.value_dim
-        )
-        if moe is None:
-            return attention + 3 * spec.ffn_hidden_size
-        return attention + moe.num_experts_per_token * (5 * spec.hidden_size + 3 * moe.ffn_hidden_size) + 3 * moe.shared_ffn_hidden_size
-
-    def step_seconds(self, settings: Settings, topology: Topology, *, gpu: Gpu, full_recompute: bool) -> float:
-        """The model's time of one optimizer step on a GPU, as the module says."""
-        spec, longest = self.spec, settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
-        tokens = derive(settings).sequences_per_optimizer_step * longest
-        compute = 6 * self.used * tokens / topology.num_ranks / _FLOPS * (4 / 3 if full_recompute else 1)
-        bubble = (topology.pp - 1) / _micro_batches(settings, topology)
-        here = tokens / (topology.dp * topology.cp) * spec.num_layers / topology.pp * 2
-
-        def speed(ranks: int) -> float:
-            return _NODE_BYTES if ranks <= gpu.per_node else _NETWORK_BYTES
-
-        # Forward and backward each gather and scatter twice; a gather moves the other ranks' shares.
-        messages = here * 8 * spec.hidden_size * (topology.tp - 1) / topology.tp / speed(topology.tp)
-        keys = 2 * spec.num_kv_heads * spec.head_dim / topology.tp
-        messages += here * 2 * keys * (topology.cp - 1) / speed(topology.tp * topology.cp)
-        if spec.moe is not None:
-            sent = 4 * spec.moe.num_experts_per_token * spec.hidden_size / topology.tp
-            messages += here * sent * (topology.ep - 1) / topology.ep / speed(topology.etp * topology.ep)
-        return compute * (1 + bubble) + messages
-
-
-def _micro_batches(settings: Settings, topology: Topology) -> int:
+def _rank_bytes(settings: Settings, step: Step) -> float:
+    """Bytes of a rank: bf16 weights, fp32 gradients, 12 bytes of optimizer state per parameter, activations."""
+    size, topology = step.size, step.topology
+    state = sum(count * (6 + 12 / (copies if step.distributed_optimizer else 1)) for count, copies in step.held())
     longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
-    together = max(1, settings.training.max_tokens_per_micro_batch * topology.cp // longest)
-    return max(1, -(-derive(settings).sequences_per_optimizer_step // (topology.dp * together)))
+    tokens = max(settings.training.max_tokens_per_micro_batch, longest / topology.cp)
+    layer = tokens * size.kept * 2 / topology.tp
+    boundary = tokens * size.spec.hidden_size * 2 / topology.tp
+    # The first stage holds the micro-batches of all.
+    layers = size.spec.num_layers / topology.pp * min(topology.pp, step.num_micro_batches)
+    return state + (layers * boundary + layer if step.recompute == "full" else layers * layer) + CONTEXT_BYTES

@@ -12,6 +12,7 @@ the other process has let go of it, but not from being written.
 import asyncio
 import base64
 import contextlib
+import errno
 import io
 import os
 import socket
@@ -173,12 +174,23 @@ def check_allocator() -> None:
 
 
 def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
-    """Memory [num_bytes] uint8 that other processes can open: any of a GPU, a file of /dev/shm on the CPU."""
+    """Memory [num_bytes] uint8 that other processes can open: any of a GPU, a file of /dev/shm on the CPU.
+
+    Raises UserError where /dev/shm has no room.
+    """
     if device.type == "cuda":
         # Buckets that engines have let go of are free only once somebody looks.
         torch.cuda.ipc_collect()
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
+    try:
+        storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
+    except RuntimeError as error:
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise UserError(
+            f"/dev/shm has no room for a bucket of {num_bytes} bytes of weights; give it more (docker run --shm-size=4g, or mount -o "
+            "remount,size=4G /dev/shm), or set weights.transport to disk"
+        ) from error
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 

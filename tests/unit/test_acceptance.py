@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,24 +13,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.acceptance import lines, rank_processes, stack, verdict
+from megatron_rl.acceptance import lines, stack, verdict
 from megatron_rl.acceptance.judging import Line, cudnn_version, library_problems, pinned_libraries, sleep_problems
 from megatron_rl.acceptance.lines import LIMITS_S, LINES
 from megatron_rl.acceptance.node import Node, visible_gpu
-from megatron_rl.acceptance.rank_processes import Ranks as RealRanks
 from megatron_rl.acceptance.verdict import RESULT_FILE, accept
 from megatron_rl.cli import main
 from megatron_rl.doctor import Finding
-from megatron_rl.errors import EngineError, UserError
+from megatron_rl.errors import EngineError, UserError, WorkerDiedError
 from megatron_rl.models.attention.attention_fields import attention_fields
 from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.planning.step_time import Rates
+from megatron_rl.training.model_check import check_layout
+from megatron_rl.training.topology import Topology
 from megatron_rl.types import TrainBatch
 from megatron_rl.versions import installed_version, transformer_engine_release
 
 PLANNED = 1000
 
 
-class Ranks:
+class TwoRanks:
     """Two ranks that give one log-prob to every token: -2, after a step -1. `faults` names what is wrong with them."""
 
     count = 2
@@ -46,7 +49,13 @@ class Ranks:
         self._several, self._log_prob = settings.training.topology.num_ranks > 1, -2.0
 
     def call(self, method: str, **arguments: Any) -> list[Any]:
-        return [getattr(self, f"_{method}")(**arguments)]
+        """The answers of both, of which the second is twice as fast."""
+        answer = getattr(self, f"_{method}")(**arguments)
+        faster = {
+            "train": lambda: {**answer, "seconds": answer["seconds"] / 2},
+            "rates": lambda: Rates(*(2 * rate for rate in astuple(answer))),
+        }
+        return [answer, faster.get(method, lambda: answer)()]
 
     def _log_probs(self, *, batch: Any, temperature: float) -> Any:
         wrong = self._wrong_layout("log-probs") or ("temperature" in self._faults and temperature != 1)
@@ -55,10 +64,14 @@ class Ranks:
     def _train(self, *, batch: Any) -> dict[str, float]:
         self._log_prob = -1.0 - 0.1 * self._wrong_layout("update")
         self.steps += 1
-        return {"train/grad_norm": 2.0 + 0.1 * self._wrong_layout("gradients"), "seconds": 1e6 if "slow" in self._faults else 0.1}
+        return {"train/grad_norm": 2.0 + 0.1 * self._wrong_layout("gradients"), "seconds": self._seconds()}
 
-    def _product_flops(self, *, rows: int, columns: int, dtype: str) -> float:
-        return 1e9
+    def _seconds(self) -> float:
+        return {"slow": 0.6, "fast": 0.04}.get(next(iter(self._faults), ""), 0.1)
+
+    def _rates(self, *, spec: Any, num_tokens: int, length: int, dtype: str) -> Rates:
+        assert (num_tokens, length) == (4 * 64, 64), "of a micro-batch of four sequences"
+        return Rates(products=10.0, attention=20.0, memory=30.0, node=math.inf, network=math.inf)
 
     def _foreign_bytes(self) -> int:
         """As long as the models are away an engine is there, of 1,000 bytes, and of 50 asleep."""
@@ -135,14 +148,18 @@ def try_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     stage = SimpleNamespace(activations=PLANNED - 10, logits=1, working=10)
     monkeypatch.setattr(lines, "measure", lambda jobs: [SimpleNamespace(refused=None)])
     monkeypatch.setattr(lines, "stage_memories", lambda settings, answer, frees_outputs: (stage,))
-    spec = SimpleNamespace(vocab_size=1, hidden_size=2, num_layers=1, num_heads=1, head_dim=2)
-    monkeypatch.setattr(lines, "read_model_spec", lambda path: spec)
+    monkeypatch.setattr(lines, "read_model_spec", lambda path: None)
+    # Of bare work that takes a tenth of a second.
+    work = SimpleNamespace(parts=lambda rates: {"products": 0.6 / rates.products, "optimizer": 1.2 / rates.memory})
+    monkeypatch.setattr(lines, "ModelSize", SimpleNamespace(of=lambda spec: None))
+    monkeypatch.setattr(lines, "Flops", SimpleNamespace(of=lambda size, lengths: lengths.tolist()))
+    monkeypatch.setattr(lines, "Step", SimpleNamespace(of=lambda settings, size, flops, **_: work if flops == [64] * 16 else None))
     monkeypatch.setattr(Node, "model", lambda self, name, **config: tmp_path)
     monkeypatch.setattr(Node, "weight_bytes", lambda self, model: 96)
 
     def run(title: str, *faults: str, synced: str = "ab", fresh: str = "ab") -> list[Line]:
         node, engines = Node("cpu", num_gpus=0, directory=tmp_path), Engines(list(synced), list(fresh))
-        node._ranks = Ranks(*faults)  # type: ignore[assignment]
+        node._ranks = TwoRanks(*faults)  # type: ignore[assignment]
         for name in ("serving", "client", "weight_sync"):
             monkeypatch.setattr(node, name, getattr(engines, name))
         monkeypatch.setattr(node, "checksum", engines.fresh)
@@ -169,15 +186,18 @@ def test_a_line_fails_by_its_fault_alone(try_line: Callable[..., list[Line]], ti
     assert not any(line.passed for line in try_line(title, fault))
 
 
-@pytest.mark.parametrize(("fault", "passed"), [("none", [True, True]), ("memory", [False, True]), ("slow", [True, False])])
-def test_a_step_has_to_need_the_memory_of_the_plan_and_to_be_fast(
+@pytest.mark.parametrize(
+    ("fault", "passed"),
+    [("none", [True, True]), ("memory", [False, True]), ("slow", [True, False]), ("fast", [True, False])],
+)
+def test_a_step_has_to_need_the_memory_of_the_plan_and_the_time_of_its_arithmetic(
     try_line: Callable[..., list[Line]], fault: str, passed: list[bool]
 ) -> None:
+    """A step that is faster than its arithmetic shows that this is wrong."""
     lines_of_plan = try_line("plan", fault)
     assert [line.passed for line in lines_of_plan] == passed
-    # 4 sequences of 64 tokens: 24 - 2 weights of 4 bytes that are multiplied, and 1 layer of 2 channels over 64 tokens, 6 operations each.
     if fault == "none":
-        assert f"{6 * 4 * 64 * (22 + 2 * 64) / 0.1 / 1e12:.3g} of 0.001 TFLOP/s" in lines_of_plan[1].number
+        assert lines_of_plan[1].number.startswith("0.100 s, 1.00 of 0.100 s (products 0.060, optimizer 0.040), needs 0.5 to 5 of it; bare")
 
 
 @pytest.mark.parametrize("title", ["weight sync", "weight sync of latent attention"])
@@ -307,35 +327,14 @@ def test_what_a_sleep_frees_is_the_cache_and_the_weights_of_one_gpu(tmp_path: Pa
 
 
 def test_one_rank_alone_has_nothing_to_be_compared_with(try_line: Callable[..., list[Line]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ranks, "count", 1)
+    monkeypatch.setattr(TwoRanks, "count", 1)
     assert [line.passed for line in try_line("layouts")] == [False] * 3
-
-
-def test_new_ranks_do_not_meet_where_others_have_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    met: list[str] = []
-
-    class Silent:
-        def __init__(self, make: Any, **_: Any) -> None:
-            """No process."""
-
-        def call(self, method: str, **arguments: Any) -> Any:
-            met.extend([arguments["init_method"]] if "init_method" in arguments else [])
-            return SimpleNamespace(result=lambda timeout: 0.1)
-
-    monkeypatch.setattr(rank_processes, "Remote", Silent)
-    settings = SimpleNamespace(training=SimpleNamespace(topology=SimpleNamespace(num_ranks=1)))
-    for _ in range(2):
-        ranks = RealRanks(1, directory=tmp_path)
-        ranks.all_reduce(num_bytes=4, repeats=1)
-        ranks.open(settings)  # type: ignore[arg-type]
-        ranks.open(settings)  # type: ignore[arg-type]
-    assert len(met) == len(set(met)) == 6
 
 
 def test_layouts_ask_for_nothing_that_transformer_engine_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
 
-    class Listening(Ranks):
+    class Listening(TwoRanks):
         def open(self, settings: Any) -> None:
             super().open(settings)
             opened.append(settings)
@@ -350,6 +349,26 @@ def test_layouts_ask_for_nothing_that_transformer_engine_refuses(tmp_path: Path,
     assert (len(tried), len(opened) - len(tried)) == (8, 9), "all that torch computes, but windows with cp"
 
 
+@pytest.mark.parametrize("count", [1, 3, 6, 8])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_checkpoint_is_saved_in_a_layout_that_any_number_of_gpus_has(tmp_path: Path, kind: Any, count: int) -> None:
+    opened: list[Any] = []
+
+    class Listening(TwoRanks):
+        def open(self, settings: Any) -> None:
+            super().open(settings)
+            opened.append(settings)
+
+    Listening.count = count
+    node = Node(kind, num_gpus=count, directory=tmp_path)
+    node._ranks = Listening()  # type: ignore[assignment]
+    assert all(line.passed for line in LINES["checkpoints"](node))
+    for settings in opened:
+        topology = Topology.of(settings.training.topology)
+        assert topology.num_ranks <= count
+        check_layout(topology, read_model_spec(settings.model.path), {})
+
+
 def test_an_engine_gets_the_gpu_that_its_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpu(2) == "2"
@@ -357,7 +376,7 @@ def test_an_engine_gets_the_gpu_that_its_rank_has(monkeypatch: pytest.MonkeyPatc
     assert [visible_gpu(number) for number in range(3)] == ["5", "GPU-8", "7"]
 
 
-@pytest.mark.parametrize("error", [EngineError, FileNotFoundError, RuntimeError])
+@pytest.mark.parametrize("error", [EngineError, FileNotFoundError, WorkerDiedError])
 def test_every_line_is_told_whatever_becomes_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:
@@ -368,22 +387,28 @@ def test_every_line_is_told_whatever_becomes_of_the_others(
         yield Line("first half", True, "1")
         raise error("it died")
 
-    monkeypatch.setattr(verdict, "LINES", {"broken": broken, "sound": lambda node: iter([Line("sound", True, "2 GB/s")])})
+    monkeypatch.setattr(Node, "deaths", lambda self: ["rank 1 died of this"])
+
+    monkeypatch.setattr(verdict, "LINES", {"broken": broken, "sound": lambda node: iter([Line("sound", node.num_gpus == 3, "2 GB/s")])})
     monkeypatch.setattr(Node, "close", lambda self: closed.append(True))
-    assert accept(tmp_path, on_cpu=True, only=("broken", "sound")) == 1
+    assert accept(tmp_path, stand_ins=3, only=("broken", "sound")) == 1
     assert len(closed) == 2, "new ranks after a failure, and none at the end"
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[:2] for line in printed[:3]] == [
-        ["PASS", "first half: 1"],
-        ["FAIL", f"broken: {error.__name__}: it died"],
-        ["PASS", "sound: 2 GB/s"],
+    first, *printed = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"logs are in {tmp_path}/acceptance-"), "whatever ends it"
+    # A rank that died is named once.
+    said = [
+        "PASS  first half: 1",
+        f"FAIL  broken: {error.__name__}: it died",
+        *([] if error is WorkerDiedError else ["rank 1 died of this"]),
+        "PASS  sound: 2 GB/s",
     ]
-    assert printed[3].startswith("2 of 3 lines passed")
+    assert [line.partition("  [")[0] for line in printed[:-1]] == said
+    assert printed[-1].startswith("2 of 3 lines passed")
     (result,) = tmp_path.glob(f"*/{RESULT_FILE}")
     written = json.loads(result.read_text())
     assert not written["passed"]
     assert [(line["name"], line["passed"]) for line in written["lines"]] == [("first half", True), ("broken", False), ("sound", True)]
-    assert accept(tmp_path, on_cpu=True, only=("sound",)) == 0
+    assert accept(tmp_path, stand_ins=3, only=("sound",)) == 0
 
 
 def test_a_line_that_hangs_fails_and_lets_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +419,7 @@ def test_a_line_that_hangs_fails_and_lets_the_others_run(tmp_path: Path, monkeyp
     monkeypatch.setattr(verdict, "LINES", {"hangs": hangs, "sound": lambda node: iter([Line("sound", True, "2 GB/s")])})
     monkeypatch.setattr(verdict, "LIMITS_S", {"hangs": 0.02, "sound": 60.0})
     start = time.monotonic()
-    assert accept(tmp_path, on_cpu=True, only=("hangs", "sound")) == 1
+    assert accept(tmp_path, stand_ins=2, only=("hangs", "sound")) == 1
     assert time.monotonic() - start < 30
     (result,) = tmp_path.glob(f"*/{RESULT_FILE}")
     rows = json.loads(result.read_text())["lines"]
@@ -415,15 +440,33 @@ def test_what_ends_the_command_leaves_what_was_found_and_does_not_pass(tmp_path:
     monkeypatch.setattr(verdict, "LINES", {"sound": lambda node: iter([Line("sound", True, "1")]), "interrupted": interrupted})
     monkeypatch.setattr(verdict, "LIMITS_S", {"sound": 60.0, "interrupted": 60.0})
     with pytest.raises(KeyboardInterrupt):
-        accept(tmp_path, on_cpu=True, only=("sound", "interrupted"))
+        accept(tmp_path, stand_ins=2, only=("sound", "interrupted"))
     (result,) = tmp_path.glob(f"*/{RESULT_FILE}")
     written = json.loads(result.read_text())
     assert (written["complete"], written["passed"], len(written["lines"])) == (False, False, 1)
 
 
-def test_without_a_gpu_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_it_cannot_run_it_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(verdict.torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UserError, match="found no GPU here"):
-        accept(tmp_path, on_cpu=False)
+        accept(tmp_path)
     assert main(["doctor", "--on-cpu"]) == 2
     assert "add --gpu" in capsys.readouterr().err
+    monkeypatch.setattr(verdict.torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(UserError, match="--on-cpu was given on a machine with 8 GPUs; leave it out, or hide them"):
+        accept(tmp_path, stand_ins=2)
+
+
+@pytest.mark.parametrize(("words", "count"), [([], 0), (["--on-cpu"], 2), (["--on-cpu", "6"], 6), (["--on-cpu=3", "--directory", "x"], 3)])
+def test_so_many_processes_stand_for_gpus(monkeypatch: pytest.MonkeyPatch, words: list[str], count: int) -> None:
+    given: list[int] = []
+
+    def accepted(directory: Path, *, stand_ins: int) -> int:
+        given.append(stand_ins)
+        return 0
+
+    monkeypatch.setattr(verdict, "accept", accepted)
+    assert main(["doctor", "--gpu", *words]) == 0
+    assert given == [count]

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -82,16 +81,6 @@ def test_activations_are_recomputed_only_where_the_plan_needs_it(tmp_path: Path,
         assert said == way
         recomputed = None if settings is None else bool(settings.model.megatron)
         assert recomputed == {"nothing recomputed": False, "full recompute": True}.get(way)
-
-
-def test_operations_of_a_step_are_those_of_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    sizes = {"hidden_size": 2, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 5, "num_key_value_heads": 2}
-    sizes |= {"intermediate_size": 7, "vocab_size": 11}
-    # Of each layer q and output, keys and values, gate, up and down; the head.
-    weights = 3 * (2 * (2 * 20) + 2 * (2 * 10) + 3 * 2 * 7) + 2 * 11
-    expected = sum(6 * weights * length + 3 * 3 * (2 * 2 * 20 * length**2 / 2) for length in (13, 17))
-    assert importlib.import_module("gpu_system").model_flops(sizes, np.array([13, 17])) == expected
 
 
 def test_a_peer_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,18 +14,19 @@ REQUIREMENTS = ROOT / "tools" / "requirements"
 
 
 def check(
-    tmp_path: Path, *, driver: str = "580.65.06", cuda: str | None = "13.0", glibc: str = "2.35", **environment: str
+    tmp_path: Path, *, driver: str | None = "580.65.06", cuda: str | None = "13.0", glibc: str = "2.35", **environment: str
 ) -> tuple[int, str]:
-    """Exit status and output of `setup_env.sh --check` on a machine with a GPU, `driver`, nvcc of `cuda` and `glibc`."""
+    """Exit status and output of `setup_env.sh --check` on a machine with a GPU, `driver`, nvcc of `cuda` and `glibc`; None is missing."""
     programs = tmp_path / "bin"
     programs.mkdir()
     stand_ins = {
-        "nvidia-smi": f'case $1 in -L) echo "GPU 0: NVIDIA H100" ;; *) echo {driver} ;; esac',
         "getconf": f"echo glibc {glibc}",
         "python3.11": f'[ "$1" = --version ] && echo "Python of 3.11" || exec {sys.executable} "$@"',
         "python3.12": f'[ "$1" = --version ] && echo "Python of 3.12" || exec {sys.executable} "$@"',
         "df": "printf 'header\\nx 1 1 99999999 1%% /\\n'",
     }
+    if driver is not None:
+        stand_ins["nvidia-smi"] = f'case $1 in -L) echo "GPU 0: NVIDIA H100" ;; *) echo {driver} ;; esac'
     if cuda is not None:
         stand_ins["nvcc"] = f'echo "Cuda compilation tools, release {cuda}, V{cuda}.48"'
     for name, body in stand_ins.items():
@@ -59,12 +61,13 @@ def test_gpu_machines_get_the_newest_python_and_cpu_machines_the_tested_one(tmp_
     ("machine", "sentence"),
     [
         ({"driver": "570.172.08"}, "the NVIDIA driver is 570.172.08, and CUDA 13 needs 580 or newer"),
+        ({"driver": None, "DEVICE": "gpu"}, "the NVIDIA driver is not found, and CUDA 13 needs 580 or newer"),
         ({"cuda": None}, "nvcc is not on PATH"),
         ({"cuda": "12.8"}, "nvcc is of CUDA 12, and torch of this stack is built for CUDA 13"),
         ({"glibc": "2.31"}, "this system has glibc 2.31, and SGLang's wheels need 2.34"),
     ],
 )
-def test_what_would_fail_late_is_said_first(tmp_path: Path, machine: dict[str, str], sentence: str) -> None:
+def test_what_would_fail_late_is_said_first(tmp_path: Path, machine: dict[str, Any], sentence: str) -> None:
     status, text = check(tmp_path, **machine)
     assert (status, sentence in text, len(text.splitlines())) == (1, True, 1), text
 
@@ -77,6 +80,22 @@ def test_a_toolkit_is_only_needed_to_compile(tmp_path: Path) -> None:
 def test_unknown_options_are_refused() -> None:
     done = subprocess.run(["bash", "tools/setup_env.sh", "--chek"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, "'--chek' is not an option" in done.stderr) == (1, True)
+
+
+def test_transformer_engine_is_compiled_after_what_its_build_needs_and_has_to_import(tmp_path: Path) -> None:
+    """Into an environment that is there already, whose interpreter only notes what it is asked for."""
+    check(tmp_path)
+    python, record = tmp_path / "venv" / "bin" / "python", tmp_path / "record"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || echo "$*" >> {record}\n')
+    python.chmod(0o755)
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv")}
+    done = subprocess.run(["bash", "tools/setup_env.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = record.read_text().splitlines()
+    needs, engine = (next(index for index, step in enumerate(steps) if name in step) for name in ("gpu-build-needs.txt", "gpu-build.txt"))
+    assert needs < engine and "--no-build-isolation" in steps[engine]
+    assert steps[-1] == "- torch transformers ray megatron.core sglang transformer_engine.pytorch"
 
 
 @pytest.mark.slow

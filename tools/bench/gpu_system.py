@@ -29,13 +29,13 @@ from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.planning.gpus import Gpu
 from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.types import Ints
 from megatron_rl.weights.bucket import BUCKET_BYTES
 from megatron_rl.weights.sync import TRANSPORTS
 
 with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.planning.run_plan import plan_layouts
+    from megatron_rl.planning.step_time import Flops, ModelSize
     from megatron_rl.runtime.colocation import SharedDevices, Turn
     from megatron_rl.runtime.watchdog import Watchdog
     from megatron_rl.training.offload import PARTS
@@ -70,14 +70,6 @@ REHEARSED = Sizes(("small",), (128, 256), "small", 2**22, (4, 2, 8))
 # Train steps
 
 
-def model_flops(model: Mapping[str, Any], lengths: Ints) -> float:
-    """Floating-point operations of forward and backward: 6 per weight and token, and causal attention's two products."""
-    hidden, layers, width = model["hidden_size"], model["num_hidden_layers"], model["num_attention_heads"] * model["head_dim"]
-    kv_width = model["num_key_value_heads"] * model["head_dim"]
-    weights = layers * hidden * (2 * width + 2 * kv_width + 3 * model["intermediate_size"]) + hidden * model["vocab_size"]
-    return float(6.0 * weights * lengths.sum() + 6.0 * layers * width * (lengths.astype(np.float64) ** 2).sum())
-
-
 def bench_training(node: Node, sizes: Sizes) -> None:
     """Print MFU, tokens/s and memory of data parallel train steps on all GPUs; published figures beside."""
     print(f"train steps on {node.num_gpus} ranks, {node.dtype}, {MICRO_BATCHES} micro-batches each; published: {PUBLISHED['training']}")
@@ -104,7 +96,7 @@ def _train_case(node: Node, name: str, model: Path, tokens: int) -> str:
     node.ranks.call("train", batch=batch)
     seconds = min(max(metrics["seconds"] for metrics in node.ranks.call("train", batch=batch)) for _ in range(TURNS))
     peak = max(map(sum, zip(node.ranks.call("state_bytes"), node.ranks.call("peak_of_step", batch=batch), strict=True)))
-    speed = model_flops(MODELS[name], lengths) / seconds / node.num_gpus
+    speed = Flops.of(ModelSize.of(read_model_spec(model)), lengths).of_model / seconds / node.num_gpus
     possible = next((flops for gpu, flops in GPU_PEAK_FLOPS.items() if gpu in device_name(node)), None)
     mfu = "unknown, no peak FLOP/s for this device" if possible is None else f"{speed / possible:.1%}"
     rate = lengths.sum() / seconds

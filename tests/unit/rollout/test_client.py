@@ -5,6 +5,7 @@ import base64
 import gc
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -364,17 +365,27 @@ def test_a_failure_reported_with_status_200_is_an_error() -> None:
         talk(handler, lambda client: client.receive_bucket(["a"], dtypes=["float32"], shapes=[[1]], group="g"))
 
 
-@pytest.mark.parametrize("call", ["generate", "version"])
+WAITS: dict[str, Callable[[EngineClient], Awaitable[Any]]] = {
+    "generate": lambda client: client.generate(np.array([1]), sampling=ONE),
+    "version": lambda client: client.weight_version(),
+    "bucket": lambda client: client.receive_bucket(["a"], dtypes=["float32"], shapes=[[1]], group="g", version=1),
+    "shared bucket": lambda client: client.take_bucket(["handle"], version=1),
+    "files": lambda client: client.load_weights(Path("weights"), version=1),
+    "release": lambda client: client.release_memory(["weights"]),
+    "restore": lambda client: client.restore_memory(["weights"]),
+}
+
+
+@pytest.mark.parametrize("call", WAITS)
 def test_every_wait_has_a_deadline(call: str) -> None:
+    """That of the client: a sync of a large model may take any time, and none has a deadline of its own."""
+
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await asyncio.sleep(30)
         return web.Response()
 
-    def work(client: EngineClient) -> Awaitable[Any]:
-        return client.generate(np.array([1]), sampling=ONE) if call == "generate" else client.weight_version()
-
     with pytest.raises(DeadlineError, match=r"did not answer .* within 0\.2 s"):
-        talk(handler, work, timeout_s=0.2)
+        talk(handler, WAITS[call], timeout_s=0.2)
 
 
 def test_a_bucket_sets_the_version_and_forgets_prefixes_only_at_the_end() -> None:

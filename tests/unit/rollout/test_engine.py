@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.settings import RolloutSettings
-from megatron_rl.errors import DeadlineError, EngineError, EngineKilledError
+from megatron_rl.errors import DeadlineError, EngineError, EngineKilledError, UserError
 from megatron_rl.rollout import engine as module
 from megatron_rl.rollout.engine import Engine
 
@@ -107,6 +107,13 @@ def test_an_engine_does_not_get_what_is_meant_for_the_memory_of_ranks(tmp_path: 
     environment = environment_of(tmp_path, device_kind="cpu")
     assert not [name for name in environment if name.endswith("ALLOC_CONF")]
     assert environment["SOMETHING_ELSE"] == "1" and "NCCL_NVLS_ENABLE" not in environment
+
+
+def test_an_engine_does_not_start_with_a_variable_that_changes_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nobody checked the settings before: with this one log-probs would be those before the temperature."""
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    with pytest.raises(UserError, match="the environment has SGLANG_RETURN_ORIGINAL_LOGPROB=1"):
+        environment_of(tmp_path, device_kind="cuda")
 
 
 def test_an_engine_sets_up_nccl_as_ranks_do_and_meets_on_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,6 +278,22 @@ def test_an_engine_on_another_host_is_refused() -> None:
         plan.open(Source(), rank=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("reason", "kind", "sentence"),
+    [
+        ("No space left on device", UserError, r"/dev/shm has no room for a bucket of 20 bytes of weights; give it more .* to disk"),
+        ("Permission denied", RuntimeError, "Permission denied"),
+    ],
+)
+def test_no_room_in_shared_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch, reason: str, kind: type[Exception], sentence: str) -> None:
+    def refuse(num_bytes: int) -> None:
+        raise RuntimeError(f"unable to allocate shared memory(shm) for file </torch_1>: {reason} (28)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_using_filename_cpu", refuse)
+    with pytest.raises(kind, match=sentence):
+        allocate_shared(20, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("name", ipc.ALLOCATOR_VARIABLES)
 def test_memory_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:64")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.models import packed_sequences as module
 from megatron_rl.models.attention.attention_plan import local_positions, plan_attention, with_window
 from megatron_rl.models.attention.packed import attend
 from megatron_rl.models.packed_sequences import packed_sequences
@@ -161,6 +162,15 @@ def test_values_of_another_sequence_do_not_matter():
     changed = (attend(query, key, value, plan) != before).flatten(1).any(1)
     assert changed[:7].all()
     assert not changed[7:].any()
+
+
+def test_index_arrays_are_made_when_they_are_first_asked_for(monkeypatch):
+    """Transformer Engine never asks, and each of them is a copy to the GPU."""
+    made = []
+    monkeypatch.setattr(module, "plan_attention", lambda *_, **__: made.append(1) or "plan")
+    packed = packed_sequences(offsets([5, 9]))
+    assert made == []
+    assert (packed.plan, packed.plan, made) == ("plan", "plan", [1])
 
 
 def test_windows_are_made_once_and_a_window_that_hides_nothing_costs_nothing():

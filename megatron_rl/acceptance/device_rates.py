@@ -1,0 +1,91 @@
+"""What a device does in bare work of a model's shapes: the rates from which `planning.step_time` foretells a step."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_rl.device import Device, quiet_megatron_imports
+
+with quiet_megatron_imports():
+    from megatron_rl.models.model_spec import ModelSpec
+    from megatron_rl.models.weight_table import rules
+    from megatron_rl.planning.step_time import Flops, ModelSize, Rates
+
+TURNS, CALLS = 5, 3
+COPIED_BYTES = {"cuda": 2**30, "cpu": 2**26}
+"""More than any cache holds."""
+
+
+def device_rates(spec: ModelSpec, *, num_tokens: int, length: int, dtype: str, device: Device) -> Rates:
+    """The rates of `device` at micro-batches of `num_tokens` tokens in sequences of `length`.
+
+    Collective over the default group: its ranks sum a buffer, and share in all of it what they share in a step.
+    """
+    options = {"dtype": getattr(torch, dtype), "device": device.torch_device}
+    source = torch.ones(COPIED_BYTES[device.kind] // 4, device=device.torch_device)
+    target, world = torch.empty_like(source), dist.get_world_size()
+    copied = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+    sent = math.inf
+    if world > 1:
+        sent = 2 * (world - 1) / world * source.nbytes / _seconds(lambda: dist.all_reduce(source), device)
+    return Rates(
+        products=_product_rate(spec, num_tokens, device, options),
+        attention=_attention_rate(spec, num_tokens // length, length, device, options),
+        memory=copied,
+        node=sent,
+        network=sent,
+    )
+
+
+def now(device: Device) -> float:
+    """Seconds when the work of `device` so far is done; on a CPU, which others share, those that it gave to this process."""
+    if device.kind == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device.torch_device)
+    return time.perf_counter()
+
+
+def _seconds(work: Callable[[], object], device: Device) -> float:
+    """Seconds of a call in the fastest turn, after one to warm up."""
+
+    def turn() -> float:
+        start = now(device)
+        for _ in range(CALLS):
+            work()
+        return (now(device) - start) / CALLS
+
+    return min([turn() for _ in range(1 + TURNS)][1:])
+
+
+def _product_rate(spec: ModelSpec, num_tokens: int, device: Device, options: dict[str, Any]) -> float:
+    """Operations a second of the products of the first layer, forward and backward, one matrix after the other."""
+    found = [rule.tensors for rule in rules(spec) if rule.megatron.startswith("decoder.layers.0.") and len(rule.tensors[0].shape) > 1]
+    matrices = [(sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]) for tensors in found]
+    cases = [(torch.randn(num_tokens, columns, **options), torch.randn(rows, columns, **options)) for rows, columns in matrices]
+    gradients = [torch.randn(num_tokens, rows, **options) for rows, _ in matrices]
+
+    def work() -> None:
+        for (given, weight), gradient in zip(cases, gradients, strict=True):
+            torch.mm(given, weight.t())
+            torch.mm(gradient, weight)
+            torch.mm(gradient.t(), given)
+
+    return 6.0 * num_tokens * sum(rows * columns for rows, columns in matrices) / _seconds(work, device)
+
+
+def _attention_rate(spec: ModelSpec, count: int, length: int, device: Device, options: dict[str, Any]) -> float:
+    """Operations a second of torch's own causal attention, forward and backward."""
+    shapes = [(spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.value_dim)]
+    query, key, value = (torch.randn(count, heads, length, channels, **options).requires_grad_() for heads, channels in shapes)
+
+    def work() -> None:
+        F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).sum().backward()
+
+    flops = Flops.of(ModelSize.of(spec), np.full(count, length))
+    return flops.scores(recompute=None) / spec.num_layers / _seconds(work, device)

@@ -1,0 +1,219 @@
+"""Seconds of an optimizer step by arithmetic: what a rank computes, moves in memory and exchanges, over the rates of a device.
+
+The parts are added: nothing overlaps. Kernels start without a pause, ranks and experts are evenly loaded, so a real step takes longer; how
+much longer, nobody can say without the device. Other passes over a batch, for old log-probs or a reference, are not of the step.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from megatron_rl.config.derived import derive
+from megatron_rl.config.settings import Settings
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.weight_table import Sharding, rules
+from megatron_rl.planning.run_plan import count_micro_batches
+from megatron_rl.training.topology import Topology
+from megatron_rl.types import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Numbers of a model: `dense` parameters, which every expert parallel rank has, those of all `experts`, and in the layers the weights
+    with which a token is `multiplied`: matrices, of experts those that it takes.
+    """
+
+    spec: ModelSpec
+    dense: int
+    experts: int
+    multiplied: float
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "ModelSize":
+        """Those of `spec`, by the weight table."""
+        sizes = {False: 0, True: 0}
+        matrices = {False: 0, True: 0}
+        for rule in rules(spec):
+            size = sum(prod(tensor.shape) for tensor in rule.tensors) if rule.exported else 0
+            sizes[rule.of_expert] += size
+            if rule.sharding is not Sharding.VOCABULARY and len(rule.tensors[0].shape) > 1:
+                matrices[rule.of_expert] += size
+        taken = spec.moe.num_experts_per_token / spec.moe.num_experts if spec.moe is not None else 0.0
+        return cls(spec, sizes[False], sizes[True], matrices[False] + matrices[True] * taken)
+
+    @property
+    def kept(self) -> int:
+        """Numbers that one token leaves in a layer for its backward pass, on all tensor parallel ranks together."""
+        spec, moe = self.spec, self.spec.moe
+        attention = (
+            4 * spec.hidden_size + 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 2 * spec.num_heads * spec.value_dim
+        )
+        if moe is None:
+            return attention + 3 * spec.ffn_hidden_size
+        return attention + moe.num_experts_per_token * (5 * spec.hidden_size + 3 * moe.ffn_hidden_size) + 3 * moe.shared_ffn_hidden_size
+
+
+def causal_pairs(lengths: Ints, *, window: int | None = None) -> float:
+    """Queries with each of the keys that they see, in sequences of `lengths` [S] tokens: all up to themselves, or the last `window`."""
+    seen = lengths.astype(np.float64) if window is None else np.minimum(lengths, window).astype(np.float64)
+    return float((seen * (seen + 1) / 2 + (lengths - seen) * seen).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations of a forward pass on all ranks together: products with the weights of `layers` and of the `head`, and
+    the two products of causal `attention`.
+    """
+
+    layers: float
+    attention: float
+    head: float
+
+    @classmethod
+    def of(cls, size: ModelSize, lengths: Ints, *, num_targets: int | None = None) -> "Flops":
+        """Of sequences of `lengths` [S] tokens, at `num_targets` of which the head runs (all when not given).
+
+        2 for every weight and token, and for every pair and channel.
+        """
+        spec, windows = size.spec, len(size.spec.sliding_layers)
+        pairs = (spec.num_layers - windows) * causal_pairs(lengths) + windows * causal_pairs(lengths, window=spec.sliding_window)
+        return cls(
+            layers=2.0 * size.multiplied * float(lengths.sum()),
+            attention=2.0 * pairs * spec.num_heads * (spec.head_dim + spec.value_dim),
+            head=2.0 * (float(lengths.sum()) if num_targets is None else num_targets) * spec.vocab_size * spec.hidden_size,
+        )
+
+    @property
+    def of_model(self) -> float:
+        """Forward and backward as MFU counts them: two forward passes for a backward pass, nothing twice (PaLM, appendix B)."""
+        return 3 * (self.layers + self.attention + self.head)
+
+    def products(self, *, recompute: str | None) -> float:
+        """Forward and backward with weights; the head's logits are made twice, all layers' products with `recompute` "full"."""
+        return (3 + (recompute == "full")) * self.layers + 4 * self.head
+
+    def scores(self, *, recompute: str | None) -> float:
+        """Forward and backward of attention, whose backward pass makes the scores again (FlashAttention-2, section 4.1: 2.5 times)."""
+        return (3.5 + (recompute is not None)) * self.attention
+
+
+def full_lengths(settings: Settings) -> Ints:
+    """Tokens [S] of the sequences of an optimizer step when all have the greatest length."""
+    longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
+    return np.full(derive(settings).sequences_per_optimizer_step, longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A device's: operations a second in bare `products` and bare `attention`, bytes a second that a copy reads and writes in `memory`,
+    bytes a second that a rank sends in a collective within a `node` and over the `network`.
+    """
+
+    products: float
+    attention: float
+    memory: float
+    node: float
+    network: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An optimizer step of `num_tokens` tokens and `flops` on the ranks of `topology`, `per_node` of which share a node.
+
+    Each data parallel rank has `num_micro_batches`. Numbers of parameters and activations have `itemsize` bytes, those of gradients and of
+    the optimizer 4. `recompute` is megatron-core's granularity; a "selective" one is counted as attention's.
+    """
+
+    size: ModelSize
+    flops: Flops
+    topology: Topology
+    num_tokens: int
+    num_micro_batches: int
+    itemsize: int = 2
+    recompute: str | None = None
+    distributed_optimizer: bool = False
+    per_node: int = 8
+
+    @classmethod
+    def of(cls, settings: Settings, size: ModelSize, flops: Flops, *, per_node: int, itemsize: int = 2) -> "Step":
+        """That of `settings` when all sequences have the greatest length, those of `full_lengths`."""
+        topology = Topology.of(settings.training.topology)
+        return cls(
+            size,
+            flops,
+            topology,
+            num_tokens=int(full_lengths(settings).sum()),
+            num_micro_batches=count_micro_batches(settings, topology),
+            itemsize=itemsize,
+            recompute=settings.model.megatron.get("recompute_granularity"),
+            distributed_optimizer=any(
+                fields.get("use_distributed_optimizer") for fields in (settings.training.optimizer, settings.training.ddp)
+            ),
+            per_node=per_node,
+        )
+
+    def parts(self, rates: Rates) -> dict[str, float]:
+        """Seconds of each part on a rank. Stages wait for the first and last micro-batches of the others (Narayanan et al. 2021)."""
+        ranks, stretched = self.topology.num_ranks, 1 + (self.topology.pp - 1) / self.num_micro_batches
+        return {
+            "products": self.flops.products(recompute=self.recompute) / ranks / rates.products * stretched,
+            "attention": self.flops.scores(recompute=self.recompute) / ranks / rates.attention * stretched,
+            "activations": self.activation_bytes() / rates.memory * stretched,
+            "optimizer": self.state_bytes() / rates.memory,
+            "messages": sum(sent / (rates.node if near else rates.network) for sent, near in self.messages()),
+        }
+
+    def activation_bytes(self) -> float:
+        """Bytes that a rank reads and writes between products.
+
+        Forward writes what is kept and reads it, backward reads it again, and writes and reads its gradient; what is recomputed is written
+        and read once more. Logits are read twice, and their gradient is written.
+        """
+        spec, ranks = self.size.spec, self.topology.num_ranks
+        layers = (7 if self.recompute == "full" else 5) * self.num_tokens * spec.num_layers * self.size.kept
+        logits = 3 * self.flops.head / (2 * spec.hidden_size)
+        return self.itemsize * (layers + logits) / ranks
+
+    def state_bytes(self) -> float:
+        """Bytes that a rank reads and writes of its gradients and its optimizer's state.
+
+        Each micro-batch adds a gradient to a sum, which begins as zeros. The step reads it for its norm, scales it, and reads it with the
+        weight and two moments, which are written back; a weight of other than 4 bytes is a copy that is written, too.
+        """
+        held = self.held()
+        sums = sum(count for count, _ in held) * (4 + self.num_micro_batches * (8 + self.itemsize))
+        updated = sum(count / (copies if self.distributed_optimizer else 1) for count, copies in held)
+        return sums + updated * (4 + 8 + 4 + 8 + 16 + (self.itemsize if self.itemsize != 4 else 0))
+
+    def held(self) -> list[tuple[float, int]]:
+        """Parameters of a rank, dense ones and experts, and how many ranks have each."""
+        one = self.topology
+        return [
+            (self.size.dense / (one.tp * one.pp), one.dp * one.cp),
+            (self.size.experts / (one.etp * one.ep * one.pp), one.expert_dp),
+        ]
+
+    def messages(self) -> list[tuple[float, bool]]:
+        """Bytes that a rank sends for each kind of parallelism, and whether they stay in a node.
+
+        Tensor parallel passes gather and scatter twice in a layer; context parallel ones pass keys and values on, backward with their
+        gradients; expert parallel ones send tokens there and back. Gradients are summed over copies: once around and once back, the
+        distributed optimizer's way back with weights.
+        """
+        one, spec = self.topology, self.size.spec
+        passes = 3 if self.recompute == "full" else 2
+        here = self.itemsize * self.num_tokens / (one.dp * one.cp) * spec.num_layers / one.pp
+        keys = spec.num_kv_heads * (spec.head_dim + spec.value_dim) / one.tp
+        found = [
+            (passes * here * 4 * spec.hidden_size * (one.tp - 1) / one.tp, one.tp),
+            ((passes + 1) * here * keys * (one.cp - 1), one.tp * one.cp),
+        ]
+        if spec.moe is not None:
+            sent = 2 * spec.moe.num_experts_per_token * spec.hidden_size / one.tp
+            found.append((passes * here * sent * (one.ep - 1) / one.ep, one.etp * one.ep))
+        back = self.itemsize if self.distributed_optimizer else 4
+        widths = (one.tp * one.cp * one.dp, one.etp * one.ep * one.expert_dp)
+        for (count, copies), width in zip(self.held(), widths, strict=True):
+            found.append((count * (4 + back) * (copies - 1) / copies, width))
+        return [(sent, width <= self.per_node) for sent, width in found]
