@@ -6,15 +6,16 @@
 #
 # --style stops after style and types: what pre-commit runs.
 # --wide adds the tests marked slow, among them the whole matrix of layouts (tests/dist/README.md), whose table is printed and, where
-# MATRIX_FILE names a file, written. pytest arguments, such as -k packing or -x, go to every group of tests.
+# MATRIX_FILE names a file, written; and it runs the gate's tests of several ranks once more under NCCL's rules (tests/rehearsal).
+# pytest arguments, such as -k packing or -x, go to every group of tests.
 # GPU tests run where there is a GPU. About 20 minutes on 2 cores; every section is run even when an earlier one fails.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 marks="not slow"
-only_style=no
+only_style=no wide=no
 case ${1:-} in
-    --wide) marks="(slow or not slow)" && shift ;;
+    --wide) marks="(slow or not slow)" wide=yes && shift ;;
     --style) only_style=yes && shift ;;
 esac
 [ -n "$(nvidia-smi -L 2>/dev/null)" ] || marks="$marks and not gpu"
@@ -46,6 +47,12 @@ tests() {
     python -m pytest -q -m "$marks" --durations=5 "$@" || status=$?
     [ "$status" -eq 0 ] || { [ "$status" -eq 5 ] && [ "$narrowed" = yes ]; }
 }
+# Ranks on pretended GPUs, so not those that need real ones; the tables are of the run before.
+under_nccl_rules() (
+    unset MATRIX_FILE LAYOUT_CHANGES_FILE
+    marks="not slow and not gpu"
+    tests --nccl-rules tests/dist "$@"
+)
 narrowed=no
 [ $# -eq 0 ] || narrowed=yes
 
@@ -60,6 +67,7 @@ if [ "$only_style" = no ]; then
     section "trainer tests" tests "${at_once[@]}" tests/trainer "$@"
     section "contract tests" tests tests/contract "$@"
     section "multi-process tests" tests tests/dist "$@"
+    [ "$wide" = no ] || section "multi-process tests under NCCL's rules" under_nccl_rules "$@"
     section "end-to-end tests" tests tests/e2e "$@"
 fi
 

@@ -288,7 +288,7 @@ def _planned_bytes(node: Node, spec: ModelSpec, settings: Settings) -> int:
     if answer.refused is not None:
         raise MegatronRLError(f"the plan refused the layout: {answer.refused}")
     (stage,) = stage_memories(planned_as, answer, frees_outputs=fused)
-    return stage.activations + max(stage.logits, stage.working)
+    return stage.trained
 
 
 def checkpoints(node: Node) -> Iterator[Line]:

@@ -22,24 +22,26 @@ from megatron_rl.errors import MegatronRLError, UserError
 
 if TYPE_CHECKING:
     from megatron_rl.models.model_spec import ModelSpec
-    from megatron_rl.planning.rank import RankMemory
+    from megatron_rl.planning.rank import RankMemory, TeacherMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One layout to measure: `fused` for a GPU with fused kernels, otherwise as on the CPU."""
+    """One layout to measure: `fused` for a GPU with fused kernels, otherwise as on the CPU. `teacher` is the one that is distilled."""
 
     settings: Settings
     spec: "ModelSpec"
     fused: bool
+    teacher: "ModelSpec | None" = None
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Memory of each pipeline stage's first rank, of the policy and, where there is one, of the critic; or why there is none."""
+    """Memory of each pipeline stage's first rank, of the policy and, where there are such, of critic and teacher; or why there is none."""
 
     policy: "tuple[RankMemory, ...]" = ()
     critic: "tuple[RankMemory, ...]" = ()
+    teacher: "tuple[TeacherMemory, ...]" = ()
     refused: str | None = None
 
 
@@ -64,13 +66,14 @@ def measure(jobs: Sequence[Job]) -> list[Answer]:
 def answer(job: Job) -> Answer:
     """Measure one layout in this process, which `prepare` has made ready."""
     with quiet_megatron_imports():
-        from megatron_rl.planning.stages import measure_stages
+        from megatron_rl.planning.stages import measure_stages, measure_teacher_stages
     try:
         policy = measure_stages(job.settings, job.spec, fused=job.fused, critic=False)
         critic = measure_stages(job.settings, job.spec, fused=job.fused, critic=True) if job.settings.has_critic else ()
+        teacher = () if job.teacher is None else measure_teacher_stages(job.settings, job.teacher, fused=job.fused)
     except UserError as error:
         return Answer(refused=str(error))
-    return Answer(policy, critic)
+    return Answer(policy, critic, teacher)
 
 
 def prepare() -> None:

@@ -4,6 +4,7 @@ Legend: T tokens of a micro-batch on this rank, n tokens that a router sees, E e
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ from megatron_rl.training.critic import critic_optimizer
 from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_rl.training.offload import ModelMemory, page_locked_bytes, piece_sizes
 from megatron_rl.training.passes import Policy
+from megatron_rl.training.teacher import build_teacher, teacher_tensors
 from megatron_rl.training.topology import Place, Topology
 from megatron_rl.training.trained_model import TrainedModel, build_trained_model
 from megatron_rl.types import TrainBatch
@@ -80,6 +82,18 @@ class RankMemory:
         return max(chunk.head for chunk in self.chunks)
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherMemory:
+    """One rank's bytes for a teacher: `weights` and the `forward` pass beside them while it is asked, nothing on the GPU otherwise.
+
+    `resting` is the weights' page-locked host memory, which is kept throughout.
+    """
+
+    weights: int
+    forward: int
+    resting: int
+
+
 def full_batch(settings: Settings, topology: Topology) -> TrainBatch:
     """The largest micro-batch: sequences of the greatest length that fill the token budget, every token but the first trainable."""
     unit = sequence_multiple(topology.cp)
@@ -123,7 +137,7 @@ def measure_rank(
     )
     memory = ModelMemory(model)
     parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
-    expert_gradients = _balance_experts(model, fused=fused)
+    expert_gradients = _balance_experts(model.chunks, fused=fused)
     policy = Policy(model.chunks, Place.here(), vocab_size=spec.vocab_size, temperature=1.0)
     micro_batch = _micro_batch(batch, topology, policy.place, on=parameters[0].device)
     with MemoryTracker() as tracker:
@@ -145,6 +159,40 @@ def measure_rank(
     )
 
 
+def measure_teacher(
+    settings: Settings, spec: ModelSpec, topology: Topology, *, device: Device, batch: TrainBatch, fused: bool
+) -> TeacherMemory:
+    """Build this process's rank of the teacher of `spec` and ask it for the log-probs of the micro-batch `batch`.
+
+    Where and with what errors as `measure_rank`.
+    """
+    chunks = build_teacher(settings.model, settings.training.topology, spec, device=device)
+    weights = sum(tensor.nbytes for tensor in teacher_tensors(chunks))
+    _balance_experts(chunks, fused=fused)
+    policy = Policy(chunks, Place.here(), vocab_size=spec.vocab_size, temperature=1.0)
+    micro_batch = _micro_batch(batch, topology, policy.place, on=next(chunks[0].parameters()).device)
+    with MemoryTracker() as tracker, torch.no_grad():
+        forward = max(_ask_chunk(chunk, policy, micro_batch, tracker) for chunk in chunks)
+    return TeacherMemory(weights=weights, forward=forward, resting=page_locked_bytes(piece_sizes(weights)))
+
+
+def _ask_chunk(chunk: PolicyModel, policy: Policy, micro_batch: MicroBatch, tracker: MemoryTracker) -> int:
+    """The most bytes that a chunk takes for a forward pass without gradients, with the log-probs behind the last one."""
+    before = tracker.live
+    tracker.reset_peak()
+    chunk.eval()
+    outputs: list[Tensor] = []
+    # The schedule holds the output of a micro-batch until it is done with the next one.
+    for _ in range(2):
+        if not chunk.pre_process:
+            chunk.set_input_tensor(_received(chunk, micro_batch))
+        outputs.append(forward_selected(chunk, micro_batch.input_ids, micro_batch.position_ids, micro_batch.packed, micro_batch.positions))
+        if chunk.post_process:
+            policy.statistics(outputs[-1], micro_batch, with_entropy=False)
+    chunk.set_input_tensor(None)
+    return tracker.peak - before
+
+
 def _micro_batch(batch: TrainBatch, topology: Topology, place: Place, *, on: torch.device) -> MicroBatch:
     """The whole batch as one micro-batch; its targets are real numbers, as the statistics look at them."""
     micro_batch = make_micro_batch(batch, np.arange(batch.num_sequences), topology=topology, place=place, device=on)
@@ -161,10 +209,10 @@ def _in_stage(parameter: Tensor, topology: Topology) -> int:
     return parameter.numel() * (width if split else 1) * (topology.ep if expert else 1)
 
 
-def _balance_experts(model: TrainedModel, *, fused: bool) -> int:
+def _balance_experts(chunks: Sequence[torch.nn.Module], *, fused: bool) -> int:
     """Let all experts take equally many tokens, `fused` in one product; bytes of weight gradients that such a product makes besides."""
     others = 0
-    for module in (module for chunk in model.chunks for module in chunk.modules()):
+    for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, TopKRouter):
             module.register_forward_hook(_balance)
         elif isinstance(module, SequentialMLP) and fused:

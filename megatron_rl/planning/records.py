@@ -24,7 +24,8 @@ class StageMemory:
     `num_parameters` are those on this rank, `stage_parameters` of all tensor- and expert-parallel ranks of the stage. `gradients` are
     DDP's buffers, `optimizer` main weights and moments, `activations` those of the `in_flight` micro-batches, `logits` the peak of the
     language model head and its statistics (last stage), `working` what a layer's backward, or the optimizer step, needs for a moment,
-    `reserved` the CUDA context, NCCL's buffers and fragmentation. `host` is main memory.
+    `reserved` the CUDA context, NCCL's buffers and fragmentation. `teacher` are the weights and the forward pass of a teacher, which is
+    asked before there are activations. `host` is main memory.
     """
 
     stage: int
@@ -38,6 +39,7 @@ class StageMemory:
     activations: int
     logits: int
     working: int
+    teacher: int
     reserved: int
     host: int
     largest_collective: Collective
@@ -49,8 +51,18 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """The most that this rank uses at one time; head and backward take turns."""
-        return self.state + self.activations + max(self.logits, self.working) + self.reserved
+        """The most that this rank uses at one time; head and backward take turns, and so do a teacher and the training."""
+        return self.state + max(self.trained, self.teacher) + self.reserved
+
+    @property
+    def trained(self) -> int:
+        """What an optimizer step takes besides the state."""
+        return self.activations + max(self.logits, self.working)
+
+    @property
+    def asks_most(self) -> bool:
+        """Whether asking the teacher takes more than an optimizer step."""
+        return self.teacher > self.trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +126,8 @@ class RunPlan:
     def verdict(self) -> str:
         """One line: whether it fits, and by how much on the fullest rank."""
         full, room = self.fullest, self.gpu.memory_bytes
-        used = f"{gib(self.peak)} of {gib(room)} GiB on the fullest rank (stage {full.stage}), {gib(full.activations)} GiB for activations"
+        most = f"{gib(full.teacher)} GiB for the teacher" if full.asks_most else f"{gib(full.activations)} GiB for activations"
+        used = f"{gib(self.peak)} of {gib(room)} GiB on the fullest rank (stage {full.stage}), {most}"
         if self.peak > room:
             return f"does not fit: {used}; {gib(self.peak - room)} GiB too much"
         if self.engine is not None and not self.engine.fits:
@@ -152,22 +165,23 @@ class RunPlan:
 
 
 def _stage_table(stages: Sequence[StageMemory]) -> Table:
+    distilled = any(stage.teacher for stage in stages)
     header = ("stage", "layers", "parameters B", "weights", "gradients", "optimizer", "in flight", "activations", "logits", "working")
-    rows: list[tuple[str, ...]] = [(*header, "reserved", "total", "largest collective")]
+    rows: list[tuple[str, ...]] = [(*header, *(["teacher"] if distilled else []), "reserved", "total", "largest collective")]
     groups: list[list[StageMemory]] = []
     for stage in stages:
-        if groups and _cells(groups[-1][0]) == _cells(stage):
+        if groups and _cells(groups[-1][0], distilled=distilled) == _cells(stage, distilled=distilled):
             groups[-1].append(stage)
         else:
             groups.append([stage])
     for group in groups:
         first, last = group[0].stage, group[-1].stage
-        rows.append((str(first) if first == last else f"{first}-{last}", *_cells(group[0])))
+        rows.append((str(first) if first == last else f"{first}-{last}", *_cells(group[0], distilled=distilled)))
     return tuple(rows)
 
 
-def _cells(stage: StageMemory) -> tuple[str, ...]:
-    sizes = (stage.activations, stage.logits, stage.working, stage.reserved, stage.total)
+def _cells(stage: StageMemory, *, distilled: bool) -> tuple[str, ...]:
+    sizes = (stage.activations, stage.logits, stage.working, *([stage.teacher] if distilled else []), stage.reserved, stage.total)
     collective = stage.largest_collective
     return (
         str(stage.num_layers),

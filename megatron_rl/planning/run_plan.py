@@ -18,6 +18,8 @@ with quiet_megatron_imports():
     from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.unavailable_fields import without_kernels
     from megatron_rl.training.model_check import check_layout
+    from megatron_rl.training.objective_checks import teacher_path
+    from megatron_rl.training.teacher import read_teacher_spec
     from megatron_rl.training.topology import Topology
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 CONTEXT_BYTES = int(2.5 * GIB)
 """The CUDA context, cuBLAS's workspaces and NCCL's buffers of a training rank: what such processes usually take, not measured here."""
 FRAGMENTATION = 0.05
-"""Share of the activations that the allocator cannot use."""
+"""Share of the activations, or of a teacher where that is more, that the allocator cannot use."""
 ASLEEP_BYTES = 2 * GIB
 """What an engine keeps on a GPU with its weights and cache put away: CUDA context, CUDA graphs, NCCL."""
 RANK_HOST_BYTES, ENGINE_HOST_BYTES = 6 * GIB, 10 * GIB
@@ -56,12 +58,18 @@ def plan_layouts(variants: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, num
     """`plan_run` of several settings of one model, measured one after the other in one process; a sentence for each that is refused."""
     refused = {index: sentence for index, settings in enumerate(variants) if (sentence := _refusal(settings, spec)) is not None}
     asked = [settings for index, settings in enumerate(variants) if index not in refused]
-    answers = iter(measure([Job(on_gpu(settings), spec, fused=True) for settings in asked]) if asked else [])
+    jobs = [Job(on_gpu(settings), spec, fused=True, teacher=teacher_spec(settings)) for settings in asked]
+    answers = iter(measure(jobs) if jobs else [])
     plans: list[RunPlan | str] = []
     for index, settings in enumerate(variants):
         answer = Answer(refused=refused[index]) if index in refused else next(answers)
         plans.append(answer.refused or assemble(settings, spec, answer, gpu=gpu, num_nodes=num_nodes))
     return plans
+
+
+def teacher_spec(settings: Settings) -> ModelSpec | None:
+    """The architecture of the teacher that is distilled, from its config.json; None without one. Raises UserError."""
+    return read_teacher_spec(teacher_path(settings.objective, settings.model)) if settings.objective.distillation_coef else None
 
 
 def _refusal(settings: Settings, spec: ModelSpec) -> str | None:
@@ -122,17 +130,18 @@ def _shared_buckets(settings: Settings, spec: ModelSpec) -> int:
 
 
 def stage_memories(settings: Settings, answer: Answer, *, frees_outputs: bool) -> tuple[StageMemory, ...]:
-    """Every pipeline stage, critic included: its state stays beside the policy's, its passes come after.
+    """Every pipeline stage, critic included: its state stays beside the policy's, its passes come after. A teacher's come before both.
 
     `frees_outputs` says that a stage drops what it has sent on, which megatron-core does on GPUs.
     """
     topology = Topology.of(settings.training.topology)
     stages = []
     for number, policy in enumerate(answer.policy):
-        models = [policy, *answer.critic[number : number + 1]]
+        models, teachers = [policy, *answer.critic[number : number + 1]], answer.teacher[number : number + 1]
         passes = [_activations(settings, model, topology, stage=number, frees_outputs=frees_outputs) for model in models]
         activations, in_flight = max(passes)
         working = max(max(model.backward for model in models), max(model.update for model in models) - activations, 0)
+        asked = sum(teacher.weights + teacher.forward for teacher in teachers)
         stages.append(
             StageMemory(
                 stage=number,
@@ -146,8 +155,9 @@ def stage_memories(settings: Settings, answer: Answer, *, frees_outputs: bool) -
                 activations=activations,
                 logits=policy.head,
                 working=working,
-                reserved=CONTEXT_BYTES + int(FRAGMENTATION * activations),
-                host=_rank_host(settings, policy, models),
+                teacher=asked,
+                reserved=CONTEXT_BYTES + int(FRAGMENTATION * max(activations, asked)),
+                host=_rank_host(settings, policy, models) + sum(teacher.resting for teacher in teachers),
                 largest_collective=max((model.largest_collective for model in models), key=lambda collective: collective.num_bytes),
             )
         )

@@ -6,6 +6,7 @@ The cost is the time of one optimizer step by `step_time`, at assumed rates of a
 inside a node. Equal costs are ordered by headroom. It ranks layouts; it does not foretell a speed.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.planning.gpus import GIB, Gpu
 from megatron_rl.planning.levers import FULL_RECOMPUTE, remedy
 from megatron_rl.planning.records import RunPlan
-from megatron_rl.planning.run_plan import CONTEXT_BYTES, plan_layouts
+from megatron_rl.planning.run_plan import CONTEXT_BYTES, plan_layouts, teacher_spec
 from megatron_rl.planning.step_time import Flops, ModelSize, Rates, Step, full_lengths
 from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.topology import Topology
@@ -94,7 +95,8 @@ def _fitting(built: Sequence[Candidate], spec: ModelSpec, gpu: Gpu) -> list[tupl
 
 def candidates(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[Candidate]:
     """Every layout of `num_gpus` ranks that the model can be divided by, without and with full recompute."""
-    size = ModelSize.of(spec)
+    size, teacher = ModelSize.of(spec), teacher_spec(settings)
+    distilled = None if teacher is None else ModelSize.of(teacher)
     flops = Flops.of(size, full_lengths(settings))
     recomputes = [settings.model.megatron]
     if "recompute_granularity" not in settings.model.megatron:
@@ -110,10 +112,12 @@ def candidates(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int) 
             try:
                 placed = Topology.of(topology)
                 check_layout(placed, spec, megatron)
+                if teacher is not None:
+                    check_layout(placed, teacher, megatron)
             except UserError:
                 continue
             step = Step.of(one, size, flops, per_node=gpu.per_node)
-            yield Candidate(one, sum(step.parts(_ASSUMED).values()), _rank_bytes(one, step))
+            yield Candidate(one, sum(step.parts(_ASSUMED).values()), _rank_bytes(one, step, teacher=distilled))
 
 
 def _topologies(spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[TopologySettings]:
@@ -126,8 +130,8 @@ def _topologies(spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[Topolog
             yield TopologySettings(num_ranks=num_gpus, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1)
 
 
-def _rank_bytes(settings: Settings, step: Step) -> float:
-    """Bytes of a rank: bf16 weights, fp32 gradients, 12 bytes of optimizer state per parameter, activations."""
+def _rank_bytes(settings: Settings, step: Step, *, teacher: ModelSize | None) -> float:
+    """Bytes of a rank: bf16 weights, fp32 gradients, 12 bytes of optimizer state per parameter, activations or a teacher's weights."""
     size, topology = step.size, step.topology
     state = sum(count * (6 + 12 / (copies if step.distributed_optimizer else 1)) for count, copies in step.held())
     longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
@@ -136,4 +140,6 @@ def _rank_bytes(settings: Settings, step: Step) -> float:
     boundary = tokens * size.spec.hidden_size * 2 / topology.tp
     # The first stage holds the micro-batches of all.
     layers = size.spec.num_layers / topology.pp * min(topology.pp, step.num_micro_batches)
-    return state + (layers * boundary + layer if step.recompute == "full" else layers * layer) + CONTEXT_BYTES
+    activations = layers * boundary + layer if step.recompute == "full" else layers * layer
+    asked = 0.0 if teacher is None else 2 * sum(count for count, _ in dataclasses.replace(step, size=teacher).held())
+    return state + max(activations, asked) + CONTEXT_BYTES

@@ -1,5 +1,9 @@
 """Which ranks of a layout have to be built to know them all: one for each kind of pipeline stage."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -10,33 +14,46 @@ from megatron_rl.models.experts.moe_fields import has_experts
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.planning.meta import rank_without_memory
-from megatron_rl.planning.rank import RankMemory, full_batch, measure_rank
+from megatron_rl.planning.rank import RankMemory, TeacherMemory, full_batch, measure_rank, measure_teacher
+from megatron_rl.training.teacher import teacher_config
 from megatron_rl.training.topology import Topology
 from megatron_rl.training.trained_model import model_dtype
 
+Memory = TypeVar("Memory", RankMemory, TeacherMemory)
+
 
 def measure_stages(settings: Settings, spec: ModelSpec, *, fused: bool, critic: bool) -> tuple[RankMemory, ...]:
-    """Memory of the first rank of each pipeline stage, in order; stages of the same layers are built once.
+    """Memory of the first rank of each pipeline stage, in order, of the policy or a `critic`.
 
     Raises UserError for what the model or megatron-core refuse.
     """
-    topology = Topology.of(settings.training.topology)
-    device = local_device()
-    config = transformer_config(
-        spec,
-        topology=settings.training.topology,
-        dtype=model_dtype(settings.model, device),
-        overrides=settings.model.megatron,
-        attention="torch",
-    )
+    topology, device = Topology.of(settings.training.topology), local_device()
+    dtype, fields = model_dtype(settings.model, device), settings.model.megatron
+    config = transformer_config(spec, topology=settings.training.topology, dtype=dtype, overrides=fields, attention="torch")
     batch = full_batch(settings, topology)
-    measured: dict[object, RankMemory] = {}
+    measure = partial(measure_rank, settings, spec, topology, device=device, batch=batch, fused=fused, critic=critic)
+    return _stages(config, topology, measure, fused=fused)
+
+
+def measure_teacher_stages(settings: Settings, spec: ModelSpec, *, fused: bool) -> tuple[TeacherMemory, ...]:
+    """The same of the teacher of `spec`. Raises UserError for what does not fit the policy's layout, too."""
+    topology, device = Topology.of(settings.training.topology), local_device()
+    dtype = model_dtype(settings.model, device)
+    config = teacher_config(settings.model, settings.training.topology, spec, dtype=dtype, attention="torch")
+    batch = full_batch(settings, topology)
+    measure = partial(measure_teacher, settings, spec, topology, device=device, batch=batch, fused=fused)
+    return _stages(config, topology, measure, fused=fused)
+
+
+def _stages(config: TransformerConfig, topology: Topology, measure: Callable[[], Memory], *, fused: bool) -> tuple[Memory, ...]:
+    """What `measure` finds on the first rank of each stage; stages of the same layers are built once."""
+    measured: dict[object, Memory] = {}
     stages = []
     for stage in range(topology.pp):
         kind = (stage == 0, stage == topology.pp - 1, _layers(config, topology, stage))
         if kind not in measured:
             with rank_without_memory(topology, rank=topology.first_rank(stage), fused=fused):
-                measured[kind] = measure_rank(settings, spec, topology, device=device, batch=batch, fused=fused, critic=critic)
+                measured[kind] = measure()
         stages.append(measured[kind])
     return tuple(stages)
 

@@ -49,7 +49,7 @@ with quiet_megatron_imports():
     from megatron_rl.training.model_check import check_layout, check_model
     from megatron_rl.training.objective_checks import resolve_objective
     from megatron_rl.training.optimizer import make_configs
-    from megatron_rl.training.teacher import check_vocabulary, teacher_config
+    from megatron_rl.training.teacher import check_vocabulary, read_teacher_spec, teacher_config
     from megatron_rl.training.topology import Topology
     from megatron_rl.training.trained_model import model_dtype
 
@@ -163,9 +163,7 @@ def _check_model(settings: Settings, target: Target) -> list[str]:
     dtype = model_dtype(settings.model, target.device)
     check_model(settings, read_model_spec(settings.model.path), dtype=dtype, attention=target.attention)
     if settings.model.teacher is not None:
-        if not settings.model.teacher.is_dir():
-            raise UserError(f"model.teacher is {settings.model.teacher}, which is not a directory; give a Hugging Face model directory")
-        teacher = read_model_spec(settings.model.teacher)
+        teacher = read_teacher_spec(settings.model.teacher)
         check_layout(Topology.of(settings.training.topology), teacher, settings.model.megatron)
         teacher_config(settings.model, settings.training.topology, teacher, dtype=dtype, attention=target.attention)
     return []
@@ -339,13 +337,19 @@ def _check_engine_gpus(settings: Settings) -> None:
 
 
 def _check_resources(settings: Settings) -> list[str]:
-    spec = read_model_spec(settings.model.path)
-    parameters = sum(prod(shape) for _, shape in tensor_shapes(spec))
+    parameters = _num_parameters(settings.model.path)
     checkpoint_bytes = parameters * (OPTIMIZER_BYTES + 4) * (2 if settings.has_critic else 1)
     notes = check_disk(settings.run.directory, checkpoint_bytes=checkpoint_bytes, keep=settings.run.keep_checkpoints)
     if settings.runtime.ray_address is not None or local_device().kind == "cuda":
         return notes
-    return notes + check_cpu_memory(settings, parameters=parameters, available=available_memory_bytes())
+    teacher = settings.model.teacher if settings.objective.distillation_coef else None
+    # Another check says that the directory is not there.
+    asked = _num_parameters(teacher) if teacher is not None and teacher.is_dir() else 0
+    return notes + check_cpu_memory(settings, parameters=parameters, teacher_parameters=asked, available=available_memory_bytes())
+
+
+def _num_parameters(model: Path) -> int:
+    return sum(prod(shape) for _, shape in tensor_shapes(read_model_spec(model)))
 
 
 def check_disk(directory: Path, *, checkpoint_bytes: int, keep: int) -> list[str]:
@@ -368,13 +372,15 @@ def check_disk(directory: Path, *, checkpoint_bytes: int, keep: int) -> list[str
     return []
 
 
-def check_cpu_memory(settings: Settings, *, parameters: int, available: int) -> list[str]:
-    """A note when weights, gradients, optimizers, reference and the processes themselves take more memory than there is, in bytes."""
+def check_cpu_memory(settings: Settings, *, parameters: int, teacher_parameters: int, available: int) -> list[str]:
+    """A note when weights, gradients, optimizers, reference, teacher and the processes themselves take more bytes than are available."""
     topology = settings.training.topology
     engines = 0 if settings.supervised else settings.rollout.num_engines
     model_copies = topology.num_ranks // (topology.tp * topology.pp)
     per_parameter = (OPTIMIZER_BYTES + 4 + 4) * (2 if settings.has_critic else 1) + (4 if settings.keeps_reference else 0)
-    needed = topology.num_ranks * RANK_BYTES + engines * (ENGINE_BYTES + 4 * parameters) + model_copies * parameters * per_parameter
+    # A teacher rests in a copy of its own while it is asked, too.
+    models = model_copies * (parameters * per_parameter + teacher_parameters * (4 + 4))
+    needed = topology.num_ranks * RANK_BYTES + engines * (ENGINE_BYTES + 4 * parameters) + models
     if needed <= available:
         return []
     return [

@@ -4,6 +4,7 @@ Legend: T tokens of a batch.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_fields import Attention
-from megatron_rl.models.build import build_model
+from megatron_rl.models.build import PolicyModel, build_model
 from megatron_rl.models.hf_weights import load_hf_weights
 from megatron_rl.models.megatron_config import resolve_attention, transformer_config
 from megatron_rl.models.model_spec import ModelSpec
@@ -28,6 +29,13 @@ from megatron_rl.training.resting import RestingWeights
 from megatron_rl.training.topology import Place, Topology
 from megatron_rl.training.trained_model import model_dtype
 from megatron_rl.types import Floats
+
+
+def read_teacher_spec(teacher: Path) -> ModelSpec:
+    """The architecture of the Hugging Face directory that model.teacher names. Raises UserError."""
+    if not teacher.is_dir():
+        raise UserError(f"model.teacher is {teacher}, which is not a directory; give a Hugging Face model directory")
+    return read_model_spec(teacher)
 
 
 def teacher_config(
@@ -44,6 +52,22 @@ def teacher_config(
         )
     except UserError as error:
         raise UserError(f"model.teacher {model.teacher} is to run in the policy's layout, but: {error}") from error
+
+
+def build_teacher(model: ModelSettings, topology: TopologySettings, spec: ModelSpec, *, device: Device) -> list[PolicyModel]:
+    """This rank's chunks of the teacher of `spec`, without weights yet. Raises UserError for what does not fit the policy's layout."""
+    check_layout(Topology.of(topology), spec, model.megatron)
+    attention = resolve_attention(model.attention)
+    config = teacher_config(model, topology, spec, dtype=model_dtype(model, device), attention=attention)
+    chunks = build_model(spec, config, attention=attention)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    return chunks
+
+
+def teacher_tensors(chunks: Sequence[PolicyModel]) -> list[Tensor]:
+    """What of a teacher's chunks rests in host memory while it is not asked: all parameters and buffers."""
+    return [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
 
 
 def check_vocabulary(policy: Path, teacher: Path) -> None:
@@ -63,18 +87,10 @@ class Teacher:
 
     def __init__(self, model: ModelSettings, topology: TopologySettings, path: Path, *, device: Device, place: Place) -> None:
         """Build the model of the Hugging Face directory `path`. Raises UserError for what does not fit the policy's layout."""
-        self._spec, self._place = read_model_spec(path), place
-        check_layout(Topology.of(topology), self._spec, model.megatron)
-        attention = resolve_attention(model.attention)
-        config = teacher_config(model, topology, self._spec, dtype=model_dtype(model, device), attention=attention)
-        self._chunks = build_model(self._spec, config, attention=attention)
+        self._spec, self._place = read_teacher_spec(path), place
+        self._chunks = build_teacher(model, topology, self._spec, device=device)
         load_hf_weights(self._chunks, self._spec, path)
-        for chunk in self._chunks:
-            chunk.requires_grad_(False)
-        self._weights = RestingWeights(self._tensors, replacing=False)
-
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for chunk in self._chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        self._weights = RestingWeights(partial(teacher_tensors, self._chunks), replacing=False)
 
     def log_probs(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int, temperature: float) -> Floats:
         """Log-probs [T] in nats of the micro-batches' targets among `num_tokens` tokens, at `temperature`; 0 at every other token."""

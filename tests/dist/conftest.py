@@ -4,7 +4,8 @@ A test module defines `def work(rank, world_size, init_method, *args) -> Any` at
 `run_ranks(work, world_size, *args, timeout_s=...)`, which returns the ranks' results in order. Arguments and results are
 pickled, so they must not be of classes that the test module itself defines.
 
-With `--nccl-rules` every rank takes itself for one with a GPU, and what NCCL would not bear fails the test: tests/rehearsal.
+With `--nccl-rules` every rank takes itself for one with a GPU, and what NCCL would not bear fails the test: tests/rehearsal. Tests
+without ranks are left out then, and those that the mark `not_under_nccl_rules` names are skipped for its reason.
 """
 
 import os
@@ -33,6 +34,28 @@ class RankFailure(AssertionError):
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --nccl-rules."""
     parser.addoption("--nccl-rules", action="store_true", help="hold every collective of all ranks against NCCL's rules")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark."""
+    config.addinivalue_line("markers", "not_under_nccl_rules(reason): its ranks cannot run on a pretended GPU under NCCL's rules")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --nccl-rules: leave out what starts no ranks, and skip what cannot run so."""
+    if not _under_nccl_rules(config):
+        return
+    with_ranks = [item for item in items if isinstance(item, pytest.Function) and "run_ranks" in item.fixturenames]
+    config.hook.pytest_deselected(items=[item for item in items if item not in with_ranks])
+    items[:] = with_ranks
+    for item in items:
+        for mark in item.iter_markers("not_under_nccl_rules"):
+            item.add_marker(pytest.mark.skip(reason=mark.kwargs["reason"]))
+
+
+def _under_nccl_rules(config: pytest.Config) -> bool:
+    # Where this folder is only met on the way, its options come too late to be known.
+    return bool(config.getoption("--nccl-rules", default=False))
 
 
 def _start(directory: Path, rank: int) -> subprocess.Popen[bytes]:
@@ -84,7 +107,7 @@ def run_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
     def run(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
         directory = tmp_path_factory.mktemp("ranks")
-        nccl_rules = request.config.getoption("--nccl-rules")
+        nccl_rules = _under_nccl_rules(request.config)
         call = {"file": function.__code__.co_filename, "name": function.__qualname__, "world_size": world_size, "args": args}
         call["nccl_rules"] = nccl_rules
         (directory / "call.pickle").write_bytes(pickle.dumps(call))

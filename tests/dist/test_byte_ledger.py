@@ -12,7 +12,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     # With a critic and a reference.
     "ppo": {"advantage": {"estimator": "ppo"}, "kl_loss_coef": 0.05},
     # With a teacher.
-    "distillation": {"policy_loss": "distillation"},
+    "distillation": {"distillation_coef": 0.5},
 }
 
 
@@ -56,9 +56,17 @@ def sleep_and_wake(trainer: Any) -> dict[str, Any]:
     return counted
 
 
-def run(rank: int, world_size: int, init_method: str, model: str, directory: str) -> dict[str, dict[str, Any]]:
-    """For each objective three turns of training, sleeping and waking; bytes of what rests in host memory throughout, and of what is left
-    of it elsewhere.
+def asked_bytes(resting: Any) -> tuple[int, int]:
+    """What the pretended GPU and the host hold more while a reference or a teacher is in its place."""
+    before = device_and_host_bytes()
+    with resting.in_place():
+        inside = device_and_host_bytes()
+    return inside[0] - before[0], inside[1] - before[1]
+
+
+def run(rank: int, world_size: int, init_method: str, model: str, teacher: str, directory: str) -> dict[str, dict[str, Any]]:
+    """For each objective three turns of training, sleeping and waking; bytes of what rests in host memory throughout, of what is left of it
+    elsewhere, and of what it takes while it is asked.
     """
     import pretended_gpu
 
@@ -72,7 +80,7 @@ def run(rank: int, world_size: int, init_method: str, model: str, directory: str
     for name, objective in OBJECTIVES.items():
         settings = make_settings(model, Path(directory) / name, LAYOUTS[BASE], objective=objective, dtype="bfloat16")
         if name == "distillation":
-            settings = settings.model_copy(update={"model": settings.model.model_copy(update={"teacher": Path(model)})})
+            settings = settings.model_copy(update={"model": settings.model.model_copy(update={"teacher": Path(teacher)})})
         trainer = make_trainer(settings, rank, f"{init_method}-{name}")
         turns = []
         for seed in range(3):
@@ -83,7 +91,8 @@ def run(rank: int, world_size: int, init_method: str, model: str, directory: str
             "turns": turns,
             "models": sorted(trainer.trained_models()),
             "rests": sum(len(part) for parts in resting._host for part in parts),
-            "of the teacher here": 0 if trainer._teacher is None else sum(tensor.nbytes for tensor in resting._tensors()),
+            "here": sum(tensor.nbytes for tensor in resting._tensors()),
+            "asked": asked_bytes(resting),
             "trained": sum(parameter.nbytes for chunk in trainer._model.chunks for parameter in chunk.parameters()),
         }
         shutdown()
@@ -94,11 +103,15 @@ def run(rank: int, world_size: int, init_method: str, model: str, directory: str
 def test_every_byte_is_given_up_and_comes_back_three_times(
     run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    (found,) = run_ranks(run, 1, str(tiny_model(tied=False)), str(tmp_path / "run"), timeout_s=240)
+    teacher = tiny_model(name="teacher", tied=False, layers=3)
+    (found,) = run_ranks(run, 1, str(tiny_model(tied=False)), str(teacher), str(tmp_path / "run"), timeout_s=240)
     assert {name: objective["models"] for name, objective in found.items()} == {"ppo": ["critic", "policy"], "distillation": ["policy"]}
+    reference, distilled = found["ppo"], found["distillation"]
+    assert reference["rests"] == reference["here"] == reference["trained"], "the reference is of the policy, in whose place it is put"
+    assert reference["asked"] == (0, 0), "it changes places with the policy"
+    assert distilled["rests"] > distilled["trained"] and distilled["here"] == 0, "a teacher of more layers than the policy"
+    assert distilled["asked"] == (distilled["rests"], 0), "a teacher is copied to the device and dropped"
     for name, objective in found.items():
-        assert objective["rests"] == objective["trained"], "the reference, or the teacher of the same model, in bfloat16"
-        assert objective["of the teacher here"] == 0
         for number, turn in enumerate(objective["turns"]):
             check_turn(turn, f"{name}, turn {number}", first=number == 0)
         assert objective["turns"][1] == objective["turns"][2], f"{name}: no turn leaves more than the one before"

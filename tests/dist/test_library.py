@@ -67,7 +67,7 @@ def run(rank: int, world_size: int, init_method: str, model: str, topologies: li
             optimizer_steps_per_batch=2,
         )
         meeting = {"rank": rank, "init_method": f"{init_method}-{number}"}
-        with Trainer(model=ModelSettings(path=model), training=training, objective=ppo, **meeting) as trainer:
+        with Trainer(model=ModelSettings(path=model, dtype="float32"), training=training, objective=ppo, **meeting) as trainer:
             batch = make_batch(0)
             steps = trainer.train(batch)
             log_probs, values = trainer.log_probs(batch), trainer.values(batch)

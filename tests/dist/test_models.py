@@ -67,6 +67,7 @@ def one_case(path: Path, topology: dict, world_size: int) -> dict:
     from megatron.core import parallel_state
 
     from megatron_rl.config.settings import TopologySettings
+    from megatron_rl.device import local_device
     from megatron_rl.models.build import build_model
     from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
     from megatron_rl.models.megatron_config import transformer_config
@@ -86,8 +87,8 @@ def one_case(path: Path, topology: dict, world_size: int) -> dict:
     weights = {key: tensor.clone() for key, tensor in export_hf_weights(chunks, spec)}
     assert make_manifest(spec, dtype="float32") == tuple(WeightSpec.of(key, tensor) for key, tensor in weights.items())
     cp_rank, tp_rank = parallel_state.get_context_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-    tokens = zigzag(settings.cp, cp_rank)
-    input_ids, loss_weights = inputs(spec.vocab_size)
+    tokens, device = zigzag(settings.cp, cp_rank), local_device().torch_device
+    input_ids, loss_weights = (tensor.to(device) for tensor in inputs(spec.vocab_size))
     cu_seqlens = np.concatenate([[0], np.cumsum(LENGTHS)])
     packed = packed_sequences(cu_seqlens, cp_size=settings.cp, cp_rank=cp_rank)
     padded = torch.nn.functional.pad(loss_weights[tokens], (0, spec.padded_vocab_size(settings.tp) - spec.vocab_size))
@@ -107,7 +108,7 @@ def run(chunks, input_ids, packed, loss_weights):
     last = pp * len(chunks) - 1
     ends = {}
     for stage in range(rank, last + 1, pp):
-        received, model = torch.empty(input_ids.shape[1], 1, chunks[0].config.hidden_size), chunks[stage // pp]
+        received, model = input_ids.new_empty(input_ids.shape[1], 1, chunks[0].config.hidden_size, dtype=torch.float32), chunks[stage // pp]
         if stage > 0:
             dist.recv(received, (rank - 1) % pp)
             model.set_input_tensor(received.requires_grad_())

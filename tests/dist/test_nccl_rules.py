@@ -135,6 +135,7 @@ def accidents(rank: int, world_size: int, init_method: str) -> tuple[str, list[C
     return refused, list(calls)
 
 
+@pytest.mark.not_under_nccl_rules(reason="its ranks break the rules on purpose")
 def test_host_memory_and_a_split_by_one_rank_are_noticed(run_ranks: Callable[..., list[Any]]) -> None:
     """A group of an engine that is made while the trainer's is bound to a device waits for all of the trainer's ranks."""
     (refused, first), (_, second) = run_ranks(accidents, 2)

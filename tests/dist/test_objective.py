@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 
 from megatron_rl.algorithms.objective import Aggregation, Objective
 from megatron_rl.algorithms.presets import PRESETS, expand_preset
+from megatron_rl.device import local_device
 from megatron_rl.training.collectives import SequenceSum
 
 LENGTHS = (5, 1, 8, 3, 1, 6)
@@ -51,7 +52,7 @@ def variants() -> list[Objective]:
 
 
 def make_step() -> Step:
-    """A float64 step with holes in the mask, its fourth sequence fully masked."""
+    """A float64 step with holes in the mask, its fourth sequence fully masked, where a rank has its tensors."""
     generator = torch.Generator().manual_seed(5)
     total = sum(LENGTHS)
 
@@ -63,7 +64,9 @@ def make_step() -> Step:
     log_probs = {name: -normal().abs() - 0.1 for name in ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs")}
     others = {name: normal() for name in ("advantages", "values", "old_values", "returns")}
     entropy = {name: normal().abs() for name in ("entropy", "varentropy")}
-    return Step(lengths=LENGTHS, loss_mask=mask, tokens={**log_probs, **others, **entropy, "token_keys": torch.arange(total)})
+    tokens = {**log_probs, **others, **entropy, "token_keys": torch.arange(total)}
+    device = local_device().torch_device
+    return Step(lengths=LENGTHS, loss_mask=mask.to(device), tokens={name: tensor.to(device) for name, tensor in tokens.items()})
 
 
 def gather(values: Tensor) -> Tensor:

@@ -5,19 +5,25 @@ its counterpart, or that the loader dropped without a word, shows. Where SGLang 
 """
 
 import asyncio
+import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+import torch
 from layout_table import GENERATING
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megatron_rl.config.settings import RolloutSettings, Settings
+from megatron_rl.leftovers import SHARED_MEMORY
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.rollout.client import EngineClient
 from megatron_rl.rollout.engine import Engine, EngineAddress, free_port
@@ -25,7 +31,9 @@ from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Prompt
+from megatron_rl.weights import ipc
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
+from megatron_rl.weights.ipc import allocate_shared
 from megatron_rl.weights.manifest import make_manifest
 from megatron_rl.weights.parity import check_parity, make_probe, sequences
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
@@ -33,6 +41,7 @@ from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 PARITY = 1e-5
 TINY_BUCKET = 20_000
 """Bytes: some buckets begin and end among the experts of a layer."""
+LET_GO_S = 10.0
 ONLY_DEEPSEEK = {
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 1.0},
     "moe_layer_freq": 1,
@@ -96,6 +105,41 @@ async def sync(trainer: Trainer, client: EngineClient, *, transport: str, versio
     await opened.disconnect()
 
 
+class SharedBuckets:
+    """The files of /dev/shm in which a rank of this process shares its buckets, watched from before its first sync."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_buckets, self.most_files = 0, 0
+        self._before = self._files()
+        monkeypatch.setattr(ipc, "allocate_shared", self._allocate)
+
+    def _files(self) -> set[Path]:
+        return set(SHARED_MEMORY.glob(f"torch_{os.getpid()}_*"))
+
+    def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        flat = allocate_shared(num_bytes, device)
+        self.num_buckets += 1
+        self.most_files = max(self.most_files, len(self._files() - self._before))
+        return flat
+
+    def left(self) -> set[Path]:
+        """Those that are still there, and those that a process of the engine has mapped, when both have had time to let go."""
+        deadline = time.monotonic() + LET_GO_S
+        while found := self._files() - self._before | self._mapped():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return found
+
+    def _mapped(self) -> set[Path]:
+        """By a process of the engine, also of those that have no name any more."""
+        ours, found = f"{SHARED_MEMORY}/torch_{os.getpid()}_", set[Path]()
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                found |= {Path(mapped.path) for mapped in child.memory_maps() if mapped.path.startswith(ours)}
+        return found
+
+
 @contextmanager
 def serving(model: Path, log: Path, *, has_weights: bool = True, **arguments: object) -> Iterator[EngineAddress]:
     """Without weights: a server whose every tensor has to come from a sync."""
@@ -119,7 +163,10 @@ def serving(model: Path, log: Path, *, has_weights: bool = True, **arguments: ob
         ("deepseek_v3", 1),
     ],
 )
-def test_every_transport_leaves_what_the_checkpoint_says(tiny_model: Callable[..., Path], tmp_path: Path, family: str, tp: int) -> None:
+def test_every_transport_leaves_what_the_checkpoint_says(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tp: int
+) -> None:
+    """And nothing of the memory through which they went, of which a rank and an engine hold two buckets at a time."""
     # Not tied: SGLang's Qwen3-MoE keeps a head of its own whatever config.json says.
     config = ONLY_DEEPSEEK if family == "deepseek_v3" else {}
     served, trained = (tiny_model(family=family, name=f"model{seed}", seed=seed, tied=False, **config) for seed in (0, 1))
@@ -127,6 +174,7 @@ def test_every_transport_leaves_what_the_checkpoint_says(tiny_model: Callable[..
     # Nothing is generated, which latent attention could not.
     arguments = {"skip_server_warmup": True, "tp_size": tp}
     trainer = make_trainer(trained, tmp_path)
+    shared = SharedBuckets(monkeypatch)
 
     async def checksum(address: EngineAddress) -> str:
         async with EngineClient(address, request_timeout_s=60) as client:
@@ -141,6 +189,7 @@ def test_every_transport_leaves_what_the_checkpoint_says(tiny_model: Callable[..
                 found[f"before {transport}"] = await client.checksum()
                 await sync(trainer, client, transport=transport, version=number, model=trained, directory=tmp_path, tp=tp)
                 found[transport] = await client.checksum()
+                assert not shared.left(), transport
         return found
 
     try:
@@ -151,6 +200,7 @@ def test_every_transport_leaves_what_the_checkpoint_says(tiny_model: Callable[..
             found = asyncio.run(checksums_after_syncs(address))
     finally:
         shutdown()
+    assert shared.num_buckets > 2 and shared.most_files == 2, "one is filled while an engine reads the other"
     assert {name: value == expected for name, value in found.items()} == {
         name: not name.startswith("before") for transport in TRANSPORTS for name in (f"before {transport}", transport)
     }

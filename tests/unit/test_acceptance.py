@@ -145,7 +145,7 @@ class Engines:
 @pytest.fixture
 def try_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Line]]:
     """`try_line("layouts", "gradients")`: the lines of ranks with that fault."""
-    stage = SimpleNamespace(activations=PLANNED - 10, logits=1, working=10)
+    stage = SimpleNamespace(trained=PLANNED)
     monkeypatch.setattr(lines, "measure", lambda jobs: [SimpleNamespace(refused=None)])
     monkeypatch.setattr(lines, "stage_memories", lambda settings, answer, frees_outputs: (stage,))
     monkeypatch.setattr(lines, "read_model_spec", lambda path: None)

@@ -33,7 +33,7 @@ REHEARSED: dict[str, str] = {
     "training/resting.py RestingWeights.__init__": TE,
     "training/sharded_checkpoint.py _rng_state": TE,
     "training/sharded_checkpoint.py _set_rng_state": TE,
-    "training/teacher.py Teacher.__init__": TE,
+    "training/teacher.py build_teacher": TE,
     "training/trained_model.py build_trained_model": TE,
     "training/trained_model.py model_dtype": TE,
     "models/attention/attention_fields.py attention_fields": TE,

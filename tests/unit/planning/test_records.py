@@ -14,6 +14,7 @@ def make_stage(stage: int, **changes: int) -> StageMemory:
         "activations": 8 * GIB,
         "logits": 1 * GIB,
         "working": 2 * GIB,
+        "teacher": 0,
         "reserved": 3 * GIB,
         "host": 16 * GIB,
     }
@@ -55,6 +56,18 @@ PLAN = RunPlan(
 def test_head_and_backward_take_turns() -> None:
     assert make_stage(0).total == (35 + 8 + 2 + 3) * GIB
     assert make_stage(0, logits=4 * GIB).total == (35 + 8 + 4 + 3) * GIB
+
+
+def test_a_teacher_is_asked_before_there_are_activations() -> None:
+    assert make_stage(0, teacher=9 * GIB).total == make_stage(0).total
+    asked = make_stage(0, teacher=30 * GIB)
+    assert asked.total == (35 + 30 + 3) * GIB
+    plan = dataclasses.replace(PLAN, stages=(asked, make_stage(1)))
+    assert plan.verdict == "fits: 68.0 of 79.6 GiB on the fullest rank (stage 0), 30.0 GiB for the teacher"
+    header, first, second = next(iter(plan.tables().values()))
+    column = header.index("teacher")
+    assert (first[column], second[column]) == ("30.0", "0.0")
+    assert "teacher" not in next(iter(PLAN.tables().values()))[0]
 
 
 def test_the_fullest_rank_decides() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,14 @@ import pytest
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import Settings, WeightSettings
 from megatron_rl.errors import UserError
+from megatron_rl.planning import run_plan
 from megatron_rl.planning.gpus import GIB, GPUS
-from megatron_rl.planning.run_plan import RANK_HOST_BYTES, _rank_host, _shared_buckets, most_held, plan_run
+from megatron_rl.planning.measurement import Answer, Job
+from megatron_rl.planning.records import Collective
+from megatron_rl.planning.run_plan import CONTEXT_BYTES, RANK_HOST_BYTES, _rank_host, _shared_buckets, most_held, plan_run, stage_memories
 from megatron_rl.weights.bucket import BUCKET_BYTES
+
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 
 
 def test_impossible_layouts_are_refused_in_the_topologys_words(
@@ -34,6 +40,45 @@ def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Call
     never_saved = colocated.model_copy(update={"run": colocated.run.model_copy(update={"save_interval": 0})})
     unsaved = _rank_host(never_saved, policy, [policy, policy])  # type: ignore[arg-type, list-item]
     assert (unsaved - RANK_HOST_BYTES, shared - unsaved) == (2 * 2 * GIB, 2 * 2 * GIB), "as much again while a checkpoint is written"
+
+
+def test_a_teacher_takes_the_place_of_activations_and_main_memory_of_its_own(run_settings: Callable[..., Settings]) -> None:
+    rank: Any = SimpleNamespace(
+        **dict.fromkeys(("num_layers", "num_parameters", "stage_parameters", "gradients", "optimizer", "reference", "away", "update"), 0),
+        **{"parameters": GIB, "backward": GIB, "head": 2 * GIB, "largest_collective": Collective("none", 0)},
+        chunks=[SimpleNamespace(held=10 * GIB, output=0)],
+    )
+    teacher: Any = SimpleNamespace(weights=30 * GIB, forward=2 * GIB, resting=31 * GIB)
+    settings = run_settings(num_ranks=1)
+    ((alone,), (distilled,)) = (
+        stage_memories(settings, Answer((rank,), teacher=teachers), frees_outputs=True) for teachers in ((), (teacher,))
+    )
+    assert (alone.teacher, alone.total) == (0, 13 * GIB + CONTEXT_BYTES + 10 * GIB // 20)
+    # Weights stay; a twentieth of what comes and goes is lost.
+    assert (distilled.teacher, distilled.total) == (32 * GIB, 33 * GIB + CONTEXT_BYTES + int(0.05 * 32 * GIB))
+    assert distilled.host - alone.host == 31 * GIB
+
+
+def test_the_teacher_that_is_distilled_is_measured(
+    run_settings: Callable[..., Settings], model_spec: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, asked = run_settings(num_ranks=1), list[Job]()
+    model = settings.model.model_copy(update={"teacher": tmp_path})
+    distilled = settings.model_copy(update={"model": model, "objective": Objective(distillation_coef=0.5)})
+    unused = settings.model_copy(update={"model": model})
+
+    def measure(jobs: list[Job]) -> list[Answer]:
+        asked.extend(jobs)
+        return [Answer(refused="measured")] * len(jobs)
+
+    monkeypatch.setattr(run_plan, "measure", measure)
+    (tmp_path / "config.json").write_bytes((CONFIGS / "Qwen3-8B.json").read_bytes())
+    plans = run_plan.plan_layouts([unused, distilled], model_spec("Qwen3-4B"), gpu=GPUS["H100-80"], num_nodes=None)
+    assert plans == ["measured"] * 2
+    assert [job.teacher and job.teacher.hidden_size for job in asked] == [None, 4096]
+    lost = distilled.model_copy(update={"model": model.model_copy(update={"teacher": tmp_path / "lost"})})
+    with pytest.raises(UserError, match=r"model\.teacher is .*lost, which is not a directory"):
+        plan_run(lost, model_spec("Qwen3-4B"), gpu=GPUS["H100-80"], num_nodes=None)
 
 
 def test_memory_that_is_shared_with_an_engine_is_two_buckets(

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.settings import Settings
-from megatron_rl.planning import levers
+from megatron_rl.config.settings import Settings, TopologySettings
+from megatron_rl.planning import levers, search
 from megatron_rl.planning.gpus import GIB, GPUS
 from megatron_rl.planning.search import Candidate, candidates
 from megatron_rl.training.topology import Topology
@@ -36,6 +36,21 @@ def test_what_is_not_split_costs_least_and_needs_most(model_spec: Callable[[str]
     assert best.num_bytes == max(candidate.num_bytes for candidate, _ in found)
     recomputed = next(candidate for candidate, other in found if other == topology and candidate.settings.model.megatron)
     assert recomputed.cost_s > best.cost_s and recomputed.num_bytes < best.num_bytes
+
+
+def test_a_teacher_decides_which_layouts_are_likely(
+    model_spec: Callable[[str], Any], run_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is divided as the policy is, and its weights count where they are more than the activations."""
+    policy, teacher, settings = model_spec("Qwen3-4B"), model_spec("Qwen3-30B-A3B"), run_settings(megatron=levers.FULL_RECOMPUTE)
+    plain, distilled = {}, {}
+    for found, spec in ((plain, None), (distilled, teacher)):
+        monkeypatch.setattr(search, "teacher_spec", lambda _settings, spec=spec: spec)
+        found.update({one.settings.training.topology: one.num_bytes for one, _ in listed(policy, settings, 36)})
+    assert {topology.pp for topology in plain} - {topology.pp for topology in distilled} == {9, 18, 36}, "of 36 layers, and of 48"
+    assert all(num_bytes >= plain[topology] for topology, num_bytes in distilled.items())
+    alone = TopologySettings(num_ranks=36)
+    assert distilled[alone] > 2 * 30e9 > plain[alone]
 
 
 def test_recompute_that_the_user_set_is_not_varied(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:

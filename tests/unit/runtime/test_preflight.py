@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -388,15 +389,19 @@ def test_memory_is_added_up(words: list[str]) -> None:
     settings = load_settings(None, [*words, "training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2"])
     # 4 ranks x 0.5 + 2 engines x (1.6 + 4 x 0.25) + 2 copies x 0.25 x 20 bytes
     needed = 4 * 0.5 + 2 * (1.6 + 4 * 0.25) + 2 * 0.25 * 20
-    assert check_cpu_memory(settings, parameters=GIB // 4, available=int((needed + 0.1) * GIB)) == []
-    assert f"at least {needed:.1f} GiB" in check_cpu_memory(settings, parameters=GIB // 4, available=int((needed - 0.1) * GIB))[0]
+    check = partial(check_cpu_memory, parameters=GIB // 4, teacher_parameters=0)
+    assert check(settings, available=int((needed + 0.1) * GIB)) == []
+    assert f"at least {needed:.1f} GiB" in check(settings, available=int((needed - 0.1) * GIB))[0]
     with_critic = load_settings(None, [*words, "training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2", "objective.preset=ppo"])
     needed += 2 * 0.25 * 20
-    assert f"at least {needed:.1f} GiB" in check_cpu_memory(with_critic, parameters=GIB // 4, available=int((needed - 0.1) * GIB))[0]
+    assert f"at least {needed:.1f} GiB" in check(with_critic, available=int((needed - 0.1) * GIB))[0]
     wanted = ["training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2", "objective.preset=ppo", "objective.kl_loss_coef=0.1"]
     needed += 2 * 0.25 * 4
     with_reference = load_settings(None, [*words, *wanted])
-    assert f"at least {needed:.1f} GiB" in check_cpu_memory(with_reference, parameters=GIB // 4, available=int((needed - 0.1) * GIB))[0]
+    assert f"at least {needed:.1f} GiB" in check(with_reference, available=int((needed - 0.1) * GIB))[0]
+    # 2 copies x 0.5 x (4 bytes that rest + 4 in their place)
+    needed += 2 * 0.5 * 8
+    assert f"at least {needed:.1f} GiB" in check(with_reference, teacher_parameters=GIB // 2, available=int((needed - 0.1) * GIB))[0]
 
 
 def test_plan_says_what_would_be_launched(words: list[str]) -> None:
