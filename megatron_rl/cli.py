@@ -451,23 +451,29 @@ def _check(settings: Settings, *, resume: bool, config_only: bool) -> int:
     from megatron_rl.runtime.preflight import preflight, preflight_config
     from megatron_rl.runtime.target import find_target
 
+    # Before anything is printed, so that where something is wrong nothing else is. What the user's own functions print when they are
+    # tried is no part of the settings file.
+    with redirect_stdout(sys.stderr):
+        notes = preflight_config(settings) if config_only else preflight(settings, resume=resume)
+    plan = memory_plan(settings) if config_only else None
+    planned = "" if plan is None else "".join(f"# {line}".rstrip() + "\n" for line in plan.lines())
+    if plan is not None and not plan.fits:
+        print(planned, end="", flush=True)
+        raise UserError(f"{plan.verdict}; `megatron-rl plan` lists layouts that fit")
+    tables = launch_plan(settings, find_target(settings, config_only=config_only))
+    if resume and not config_only:
+        from megatron_rl.runtime.resumption import resume_rows
+
+        tables["What would be resumed"] = resume_rows(settings)
     print(dump_settings(settings))
-    for title, rows in launch_plan(settings, find_target(settings, config_only=config_only)).items():
+    for title, rows in tables.items():
         print(f"# {title}")
         for name, value in rows.items():
             print(f"#   {name:<34} {value}")
         print("#")
     sys.stdout.flush()
-    # What the user's own functions print when they are tried is no part of the settings file.
-    with redirect_stdout(sys.stderr):
-        notes = preflight_config(settings) if config_only else preflight(settings, resume=resume)
     _print_notes(notes)
-    plan = memory_plan(settings) if config_only else None
-    if plan is not None:
-        print("\n".join(f"# {line}".rstrip() for line in plan.lines()))
-        if not plan.fits:
-            raise UserError(f"{plan.verdict}; `megatron-rl plan` lists layouts that fit")
-    print("# Check passed: nothing was started, nothing was written.")
+    print(f"{planned}# Check passed: nothing was started, nothing was written.")
     return 0
 
 

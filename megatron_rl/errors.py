@@ -12,6 +12,14 @@ class UserError(MegatronRLError, ValueError):
     """Input that the user can mend: a setting, a file, a reward function. Printed as one sentence, without a traceback."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint that cannot be gone on from as it is: the same command would end the same way."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose files are not those that were saved."""
+
+
 class EngineError(MegatronRLError, RuntimeError):
     """A generation engine died, refused a request or did not answer within its deadline."""
 

@@ -61,11 +61,13 @@ from megatron_rl.errors import UserError
 from megatron_rl.files import disk_errors, sync_directory, sync_file
 from megatron_rl.types import Group, Prompt, Sample
 
+BUFFER_FILE = "buffer.sqlite"
+"""Its name in the directory of a run."""
 # SQLite's words (the same in every version; error codes are only in Python 3.11) and what the user can do.
 _FIXES = {
     "database or disk is full": "free space on this disk",
     "disk I/O error": "check the disk and its quota",
-    "file is not a database": "choose another run.directory, or remove this file",
+    "file is not a database": "choose another run.directory, or move this file away: what waits in it is then generated again",
     "database disk image is malformed": "restore the file from a copy, or choose another run.directory",
     "attempt to write a readonly database": "give yourself write permission or choose another run.directory",
     "unable to open database file": "give yourself write permission or choose another run.directory",
@@ -125,7 +127,7 @@ class Buffer:
         self._path, self.made_by = path, made_by
         with ExitStack() as undo:
             lock = undo.enter_context(closing(_lock(path)))
-            with self._database_errors():
+            with _database_errors(self._path):
                 self._connection = undo.enter_context(closing(sqlite3.connect(path, timeout=BUFFER_LOCK_S, isolation_level=None)))
                 self._open()
             self.recover()
@@ -202,7 +204,7 @@ class Buffer:
 
     def answers(self, group_id: str) -> dict[str, bytes]:
         """What `put_answers` has kept of a group, by request."""
-        with self._database_errors():
+        with _database_errors(self._path):
             return dict(self._connection.execute("SELECT request, content FROM answers WHERE group_id = ?", (group_id,)))
 
     def put_done(self, group: Group) -> None:
@@ -242,7 +244,7 @@ class Buffer:
 
         Raises ValueError when there are fewer than `among`.
         """
-        with self._database_errors():
+        with _database_errors(self._path):
             front = self._connection.execute(FRONT, (max(among, 0),)).fetchall()
         if len(front) < among:
             raise ValueError(f"{among} groups are asked for, the buffer holds {len(front)} that are not consumed")
@@ -268,7 +270,7 @@ class Buffer:
 
     def counts(self) -> BufferCounts:
         """How many groups are in each state."""
-        with self._database_errors():
+        with _database_errors(self._path):
             states = ("pending", "in_flight", "done")
             pending, in_flight, done = (int(self._connection.execute(COUNT, (state,)).fetchone()[0]) for state in states)
             # No group is ever removed, so the last position is the number of all.
@@ -390,7 +392,7 @@ class Buffer:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._database_errors():
+        with _database_errors(self._path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -401,14 +403,22 @@ class Buffer:
                     self._connection.execute("ROLLBACK")
                 raise
 
-    @contextmanager
-    def _database_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.DatabaseError as error:
-            if str(error) not in _FIXES:
-                raise
-            raise UserError(f"cannot use the buffer {self._path}: {error}; {_FIXES[str(error)]}") from error
+
+def check_buffer(path: Path) -> None:
+    """Raise UserError for a file at `path` that is no database, as its first page says. Writes nothing, also where a run has the file."""
+    if path.exists():
+        with _database_errors(path), closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as connection:
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+
+
+@contextmanager
+def _database_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        if str(error) not in _FIXES:
+            raise
+        raise UserError(f"cannot use the buffer {path}: {error}; {_FIXES[str(error)]}") from error
 
 
 def _lock(path: Path) -> TextIOWrapper:

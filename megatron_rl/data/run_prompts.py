@@ -32,7 +32,7 @@ class RunPrompts:
             tokenizer=tokenizer,
             source=source,
             held_out=tuple(prompt for file in held_out for prompt in file.all()),
-            notes=tuple(note for file in (source, *held_out) if (note := file.label_note()) is not None),
+            notes=tuple(note for note in (source.repeat_note(), *(file.label_note() for file in (source, *held_out))) if note is not None),
         )
 
     def for_reward(self) -> list[Prompt]:

@@ -62,6 +62,16 @@ class PromptSource:
         first = "" if len(origins) == len(self._known) else f", the first is {origins[0]}"
         return f"{which} the field {self._settings.label_key!r}{first}: the reward function gets label None for them"
 
+    def repeat_note(self) -> str | None:
+        """That a step takes more rows than the file has; None where it does not, and for a source that has no end."""
+        rows, taken = len(self._known), self._settings.prompts_per_step
+        if self._path is None or rows >= taken:
+            return None
+        return (
+            f"{self._path} has {rows} rows, and a step takes data.prompts_per_step {taken}: every step has some of them more than once; "
+            "give more rows, or lower data.prompts_per_step"
+        )
+
     def probes(self) -> list[Prompt]:
         """The first prompt with a label and the first without one, for trying a reward function. Does not move the source."""
         rows = self._known or self._source.first(1)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Final
 
 from blake3 import blake3
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import DamagedCheckpointError, UserError
 from megatron_rl.files import MANIFEST, sync_file, write_atomic
 from megatron_rl.models.model_spec import ModelSpec
 
@@ -28,8 +28,8 @@ _ALGORITHMS: Mapping[str, Callable[[], Any]] = {HASH: blake3, "sha256": hashlib.
 _PART = "manifest-part-{rank}.json"
 _PIECE_BYTES = 2**18
 """Bytes that are hashed and written, or read and hashed, at once: the second of the two finds them in the processor's cache."""
-_ADVICE = "resume from another one, or copy it again from where it came"
-_ADVICE_OF_MODEL = f"copy it again from where it came, or remove its {MANIFEST} if the change is yours"
+_ADVICE = "copy it again from where it came"
+_ADVICE_OF_MODEL = f"{_ADVICE}, or remove its {MANIFEST} if the change is yours"
 _OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata", "metadata.json", "common.pt")
 """How the files end that weights are read from. What else a model has, its tokenizer for one, may be changed on purpose."""
 _DESCRIPTIONS = (".metadata", "metadata.json")
@@ -110,13 +110,19 @@ def write_model_manifest(directory: Path, weights: Mapping[str, Mapping[str, Any
     write_atomic(directory / MANIFEST, json.dumps(content, indent=2) + "\n")
 
 
-def check_manifest(directory: Path, *, share: int, num_shares: int) -> None:
-    """Raise UserError when a file is missing, too many or has another size, or when one of this `share` of them has other content."""
+def check_sizes(directory: Path) -> Mapping[str, Mapping[str, Any]]:
+    """What the manifest says of each file. Raise DamagedCheckpointError when one is missing, too many or of another size."""
     files = _read(directory)
     present = {path.name for path in directory.iterdir()} - {MANIFEST}
     for name in sorted(present - files.keys()):
-        raise UserError(f"checkpoint {directory} is not as it was saved: {name} is there, but not in its manifest; {_ADVICE}")
-    _check(directory, files, share=share, num_shares=num_shares, advice=_ADVICE)
+        raise DamagedCheckpointError(f"checkpoint {directory} is not as it was saved: {name} is there, but not in its manifest; {_ADVICE}")
+    _check_sizes(directory, files, advice=_ADVICE)
+    return files
+
+
+def check_manifest(directory: Path, *, share: int, num_shares: int) -> None:
+    """Raise as `check_sizes`, and when one of this `share` of the files has other content."""
+    _check_content(directory, check_sizes(directory), share=share, num_shares=num_shares, advice=_ADVICE)
 
 
 def check_descriptions(directory: Path) -> None:
@@ -172,16 +178,28 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _check(directory: Path, files: Mapping[str, Mapping[str, Any]], *, share: int, num_shares: int, advice: str) -> None:
-    """Raise UserError when one of `files` is missing or has another size, or when one of this `share` of them has other content."""
+    """Raise as `_check_sizes` of all `files`, and as `_check_content` of this `share` of them."""
+    _check_sizes(directory, files, advice=advice)
+    _check_content(directory, files, share=share, num_shares=num_shares, advice=advice)
+
+
+def _check_sizes(directory: Path, files: Mapping[str, Mapping[str, Any]], *, advice: str) -> None:
+    """Raise DamagedCheckpointError when one of `files` is missing or has another size."""
     for name, entry in sorted(files.items()):
         if not (directory / name).is_file():
-            raise UserError(f"checkpoint {directory} is damaged: {name} is in its manifest, but not there; {advice}")
+            raise DamagedCheckpointError(f"checkpoint {directory} is damaged: {name} is in its manifest, but not there; {advice}")
         size = (directory / name).stat().st_size
         if size != entry["bytes"]:
-            raise UserError(f"checkpoint {directory} is damaged: {name} has {size:,} bytes, its manifest says {entry['bytes']:,}; {advice}")
+            raise DamagedCheckpointError(
+                f"checkpoint {directory} is damaged: {name} has {size:,} bytes, its manifest says {entry['bytes']:,}; {advice}"
+            )
+
+
+def _check_content(directory: Path, files: Mapping[str, Mapping[str, Any]], *, share: int, num_shares: int, advice: str) -> None:
+    """Raise DamagedCheckpointError when one of this `share` of `files` has other content."""
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name))[share::num_shares]:
         if not has_content(directory / name, files[name]):
-            raise UserError(f"checkpoint {directory} is damaged: the content of {name} is not that of its manifest; {advice}")
+            raise DamagedCheckpointError(f"checkpoint {directory} is damaged: the content of {name} is not that of its manifest; {advice}")
 
 
 def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
@@ -193,5 +211,7 @@ def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
             if not isinstance(entry["bytes"], int) or not any(isinstance(entry.get(algorithm), str) for algorithm in _ALGORITHMS):
                 raise ValueError(f"it has no size and {HASH} of {name}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{directory} is not a complete checkpoint: its {MANIFEST} cannot be read ({error}); {_ADVICE}") from error
+        raise DamagedCheckpointError(
+            f"{directory} is not a complete checkpoint: its {MANIFEST} cannot be read ({error}); {_ADVICE}"
+        ) from error
     return files

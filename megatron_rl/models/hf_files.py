@@ -80,6 +80,10 @@ class Checkpoint:
         """Names of all tensors."""
         return set(self._stored)
 
+    def check_files(self) -> None:
+        """Raise UserError when a file is missing or cut off, or lacks a tensor that the index says it has. Reads headers alone."""
+        self._files.check_files()
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Its shape [...], from the header of its file. Raises UserError when that is damaged."""
         stored = self._stored[name]

@@ -49,6 +49,11 @@ class MegatronCheckpoint:
         """Names of all tensors, also of those that the model does not build."""
         return self._of_tensor.keys() | (self.kept.names() if self.kept is not None else set())
 
+    def check_files(self) -> None:
+        """Raise UserError when a file of the tensors that the model does not build is missing or cut off; others were looked at before."""
+        if self.kept is not None:
+            self.kept.check_files()
+
     def dtype(self, rule: Rule) -> torch.dtype:
         """The dtype in which the parameter of `rule` is stored."""
         return self._state.dtype(self._locations[rule.megatron].keys[0])

@@ -1,6 +1,7 @@
 """The tensors in the safetensors of a directory, of one file or of many with an index; quantised ones as the numbers they mean."""
 
 import json
+import struct
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -62,6 +63,22 @@ class TensorFiles:
     def names(self) -> set[str]:
         """Names of all tensors."""
         return set(self._names)
+
+    def check_files(self) -> None:
+        """Raise UserError when a file is missing or cut off, or lacks a tensor that the index says it has. Reads headers alone."""
+        of_file: dict[Path, list[str]] = {}
+        for name, file in self._files.items():
+            of_file.setdefault(file, []).append(name)
+        for file, names in sorted(of_file.items()):
+            try:
+                lacking = sorted(set(names).difference(self._handle(names[0]).keys()))
+            except (OSError, SafetensorError) as error:
+                raise self._damaged(min(names), error) from error
+            if lacking:
+                raise UserError(
+                    f"{file} lacks tensors that the index of {self.path} says it has ({len(lacking)}), the first is {lacking[0]}; "
+                    "download or save the model again"
+                )
 
     def file(self, name: str) -> Path:
         """The file that holds the tensor, or its codes."""
@@ -146,13 +163,25 @@ class TensorFiles:
         file = self._files.get(name) or self.file(name)
         if not file.exists():
             return UserError(f"{self.path} lacks the file {file.name}, in which its index says that {name} is; download the model again")
-        return UserError(f"cannot read {name} from {file}: {_words(error)}; download or save the model again")
+        return UserError(f"cannot read {name} from {file}: {_words(error, file)}; download or save the model again")
 
 
-def _words(error: Exception) -> str:
-    """What is wrong with a file: the library says of one that ends early that its metadata is not covered."""
+def _words(error: Exception, file: Path) -> str:
+    """What is wrong with a file: the library says of one that has not the size of its header that its metadata is not covered."""
     text = str(error)
-    return f"the file is cut off ({text})" if "IncompleteBuffer" in text or "not fully covered" in text else text
+    if "IncompleteBuffer" not in text and "not fully covered" not in text:
+        return text
+    size, needed = file.stat().st_size, _needed_bytes(file)
+    what = "the file is cut off" if size < needed else "the file goes on behind its last tensor"
+    return f"{what}: it has {size:,} bytes, its header needs {needed:,}"
+
+
+def _needed_bytes(file: Path) -> int:
+    """The size of a safetensors file whose header can be read, as that says it: of the header itself and of the tensors behind it."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    return 8 + length + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
 
 
 def _names_in(file: Path) -> dict[str, Path]:
@@ -169,4 +198,5 @@ def _tensor_files(path: Path) -> dict[str, Path]:
     except FileNotFoundError as error:
         raise UserError(f"{path} has no model.safetensors; give a Hugging Face directory with safetensors weights") from error
     except (json.JSONDecodeError, KeyError, AttributeError, OSError, SafetensorError) as error:
-        raise UserError(f"the safetensors in {path} cannot be read ({_words(error)}); download or save the model again") from error
+        words = _words(error, path / "model.safetensors")
+        raise UserError(f"the safetensors in {path} cannot be read ({words}); download or save the model again") from error

@@ -31,13 +31,19 @@ from megatron_rl.rollout.server_args import check_environment, check_records_rou
 from megatron_rl.runtime.cluster import no_gpu
 from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.resources import available_memory_bytes
-from megatron_rl.runtime.run_checkpoint import newest_checkpoint
 
 with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.stored_weights import open_weights
     from megatron_rl.models.weight_table import tensor_names, tensor_shapes
     from megatron_rl.runtime.launch_plan import crossing_notes
+    from megatron_rl.runtime.resumption import (
+        check_checkpoint_files,
+        check_has_checkpoint,
+        check_same_model,
+        check_steps_left,
+        check_written_files,
+    )
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
     from megatron_rl.training.model_check import check_layout, check_model
@@ -52,6 +58,7 @@ OPTIMIZER_BYTES = 12
 """Bytes per parameter of an fp32 main weight and Adam's two moments."""
 START_FILES = ("settings.yaml", "buffer.sqlite", "logs", "engine-", ".engine-")
 """What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
+RESUME_CHECKS = (check_has_checkpoint, check_steps_left, check_checkpoint_files, check_same_model, check_written_files)
 RANK_BYTES = int(0.5 * GIB)
 ENGINE_BYTES = int(1.6 * GIB)
 """What a Megatron rank and an SGLang server take on the CPU before any weight, mostly imported code."""
@@ -68,7 +75,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         raise UserError(no_gpu(settings.runtime.cluster.gpu, "this machine"))
     checks: list[Callable[[], list[str]]] = [
         partial(check_run_directory, settings.run.directory, resume=resume),
-        partial(_check_steps_left, settings, resume=resume),
+        *(partial(check, settings) for check in RESUME_CHECKS if resume),
         *_config_checks(settings, find_target(settings, config_only=False)),
         partial(_check_weights, settings.model.path),
         partial(_check_teacher, settings),
@@ -152,16 +159,6 @@ def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
     return [f"there is nothing to resume in {directory}: a new run starts"] if resume and not present else []
 
 
-def _check_steps_left(settings: Settings, *, resume: bool) -> list[str]:
-    found = newest_checkpoint(settings.run.directory) if resume else None
-    if found is not None and found[1].step >= settings.run.num_steps:
-        raise UserError(
-            f"{settings.run.directory} has done {found[1].step} steps, so nothing is left of run.num_steps {settings.run.num_steps}; "
-            f"set run.num_steps above {found[1].step} to continue"
-        )
-    return []
-
-
 def _check_model(settings: Settings, target: Target) -> list[str]:
     dtype = model_dtype(settings.model, target.device)
     check_model(settings, read_model_spec(settings.model.path), dtype=dtype, attention=target.attention)
@@ -184,6 +181,7 @@ def _check_teacher(settings: Settings) -> list[str]:
 def _check_weights(path: Path) -> list[str]:
     spec = read_model_spec(path)
     with open_weights(path, spec) as weights:
+        weights.check_files()
         missing = sorted(tensor_names(spec) - weights.names())
     if missing:
         raise UserError(
@@ -257,12 +255,13 @@ def _check_rows(settings: Settings) -> list[str]:
     tokenizer, data, seed = load_tokenizer(settings.model.path), settings.data, settings.run.seed
     train = PromptSource(data.train, tokenizer, settings=data, seed=seed, need_response=settings.supervised)
     sources = [train] + ([] if data.eval is None else [PromptSource(data.eval, tokenizer, settings=data, seed=seed)])
+    repeats = [note for note in [train.repeat_note()] if note is not None]
     if settings.supervised:
-        return []
+        return repeats
     with RewardRunner(settings.reward.model_copy(update={"num_workers": 1})) as runner:
         for prompt in (prompt for source in sources for prompt in source.probes()):
             runner.probe(prompt)
-    return [note for source in sources if (note := source.label_note()) is not None]
+    return repeats + [note for source in sources if (note := source.label_note()) is not None]
 
 
 def _check_sharing(settings: Settings, target: Target) -> list[str]:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     # Ray must not be imported before the environment that it reads is set, and preflight looks at checkpoints earlier.
     from megatron_rl.runtime.trainers import TrainerGroup
 
+SETTINGS_FILE = "settings.yaml"
+POLICY_LINK = "huggingface"
+"""Points to the policy of the newest checkpoint."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -167,10 +170,15 @@ def newest_checkpoint(directory: Path) -> tuple[Path, RunState] | None:
     paths = checkpoint_paths(directory)
     if not paths:
         return None
-    text = (paths[-1] / "run.json").read_text()
     try:
-        return paths[-1], RunState(**json.loads(text))
-    except (json.JSONDecodeError, TypeError) as error:
-        raise UserError(
-            f"{paths[-1] / 'run.json'} is not the state of a run ({error}); delete that checkpoint to resume from the one before"
-        ) from error
+        return paths[-1], RunState(**json.loads((paths[-1] / "run.json").read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{paths[-1] / 'run.json'} is not the state of a run ({error}); {way_around(directory)}") from error
+
+
+def way_around(directory: Path) -> str:
+    """How to go on without the newest checkpoint of the run in `directory`, which has one."""
+    *earlier, newest = checkpoint_paths(directory)
+    if earlier:
+        return f"delete {newest} to go on from {earlier[-1]} (step {_step(earlier[-1])})"
+    return f"start a new run from its weights with model.path={newest / 'hf'} and another run.directory, because no checkpoint is before it"

@@ -20,12 +20,13 @@ from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.run_prompts import RunPrompts
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_START_S
 from megatron_rl.device import chosen_row_maths, quiet_megatron_imports
-from megatron_rl.errors import MegatronRLError, ResumableError, UserError, WorkerDiedError
+from megatron_rl.errors import CheckpointError, MegatronRLError, ResumableError, UserError, WorkerDiedError
 from megatron_rl.files import write_atomic
 from megatron_rl.leftovers import remove_leftovers, scratch_directory
 from megatron_rl.observe.console import RL_COLUMNS, RL_COLUMNS_WITHOUT_REFERENCE, SUPERVISED_COLUMNS, Column, RunConsole
@@ -47,9 +48,9 @@ from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.rollout_run import RolloutRun, generation_deadline_s
-from megatron_rl.runtime.run_checkpoint import newest_checkpoint
+from megatron_rl.runtime.run_checkpoint import SETTINGS_FILE, newest_checkpoint
 from megatron_rl.runtime.trainers import TrainerGroup
-from megatron_rl.runtime.training_run import SETTINGS_FILE, RunRecords, SupervisedRun, TrainingRun
+from megatron_rl.runtime.training_run import RunRecords, SupervisedRun, TrainingRun
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.weights.interface import Surroundings, WeightTransport
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
@@ -58,8 +59,6 @@ with quiet_megatron_imports():
     from megatron_rl.models.megatron_config import attention_name, resolve_attention
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.weights.manifest import make_manifest
-
-BUFFER_FILE = "buffer.sqlite"
 
 
 def _columns(settings: Settings) -> tuple[Column, ...]:
@@ -150,7 +149,7 @@ def _announcing_failure(console: RunConsole, settings: Settings) -> Iterator[Non
     try:
         yield
     except BaseException as error:
-        found = newest_checkpoint(settings.run.directory)
+        found = None if isinstance(error, CheckpointError) else newest_checkpoint(settings.run.directory)
         rest = f"; --resume continues after step {found[1].step}" if found is not None else ""
         console.say(f"stopping every process of the run{rest}")
         if found is not None and (asked_to_end(error) or isinstance(error, WorkerDiedError)):
@@ -191,6 +190,8 @@ def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport"
     """Check what is cheap to check, then start the ranks and wait for them. What is returned makes the run from its `records`."""
     tokenizer = load_tokenizer(settings.model.path)
     source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed, need_response=True)
+    if (note := source.repeat_note()) is not None:
+        start.note(note)
     watchdog = stack.enter_context(Watchdog())
     trainers = TrainerGroup(settings, reservation=_reserve(settings, stack, start), watchdog=watchdog)
     with start.part("ranks"):

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.source import PromptSource
-from megatron_rl.errors import DeadlineError, MegatronRLError, UserError
+from megatron_rl.errors import CheckpointError, DamagedCheckpointError, DeadlineError, MegatronRLError, UserError
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
@@ -26,18 +26,18 @@ from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.colocation import SharedDevices, Turn
 from megatron_rl.runtime.grace import finishing_first
 from megatron_rl.runtime.run_checkpoint import (
+    POLICY_LINK,
+    SETTINGS_FILE,
     CheckpointWriter,
     RunState,
     checkpoint_paths,
     incomplete_checkpoints,
     newest_checkpoint,
     oldest_step,
+    way_around,
 )
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.types import TrainBatch
-
-SETTINGS_FILE = "settings.yaml"
-POLICY_LINK = "huggingface"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,10 @@ class TrainingRun(ABC):
                 self._devices.take(turn)
 
     def resume(self, *, weights_only: bool = False) -> int:
-        """Load the newest checkpoint and return the number of steps done, 0 when there is none; see `Trainer.load` for `weights_only`."""
+        """Load the newest checkpoint and return the number of steps done, 0 when there is none; see `Trainer.load` for `weights_only`.
+
+        Raises CheckpointError where the run cannot go on from there.
+        """
         for path in incomplete_checkpoints(self.directory):
             self._console.say(f"{path} is not complete and is passed over; it can be deleted")
         found = newest_checkpoint(self.directory)
@@ -133,8 +136,13 @@ class TrainingRun(ABC):
         path, state = found
         self._turn(Turn.TRAINING)
         with self._phase("load"):
-            changes = self._trainers.load(path / "megatron", weights_only=weights_only)
-            notes = self._rewind(step=state.step, position=state.source)
+            try:
+                changes = self._trainers.load(path / "megatron", weights_only=weights_only)
+                notes = self._rewind(step=state.step, position=state.source)
+            except DamagedCheckpointError as error:
+                raise CheckpointError(f"{error}, or {way_around(self.directory)}") from error
+            except UserError as error:
+                raise CheckpointError(str(error)) from error
         self._first_evaluation = state.first_evaluation
         self._trained_steps = self._logged_steps = self._saved_steps = state.step
         self._console.say(f"resumed from {path} after {state.step} steps" + (", with a new optimizer" if weights_only else ""))

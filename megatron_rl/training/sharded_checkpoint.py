@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import distributed
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import DamagedCheckpointError, UserError
 from megatron_rl.files import MANIFEST, commit_partial, disk_errors, partial_path, start_partial
 from megatron_rl.models.checkpoint_manifest import check_manifest, write_manifest
 from megatron_rl.models.checkpoint_pickles import reading_records_only
@@ -184,10 +184,10 @@ def load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: b
 
 
 def _check_files(directory: Path, *, share: int, num_shares: int) -> None:
-    """Raise UserError when a file of this `share` is not the one that was saved."""
+    """Raise DamagedCheckpointError when a file of this `share` is not the one that was saved."""
     missing = [name for name in ("metadata.json", ".metadata", MANIFEST) if not (directory / name).is_file()]
     if missing:
-        raise UserError(f"{directory} is not a complete checkpoint: it has no {missing[0]}; resume from another one")
+        raise DamagedCheckpointError(f"{directory} is not a complete checkpoint: it has no {missing[0]}; copy it again from where it came")
     check_manifest(directory, share=share, num_shares=num_shares)
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +98,24 @@ def test_what_a_function_prints_while_it_is_tried_is_no_part_of_the_settings(
     resolved = Path(config).with_name("resolved.yaml")
     resolved.write_text(printed.out)
     assert load_settings(resolved) == load_settings(Path(config))
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_of_a_run_that_does_not_fit_the_plan_alone_is_printed(
+    calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    vars(sys.modules["megatron_rl.runtime.preflight"]).update(preflight_config=lambda settings: [])
+    found = SimpleNamespace(fits=fits, verdict="does not fit: 3 of 2", lines=lambda: ["stage 0  ", ""])
+    plan, target = ModuleType("megatron_rl.runtime.launch_plan"), ModuleType("megatron_rl.runtime.target")
+    vars(plan).update(launch_plan=lambda settings, target: {}, memory_plan=lambda settings: found)
+    vars(target).update(find_target=lambda settings, config_only: None)
+    for module in (plan, target):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert main(["train", config, "--check", "--config-only"]) == (0 if fits else 2)
+    printed = capsys.readouterr()
+    assert printed.out.startswith("run:") == fits
+    assert printed.out.endswith("# stage 0\n#\n# Check passed: nothing was started, nothing was written.\n" if fits else "# stage 0\n#\n")
+    assert fits or printed.err == "megatron-rl: does not fit: 3 of 2; `megatron-rl plan` lists layouts that fit\n"
 
 
 def test_eval_hands_over_resolved_settings(calls: list[tuple[str, Any]], config: str) -> None:

@@ -15,10 +15,11 @@ HELD_OUT = [{"prompt": "7", "label": "7"}, {"prompt": "8"}]
 def read(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., RunPrompts]:
     """The prompts 1, 2, 3 to train on, of which the first has no label, and 7 and 8 if they are to be held out."""
 
-    def make(*, held_out: bool) -> RunPrompts:
+    def make(*, held_out: bool, prompts_per_step: int = 3) -> RunPrompts:
         for name, rows in (("train", TRAIN), ("held_out", HELD_OUT)):
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         paths = [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"]
+        paths += [f"data.prompts_per_step={prompts_per_step}"]
         return RunPrompts.read(load_settings(None, paths + [f"data.eval={tmp_path}/held_out.jsonl"] * held_out))
 
     return make
@@ -39,3 +40,8 @@ def test_without_held_out_prompts_those_to_train_on_are_tried(read: Callable[...
     assert [prompt.text for prompt in prompts.for_parity(9)] == ["1", "2", "3"]
     assert [prompt.text for prompt in prompts.for_reward()] == ["1", "2"]
     assert len(prompts.notes) == 1
+
+
+def test_rows_that_are_too_few_for_a_step_are_noted(read: Callable[..., RunPrompts], tmp_path: Path) -> None:
+    [first, _] = read(held_out=False, prompts_per_step=4).notes
+    assert first.startswith(f"{tmp_path}/train.jsonl has 3 rows, and a step takes data.prompts_per_step 4: ")

@@ -11,8 +11,8 @@ from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.rollout_run import RolloutRun
-from megatron_rl.runtime.run_checkpoint import newest_checkpoint
-from megatron_rl.runtime.training_run import SETTINGS_FILE, RunRecords, SupervisedRun, TrainingRun
+from megatron_rl.runtime.run_checkpoint import SETTINGS_FILE, newest_checkpoint
+from megatron_rl.runtime.training_run import RunRecords, SupervisedRun, TrainingRun
 from megatron_rl.runtime.watchdog import Watchdog
 
 

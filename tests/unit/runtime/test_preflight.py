@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import RewardSettings, RuntimeSettings, Settings
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
+from megatron_rl.models.hf_files import save_hf
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.runtime import preflight as module
 from megatron_rl.runtime.launch_plan import launch_plan, weight_sync
@@ -228,6 +230,50 @@ def test_missing_weights_are_found(check: Callable[..., list[str]], words: list[
         check()
 
 
+@pytest.fixture
+def shards(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
+    """A model directory of several files with an index."""
+    source = tiny_model(name="whole")
+    save_hf(tmp_path / "shards", load_file(source / "model.safetensors"), source=source, max_shard_bytes=100_000)
+    return tmp_path / "shards"
+
+
+def _lengthen(file: Path) -> None:
+    with file.open("ab") as stream:
+        stream.write(bytes(8))
+
+
+def _rename_a_tensor(file: Path) -> None:
+    tensors = load_file(file)
+    name = min(tensors)
+    save_file({f"{name}.other" if key == name else key: tensor for key, tensor in tensors.items()}, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda file: file.unlink(), "lacks the file {name}, in which its index says that model"),
+        (lambda file: os.truncate(file, file.stat().st_size - 5_000), "{name}: the file is cut off: it has {less:,} bytes, its header"),
+        (lambda file: os.truncate(file, 3), "{name}: "),
+        (_lengthen, "{name}: the file goes on behind its last tensor: it has {more:,} bytes, its header needs {size:,};"),
+        (_rename_a_tensor, "{name} lacks tensors that the index of"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["model.path", "model.teacher"])
+def test_a_damaged_file_of_weights_is_found(
+    check: Callable[..., list[str]], shards: Path, damage: Callable[[Path], None], told: str, setting: str
+) -> None:
+    teaching = ["objective.distillation_coef=0.5"] if setting == "model.teacher" else []
+    assert check(f"{setting}={shards}", *teaching) == []
+    file = sorted(shards.glob("*.safetensors"))[-1]
+    size = file.stat().st_size
+    damage(file)
+    with pytest.raises(UserError) as caught:
+        check(f"{setting}={shards}", *teaching)
+    assert told.format(name=file.name, size=size, less=size - 5_000, more=size + 8) in str(caught.value)
+    assert str(caught.value).count("download") == 1
+
+
 def test_our_own_format_is_a_model_whose_engines_get_their_weights_later(check: Callable[..., list[str]], words: list[str]) -> None:
     path = Path(words[1].partition("=")[2])
     convert(path, path.with_name("ours"), Options())
@@ -276,6 +322,14 @@ def test_notes(check: Callable[..., list[str]], words: list[str]) -> None:
     assert len(notes) == 3
 
 
+@pytest.mark.parametrize("overrides", [(), ("objective.policy_loss=sft",)])
+def test_fewer_rows_than_a_step_takes_are_noted(check: Callable[..., list[str]], overrides: tuple[str, ...]) -> None:
+    sizes = "data.prompts_per_step=21"
+    [note] = [note for note in check(sizes, *overrides) if "rows" in note]
+    assert "train.jsonl has 20 rows, and a step takes data.prompts_per_step 21: every step has some of them more than once" in note
+    assert not any("20 rows" in note for note in check("data.prompts_per_step=20", *overrides))
+
+
 def test_a_critic_is_checked_and_its_rate_told(check: Callable[..., list[str]]) -> None:
     assert check("objective.preset=ppo") == [
         "training.critic.optimizer.lr is not set: the critic's learning rate is 0.001, 10 times the policy's"
@@ -306,7 +360,7 @@ def test_nothing_left_to_resume(check: Callable[..., list[str]], words: list[str
     directory = load_settings(None, words).run.directory
     checkpoint = directory / "checkpoints" / "step-000008"
     (checkpoint / "megatron").mkdir(parents=True)
-    (checkpoint / "megatron" / "manifest.json").touch()
+    (checkpoint / "megatron" / "manifest.json").write_text('{"files": {}}')
     (checkpoint / "run.json").write_text('{"step": 8, "source": {}, "first_evaluation": {}}')
     with pytest.raises(UserError, match=r"has done 8 steps, so nothing is left of run.num_steps 8"):
         check("run.num_steps=8", resume=True)

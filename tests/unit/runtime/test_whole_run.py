@@ -16,7 +16,7 @@ from run_parts import Rewards
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import Buffer
-from megatron_rl.errors import EngineError, EngineKilledError, ResumableError, WorkerDiedError
+from megatron_rl.errors import DamagedCheckpointError, EngineError, EngineKilledError, ResumableError, UserError, WorkerDiedError
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
@@ -181,6 +181,13 @@ def test_a_supervised_run_starts_no_engine(make_settings: Callable[..., Settings
     assert not (tmp_path / "run" / "buffer.sqlite").exists() and Engines.stopped == 0
 
 
+def test_a_supervised_run_says_that_a_step_takes_more_rows_than_there_are(
+    make_settings: Callable[..., Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.train(make_settings("objective.policy_loss=sft", "data.prompts_per_step=9"), resume=False)
+    assert "has 8 rows, and a step takes data.prompts_per_step 9" in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_evaluation_leaves_nothing_in_the_run_directory(
     make_settings: Callable[..., Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +230,38 @@ def test_a_run_that_was_ended_from_outside_goes_on_by_the_same_command(
     monkeypatch.setattr(Ranks, "load", lambda self, path, *, weights_only: (), raising=False)
     session.train(settings, resume=True)
     assert list(read_metrics(tmp_path / "run" / METRICS_FILE)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "promises"),
+    [
+        (DamagedCheckpointError("it is damaged; copy it again"), "it is damaged; copy it again, or delete {newest} to go on from ", False),
+        (UserError("it is one of another model; give that"), "it is one of another model; give that", False),
+        (EngineError("refused"), "refused", True),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_loaded_is_no_place_to_go_on_from(
+    make_settings: Callable[..., Settings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    told: str,
+    promises: bool,
+) -> None:
+    def load(self: Ranks, path: Path, *, weights_only: bool) -> tuple[str, ...]:
+        raise error
+
+    words = ("objective.policy_loss=sft", "run.save_interval=1")
+    session.train(make_settings(*words), resume=False)
+    monkeypatch.setattr(Ranks, "load", load, raising=False)
+    capsys.readouterr()
+    newest = tmp_path / "run" / "checkpoints" / "step-000002"
+    with pytest.raises((UserError, EngineError)) as caught:
+        session.train(make_settings(*words, "run.num_steps=3"), resume=True)
+    assert str(caught.value).startswith(told.format(newest=newest))
+    assert str(caught.value).endswith("(step 1)") == ("damaged" in told)
+    assert ("--resume continues after step 2" in " ".join(capsys.readouterr().out.split())) == promises
 
 
 def test_a_run_keeps_what_waits_for_its_rewards(make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,138 @@
+"""What `--resume` would go on from, and what is wrong with it as far as names, sizes and settings tell: nothing is hashed or started."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.load import dump_settings
+from megatron_rl.config.settings import Settings
+from megatron_rl.config.yaml_text import format_value, parse_yaml
+from megatron_rl.data.buffer import BUFFER_FILE, check_buffer
+from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.errors import DamagedCheckpointError, UserError
+from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
+from megatron_rl.runtime.run_checkpoint import (
+    POLICY_LINK,
+    SETTINGS_FILE,
+    checkpoint_paths,
+    incomplete_checkpoints,
+    newest_checkpoint,
+    way_around,
+)
+
+with quiet_megatron_imports():
+    from megatron_rl.models.checkpoint_manifest import check_sizes
+    from megatron_rl.models.model_spec import ModelSpec
+    from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.models.weight_table import parameter_shape, rules
+
+_OF_FILES = {"names", "num_mtp_layers"}
+"""Fields of a ModelSpec that an exported policy need not share with the model that it was made from."""
+
+
+def resume_rows(settings: Settings) -> dict[str, str]:
+    """The checkpoint that the run would go on from, and every setting that is another one now. Raises UserError."""
+    directory = settings.run.directory
+    found = newest_checkpoint(directory)
+    skipped = {f"passed over, not complete ({number})": str(path) for number, path in enumerate(incomplete_checkpoints(directory), start=1)}
+    if found is None:
+        return {"checkpoint": f"none in {directory}: the run would start at step 1"} | skipped
+    path, state = found
+    rows = {"checkpoint": str(path), "steps": f"{state.step} of run.num_steps {settings.run.num_steps} are done"} | skipped
+    return rows | dict(_changes(directory / SETTINGS_FILE, settings))
+
+
+def _changes(file: Path, settings: Settings) -> Iterator[tuple[str, str]]:
+    """A row for each setting that is not that of the `file` which the run's last start has written."""
+    if not file.exists():
+        yield "settings of the last start", f"not known: {file} is gone"
+        return
+    saved = parse_yaml(file.read_text(encoding="utf-8", errors="replace"), origin=str(file))
+    then = _flat(saved) if isinstance(saved, Mapping) else {}
+    now = _flat(parse_yaml(dump_settings(settings), origin="the settings"))
+    # Where the run lies may have another name than it had.
+    changed = [name for name in (now | then) if now.get(name) != then.get(name) and name != "run.directory"]
+    for name in changed:
+        yield name, f"{_value(now, name)}, was {_value(then, name)}"
+    if not changed:
+        yield "settings", f"all as in {file}"
+
+
+def _value(values: Mapping[str, Any], name: str) -> str:
+    return format_value(values[name]) if name in values else "not set"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
+def check_has_checkpoint(settings: Settings) -> list[str]:
+    """Refuse to begin again where checkpoints were and are gone; a note where there never was one."""
+    directory, link = settings.run.directory, settings.run.directory / POLICY_LINK
+    if checkpoint_paths(directory):
+        return []
+    if link.is_symlink():
+        raise UserError(
+            f"there is nothing to resume in {directory}, although it had a checkpoint ({link} points to {os.readlink(link)}); put its "
+            f"checkpoints back, or delete {link} to start again at step 1, without what metrics.jsonl has of the steps"
+        )
+    return [f"there is no checkpoint in {directory}: the run starts at step 1"] if (directory / SETTINGS_FILE).exists() else []
+
+
+def check_steps_left(settings: Settings) -> list[str]:
+    """Refuse to go on with a run that has done its steps."""
+    found = newest_checkpoint(settings.run.directory)
+    if found is not None and found[1].step >= settings.run.num_steps:
+        raise UserError(
+            f"{settings.run.directory} has done {found[1].step} steps, so nothing is left of run.num_steps {settings.run.num_steps}; "
+            f"set run.num_steps above {found[1].step} to continue"
+        )
+    return []
+
+
+def check_checkpoint_files(settings: Settings) -> list[str]:
+    """Refuse a checkpoint that lacks a file or has one of another size than its manifest says."""
+    found = newest_checkpoint(settings.run.directory)
+    if found is None:
+        return []
+    try:
+        check_sizes(found[0] / "megatron")
+    except DamagedCheckpointError as error:
+        raise UserError(f"{error}, or {way_around(settings.run.directory)}") from error
+    return []
+
+
+def check_same_model(settings: Settings) -> list[str]:
+    """Refuse a model.path whose parameters are not those of the checkpoint; a note where it computes something else with them."""
+    found = newest_checkpoint(settings.run.directory)
+    if found is None or not (found[0] / "hf" / "config.json").is_file():
+        return []
+    now, then = read_model_spec(settings.model.path), read_model_spec(found[0] / "hf")
+    fields, saved = _flat(dataclasses.asdict(now)), _flat(dataclasses.asdict(then))
+    names = [name for name in (fields | saved) if name.split(".")[0] not in _OF_FILES]
+    changed = next((name for name in names if fields.get(name) != saved.get(name)), None)
+    if changed is None:
+        return []
+    what = f"model.path {settings.model.path} has {changed} {fields.get(changed)}, checkpoint {found[0]} has {saved.get(changed)}"
+    if _parameters(now) != _parameters(then):
+        raise UserError(f"{what}; give the model.path that the run began with, or another run.directory for a new run")
+    return [f"{what}: what was trained is computed otherwise from now on"]
+
+
+def _parameters(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    return {rule.megatron: parameter_shape(rule) for rule in rules(spec) if rule.exported}
+
+
+def check_written_files(settings: Settings) -> list[str]:
+    """Refuse metrics.jsonl with a line that is none, but for a torn last one, which is dropped, and a buffer that is no database."""
+    metrics = settings.run.directory / METRICS_FILE
+    if metrics.exists():
+        read_metrics(metrics)
+    if not settings.supervised:
+        check_buffer(settings.run.directory / BUFFER_FILE)
+    return []

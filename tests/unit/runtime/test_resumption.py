@@ -1,0 +1,195 @@
+"""What --resume would go on from, and what is wrong with it."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.config.load import dump_settings, load_settings
+from megatron_rl.config.settings import Settings
+from megatron_rl.data.buffer import Buffer
+from megatron_rl.errors import UserError
+from megatron_rl.models.checkpoint_manifest import write_manifest
+from megatron_rl.runtime.preflight import RESUME_CHECKS, preflight
+from megatron_rl.runtime.resumption import resume_rows
+from megatron_rl.types import Prompt
+
+
+@pytest.fixture
+def words(tiny_model: Callable[..., Path], tmp_path: Path) -> list[str]:
+    """Overrides of a run that has saved after steps 2 and 4 of 6."""
+    rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(20)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, run = tiny_model(), tmp_path / "run"
+    words = [
+        f"run={{directory: {run}, num_steps: 6}}",
+        f"model.path={model}",
+        f"data={{train: {tmp_path / 'train.jsonl'}, prompts_per_step: 4, max_prompt_tokens: 16}}",
+        "training.optimizer.lr=1e-4",
+        "rollout.sampling.max_response_tokens=8",
+    ]
+    for step in (2, 4):
+        checkpoint = run / "checkpoints" / f"step-{step:06d}"
+        (checkpoint / "megatron").mkdir(parents=True)
+        for name in (".metadata", "metadata.json", "common.pt", "__0_0.distcp"):
+            (checkpoint / "megatron" / name).write_bytes(name.encode() * 100)
+        write_manifest(checkpoint / "megatron")
+        (checkpoint / "hf").mkdir()
+        shutil.copyfile(model / "config.json", checkpoint / "hf" / "config.json")
+        (checkpoint / "run.json").write_text(json.dumps({"step": step, "source": {}, "first_evaluation": {}}))
+    (run / "huggingface").symlink_to("checkpoints/step-000004/hf")
+    (run / "settings.yaml").write_text(dump_settings(load_settings(None, [*words, "run.directory=elsewhere"])))
+    (run / "metrics.jsonl").write_text('{"step": 4, "time": 1.0}\n{"step": 5, "ti')
+    with Buffer(run / "buffer.sqlite"):
+        pass
+    return words
+
+
+def asked(words: list[str], *overrides: str) -> Settings:
+    return load_settings(None, [*words, *overrides])
+
+
+def notes(settings: Settings) -> list[str]:
+    return [note for check in RESUME_CHECKS for note in check(settings)]
+
+
+def problem(settings: Settings) -> str:
+    with pytest.raises(UserError) as caught:
+        notes(settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_run_that_can_go_on_is_told_from_where(words: list[str], tmp_path: Path) -> None:
+    """A torn last row of metrics.jsonl is what a kill leaves: the next start drops it."""
+    run = tmp_path / "run"
+    assert notes(asked(words)) == []
+    assert resume_rows(asked(words)) == {
+        "checkpoint": str(run / "checkpoints" / "step-000004"),
+        "steps": "4 of run.num_steps 6 are done",
+        "settings": f"all as in {run / 'settings.yaml'}",
+    }
+
+
+def test_settings_that_are_others_now_are_told_with_both_values(words: list[str], tmp_path: Path) -> None:
+    other = asked(words, "training.optimizer={lr: 2e-4, weight_decay: 0.1}", "run.num_steps=9", "rollout.sampling.temperature=0.5")
+    assert list(resume_rows(other).items())[2:] == [
+        ("run.num_steps", "9, was 6"),
+        ("rollout.sampling.temperature", "0.5, was 1.0"),
+        ("training.optimizer.lr", "0.0002, was 0.0001"),
+        ("training.optimizer.weight_decay", "0.1, was not set"),
+    ]
+    (tmp_path / "run" / "settings.yaml").unlink()
+    assert resume_rows(other)["settings of the last start"] == f"not known: {tmp_path / 'run' / 'settings.yaml'} is gone"
+
+
+def test_a_checkpoint_that_is_passed_over_is_named(words: list[str], tmp_path: Path) -> None:
+    newest = tmp_path / "run" / "checkpoints" / "step-000004"
+    (newest / "run.json").unlink()
+    rows = resume_rows(asked(words))
+    assert (rows["checkpoint"], rows["passed over, not complete (1)"]) == (str(newest.with_name("step-000002")), str(newest))
+
+
+def _cut(file: Path) -> None:
+    os.truncate(file, 50)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "told"),
+    [
+        ("__0_0.distcp", _cut, "is damaged: __0_0.distcp has 50 bytes, its manifest says 1,200; copy it again from where it came, or "),
+        (
+            ".metadata",
+            Path.unlink,
+            ".metadata is in its manifest, but not there; copy it again from where it came, or ",
+        ),
+        ("manifest.json", _cut, "is not a complete checkpoint: its manifest.json cannot be read"),
+        ("../run.json", lambda file: file.write_bytes(b"\xff{"), "run.json is not the state of a run"),
+    ],
+)
+def test_a_damaged_checkpoint_is_told_with_the_one_before(
+    words: list[str], tmp_path: Path, name: str, damage: Callable[[Path], Any], told: str
+) -> None:
+    newest = tmp_path / "run" / "checkpoints" / "step-000004"
+    damage(newest / "megatron" / name)
+    message = problem(asked(words))
+    assert told in message and message.endswith(f"delete {newest} to go on from {newest.with_name('step-000002')} (step 2)")
+    shutil.rmtree(newest.with_name("step-000002"))
+    assert f"start a new run from its weights with model.path={newest / 'hf'} and another run.directory" in problem(asked(words))
+    shutil.rmtree(newest)
+    assert "put its checkpoints back" in problem(asked(words))
+
+
+def test_a_run_does_not_begin_again_where_its_checkpoints_are_gone(words: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.rmtree(run / "checkpoints")
+    message = problem(asked(words))
+    assert "there is nothing to resume" in message and "points to checkpoints/step-000004/hf" in message
+    (run / "huggingface").unlink()
+    assert notes(asked(words)) == [f"there is no checkpoint in {run}: the run starts at step 1"]
+    assert resume_rows(asked(words)) == {"checkpoint": f"none in {run}: the run would start at step 1"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"vocab_size": 64}, "vocab_size 64, checkpoint "),
+        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, "architecture Qwen2ForCausalLM, checkpoint "),
+    ],
+)
+def test_another_model_than_that_of_the_checkpoint_is_refused(
+    words: list[str], tmp_path: Path, overrides: dict[str, Any], told: str
+) -> None:
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | overrides))
+    message = problem(asked(words))
+    assert told in message and message.endswith("give the model.path that the run began with, or another run.directory for a new run")
+
+
+def test_other_numbers_of_a_model_of_the_same_shapes_are_noted(words: list[str], tmp_path: Path) -> None:
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
+    [note] = notes(asked(words))
+    assert "has norm_epsilon 0.001, checkpoint " in note and note.endswith("what was trained is computed otherwise from now on")
+
+
+def test_a_buffer_that_is_none_is_refused_and_one_of_a_killed_run_is_left_alone(words: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Buffer(run / "buffer.sqlite") as buffer:
+        buffer.add_prompts([Prompt(id="p", token_ids=np.array([1]), text="a")])
+        shutil.copytree(run, tmp_path / "killed", symlinks=True)
+    killed = {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("buffer.sqlite*")}
+    assert killed["buffer.sqlite-wal"] and notes(asked(words, f"run.directory={tmp_path / 'killed'}")) == []
+    assert {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("buffer.sqlite*")} == killed
+    (run / "buffer.sqlite").write_bytes(b"garbage" * 1000)
+    assert "file is not a database; choose another run.directory, or move this file away: what waits" in problem(asked(words))
+    assert notes(asked(words, "objective.policy_loss=sft")) == []
+    (run / "buffer.sqlite").unlink()
+    assert notes(asked(words)) == [] and not (run / "buffer.sqlite").exists()
+
+
+def test_a_line_of_metrics_that_is_none_is_refused(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 4, "ti\n{"step": 5, "time": 1.0}\n')
+    assert "metrics.jsonl:1: not a line of metrics" in problem(asked(words))
+
+
+def test_check_prints_what_would_be_resumed_or_only_what_is_wrong(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*words, "objective.policy_loss=sft"]
+    assert main(["train", "--check", "--resume", *given]) == 0
+    told = capsys.readouterr().out
+    assert f"# What would be resumed\n#   checkpoint                         {tmp_path}/run/checkpoints/step-000004\n" in told
+    assert "objective.policy_loss              sft, was " in told
+    _cut(tmp_path / "run" / "checkpoints" / "step-000004" / "megatron" / "__0_0.distcp")
+    assert main(["train", "--check", "--resume", *given]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and "delete" in printed.err
+    with pytest.raises(UserError, match="delete"):
+        preflight(load_settings(None, given), resume=True, probe=False)
