@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train`, `eval`, `report`, `plan`, `models`, `convert`, `verify-checkpoint`, `check-plugin` and `doctor`.
+"""The command line: `train`, `eval`, `report`, `plan`, `models`, `convert`, `serve`, `verify-checkpoint`, `check-plugin` and `doctor`.
 
 Exit status: 0 done; 2 input that the user can mend, told in one sentence; 75 ended by SIGTERM or by the death of a process of the run,
 which goes on from its checkpoint with `--resume`; 1 any other failure; 130 after Ctrl-C, 143 after SIGTERM without a checkpoint;
