@@ -45,20 +45,19 @@ def assert_no_token_is_too_old(buffer: Path, *, num_steps: int, max_staleness: i
 
 def test_later_steps_are_generated_while_one_trains(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     directory = tmp_path / "run"
-    # Responses of some length, so that weight syncs come in the middle of them.
-    overrides = ("rollout.max_staleness=2", "run.num_steps=6", "rollout.sampling.max_response_tokens=24")
-    run = start(*arguments(task, directory, *overrides))
+    # Responses of some length, so that a weight sync comes in the middle of one.
+    overrides = ("rollout.max_staleness=2", "run.num_steps=6", "rollout.sampling.max_response_tokens=24", "training.optimizer.lr=1.0e-3")
+    run = start(*arguments(task, directory, *overrides, "rollout.function=tests.e2e.ahead_of_training:rollout"))
     assert run.wait() == 0, run.output
     assert run.survivors() == []
     assert "without objective.off_policy_correction" in run.output
     assert_no_token_is_too_old(directory / "buffer.sqlite", num_steps=6, max_staleness=2)
     steps = metrics(directory)
     assert steps[1]["rollout/staleness_max"] == 0
-    assert max(steps[step]["rollout/staleness_max"] for step in range(2, 7)) == 2
+    assert steps[3]["rollout/staleness_max"] == 2
+    assert steps[3]["rollout/mixed_versions_fraction"] > 0
     assert [steps[step]["weights/version"] for step in range(7)] == list(range(7))
-    assert all(steps[step]["time/rollout_wait"] <= steps[step]["time/rollout"] + 0.5 for step in range(1, 7))
-    assert any(steps[step]["rollout/mixed_versions_fraction"] > 0 for step in range(2, 7))
-    assert steps[6]["rollout/reward"] > steps[1]["rollout/reward"] + 0.05
+    assert steps[6]["rollout/reward"] > steps[1]["rollout/reward"] + 0.1
     # Nothing is left over at the end of the run.
     assert query(directory / "buffer.sqlite", "SELECT count(*) FROM groups WHERE state != 'consumed'") == [(0,)]
 
