@@ -18,7 +18,7 @@ from megatron_rl.convert.changes import Adapter, Changes, quantization_config
 from megatron_rl.convert.resumable import locked_partial, write_files
 from megatron_rl.convert.sources import MegatronSource, Source, Unit, num_not_finite, open_source
 from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, write_index, write_metadata
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.files import write_atomic
 from megatron_rl.models.checkpoint_manifest import HASH, changed_texts, check_weights_alone, write_model_manifest
 from megatron_rl.models.families.config_keys import MTP_KEYS
@@ -132,8 +132,8 @@ def _piece(source: Source, unit: Unit, changes: Changes, wrong: dict[str, int]) 
 def _tell_wrong_numbers(units: list[Unit], wrong: dict[str, int], say: Callable[[str], None]) -> None:
     first = next((tensor for unit in units for tensor in unit.tensors if tensor.name in wrong), None)
     if first is not None:
-        counted = f"{wrong[first.name]:,} of {math.prod(first.shape):,} numbers that are not finite"
-        say(f"warning: {first.name} has {counted}, the first of {len(wrong):,} such tensors; they are converted as they are\n")
+        bad = f"{wrong[first.name]:,} of {math.prod(first.shape):,} numbers that are not finite"
+        say(f"warning: {first.name} has {bad}, the first of {counted(len(wrong), 'such tensor')}; they are converted as they are\n")
 
 
 def _target_format(source: Source, options: Options) -> Format:

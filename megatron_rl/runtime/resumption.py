@@ -11,7 +11,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value, parse_yaml
 from megatron_rl.data.buffer import BUFFER_FILE, check_buffer
 from megatron_rl.device import quiet_megatron_imports
-from megatron_rl.errors import DamagedCheckpointError, UserError
+from megatron_rl.errors import DamagedCheckpointError, UserError, counted
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.runtime.run_checkpoint import (
     POLICY_LINK,
@@ -89,8 +89,8 @@ def check_steps_left(settings: Settings) -> list[str]:
     found = newest_checkpoint(settings.run.directory)
     if found is not None and found[1].step >= settings.run.num_steps:
         raise UserError(
-            f"{settings.run.directory} has done {found[1].step} steps, so nothing is left of run.num_steps {settings.run.num_steps}; "
-            f"set run.num_steps above {found[1].step} to continue"
+            f"{settings.run.directory} has done {counted(found[1].step, 'step')}, so nothing is left of run.num_steps "
+            f"{settings.run.num_steps}; set run.num_steps above {found[1].step} to continue"
         )
     return []
 
