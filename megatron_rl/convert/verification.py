@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.settings import TopologySettings
-from megatron_rl.convert.sources import MegatronSource, Source, check_place, config_dtype, num_not_finite, open_source
+from megatron_rl.config.yaml_text import by_path
+from megatron_rl.convert.sources import MegatronSource, Source, check_place, config_dtype, most_common_dtype, num_not_finite, open_source
 from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
@@ -129,18 +130,11 @@ def _of_config(source: Source) -> Finding:
 
 def check_written_spec(path: Path, spec: ModelSpec, written: dict[str, Any]) -> None:
     """Raise UserError when config.json describes another model than the one that was `written`, also one of the same shapes."""
-    now = json.loads(json.dumps(dataclasses.asdict(spec)))
-    for name in sorted(_flat(now).keys() | _flat(written).keys()):
-        got, needed = _flat(now).get(name), _flat(written).get(name)
+    now, then = by_path(json.loads(json.dumps(dataclasses.asdict(spec)))), by_path(written)
+    for name in sorted(now.keys() | then.keys()):
+        got, needed = now.get(name), then.get(name)
         if got != needed:
             raise UserError(f"config.json in {path} gives {name} = {got}, the weights were written with {needed}; restore the config.json")
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
 
 
 def _of_tokenizer(source: Source) -> Finding:
@@ -253,15 +247,13 @@ def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def check_numbers(source: Source, tensors: WatchedTensors) -> None:
     """Raise UserError for a number that is not finite, also in what the model leaves out, and for a dtype that config.json does not say."""
-    num_bytes: dict[str, int] = {}
     for unit in source.units():
         for told in unit.tensors:
-            num_bytes[told.dtype] = num_bytes.get(told.dtype, 0) + told.num_bytes
             if told.name not in tensors.read_names:
                 tensors.read(told.name, told.shape)
     if tensors.problem is not None:
         raise UserError(tensors.problem)
-    most = max(num_bytes, key=num_bytes.__getitem__)
+    most = most_common_dtype(source)
     named = str(config_dtype(source.config)).removeprefix("torch.")
     if most != named and ("dtype" in source.config or "torch_dtype" in source.config) and not isinstance(source, MegatronSource):
         raise UserError(f"config.json in {source.directory} says {named}, the weights in {source.path} are {most}; correct the file")

@@ -242,6 +242,6 @@ class Place:
         return self.last_stage and self.tp_rank == 0
 
     @property
-    def speaks(self) -> bool:
-        """True on the one reporting rank that tells what all ranks agree on."""
+    def reports_alone(self) -> bool:
+        """True on one of the ranks that report, for what all ranks agree on."""
         return self.reports and self.dp_rank == 0 and self.cp_rank == 0

@@ -92,7 +92,7 @@ def test_another_vocabulary_is_refused(paths: tuple[Path, Path]) -> None:
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["3"], vocabulary["4"] = vocabulary["4"], vocabulary["3"]
     file.write_text(json.dumps(tokenizer))
-    with pytest.raises(UserError, match=r"2 tokens differ, the first is '3' with ids 6 and 5"):
+    with pytest.raises(UserError, match=r"differs in 2 tokens, the first is '3' with ids 6 and 5"):
         check_vocabulary(policy, teacher)
 
 
