@@ -22,6 +22,13 @@ Form = Literal["fp8", "int4", "mxfp4"]
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 CODE_DTYPES = (*FP8_DTYPES, torch.int8, torch.uint8, torch.int32)
 """dtypes of codes, which mean nothing without their scales."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+STORED_DTYPES: Mapping[Form, tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = {
+    "fp8": (FP8_DTYPES, (*_FLOATS, torch.float8_e8m0fnu)),
+    "int4": ((torch.int32,), _FLOATS),
+    "mxfp4": ((torch.uint8,), (torch.uint8,)),
+}
+"""dtypes that codes and scales of each form have in a file. Of others, such as exponents in bytes, the numbers would be read as scales."""
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _MXFP4_GROUP = 32
 _E8M0_BIAS = 127
