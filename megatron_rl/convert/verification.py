@@ -73,8 +73,11 @@ def verify(path: Path, *, config: Path | None = None, equal_to: Path | None = No
     with closing(open_source(equal_to)) as sound:
         for directory in sound.weights:
             check_weights_alone(directory)
-        yield from _promises(path, config)
-        yield _checked(SAME, lambda: check_equal(path, config, sound))
+        broken = None
+        for found in _promises(path, config):
+            broken = broken or (found.promise if found.problem is not None and found.promise in (TOGETHER, PARAMETERS) else None)
+            yield found
+        yield _checked(SAME, lambda: check_equal(path, config, sound)) if broken is None else next(_resting_on(broken, SAME))
 
 
 def _promises(path: Path, config: Path | None) -> Iterator[Finding]:

@@ -90,7 +90,8 @@ def _check_orphans(rest: set[str], form: Form | None, origin: str) -> None:
                 continue
             if form is None:
                 raise UserError(
-                    f"{origin} has the scale {name}, but its config.json has no quantization_config; use the config.json of these weights"
+                    f"{origin} has the scale {name}, but its config.json has no quantization_config; use the config.json of these weights, or "
+                    "give them in bfloat16"
                 )
             raise UserError(f"{origin} has the scale {name} without the tensor that it belongs to; download or convert the model again")
     for suffix in ("_blocks",) if form == "mxfp4" else (".weight_packed",):
@@ -104,7 +105,8 @@ def _form(section: Any, origin: str) -> tuple[Form | None, tuple[int, int] | Non
         return None, None
     if not isinstance(section, dict):
         raise UserError(f"config.json of {origin} has quantization_config = {section!r}, needs a JSON object; correct the file")
-    method = section.get("quant_method")
+    # ModelOpt's files have the second alone.
+    method = section.get("quant_method") or section.get("quant_algo")
     if method == "fp8":
         return "fp8", _block(section.get("weight_block_size"), origin)
     if method == "mxfp4":

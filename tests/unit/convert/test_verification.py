@@ -247,8 +247,11 @@ def test_a_checkpoint_to_be_equal_to_has_to_be_sound_itself(tiny_model, tmp_path
     for place, words in ((tmp_path / "ours", "is not that of its manifest"), (tmp_path / "nowhere", "is not a directory")):
         with pytest.raises(UserError, match=words):
             next(verify(path, equal_to=place))
-    other = [found.problem for found in verify(path, equal_to=tiny_model(layers=3, name="other"))][-1]
-    assert "gives num_layers = 2, that in" in other
+    other = tiny_model(layers=3, name="other")
+    assert "gives num_layers = 2, that in" in [found.problem for found in verify(path, equal_to=other)][-1]
+    changed(path, lambda tensors: {SQUARE: tensors[SQUARE][1:]})
+    assert [found.skipped for found in verify(path, equal_to=other)][-1] == f'because "{verification.PARAMETERS}" is broken'
+    assert len(problems(path)) == 1
 
 
 @pytest.mark.parametrize("to", ["megatron", "hf"])
