@@ -89,10 +89,8 @@ def _check_orphans(rest: set[str], form: Form | None, origin: str) -> None:
             if not name.endswith(suffix):
                 continue
             if form is None:
-                raise UserError(
-                    f"{origin} has the scale {name}, but its config.json has no quantization_config; use the config.json of these weights, or "
-                    "give them in bfloat16"
-                )
+                words = f"{origin} has the scale {name}, but its config.json has no quantization_config"
+                raise UserError(f"{words}; use the config.json of these weights, or give them in bfloat16")
             raise UserError(f"{origin} has the scale {name} without the tensor that it belongs to; download or convert the model again")
     for suffix in ("_blocks",) if form == "mxfp4" else (".weight_packed",):
         for name in sorted(rest):
