@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_rl.convert.changes import Adapter, Changes, quantization_config
 from megatron_rl.convert.resumable import locked_partial, write_files
-from megatron_rl.convert.sources import MegatronSource, Source, Unit, num_not_finite, open_source
+from megatron_rl.convert.sources import MegatronSource, Source, Unit, most_common_dtype, num_not_finite, open_source
 from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, not_finite, write_index, write_metadata
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.files import write_atomic
 from megatron_rl.models.checkpoint_manifest import HASH, changed_texts, check_weights_alone, write_model_manifest
 from megatron_rl.models.families.config_keys import MTP_KEYS
@@ -134,8 +134,8 @@ def _piece(source: Source, unit: Unit, changes: Changes) -> Piece:
 def _tell_wrong_numbers(units: list[Unit], wrong: dict[str, int], say: Callable[[str], None]) -> None:
     first = next((tensor for unit in units for tensor in unit.tensors if tensor.name in wrong), None)
     if first is not None:
-        counted = f"{wrong[first.name]:,} of {math.prod(first.shape):,} numbers that are not finite"
-        say(f"warning: {first.name} has {counted}, the first of {len(wrong):,} such tensors; they are converted as they are\n")
+        bad = f"{wrong[first.name]:,} of {math.prod(first.shape):,} numbers that are not finite"
+        say(f"warning: {first.name} has {bad}, the first of {counted(len(wrong), 'such tensor')}; they are converted as they are\n")
 
 
 def _target_format(source: Source, options: Options) -> Format:
@@ -179,7 +179,7 @@ def _write_config(file: Path, source: Source, pieces: list[Piece], options: Opti
     if options.quantise:
         config["quantization_config"] = quantization_config([piece.unit for piece in pieces])
     key = "dtype" if "dtype" in config else "torch_dtype"
-    dtype = str(options.dtype).removeprefix("torch.") if options.dtype is not None else _most_common_dtype(source)
+    dtype = str(options.dtype).removeprefix("torch.") if options.dtype is not None else most_common_dtype(source)
     if config.get(key) is not None or options.dtype is not None:
         config[key] = dtype
     if not any(_is_mtp(piece.unit, source) for piece in pieces):
@@ -189,14 +189,6 @@ def _write_config(file: Path, source: Source, pieces: list[Piece], options: Opti
         config.pop("auto_map", None)
     if config != original:
         write_atomic(file, json.dumps(config, indent=2) + "\n")
-
-
-def _most_common_dtype(source: Source) -> str:
-    sizes: dict[str, int] = {}
-    for unit in source.units():
-        for tensor in unit.tensors:
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
-    return max(sizes, key=sizes.__getitem__)
 
 
 class Progress:
@@ -231,14 +223,14 @@ def size(num_bytes: float) -> str:
 def parse_options(*, max_shard_size: str, to: Format | None, dtype: str | None, quantize: str | None, **others: Any) -> Options:
     """The options of the command line. Raises UserError for a size that cannot be read."""
     found = re.fullmatch(r"([0-9.]+)\s*([KMG]i?)?B?", max_shard_size.strip(), re.IGNORECASE)
-    size = 0.0
+    num_bytes = 0.0
     if found is not None:
         unit = (found[2] or "").upper()
-        size = float(found[1]) * (1024 if unit.endswith("I") else 1000) ** " KMG".index(unit[:1] or " ")
-    if size < 1:
+        num_bytes = float(found[1]) * (1024 if unit.endswith("I") else 1000) ** " KMG".index(unit[:1] or " ")
+    if num_bytes < 1:
         raise UserError(f"--max-shard-size is {max_shard_size!r}, needs a size such as 500MB or 4GB")
     chosen = None if dtype is None else getattr(torch, dtype)
-    return Options(to=to, dtype=chosen, quantise=quantize is not None, max_shard_bytes=int(size), **others)
+    return Options(to=to, dtype=chosen, quantise=quantize is not None, max_shard_bytes=int(num_bytes), **others)
 
 
 def say_on_terminal(words: str) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.settings import TopologySettings
+from megatron_rl.config.yaml_text import by_path
 from megatron_rl.convert.changes import Changes
-from megatron_rl.convert.sources import MegatronSource, Source, check_place, config_dtype, num_not_finite, open_source
+from megatron_rl.convert.sources import MegatronSource, Source, check_place, config_dtype, most_common_dtype, num_not_finite, open_source
 from megatron_rl.convert.tensor_comparison import compare_tensors
 from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
@@ -174,15 +175,8 @@ def check_written_spec(path: Path, spec: ModelSpec, written: dict[str, Any]) -> 
 
 def _differences(spec: ModelSpec, written: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Fields of `spec` that are others in `written`, with both values."""
-    now, then = _flat(json.loads(json.dumps(dataclasses.asdict(spec)))), _flat(written)
+    now, then = by_path(json.loads(json.dumps(dataclasses.asdict(spec)))), by_path(written)
     return ((name, now.get(name), then.get(name)) for name in sorted(now.keys() | then.keys()) if now.get(name) != then.get(name))
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
 
 
 def _of_tokenizer(source: Source) -> Finding:
@@ -295,15 +289,13 @@ def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def check_numbers(source: Source, tensors: WatchedTensors) -> None:
     """Raise UserError for a number that is not finite, also in what the model leaves out, and for a dtype that config.json does not say."""
-    num_bytes: dict[str, int] = {}
     for unit in source.units():
         for told in unit.tensors:
-            num_bytes[told.dtype] = num_bytes.get(told.dtype, 0) + told.num_bytes
             if told.name not in tensors.read_names:
                 tensors.read(told.name, told.shape)
     if tensors.problem is not None:
         raise UserError(tensors.problem)
-    most = max(num_bytes, key=num_bytes.__getitem__)
+    most = most_common_dtype(source)
     named = str(config_dtype(source.config)).removeprefix("torch.")
     if most != named and ("dtype" in source.config or "torch_dtype" in source.config) and not isinstance(source, MegatronSource):
         raise UserError(f"config.json in {source.directory} says {named}, the weights in {source.path} are {most}; correct the file")

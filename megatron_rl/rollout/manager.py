@@ -23,7 +23,7 @@ from megatron_rl.data.baseline import with_baseline
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.run_prompts import RunPrompts
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.group_metrics import evaluation_metrics, rollout_metrics
 from megatron_rl.observe.metrics import Mean, Metric, Sum, merge_metrics
@@ -181,7 +181,7 @@ class RolloutManager:
         # Those from before it wait with the labels that the settings of then gave them.
         self._buffer.add_prompts(source.again(sorted(pending)))
         now = self._buffer.made_by
-        return tuple(f"{count} groups are made anew, because {_difference(made_by, now)}" for made_by, count in others.items())
+        return tuple(f"{counted(count, 'group')} to be made anew, because {_difference(made_by, now)}" for made_by, count in others.items())
 
     async def abandon(self) -> None:
         """Abort what is being made, and wait until no engine works any more; no further batch can be asked for."""

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.source import PromptSource
-from megatron_rl.errors import CheckpointError, DamagedCheckpointError, DeadlineError, MegatronRLError, UserError
+from megatron_rl.errors import CheckpointError, DamagedCheckpointError, DeadlineError, MegatronRLError, UserError, counted
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
@@ -145,7 +145,7 @@ class TrainingRun(ABC):
                 raise CheckpointError(str(error)) from error
         self._first_evaluation = state.first_evaluation
         self._trained_steps = self._logged_steps = self._saved_steps = state.step
-        self._console.say(f"resumed from {path} after {state.step} steps" + (", with a new optimizer" if weights_only else ""))
+        self._console.say(f"resumed from {path} after {counted(state.step, 'step')}" + (", with a new optimizer" if weights_only else ""))
         self._say_all((*changes, *notes))
         return state.step
 
@@ -269,7 +269,7 @@ class TrainingRun(ABC):
         self._write_outcome(FINISHED, go_on=go_on)
         found = {"policy": POLICY_LINK, "report": REPORT_FILE, "metrics": METRICS_FILE}
         paths = {name: self.directory / file for name, file in found.items() if (self.directory / file).exists()}
-        self._say_all((f"finished after {self._trained_steps} steps", *(f"{name:<8} {path}" for name, path in paths.items())))
+        self._say_all((f"finished after {counted(self._trained_steps, 'step')}", *(f"{name:<8} {path}" for name, path in paths.items())))
         self._console.say(f"{'go on':<8} {go_on}")
 
     def break_off(self, error: BaseException) -> None:

@@ -188,7 +188,7 @@ def test_numbers_that_a_smaller_dtype_cannot_hold_are_named(tiny_model, tmp_path
     assert not [words for words in said if "finite" in words]
     convert(path, tmp_path / "half", Options(dtype=torch.float16), say=said.append)
     assert [words for words in said if "finite" in words] == [
-        "warning: model.norm.weight has 1 of 64 numbers that are not finite, the first of 1 such tensors; they are converted as they are\n"
+        "warning: model.norm.weight has 1 of 64 numbers that are not finite, the first of 1 such tensor; they are converted as they are\n"
     ]
 
 

@@ -187,7 +187,7 @@ def test_finished_groups_of_other_settings_are_made_anew_at_a_resume(
 
     state, _ = asyncio.run(run())
     _, notes = asyncio.run(run(override, state=state))
-    assert notes == (() if sentence is None else (f"{PROMPTS_PER_STEP} groups are made anew, because {sentence}",))
+    assert notes == (() if sentence is None else (f"{PROMPTS_PER_STEP} groups to be made anew, because {sentence}",))
     assert asyncio.run(run(override, state=state))[1] == ()
 
 
@@ -219,5 +219,5 @@ def test_groups_that_wait_get_the_labels_of_the_present_settings(make_settings: 
     assert state.pop("taken") > PROMPTS_PER_STEP, "some wait from before the checkpoint"
     _, notes = asyncio.run(run("data.label_key=answer", state=state))
     (note,) = notes
-    assert note.endswith("groups are made anew, because data.label_key is answer now and was label")
+    assert note.endswith("groups to be made anew, because data.label_key is answer now and was label")
     assert labels() == {"old": {("1", '{"answer": "2"}')}, "new": {("2", '{"label": "1"}')}}
