@@ -11,15 +11,15 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value, parse_yaml
 from megatron_rl.data.buffer import BUFFER_FILE, check_buffer
 from megatron_rl.device import quiet_megatron_imports
-from megatron_rl.errors import DamagedCheckpointError, UserError
+from megatron_rl.errors import UserError
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.runtime.run_checkpoint import (
     POLICY_LINK,
     SETTINGS_FILE,
     checkpoint_paths,
     incomplete_checkpoints,
+    naming_the_way_around,
     newest_checkpoint,
-    way_around,
 )
 
 with quiet_megatron_imports():
@@ -100,10 +100,8 @@ def check_checkpoint_files(settings: Settings) -> list[str]:
     found = newest_checkpoint(settings.run.directory)
     if found is None:
         return []
-    try:
+    with naming_the_way_around(settings.run.directory):
         check_sizes(found[0] / "megatron")
-    except DamagedCheckpointError as error:
-        raise UserError(f"{error}, or {way_around(settings.run.directory)}") from error
     return []
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import CheckpointError, DamagedCheckpointError, UserError
 from megatron_rl.files import MANIFEST, atomic_directory, commit_partial, partial_path, start_partial, write_atomic
 
 if TYPE_CHECKING:
@@ -174,6 +174,15 @@ def newest_checkpoint(directory: Path) -> tuple[Path, RunState] | None:
         return paths[-1], RunState(**json.loads((paths[-1] / "run.json").read_text()))
     except (ValueError, TypeError) as error:
         raise UserError(f"{paths[-1] / 'run.json'} is not the state of a run ({error}); {way_around(directory)}") from error
+
+
+@contextmanager
+def naming_the_way_around(directory: Path) -> Iterator[None]:
+    """Say of a damaged checkpoint of the run in `directory`, which the body reads, how to go on without it. Raises CheckpointError."""
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise CheckpointError(f"{error}, or {way_around(directory)}") from error
 
 
 def way_around(directory: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.source import PromptSource
-from megatron_rl.errors import CheckpointError, DamagedCheckpointError, DeadlineError, MegatronRLError, UserError
+from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, UserError
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
@@ -32,9 +32,9 @@ from megatron_rl.runtime.run_checkpoint import (
     RunState,
     checkpoint_paths,
     incomplete_checkpoints,
+    naming_the_way_around,
     newest_checkpoint,
     oldest_step,
-    way_around,
 )
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.types import TrainBatch
@@ -137,10 +137,9 @@ class TrainingRun(ABC):
         self._turn(Turn.TRAINING)
         with self._phase("load"):
             try:
-                changes = self._trainers.load(path / "megatron", weights_only=weights_only)
+                with naming_the_way_around(self.directory):
+                    changes = self._trainers.load(path / "megatron", weights_only=weights_only)
                 notes = self._rewind(step=state.step, position=state.source)
-            except DamagedCheckpointError as error:
-                raise CheckpointError(f"{error}, or {way_around(self.directory)}") from error
             except UserError as error:
                 raise CheckpointError(str(error)) from error
         self._first_evaluation = state.first_evaluation

@@ -39,6 +39,9 @@ class Ranks:
     def __init__(self, settings: Settings, **_: object) -> None:
         self.batches: list[TrainBatch] = []
 
+    def check(self, checkpoint: Path) -> None:
+        assert (checkpoint / "manifest.json").is_file()
+
     def begin_start(self) -> list[Any]:
         return []
 
@@ -230,6 +233,26 @@ def test_a_run_that_was_ended_from_outside_goes_on_by_the_same_command(
     monkeypatch.setattr(Ranks, "load", lambda self, path, *, weights_only: (), raising=False)
     session.train(settings, resume=True)
     assert list(read_metrics(tmp_path / "run" / METRICS_FILE)) == [0, 1, 2]
+
+
+def test_a_checkpoint_with_other_content_ends_the_start_before_ranks_and_engines_are_waited_for(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(self: Ranks, checkpoint: Path) -> None:
+        raise DamagedCheckpointError("the content of common.pt is not that of its manifest; copy it again")
+
+    def late(*_: object) -> None:
+        raise AssertionError("waited for")
+
+    session.train(make_settings("data.samples_per_prompt=2", "run.save_interval=1"), resume=False)
+    left = {name: (tmp_path / "run" / name).read_bytes() for name in (METRICS_FILE, "settings.yaml", "summary.json")}
+    monkeypatch.setattr(Ranks, "check", damaged)
+    monkeypatch.setattr(Ranks, "finish_start", late)
+    monkeypatch.setattr(Engines, "finish_start", late)
+    with pytest.raises(UserError, match=r"common\.pt is not that of its manifest; copy it again, or delete .*step-000002 to go on from"):
+        session.train(make_settings("data.samples_per_prompt=2", "run.num_steps=4"), resume=True)
+    assert left == {name: (tmp_path / "run" / name).read_bytes() for name in left}, "what the run had written is as it was"
+    assert Engines.stopped == 2
 
 
 @pytest.mark.parametrize(
