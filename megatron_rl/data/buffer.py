@@ -67,7 +67,7 @@ BUFFER_FILE = "buffer.sqlite"
 _FIXES = {
     "database or disk is full": "free space on this disk",
     "disk I/O error": "check the disk and its quota",
-    "file is not a database": "choose another run.directory, or move this file away: what waits in it is then generated again",
+    "file is not a database": "choose another run.directory, or move this file away: groups since the checkpoint are made again",
     "database disk image is malformed": "restore the file from a copy, or choose another run.directory",
     "attempt to write a readonly database": "give yourself write permission or choose another run.directory",
     "unable to open database file": "give yourself write permission or choose another run.directory",

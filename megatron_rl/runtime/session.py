@@ -187,9 +187,7 @@ def evaluate(settings: Settings) -> None:
             console.say(f"{name:<28} {value:.4f}")
 
 
-def _start_supervised(
-    settings: Settings, stack: ExitStack, start: "StartReport", *, checkpoint: Path | None
-) -> Callable[..., TrainingRun]:
+def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport", *, checkpoint: Path | None) -> Callable[..., TrainingRun]:
     """Check what is cheap to check, then start the ranks and wait for them. What is returned makes the run from its `records`.
 
     `checkpoint`: what the run is to go on from.
