@@ -114,6 +114,18 @@ def commit_partial(path: Path, *, durable: bool = True) -> None:
             shutil.rmtree(previous)
 
 
+def remove_directory(path: Path) -> None:
+    """Remove a directory, which no kill leaves under its name with a part of its content, or a link to one alone. Raises OSError."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    going = partial_path(path)
+    if going.exists():
+        shutil.rmtree(going)
+    os.rename(path, going)
+    shutil.rmtree(going)
+
+
 def sync_file(path: Path) -> None:
     """Bring the content of a file that somebody wrote to the disk itself. Raises OSError."""
     _sync(path, os.O_RDONLY)

@@ -90,7 +90,7 @@ def check_steps_left(settings: Settings) -> list[str]:
     if found is not None and found[1].step >= settings.run.num_steps:
         raise UserError(
             f"{settings.run.directory} has done {found[1].step} steps, so nothing is left of run.num_steps {settings.run.num_steps}; "
-            f"set run.num_steps above {found[1].step} to continue"
+            f"its policy is {found[0] / 'hf'}; set run.num_steps above {found[1].step} to continue"
         )
     return []
 
@@ -127,7 +127,13 @@ def _parameters(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def check_written_files(settings: Settings) -> list[str]:
-    """Refuse metrics.jsonl with a line that is none, but for a torn last one, which is dropped, and a buffer that is no database."""
+    """Refuse metrics.jsonl with a line that is none, but for a torn last one, which is dropped, and a buffer that is no database.
+
+    Also a directory where the link to the policy belongs, which a copy that follows links leaves.
+    """
+    link = settings.run.directory / POLICY_LINK
+    if link.is_dir() and not link.is_symlink():
+        raise UserError(f"{link} is a directory, needs to be a link to the policy of a checkpoint, which the run makes; move it away")
     metrics = settings.run.directory / METRICS_FILE
     if metrics.exists():
         read_metrics(metrics)

@@ -16,6 +16,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.source import PromptSource
 from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, UserError
+from megatron_rl.files import disk_errors
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
@@ -142,6 +143,8 @@ class TrainingRun(ABC):
                 notes = self._rewind(step=state.step, position=state.source)
             except UserError as error:
                 raise CheckpointError(str(error)) from error
+        # A kill may have come between that checkpoint and its link.
+        _link(self.directory / POLICY_LINK, path / "hf")
         self._first_evaluation = state.first_evaluation
         self._trained_steps = self._logged_steps = self._saved_steps = state.step
         self._console.say(f"resumed from {path} after {state.step} steps" + (", with a new optimizer" if weights_only else ""))
@@ -231,7 +234,9 @@ class TrainingRun(ABC):
         with finishing_first(), self._phase("save"):
             path = self._checkpoints.finish()
             if path is not None:
+                # Before the one that it points to is deleted.
                 _link(self.directory / POLICY_LINK, path / "hf")
+                self._say_all(self._checkpoints.prune())
                 self._forget(before_step=oldest_step(self.directory))
 
     def _check_directory(self) -> None:
@@ -357,6 +362,7 @@ class SupervisedRun(TrainingRun):
 def _link(link: Path, target: Path) -> None:
     """Point `link` at `target`, which lies below the same directory, replacing an older link in one step."""
     partial = link.with_name(f".{link.name}.partial")
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(target.relative_to(link.parent), target_is_directory=True)
-    os.replace(partial, link)
+    with disk_errors(link):
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(target.relative_to(link.parent), target_is_directory=True)
+        os.replace(partial, link)

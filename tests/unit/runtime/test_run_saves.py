@@ -12,7 +12,7 @@ from run_parts import Calls, Devices, MakeRun, Ranks, Sync
 from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.runtime.loop import train_loop
-from megatron_rl.runtime.run_checkpoint import checkpoint_paths
+from megatron_rl.runtime.run_checkpoint import CheckpointWriter, checkpoint_paths
 from megatron_rl.runtime.watchdog import Watchdog
 
 
@@ -106,6 +106,23 @@ def test_a_run_that_is_asked_to_end_after_an_export_leaves_a_checkpoint_of_that_
     run.break_off(SystemExit(143))
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000002"]
     assert [path.name for path in (tmp_path / "run" / "exports").iterdir()] == ["step-000002"]
+
+
+def test_the_link_leads_to_the_new_policy_before_the_old_one_is_deleted_and_what_cannot_be_is_said(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    links: list[str] = []
+
+    def prune(_: CheckpointWriter) -> list[str]:
+        links.append((tmp_path / "run" / "huggingface").readlink().parent.name)
+        return ["an old one could not be deleted"]
+
+    monkeypatch.setattr(CheckpointWriter, "prune", prune)
+    run = make_run("run.num_steps=2", "run.save_interval=1")
+    train_loop(run, first_step=0)
+    run.finish()
+    assert links == ["step-000001", "step-000002"]
+    assert capsys.readouterr().out.count("an old one could not be deleted") == 2
 
 
 def test_a_failed_save_ends_the_run_and_is_told_once(make_run: MakeRun, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
