@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from megatron_rl.runtime.trainers import TrainerGroup
 
 SETTINGS_FILE = "settings.yaml"
+LOCK_FILE = "run.lock"
+"""Held by the one run that writes there, where it has no buffer."""
 POLICY_LINK = "huggingface"
 """Points to the policy of the newest checkpoint."""
 _NAME = re.compile(r"step-(\d{6,})")

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_START_S
 from megatron_rl.device import chosen_row_maths, quiet_megatron_imports
 from megatron_rl.errors import CheckpointError, MegatronRLError, ResumableError, UserError, WorkerDiedError
-from megatron_rl.files import write_atomic
+from megatron_rl.files import claim, write_atomic
 from megatron_rl.leftovers import remove_leftovers, scratch_directory
 from megatron_rl.observe.console import RL_COLUMNS, RL_COLUMNS_WITHOUT_REFERENCE, SUPERVISED_COLUMNS, Column, RunConsole
 from megatron_rl.observe.memory import PeakMemory
@@ -48,7 +48,7 @@ from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.rollout_run import RolloutRun, generation_deadline_s
-from megatron_rl.runtime.run_checkpoint import SETTINGS_FILE, RunState, naming_the_way_around, newest_checkpoint
+from megatron_rl.runtime.run_checkpoint import LOCK_FILE, SETTINGS_FILE, RunState, naming_the_way_around, newest_checkpoint
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.training_run import RunRecords, SupervisedRun, TrainingRun
 from megatron_rl.runtime.watchdog import Watchdog
@@ -192,6 +192,8 @@ def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport"
 
     `checkpoint`: what the run is to go on from.
     """
+    # Of other runs the buffer sees to it.
+    stack.enter_context(closing(claim(settings.run.directory / LOCK_FILE, what=f"run.directory {settings.run.directory}")))
     tokenizer = load_tokenizer(settings.model.path)
     source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed, need_response=True)
     if (note := source.repeat_note()) is not None:

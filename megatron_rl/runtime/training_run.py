@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ray.exceptions import RayError
+
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.source import PromptSource
@@ -208,6 +210,7 @@ class TrainingRun(ABC):
 
     def _begin_checkpoint(self, step: int) -> None:
         with self._saving():
+            self._sinks.sync()
             metrics = metric_values(self._measured())
             state = RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics)
             self._checkpoints.begin(state, exports=self._exports_after(step - 1))
@@ -293,7 +296,7 @@ class TrainingRun(ABC):
             if asked_to_end(error) and self._trained_steps > self._saved_steps:
                 self._begin_checkpoint(self._trained_steps)
             self._finish_save()
-        except (MegatronRLError, OSError, RuntimeError, ValueError) as second:
+        except (MegatronRLError, RayError, OSError, RuntimeError, ValueError) as second:
             self._console.say(f"the checkpoint of step {max(self._trained_steps, self._saved_steps)} is lost: {second}")
         if self._trained_steps > self._logged_steps:
             self.log(step=self._trained_steps)

@@ -126,7 +126,7 @@ class Saving:
         self._directory = directory
         on_rank_zero(start_partial, directory)
         self._writer = TwoHalves(stage=stage)
-        with _complete(models), _without_torch_notices():
+        with _complete(models), _without_torch_notices(), disk_errors(directory):
             state: dict[str, Any] = {name: _written_state(name, model) for name, model in models.items()}
             state["rng"] = _rng_object()
             state["counters"] = dict(counters)
@@ -153,7 +153,7 @@ class Saving:
 
     def _commit(self, directory: Path) -> None:
         with disk_errors(directory):
-            write_manifest(partial_path(directory))
+            write_manifest(partial_path(directory), num_parts=distributed.get_world_size())
         commit_partial(directory)
 
 

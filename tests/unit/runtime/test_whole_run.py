@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +184,18 @@ def test_a_supervised_run_starts_no_engine(make_settings: Callable[..., Settings
     # "1" and the end of the sequence.
     assert {step: row["train/num_tokens"] for step, row in rows.items()} == {1: 4, 2: 4}
     assert not (tmp_path / "run" / "buffer.sqlite").exists() and Engines.stopped == 0
+
+
+def test_a_directory_has_one_supervised_run_at_a_time(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    settings = make_settings("objective.policy_loss=sft")
+    code = "import sys, pathlib; from megatron_rl.files import claim; held = claim(pathlib.Path(sys.argv[1]), what=''); input(print())"
+    other = subprocess.Popen([sys.executable, "-c", code, tmp_path / "run" / "run.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None and other.stdout is not None and other.stdout.readline()
+    with pytest.raises(UserError, match=rf"run\.directory .*run is in use by process {other.pid}; wait for that run or choose another"):
+        session.train(settings, resume=True)
+    other.stdin.close()
+    other.wait(timeout=30)
+    session.train(settings, resume=True)
 
 
 def test_a_supervised_run_says_that_a_step_takes_more_rows_than_there_are(
