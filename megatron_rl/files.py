@@ -120,17 +120,19 @@ def claim(file: Path, *, what: str) -> TextIOWrapper:
     """Claim `what` the lock `file` stands for, until what is returned is closed or this process ends, however it ends.
 
     A POSIX record lock, because children that are forked do not inherit it: a worker that outlives a killed run cannot hold it. Raises
-    UserError where another process has it.
+    UserError where another process has it, OSError where the file system has no locks.
     """
     with disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = file.open("a+")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
+    except OSError as error:
         lock.seek(0)
         owner = lock.read().strip()
         lock.close()
+        if not isinstance(error, BlockingIOError | PermissionError):
+            raise
         raise UserError(f"{what} is in use by process {owner}; wait for that run or choose another run.directory") from error
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")

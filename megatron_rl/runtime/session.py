@@ -192,8 +192,7 @@ def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport"
 
     `checkpoint`: what the run is to go on from.
     """
-    # Of other runs the buffer sees to it.
-    stack.enter_context(closing(claim(settings.run.directory / LOCK_FILE, what=f"run.directory {settings.run.directory}")))
+    _claim_directory(settings.run.directory, stack, start)
     tokenizer = load_tokenizer(settings.model.path)
     source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed, need_response=True)
     if (note := source.repeat_note()) is not None:
@@ -203,6 +202,14 @@ def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport"
     with start.part("ranks"):
         _start_ranks(trainers, settings, checkpoint)
     return partial(SupervisedRun, settings, source=source, trainers=trainers)
+
+
+def _claim_directory(directory: Path, stack: ExitStack, start: "StartReport") -> None:
+    """Let no second run write in `directory`; of runs with engines the buffer sees to that."""
+    try:
+        stack.enter_context(closing(claim(directory / LOCK_FILE, what=f"run.directory {directory}")))
+    except OSError as error:
+        start.note(f"{directory} cannot be locked ({error.strerror}), so nobody looks whether another run writes there, too")
 
 
 def _start_ranks(trainers: TrainerGroup, settings: Settings, checkpoint: Path | None) -> None:

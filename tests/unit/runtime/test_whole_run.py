@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -196,6 +198,17 @@ def test_a_directory_has_one_supervised_run_at_a_time(make_settings: Callable[..
     other.stdin.close()
     other.wait(timeout=30)
     session.train(settings, resume=True)
+
+
+def test_a_supervised_run_goes_on_where_a_file_system_has_no_locks(
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    session.train(make_settings("objective.policy_loss=sft"), resume=False)
+    assert "cannot be locked (No locks available), so nobody looks whether" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_supervised_run_says_that_a_step_takes_more_rows_than_there_are(
