@@ -109,11 +109,18 @@ def write_part(directory: Path, entries: Mapping[str, Mapping[str, Any]], *, ran
     (directory / _PART.format(rank=rank)).write_text(json.dumps(entries))
 
 
-def write_manifest(directory: Path) -> None:
-    """Write the manifest of all files in `directory`: those of the parts, which go, and the others, which are hashed now."""
+def write_manifest(directory: Path, *, num_parts: int = 0) -> None:
+    """Write the manifest of all files in `directory`: those of the parts of so many ranks, which go, and the others, which are hashed now.
+
+    Raises UserError when a part is not there.
+    """
     known: dict[str, dict[str, Any]] = {}
-    for part in directory.glob(_PART.format(rank="*")):
-        known |= json.loads(part.read_text())
+    # By their names: of what other nodes have written a listing may know nothing yet.
+    for part in (directory / _PART.format(rank=rank) for rank in range(num_parts)):
+        try:
+            known |= json.loads(part.read_text())
+        except FileNotFoundError as error:
+            raise UserError(f"{part}, which a rank has written, is not there for rank 0; give a directory that all nodes share") from error
         part.unlink()
     known |= {path.name: entry_of(path) for path in directory.iterdir() if path.name not in known}
     (directory / MANIFEST).write_text(json.dumps({"files": dict(sorted(known.items()))}, indent=1))
@@ -134,7 +141,9 @@ def check_sizes(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     files = _read(directory)
     present = {path.name for path in directory.iterdir()} - {MANIFEST}
     for name in sorted(present - files.keys()):
-        raise DamagedCheckpointError(f"checkpoint {directory} is not as it was saved: {name} is there, but not in its manifest; {_ADVICE}")
+        raise DamagedCheckpointError(
+            f"checkpoint {directory} is not as it was saved: {name} is there, but not in its manifest; remove it, {_ADVICE}"
+        )
     _check_sizes(directory, files, advice=_ADVICE)
     return files
 

@@ -57,7 +57,7 @@ with quiet_megatron_imports():
 GIB = 2**30
 OPTIMIZER_BYTES = 12
 """Bytes per parameter of an fp32 main weight and Adam's two moments."""
-START_FILES = ("settings.yaml", "buffer.sqlite", "logs", "engine-", ".engine-")
+START_FILES = ("settings.yaml", "run.lock", "buffer.sqlite", "logs", "engine-", ".engine-")
 """What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
 RESUME_CHECKS = (check_has_checkpoint, check_steps_left, check_checkpoint_files, check_same_model, check_written_files)
 RANK_BYTES = int(0.5 * GIB)

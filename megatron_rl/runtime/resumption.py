@@ -11,15 +11,15 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import by_path, format_value, parse_yaml
 from megatron_rl.data.buffer import BUFFER_FILE, check_buffer
 from megatron_rl.device import quiet_megatron_imports
-from megatron_rl.errors import DamagedCheckpointError, UserError, counted
+from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.runtime.run_checkpoint import (
     POLICY_LINK,
     SETTINGS_FILE,
     checkpoint_paths,
     incomplete_checkpoints,
+    naming_the_way_around,
     newest_checkpoint,
-    way_around,
 )
 
 with quiet_megatron_imports():
@@ -83,7 +83,7 @@ def check_steps_left(settings: Settings) -> list[str]:
     if found is not None and found[1].step >= settings.run.num_steps:
         raise UserError(
             f"{settings.run.directory} has done {counted(found[1].step, 'step')}, so nothing is left of run.num_steps "
-            f"{settings.run.num_steps}; set run.num_steps above {found[1].step} to continue"
+            f"{settings.run.num_steps}; its policy is {found[0] / 'hf'}; set run.num_steps above {found[1].step} to continue"
         )
     return []
 
@@ -93,10 +93,8 @@ def check_checkpoint_files(settings: Settings) -> list[str]:
     found = newest_checkpoint(settings.run.directory)
     if found is None:
         return []
-    try:
+    with naming_the_way_around(settings.run.directory):
         check_sizes(found[0] / "megatron")
-    except DamagedCheckpointError as error:
-        raise UserError(f"{error}, or {way_around(settings.run.directory)}") from error
     return []
 
 
@@ -122,7 +120,13 @@ def _parameters(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def check_written_files(settings: Settings) -> list[str]:
-    """Refuse metrics.jsonl with a line that is none, but for a torn last one, which is dropped, and a buffer that is no database."""
+    """Refuse metrics.jsonl with a line that is none, but for a torn last one, which is dropped, and a buffer that is no database.
+
+    Also a directory where the link to the policy belongs, which a copy that follows links leaves.
+    """
+    link = settings.run.directory / POLICY_LINK
+    if link.is_dir() and not link.is_symlink():
+        raise UserError(f"{link} is a directory, needs to be a link to the policy of a checkpoint, which the run makes; move it away")
     metrics = settings.run.directory / METRICS_FILE
     if metrics.exists():
         read_metrics(metrics)

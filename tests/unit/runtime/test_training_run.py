@@ -111,8 +111,12 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(
     assert steps_of(tmp_path / "run") == [0, 1, 2, 3, 4, 5]
     calls.clear()
     (tmp_path / "run" / "checkpoints" / ".step-000006.partial").mkdir()
+    link = tmp_path / "run" / "huggingface"
+    link.unlink()
+    link.symlink_to("checkpoints/step-000002/hf")
     again = make_run("run.num_steps=6", resume=True)
     step = again.resume()
+    assert link.readlink() == Path("checkpoints/step-000004/hf"), "the kill may have come before it"
     printed = " ".join(capsys.readouterr().out.split())
     assert "training.optimizer.lr is 2 from now on, was 1 in the checkpoint" in printed
     assert "5 groups to be made anew, because of a setting" in printed
