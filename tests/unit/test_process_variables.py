@@ -60,6 +60,8 @@ def test_nccl_is_set_up_as_the_installed_sglang_does_it():
     source = Path(str(distribution("sglang").locate_file("sglang/srt/entrypoints/engine.py"))).read_text()
     for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
         assert f'"{name}" not in os.environ' in source, f"SGLang sets {name} in another way: are ranks and engines still set up alike?"
+    for name in ("enable_nccl_nvls", "enable_symm_mem"):
+        assert f".{name}" in source, f"SGLang's {name} has another effect: may it be set beside ranks again?"
 
 
 def test_a_rank_that_somebody_else_started_gets_them_too(monkeypatch):
