@@ -1,7 +1,9 @@
 """A checkpoint with a file that is not the one that was saved is named as such, before anything of it is read."""
 
+import ctypes
 import io
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
+from megatron_rl.models import checkpoint_manifest
 from megatron_rl.models.checkpoint_manifest import HashedFile, check_manifest, entry_of, write_manifest, write_part
 from megatron_rl.training import sharded_checkpoint
 from megatron_rl.training.trainer import Trainer
@@ -67,6 +70,25 @@ def test_what_is_written_is_hashed_whole_and_reported(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"abc" + bytes(range(256)) * 3000
     assert file.entry == entry_of(tmp_path / "file") and file.entry["bytes"] == file.num_bytes == 768_003
     assert sum(reported) == 768_003 and max(reported) < 500_000
+
+
+def test_the_disk_begins_while_a_file_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[int, int]] = []
+    library = ctypes.CDLL(None)
+
+    class Library:
+        def sync_file_range(self, descriptor: int, start: ctypes.c_int64, length: ctypes.c_int64, flags: ctypes.c_uint) -> None:
+            assert library.sync_file_range(descriptor, start, length, flags) == 0, "the kernel takes it"
+            assert os.fstat(descriptor).st_size >= start.value + length.value
+            begun.append((start.value, length.value))
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr(checkpoint_manifest, "_WRITE_BACK_BYTES", 3)
+    with (tmp_path / "file").open("wb", buffering=0) as stream:
+        file = HashedFile(stream)
+        for part in (b"12", b"34", b"5", b"678", b"9"):
+            file.write(part)
+    assert begun == [(0, 4), (4, 4)]
 
 
 @pytest.mark.parametrize("name", ["a", "c"])
