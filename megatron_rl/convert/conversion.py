@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.convert.changes import Adapter, Changes, quantization_config
 from megatron_rl.convert.resumable import locked_partial, write_files
 from megatron_rl.convert.sources import MegatronSource, Source, Unit, num_not_finite, open_source
-from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, write_index, write_metadata
+from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, not_finite, write_index, write_metadata
 from megatron_rl.errors import UserError
 from megatron_rl.files import write_atomic
 from megatron_rl.models.checkpoint_manifest import HASH, changed_texts, check_weights_alone, write_model_manifest
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Format = Literal["hf", "megatron"]
 _REPORT_EVERY_S = 5.0
+_RECORDS = 2
+"""Version of what is recorded of a finished file: an attempt that recorded something else is not continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,7 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
         if any(map(source.config.get, MTP_KEYS)) and not options.drop_mtp and not any(_is_mtp(unit, source) for unit in units):
             say(f"{path} has no layers of multi-token prediction, and {target} promises none\n")
         changes = _changes(source, units, options)
-        wrong: dict[str, int] = {}
-        pieces = [_piece(source, unit, changes, wrong) for unit in units]
+        pieces = [_piece(source, unit, changes) for unit in units]
         num_bytes = sum(piece.num_bytes for piece in pieces)
         jobs = (
             hugging_face_jobs(pieces, options.max_shard_bytes)
@@ -82,7 +83,7 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
         with locked_partial(target, _identity(source, options, to)) as partial:
             progress = Progress(say, num_bytes)
             records = write_files(partial, jobs, report=progress.add, keep=progress.keep)
-            _tell_wrong_numbers(units, wrong, say)
+            _tell_wrong_numbers(units, not_finite(records), say)
             if to == "hf":
                 write_index(partial, records, total_bytes=num_bytes)
             else:
@@ -115,8 +116,9 @@ def _units(source: Source, options: Options) -> list[Unit]:
     return [unit for unit in source.units() if not (options.drop_mtp and _is_mtp(unit, source))]
 
 
-def _piece(source: Source, unit: Unit, changes: Changes, wrong: dict[str, int]) -> Piece:
-    """`wrong` gets how many numbers of which tensor are not finite on the way: of codes before they are codes."""
+def _piece(source: Source, unit: Unit, changes: Changes) -> Piece:
+    """`unit` on its way. Numbers of codes are looked at before they are codes."""
+    wrong: dict[str, int] = {}
 
     def make() -> list[Tensor]:
         read = source.read(unit)
@@ -126,7 +128,7 @@ def _piece(source: Source, unit: Unit, changes: Changes, wrong: dict[str, int]) 
                 wrong[told.name] = count
         return made
 
-    return Piece(unit, changes.described(unit), make)
+    return Piece(unit, changes.described(unit), make, wrong)
 
 
 def _tell_wrong_numbers(units: list[Unit], wrong: dict[str, int], say: Callable[[str], None]) -> None:
@@ -158,7 +160,14 @@ def _identity(source: Source, options: Options, to: Format) -> dict[str, Any]:
     places = {source.path, source.directory, *([options.adapter] if options.adapter is not None else [])}
     files = [file for place in sorted(places) for file in sorted(place.rglob("*")) if file.is_file()]
     stats = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    asked = {"hash": HASH, "to": to, "dtype": str(options.dtype), "quantise": options.quantise, "max_shard_bytes": options.max_shard_bytes}
+    asked = {
+        "hash": HASH,
+        "records": _RECORDS,
+        "to": to,
+        "dtype": str(options.dtype),
+        "quantise": options.quantise,
+        "max_shard_bytes": options.max_shard_bytes,
+    }
     return asked | {"drop_mtp": options.drop_mtp, "copy_code": options.copy_code, "files": stats}
 
 

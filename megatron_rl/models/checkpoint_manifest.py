@@ -37,6 +37,8 @@ _ADVICE_OF_MODEL = f"{_ADVICE}, or remove its {MANIFEST} if the change is yours"
 _OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata", "metadata.json", "common.pt")
 """How the files end that weights are read from. What else a model has, its tokenizer for one, may be changed on purpose."""
 _DESCRIPTIONS = (".metadata", "metadata.json")
+_ALWAYS_OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata")
+"""Those that no other file of a model has: one that the manifest does not name is what some programs would read, instead or besides."""
 _NUM_THREADS = 2
 
 
@@ -150,7 +152,9 @@ def check_descriptions(directory: Path) -> None:
 
 def check_weights(directory: Path, *, share: int, num_shares: int) -> None:
     """Raise UserError as `check_manifest` does, of the files that weights are read from. A directory without hashes passes."""
-    files = {name: entry for name, entry in hashed_files(directory).items() if name.endswith(_OF_WEIGHTS)}
+    hashed = hashed_files(directory)
+    _check_strangers(directory, hashed)
+    files = {name: entry for name, entry in hashed.items() if name.endswith(_OF_WEIGHTS)}
     _check(directory, files, share=share, num_shares=num_shares, advice=_ADVICE_OF_MODEL)
 
 
@@ -161,7 +165,9 @@ def check_weights_alone(directory: Path) -> None:
 
 def check_model(directory: Path) -> None:
     """As `check_weights_alone`, of all files but config.json, whose fields are compared one by one elsewhere. Raises UserError."""
-    files = {name: entry for name, entry in hashed_files(directory).items() if name != "config.json"}
+    hashed = hashed_files(directory)
+    _check_strangers(directory, hashed)
+    files = {name: entry for name, entry in hashed.items() if name != "config.json"}
     in_threads(partial(_check, directory, files, advice=_ADVICE_OF_MODEL))
 
 
@@ -192,6 +198,18 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({error}); {_ADVICE_OF_MODEL}") from error
     return content if isinstance(content, dict) else {}
+
+
+def _check_strangers(directory: Path, hashed: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise DamagedCheckpointError for weights, or an index of them, beside those of the manifest. It has none where `hashed` is empty."""
+    for place in sorted({(directory / name).parent for name in hashed}):
+        for file in sorted(place.glob("*")):
+            name = str(file.relative_to(directory))
+            if name.endswith(_ALWAYS_OF_WEIGHTS) and name not in hashed:
+                raise DamagedCheckpointError(
+                    f"checkpoint {directory} is not as it was saved: {name} is there, but not in its {MANIFEST}, and programs differ in "
+                    f"whether they read it; remove it, or {MANIFEST} if the change is yours"
+                )
 
 
 def _check(directory: Path, files: Mapping[str, Mapping[str, Any]], *, share: int, num_shares: int, advice: str) -> None:
