@@ -90,6 +90,8 @@ check_system() {
         fail "found no C++ compiler, which torch.compile calls inside megatron-core and SGLang: apt-get install g++"
     if [ "$device" = gpu ]; then
         need_gb=25
+        has_python_headers ||
+            fail "$python has no Python.h, with which Triton compiles at the first training step and TransformerEngine when it is installed: install the headers of that Python (Debian, Ubuntu: apt-get install python3-dev, or python3.12-dev beside a python3.12)"
         check_gpu_system
     fi
     free_gb=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1048576))
@@ -112,6 +114,10 @@ check_gpu_system() {
     toolkit=$(nvcc --version | sed -n 's/.*release \([0-9]*\).*/\1/p') || true
     [ "$toolkit" = "$cuda_major" ] ||
         fail "nvcc is of CUDA ${toolkit:-?}, and torch of this stack is built for CUDA $cuda_major: put a CUDA $cuda_major toolkit first on PATH, or set WITHOUT_TRANSFORMER_ENGINE=1"
+}
+
+has_python_headers() {
+    "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")))'
 }
 
 # at_least VERSION NEEDED
@@ -155,7 +161,7 @@ advice() {
     elif tail -n 40 "$log" | grep -q -i -E 'connection|timed out|resolve|proxy|SSLError|certificate'; then
         echo 'The package index was not reached: check the network and pip config list, then run this script again; what was downloaded is kept.'
     elif [ "$1" = 'TransformerEngine' ]; then
-        echo 'It is compiled with nvcc and cuDNN: install the CUDA toolkit of the version in torch.version.cuda, or set WITHOUT_TRANSFORMER_ENGINE=1.'
+        echo 'It is compiled with nvcc: install the CUDA toolkit of the version in torch.version.cuda, or set WITHOUT_TRANSFORMER_ENGINE=1.'
     elif tail -n 40 "$log" | grep -q -i -E 'no matching distribution|could not find a version'; then
         echo 'The package index lacks a release named above: check pip config list and the Python version, then run this script again.'
     else
@@ -205,8 +211,17 @@ install_gpu() {
     if [ -z "${WITHOUT_TRANSFORMER_ENGINE:-}" ]; then
         # Compiled against the installed torch, so what the build needs has to be installed as well.
         step 'build needs' "${pip[@]}" -r "$requirements/gpu-build-needs.txt"
-        step 'TransformerEngine' "${pip[@]}" --no-build-isolation -r "$requirements/gpu-build.txt"
+        step 'TransformerEngine' env CPLUS_INCLUDE_PATH="$(wheel_headers)${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}" \
+            "${pip[@]}" --no-build-isolation -r "$requirements/gpu-build.txt"
     fi
+}
+
+# The headers of cuDNN and NCCL that came with torch. Where there is a toolkit TransformerEngine's build looks at that one's headers alone
+# (build_tools/utils.py, get_cuda_include_dirs), and a toolkit has neither; those of the system may be of other releases than are loaded.
+wheel_headers() {
+    local packages
+    packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    printf '%s:%s' "$packages/nvidia/cudnn/include" "$packages/nvidia/nccl/include"
 }
 
 verify() {

@@ -35,7 +35,7 @@ with quiet_megatron_imports():
     from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.planning.measurement import Job, measure
-    from megatron_rl.planning.run_plan import on_gpu, stage_memories
+    from megatron_rl.planning.run_plan import CONTEXT_BYTES, on_gpu, stage_memories
     from megatron_rl.planning.step_time import Flops, ModelSize, Rates, Step, full_lengths
     from megatron_rl.runtime.colocation import SharedDevices, Turn
     from megatron_rl.runtime.watchdog import Watchdog
@@ -264,6 +264,9 @@ def plan(node: Node) -> Iterator[Line]:
         abs(peak / planned - 1) <= PLAN_TOLERANCE,
         f"{peak} bytes, plan {planned} ({peak / planned - 1:+.1%})",
     )
+    # The plan has no arithmetic for it: every process group of several ranks has buffers of its own, used or not.
+    beside = max(node.ranks.call("foreign_bytes"))
+    yield Line("memory of CUDA and NCCL against the plan", beside <= CONTEXT_BYTES, f"{beside} bytes, plan {CONTEXT_BYTES} or less")
     measured = node.ranks.call("rates", spec=spec, num_tokens=MICRO_BATCH_SEQUENCES * length, length=length, dtype=node.dtype)
     # The slowest rank's, for which the others wait.
     rates = Rates(*map(min, zip(*map(astuple, measured), strict=True)))

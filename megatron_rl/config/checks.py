@@ -35,10 +35,16 @@ def contradictions(settings: Settings) -> list[str]:
     return [sentence for check in checks for sentence in check(settings)]
 
 
-def gpu_contradictions(settings: Settings) -> list[str]:
-    """As `contradictions`, for what cannot hold where GPUs are used."""
-    if not settings.runtime.colocate or settings.supervised:
+_NCCL_ARGUMENTS = {"enable_nccl_nvls": ("NCCL_NVLS_ENABLE",), "enable_symm_mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
+"""Arguments with which SGLang sets these variables to 1 in its own processes, whatever they are (entrypoints/engine.py)."""
+
+
+def gpu_contradictions(settings: Settings, *, environment: Mapping[str, str]) -> list[str]:
+    """As `contradictions`, for what cannot hold where GPUs are used, in a run with this `environment`."""
+    if settings.supervised:
         return []
+    if not settings.runtime.colocate:
+        return _nccl_ends(settings, environment) if settings.weight_transport == "broadcast" else []
     if settings.weight_transport == "broadcast":
         return [
             "weights.transport is broadcast with runtime.colocate true, but NCCL cannot join a Megatron rank and an engine on the same GPU "
@@ -58,6 +64,17 @@ def gpu_contradictions(settings: Settings) -> list[str]:
             f"one handle for each tensor parallel rank, of the memory of its own GPU; make them equal, or set weights.transport to disk"
         ]
     return []
+
+
+def _nccl_ends(settings: Settings, environment: Mapping[str, str]) -> list[str]:
+    """Ranks and engines are in one group for weight syncs, and NCCL fails in one whose ends are set up differently."""
+    return [
+        f"rollout.sglang.{name} is true, with which SGLang sets {variable} to 1 in the engines, but the ranks, which NCCL joins with them, "
+        f"have {environment.get(variable, '0')}; set {variable}=1 in the environment of the run, or remove it"
+        for name, variables in _NCCL_ARGUMENTS.items()
+        for variable in variables
+        if settings.rollout.sglang.get(name) and environment.get(variable) != "1"
+    ]
 
 
 def worth_noting(settings: Settings) -> list[str]:

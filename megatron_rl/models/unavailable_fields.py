@@ -41,6 +41,8 @@ _REFUSED = {
     "hybrid_context_parallel": "micro-batches are packed and balanced before megatron-core sees them",
     "test_mode": "the models here have no biases for it to look at",
 }
+_NARROW = frozenset({"fp8", "fp4"})
+"""Products of narrow numbers, which Transformer Engine has for multiples of 8 tokens alone (its utils.py, assert_dim_for_fp8_exec)."""
 _OFF = (None, False, 0, "", "none")
 _DEFAULT_RECOMPUTED = ["core_attn"]
 """What megatron-core fills in, whatever is recomputed."""
@@ -56,6 +58,11 @@ def check_available(overrides: Mapping[str, Any], *, attention: Attention, bf16:
         if name in _REFUSED:
             raise UserError(f"model.megatron.{name} is {value!r}, which is not supported: {_REFUSED[name]}; remove it")
         if attention != "torch":
+            if name in _NARROW:
+                raise UserError(
+                    f"model.megatron.{name} is {value!r}, but Transformer Engine multiplies such matrices for multiples of 8 tokens only, "
+                    "and a micro-batch has as many as its sequences; remove it"
+                )
             continue
         if name in NEEDS_TRANSFORMER_ENGINE:
             raise UserError(

@@ -261,7 +261,7 @@ def _check_rows(settings: Settings) -> list[str]:
 
 
 def _check_sharing(settings: Settings, target: Target) -> list[str]:
-    if target.device.kind == "cuda" and (wrong := gpu_contradictions(settings)):
+    if target.device.kind == "cuda" and (wrong := gpu_contradictions(settings, environment=os.environ)):
         raise joined_error(wrong, origin="on GPUs")
     return []
 

@@ -230,7 +230,7 @@ def _start_with_engines(
     watchdog = stack.enter_context(Watchdog())
     manager = _open_manager(settings, stack, watchdog, start, buffer=settings.run.directory / BUFFER_FILE)
     reservation = _reserve(settings, stack, start)
-    if reservation.device_kind == "cuda" and (wrong := gpu_contradictions(settings)):
+    if reservation.device_kind == "cuda" and (wrong := gpu_contradictions(settings, environment=os.environ)):
         raise joined_error(wrong, origin="on GPUs")
     dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
     model = make_model(settings, dtype=dtype, note=start.note)

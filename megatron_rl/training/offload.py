@@ -135,6 +135,9 @@ class ModelMemory:
         if self._on_gpu:
             # Sequence parallelism gathers activations into a buffer that megatron-core would keep for good.
             parallel_state.get_global_memory_buffer().buffer.clear()
+            # SGLang answers for all of an engine's ranks as soon as one of them has let go of a bucket: what the others let go of later is
+            # free once somebody looks, and torch's own look is when it runs out of memory, not when the engine does.
+            torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
 

@@ -18,5 +18,5 @@ def test_every_line_passes_on_the_cpu(tmp_path: Path, start: Callable[..., Any])
     assert run.wait() == 0, run.output
     (result,) = tmp_path.glob(f"*/{RESULT_FILE}")
     written = json.loads(result.read_text())
-    assert written["passed"] and len(written["lines"]) == 14
+    assert written["passed"] and len(written["lines"]) == 15
     assert run.survivors() == []

@@ -227,11 +227,12 @@ def test_on_a_gpu_nothing_is_freed_or_used_before_its_copy_is_done(
     monkeypatch.setattr(torch, "empty", page_locked)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: any(tensor is one for one in pinned))
     monkeypatch.setattr(torch.cuda, "synchronize", note("synchronize"))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", note("ipc_collect"))
     monkeypatch.setattr(torch.cuda, "empty_cache", note("empty_cache"))
     memory.put_away()
-    assert events == [("synchronize", parts), ("empty_cache", 0)]
+    assert events == [("synchronize", parts), ("ipc_collect", 0), ("empty_cache", 0)]
     memory.take_back()
-    assert events[2:] == [("synchronize", parts)]
+    assert events[3:] == [("synchronize", parts)]
     count = len(pinned)
     memory.put_away()
     memory.take_back()

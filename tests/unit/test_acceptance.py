@@ -23,6 +23,7 @@ from megatron_rl.doctor import Finding
 from megatron_rl.errors import EngineError, UserError, WorkerDiedError
 from megatron_rl.models.attention.attention_fields import attention_fields
 from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.planning.run_plan import CONTEXT_BYTES
 from megatron_rl.planning.step_time import Rates
 from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.topology import Topology
@@ -75,6 +76,8 @@ class TwoRanks:
 
     def _foreign_bytes(self) -> int:
         """As long as the models are away an engine is there, of 1,000 bytes, and of 50 asleep."""
+        if "crowded" in self._faults:
+            return CONTEXT_BYTES + 1
         return 1050 if self._away or "insomnia" in self._faults else 50
 
     def _state_bytes(self) -> int:
@@ -188,7 +191,13 @@ def test_a_line_fails_by_its_fault_alone(try_line: Callable[..., list[Line]], ti
 
 @pytest.mark.parametrize(
     ("fault", "passed"),
-    [("none", [True, True]), ("memory", [False, True]), ("slow", [True, False]), ("fast", [True, False])],
+    [
+        ("none", [True, True, True]),
+        ("memory", [False, True, True]),
+        ("crowded", [True, False, True]),
+        ("slow", [True, True, False]),
+        ("fast", [True, True, False]),
+    ],
 )
 def test_a_step_has_to_need_the_memory_of_the_plan_and_the_time_of_its_arithmetic(
     try_line: Callable[..., list[Line]], fault: str, passed: list[bool]
@@ -197,7 +206,7 @@ def test_a_step_has_to_need_the_memory_of_the_plan_and_the_time_of_its_arithmeti
     lines_of_plan = try_line("plan", fault)
     assert [line.passed for line in lines_of_plan] == passed
     if fault == "none":
-        assert lines_of_plan[1].number.startswith("0.100 s, 1.00 of 0.100 s (products 0.060, optimizer 0.040), needs 0.5 to 5 of it; bare")
+        assert lines_of_plan[2].number.startswith("0.100 s, 1.00 of 0.100 s (products 0.060, optimizer 0.040), needs 0.5 to 5 of it; bare")
 
 
 @pytest.mark.parametrize("title", ["weight sync", "weight sync of latent attention"])

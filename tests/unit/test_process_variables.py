@@ -22,6 +22,7 @@ def test_ranks_and_engines_of_a_gpu_run_set_up_nccl_alike():
         "NCCL_CUMEM_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
     }
     assert shared_variables({"NCCL_NVLS_ENABLE": "1"}, device_kind="cpu") == {}
 
@@ -36,8 +37,21 @@ def test_what_the_driver_has_of_nccl_goes_to_every_node():
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "ib0",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
     }
     assert shared_variables({}, device_kind="cpu", interface="eth0") == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+
+
+def test_ray_shows_a_rank_its_own_gpu_also_where_others_told_it_not_to(monkeypatch):
+    """Ranks that see all GPUs of their node would all take the first."""
+    from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
+
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in shared_variables(os.environ, device_kind="cuda").items():
+        monkeypatch.setenv(name, value)
+    NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids(["3"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 def test_nccl_is_set_up_as_the_installed_sglang_does_it():
@@ -46,6 +60,8 @@ def test_nccl_is_set_up_as_the_installed_sglang_does_it():
     source = Path(str(distribution("sglang").locate_file("sglang/srt/entrypoints/engine.py"))).read_text()
     for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
         assert f'"{name}" not in os.environ' in source, f"SGLang sets {name} in another way: are ranks and engines still set up alike?"
+    for name in ("enable_nccl_nvls", "enable_symm_mem"):
+        assert f".{name}" in source, f"SGLang's {name} has another effect: may it be set beside ranks again?"
 
 
 def test_a_rank_that_somebody_else_started_gets_them_too(monkeypatch):

@@ -14,15 +14,25 @@ REQUIREMENTS = ROOT / "tools" / "requirements"
 
 
 def check(
-    tmp_path: Path, *, driver: str | None = "580.65.06", cuda: str | None = "13.0", glibc: str = "2.35", **environment: str
+    tmp_path: Path,
+    *,
+    driver: str | None = "580.65.06",
+    cuda: str | None = "13.0",
+    glibc: str = "2.35",
+    headers: bool = True,
+    **environment: str,
 ) -> tuple[int, str]:
-    """Exit status and output of `setup_env.sh --check` on a machine with a GPU, `driver`, nvcc of `cuda` and `glibc`; None is missing."""
+    """Exit status and output of `setup_env.sh --check` on a machine with a GPU, `driver`, nvcc of `cuda` and `glibc`; None is missing.
+
+    `headers`: whether its Pythons have those that extensions are compiled with.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
+    python = 'case "$*" in --version) echo "Python of %s" ;; *Python.h*) exit %d ;; *) exec %s "$@" ;; esac'
     stand_ins = {
         "getconf": f"echo glibc {glibc}",
-        "python3.11": f'[ "$1" = --version ] && echo "Python of 3.11" || exec {sys.executable} "$@"',
-        "python3.12": f'[ "$1" = --version ] && echo "Python of 3.12" || exec {sys.executable} "$@"',
+        "python3.11": python % ("3.11", not headers, sys.executable),
+        "python3.12": python % ("3.12", not headers, sys.executable),
         "df": "printf 'header\\nx 1 1 99999999 1%% /\\n'",
     }
     if driver is not None:
@@ -65,6 +75,7 @@ def test_gpu_machines_get_the_newest_python_and_cpu_machines_the_tested_one(tmp_
         ({"cuda": None}, "nvcc is not on PATH"),
         ({"cuda": "12.8"}, "nvcc is of CUDA 12, and torch of this stack is built for CUDA 13"),
         ({"glibc": "2.31"}, "this system has glibc 2.31, and SGLang's wheels need 2.34"),
+        ({"headers": False}, "python3.12 has no Python.h, with which Triton compiles"),
     ],
 )
 def test_what_would_fail_late_is_said_first(tmp_path: Path, machine: dict[str, Any], sentence: str) -> None:
@@ -75,6 +86,11 @@ def test_what_would_fail_late_is_said_first(tmp_path: Path, machine: dict[str, A
 def test_a_toolkit_is_only_needed_to_compile(tmp_path: Path) -> None:
     status, text = check(tmp_path, cuda=None, WITHOUT_TRANSFORMER_ENGINE="1")
     assert (status, "gpu stack" in text) == (0, True), text
+
+
+def test_headers_of_python_are_asked_of_gpu_machines_alone(tmp_path: Path) -> None:
+    status, text = check(tmp_path, headers=False, DEVICE="cpu")
+    assert (status, "cpu stack" in text) == (0, True), text
 
 
 def test_the_environment_of_another_checkout_is_left_alone(tmp_path: Path) -> None:
@@ -109,19 +125,25 @@ def test_unknown_options_are_refused() -> None:
 
 
 def test_transformer_engine_is_compiled_after_what_its_build_needs_and_has_to_import(tmp_path: Path) -> None:
-    """Into an environment that is there already, whose interpreter only notes what it is asked for."""
+    """Into an environment that is there already, whose interpreter only notes what it is asked for.
+
+    With a toolkit on PATH its build looks for headers nowhere else, and cuDNN and NCCL are no part of one: they come from torch's wheels.
+    """
     check(tmp_path)
     python, record = tmp_path / "venv" / "bin" / "python", tmp_path / "record"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || echo "$*" >> {record}\n')
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo /packages || echo "$CPLUS_INCLUDE_PATH $*" >> {record}\n')
     python.chmod(0o755)
-    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv")}
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv"), "CPLUS_INCLUDE_PATH": "/own"}
     done = subprocess.run(["bash", "tools/setup_env.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = record.read_text().splitlines()
     needs, engine = (next(index for index, step in enumerate(steps) if name in step) for name in ("gpu-build-needs.txt", "gpu-build.txt"))
     assert needs < engine and "--no-build-isolation" in steps[engine]
-    assert steps[-1] == "- torch transformers ray megatron.core sglang transformer_engine.pytorch"
+    assert [step.split()[0] for step in steps] == [
+        "/packages/nvidia/cudnn/include:/packages/nvidia/nccl/include:/own" if step is steps[engine] else "/own" for step in steps
+    ]
+    assert steps[-1] == "/own - torch transformers ray megatron.core sglang transformer_engine.pytorch"
 
 
 @pytest.mark.slow

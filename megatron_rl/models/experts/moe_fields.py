@@ -118,11 +118,6 @@ def check_routing(config: TransformerConfig) -> None:
             f"model.megatron.moe_router_topk_limited_devices is {config.moe_router_topk_limited_devices}, which lets training.topology.ep "
             "decide among which experts a token chooses; remove it"
         )
-    if config.recompute_granularity == "selective" and "moe" in config.recompute_modules and (config.fp8 or config.fp4):
-        raise UserError(
-            "model.megatron.recompute_modules has moe together with fp8, which would route tokens of another micro-batch when it runs "
-            "again; set model.megatron.recompute_granularity to full"
-        )
 
 
 def balance_coefficient(config: TransformerConfig) -> float:

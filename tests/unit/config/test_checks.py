@@ -119,24 +119,39 @@ def test_ranks_and_engines_on_one_gpu_share_memory_or_use_the_disk(settings_with
     colocated = "runtime.colocate=true"
     assert (settings_with().weight_transport, settings_with(colocated).weight_transport) == ("broadcast", "ipc")
     assert settings_with(colocated, "weights.transport=disk").weight_transport == "disk"
-    assert "which means ipc, or set it to disk" in gpu_contradictions(settings_with(colocated, "weights.transport=broadcast"))[0]
+    wrong = gpu_contradictions(settings_with(colocated, "weights.transport=broadcast"), environment={})
+    assert "which means ipc, or set it to disk" in wrong[0]
     for allowed in ((), (colocated,), (colocated, "weights.transport=disk")):
-        assert gpu_contradictions(settings_with(*allowed)) == []
+        assert gpu_contradictions(settings_with(*allowed), environment={}) == []
 
 
 def test_expandable_segments_cannot_be_shared_with_an_engine(settings_with: MakeSettings) -> None:
     words = ("runtime.colocate=true", "training.cuda_allocator=expandable_segments:True")
-    assert "training.cuda_allocator expandable_segments:True" in gpu_contradictions(settings_with(*words))[0]
-    assert gpu_contradictions(settings_with(*words, "weights.transport=disk")) == []
-    assert gpu_contradictions(settings_with(words[0], "training.cuda_allocator=expandable_segments:False")) == []
+    assert "training.cuda_allocator expandable_segments:True" in gpu_contradictions(settings_with(*words), environment={})[0]
+    assert gpu_contradictions(settings_with(*words, "weights.transport=disk"), environment={}) == []
+    assert gpu_contradictions(settings_with(words[0], "training.cuda_allocator=expandable_segments:False"), environment={}) == []
 
 
 def test_every_rank_of_an_engine_that_shares_memory_has_a_gpu_of_its_own(settings_with: MakeSettings) -> None:
     words = ("runtime.colocate=true", "training.topology.num_ranks=2", "runtime.num_gpus_per_engine=2")
-    assert gpu_contradictions(settings_with(*words)) == []
-    wrong = gpu_contradictions(settings_with(*words, "rollout.sglang.tp_size=1"))
+    assert gpu_contradictions(settings_with(*words), environment={}) == []
+    wrong = gpu_contradictions(settings_with(*words, "rollout.sglang.tp_size=1"), environment={})
     assert "rollout.sglang.tp_size 1 and runtime.num_gpus_per_engine 2" in wrong[0]
-    assert gpu_contradictions(settings_with(*words, "rollout.sglang.tp_size=1", "weights.transport=disk")) == []
+    assert gpu_contradictions(settings_with(*words, "rollout.sglang.tp_size=1", "weights.transport=disk"), environment={}) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "variables"), [("enable_nccl_nvls", ["NCCL_NVLS_ENABLE"]), ("enable_symm_mem", ["NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"])]
+)
+def test_an_engine_does_not_set_up_nccl_otherwise_than_the_ranks(settings_with: MakeSettings, argument: str, variables: list[str]) -> None:
+    words = f"rollout.sglang.{argument}=true"
+    wrong = gpu_contradictions(settings_with(words), environment={"NCCL_CUMEM_ENABLE": "0"})
+    assert len(wrong) == len(variables)
+    for name, said in zip(variables, wrong, strict=True):
+        assert f"{argument} is true, with which SGLang sets {name} to 1" in said and f"have 0; set {name}=1" in said
+    assert gpu_contradictions(settings_with(words), environment=dict.fromkeys(variables, "1")) == []
+    assert gpu_contradictions(settings_with(words, "weights.transport=disk"), environment={}) == []
+    assert gpu_contradictions(settings_with(f"rollout.sglang.{argument}=false"), environment={}) == []
 
 
 def test_memory_is_shared_where_devices_are(settings_with: MakeSettings) -> None:

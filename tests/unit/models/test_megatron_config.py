@@ -145,6 +145,14 @@ def te_config(*, dtype=torch.bfloat16, **overrides):
     return transformer_config(SPEC, topology=TopologySettings(), dtype=dtype, overrides=overrides, attention="transformer_engine")
 
 
+@pytest.mark.parametrize("narrow", [{"fp8": "hybrid"}, {"fp4": "e2m1"}])
+def test_products_that_want_other_numbers_of_tokens_than_sequences_have_are_refused(narrow):
+    (name,) = narrow
+    with pytest.raises(UserError, match=rf"model\.megatron\.{name} is .*, and a micro-batch has as many as its sequences; remove it"):
+        te_config(**narrow)
+    te_config(fp8=None)
+
+
 def test_transformer_engine_has_one_attention_that_is_known_before_the_run(monkeypatch):
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.delenv(name, raising=False)
