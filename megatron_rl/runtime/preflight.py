@@ -22,6 +22,7 @@ from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device, local_device, quiet_megatron_imports
 from megatron_rl.errors import UserError, counted
+from megatron_rl.files import MANIFEST
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins import load
 from megatron_rl.process_variables import interface_names
@@ -33,6 +34,7 @@ from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.resources import available_memory_bytes
 
 with quiet_megatron_imports():
+    from megatron_rl.models.checkpoint_manifest import changed_texts
     from megatron_rl.models.hf_weights import check_complete
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.stored_weights import open_weights
@@ -184,7 +186,7 @@ def _check_weights(path: Path) -> list[str]:
     with open_weights(path, spec) as weights:
         weights.check_files()
         check_complete(weights, spec)
-    return []
+    return [f"{path / name} is not the file of its {MANIFEST}: it is used as it is" for name in changed_texts(path)]
 
 
 def _check_objective(settings: Settings) -> list[str]:

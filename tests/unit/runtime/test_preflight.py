@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -16,6 +17,8 @@ from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import RewardSettings, RuntimeSettings, Settings
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
+from megatron_rl.files import MANIFEST
+from megatron_rl.models.checkpoint_manifest import entry_of
 from megatron_rl.models.hf_files import save_hf
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.runtime import preflight as module
@@ -320,6 +323,16 @@ def test_notes(check: Callable[..., list[str]], words: list[str]) -> None:
     expected = ["there is nothing to resume", "training.optimizer.lr is not set", "rows that it trains on"]
     assert [any(part in note for note in notes) for part in expected] == [True] * 3
     assert len(notes) == 3
+
+
+def test_a_config_that_was_changed_beside_its_manifest_is_noted(check: Callable[..., list[str]], words: list[str], tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(load_settings(None, words).model.path, changed)
+    (changed / MANIFEST).write_text(json.dumps({"files": {path.name: entry_of(path) for path in changed.iterdir()}}))
+    assert check(f"model.path={changed}") == []
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config, indent=7))
+    assert check(f"model.path={changed}") == [f"{changed / 'config.json'} is not the file of its manifest.json: it is used as it is"]
 
 
 @pytest.mark.parametrize("overrides", [(), ("objective.policy_loss=sft",)])
