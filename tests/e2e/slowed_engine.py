@@ -27,7 +27,7 @@ async def in_the_middle(
         transports = [await stack.enter_async_context(_slowed(client)) for client in clients]
         task = asyncio.create_task(call)
         for transport in transports:
-            await _until_running(transport, num_samples)
+            await _until_running(transport, num_samples, asked=task)
         yield task
 
 
@@ -49,10 +49,11 @@ async def _sleep_before_each_token(transport: Transport, seconds: float) -> None
     await transport.call("POST", "/slow_down", {"forward_sleep_time": seconds}, timeout_s=CALL_S)
 
 
-async def _until_running(transport: Transport, num_samples: int) -> None:
+async def _until_running(transport: Transport, num_samples: int, *, asked: "asyncio.Task[Any] | None" = None) -> None:
     """Wait until the engine is generating for so many samples: each has its first token then, as prompts are no part of it."""
     while True:
         (load,) = (await transport.call("GET", "/v1/loads", timeout_s=CALL_S))["loads"]
         if load["num_running_reqs"] == num_samples:
             return
+        assert asked is None or not asked.done(), f"the engine at {transport.url} answered before {num_samples} samples ran"
         await asyncio.sleep(TOKEN_S)
