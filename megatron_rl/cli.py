@@ -235,7 +235,8 @@ def serve(model: Path, words: tuple[str, ...], host: str, port: int) -> int:
 @cli.command(name="verify-checkpoint", short_help="Look for damage in a checkpoint.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--config", type=click.Path(path_type=Path), help="Hugging Face directory of the model, where PATH has no config.json.")
-def verify_checkpoint(path: Path, config: Path | None) -> int:
+@click.option("--equal-to", type=click.Path(path_type=Path), help="A sound checkpoint, of any format, whose numbers PATH is to have.")
+def verify_checkpoint(path: Path, config: Path | None, equal_to: Path | None) -> int:
     """Account for every tensor of the files and every parameter of the model, and print one line for each promise. Needs no GPU.
 
     The exit status is 2 when one is broken.
@@ -243,7 +244,7 @@ def verify_checkpoint(path: Path, config: Path | None) -> int:
     from megatron_rl.convert.verification import verify
 
     broken = 0
-    for found in verify(path, config=config):
+    for found in verify(path, config=config, equal_to=equal_to):
         broken += found.problem is not None
         print(found.line(), flush=True)
     return 2 if broken else 0

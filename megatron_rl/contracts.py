@@ -22,7 +22,7 @@ from megatron_rl.config.settings import DataSettings, FilterSettings, RewardSett
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import OwnRows
 from megatron_rl.deadlines import PLUGIN_PROBE_S
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.plugins import PluginKind, load
 from megatron_rl.rewards.runner import RewardRunner, probe_sample
 from megatron_rl.rollout.client import Generation
@@ -214,7 +214,9 @@ class RolloutTrial:
         except asyncio.TimeoutError as error:
             raise UserError(f"{self._name} has not answered a probe after {PLUGIN_PROBE_S:.0f} s; look what it waits for") from error
         except Exception as error:  # a user's function can fail in any way
-            raise UserError(f"{self._name} failed for a probe of {num_samples} samples: {type(error).__name__}: {error}") from error
+            raise UserError(
+                f"{self._name} failed for a probe of {counted(num_samples, 'sample')}: {type(error).__name__}: {error}"
+            ) from error
         vocab_size = len(self._tokenizer)
         return check_samples(
             samples, prompt=prompt, num_samples=num_samples, vocab_size=vocab_size, need_experts=self._need_experts, rollout=self._name

@@ -1,7 +1,12 @@
-"""Exceptions of the project, all of one tree, each also of the standard type it refines.
+"""Exceptions of the project, all of one tree, each also of the standard type it refines; and what their messages count.
 
 A message says in one sentence what happened, the value got, the value needed and how to fix it.
 """
+
+
+def counted(count: int, noun: str) -> str:
+    """`count` of these in words: "1 rank", "2 ranks"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 class MegatronRLError(Exception):

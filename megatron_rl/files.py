@@ -6,10 +6,12 @@ content, and a half-written sibling that the next attempt removes.
 """
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -19,8 +21,8 @@ from megatron_rl.errors import UserError
 MEBIBYTE = 2**20
 MANIFEST = "manifest.json"
 """In a directory of weights: what is to be known of its files and tensors."""
-_TORCH_WRITER = "inline_container"
-"""In every message of torch's file writer. It fails after a short write, and by then what it had written may be gone again."""
+_TORCH_WRITER = ("inline_container", "iostream error")
+"""In messages of torch's file writer. It fails after a short write, and by then what it had written may be gone again."""
 
 # What a user can mend, by the operating system's error number. Other numbers are not the user's mistake and pass through.
 _FIXES = {
@@ -114,6 +116,42 @@ def commit_partial(path: Path, *, durable: bool = True) -> None:
             shutil.rmtree(previous)
 
 
+def claim(file: Path, *, what: str) -> TextIOWrapper:
+    """Claim `what` the lock `file` stands for, until what is returned is closed or this process ends, however it ends.
+
+    A POSIX record lock, because children that are forked do not inherit it: a worker that outlives a killed run cannot hold it. Raises
+    UserError where another process has it, OSError where the file system has no locks.
+    """
+    with disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = file.open("a+")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.seek(0)
+        owner = lock.read().strip()
+        lock.close()
+        if not isinstance(error, BlockingIOError | PermissionError):
+            raise
+        raise UserError(f"{what} is in use by process {owner}; wait for that run or choose another run.directory") from error
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory, which no kill leaves under its name with a part of its content, or a link to one alone. Raises OSError."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    going = partial_path(path)
+    if going.exists():
+        shutil.rmtree(going)
+    os.rename(path, going)
+    shutil.rmtree(going)
+
+
 def sync_file(path: Path) -> None:
     """Bring the content of a file that somebody wrote to the disk itself. Raises OSError."""
     _sync(path, os.O_RDONLY)
@@ -133,16 +171,17 @@ def disk_errors(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        if error.errno not in _FIXES:
-            raise
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch ends a file that is written by Python with a failure of its own.
+        refused = error if isinstance(error, OSError) else error.__context__
         free = _free_bytes(path)
-        raise UserError(
-            f"cannot write {error.filename or path}: {os.strerror(error.errno)} ({free / MEBIBYTE:,.0f} MiB free); {_FIXES[error.errno]}"
-        ) from error
-    except (RuntimeError, SafetensorError) as error:
-        free = _free_bytes(path)
-        if free >= MEBIBYTE and _TORCH_WRITER not in str(error):
+        if isinstance(refused, OSError) and refused.errno in _FIXES:
+            # Of a copy and a renaming the second is what is written.
+            place = refused.filename2 or refused.filename or path
+            raise UserError(
+                f"cannot write {place}: {os.strerror(refused.errno)} ({free / MEBIBYTE:,.0f} MiB free); {_FIXES[refused.errno]}"
+            ) from error
+        if isinstance(error, OSError) or (free >= MEBIBYTE and not any(words in str(error) for words in _TORCH_WRITER)):
             raise
         reason = str(error).strip().splitlines()[-1]
         raise UserError(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_rl.errors import counted
 from megatron_rl.frozen_arrays import check_distinct, check_lengths, freeze, freeze_experts, freeze_table, read_only
 
 Ints = NDArray[np.int64]
@@ -62,7 +63,8 @@ def _behind_prompts(name: str, given: Sequence[ArrayLike], prompts: Sequence[Int
             array = np.full(len(response), array, np.float32)
         if array.shape != response.shape:
             raise ValueError(
-                f"from_sequences got {name}[{row}] of shape {array.shape} for a response of {len(response)} tokens, needs one each"
+                f"from_sequences got {name}[{row}] of shape {array.shape} for a response of {counted(len(response), 'token')}, needs one "
+                "each"
             )
         parts += [np.full(len(prompt), fill, np.float32), array]
     return np.concatenate(parts)
@@ -343,10 +345,11 @@ class TrainBatch:
         """
         rows = [_token_ids(name, ids) for name, parts in (("prompts", prompts), ("responses", responses)) for ids in parts]
         prompt_ids, response_ids = rows[: len(prompts)], rows[len(prompts) :]
+        shortest = min(map(len, prompt_ids), default=0)
         if len(prompt_ids) != len(response_ids) or not all(map(len, prompt_ids)):
             raise ValueError(
-                f"from_sequences got {len(prompt_ids)} prompts, the shortest of {min(map(len, prompt_ids), default=0)} tokens, and "
-                f"{len(response_ids)} responses; needs a prompt of a token or more for each response"
+                f"from_sequences got {counted(len(prompt_ids), 'prompt')}, the shortest of {counted(shortest, 'token')}, and "
+                f"{counted(len(response_ids), 'response')}; needs a prompt of a token or more for each response"
             )
 
         def flat(name: str, given: Sequence[ArrayLike] | None, *, fill: float = 0.0) -> Floats | None:

@@ -17,6 +17,7 @@ only_style=no wide=no
 case ${1:-} in
     --wide) marks="(slow or not slow)" wide=yes && shift ;;
     --style) only_style=yes && shift ;;
+    -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//p}' tests/run.sh && exit ;;
 esac
 [ -n "$(nvidia-smi -L 2>/dev/null)" ] || marks="$marks and not gpu"
 

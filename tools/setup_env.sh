@@ -19,7 +19,7 @@ repository=$PWD
 venv=${VENV:-.venv}
 log=$venv/setup.log
 stamp=$venv/.setup_complete       # written last: the hash of everything that the environment was made from
-owned=$venv/.made_by_setup_env    # written first: this script may clear the directory
+owned=$venv/.made_by_setup_env    # written first: this script may clear the directory, for the checkout that is named in it
 requirements=tools/requirements
 cuda_major=13       # of the torch that SGLang pins
 needed_driver=580   # the oldest that runs CUDA 13
@@ -163,11 +163,19 @@ advice() {
     fi
 }
 
+# Two checkouts that share an environment, by VENV or a link, would clear it in turns, each under the other's processes.
+check_owner() {
+    local owner
+    owner=$(cat "$owned" 2>/dev/null) || true
+    [ -z "$owner" ] || [ "$owner" = "$repository" ] || [ ! -e "$owner/tools/setup_env.sh" ] ||
+        fail "$venv is the environment of $owner, and one for $repository would replace it: remove the link, or set VENV to another directory"
+}
+
 # Makes the environment, or clears one that this script made and did not finish. One that somebody else made is used as it is.
 make_venv() {
     if [ -e "$owned" ] || [ ! -e "$venv" ]; then
         "$python" -m venv --clear "$venv"
-        touch "$owned"
+        printf '%s' "$repository" >"$owned"
     else
         usable_python "$venv/bin/python" ||
             fail "$venv exists, was not made by this script and holds no Python 3.10 to 3.12: move it away or set VENV to another directory"
@@ -235,6 +243,7 @@ main() {
         return
     fi
 
+    check_owner
     choose_python
     check_system
     exec 9<tools/setup_env.sh

@@ -26,7 +26,7 @@ from megatron_rl.acceptance.node import VOCAB, Node, has_transformer_engine
 from megatron_rl.acceptance.stack import versions
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.errors import MegatronRLError, counted
 from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Floats, TrainBatch
@@ -53,7 +53,7 @@ def all_reduce(node: Node) -> Iterator[Line]:
     seconds = max(node.ranks.all_reduce(num_bytes=num_bytes, repeats=5))
     gigabytes = 2 * (count - 1) / count * num_bytes / seconds / 1e9
     passed = count == 1 or gigabytes >= LEAST_GB_PER_S[node.kind]
-    yield Line(f"all-reduce of {num_bytes >> 20} MiB over {count} ranks", passed, f"{gigabytes:.2f} GB/s")
+    yield Line(f"all-reduce of {num_bytes >> 20} MiB over {counted(count, 'rank')}", passed, f"{gigabytes:.2f} GB/s")
 
 
 def weight_sync(node: Node) -> Iterator[Line]:

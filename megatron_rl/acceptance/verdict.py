@@ -15,7 +15,7 @@ import torch
 from megatron_rl.acceptance.judging import Line
 from megatron_rl.acceptance.lines import LIMITS_S, LINES
 from megatron_rl.acceptance.node import Node
-from megatron_rl.errors import DeadlineError, UserError, WorkerDiedError
+from megatron_rl.errors import DeadlineError, UserError, WorkerDiedError, counted
 from megatron_rl.files import write_atomic
 
 RESULT_FILE = "acceptance.json"
@@ -34,7 +34,9 @@ def accept(directory: Path, *, stand_ins: int = 0, only: Collection[str] = tuple
         raise UserError("doctor --gpu found no GPU here; run it on the node to be accepted, or add --on-cpu to try the acceptance itself")
     if on_cpu and found:
         # Ranks and engines would take them.
-        raise UserError(f"--on-cpu was given on a machine with {found} GPUs; leave it out, or hide them with CUDA_VISIBLE_DEVICES=''")
+        raise UserError(
+            f"--on-cpu was given on a machine with {counted(found, 'GPU')}; leave it out, or hide them with CUDA_VISIBLE_DEVICES=''"
+        )
     num_gpus = stand_ins or found
     directory.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="acceptance-", dir=directory))

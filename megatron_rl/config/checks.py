@@ -18,6 +18,7 @@ from megatron_rl.config.settings import (
     TopologySettings,
     WeightSettings,
 )
+from megatron_rl.errors import counted
 
 NEEDS_SEVERAL_SAMPLES = frozenset(
     {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gdpo", "pass@k"},
@@ -136,7 +137,7 @@ def topology_contradictions(topology: TopologySettings) -> Iterator[str]:
         lower = topology.num_ranks // model_ranks * model_ranks
         fitting = " or ".join(str(number) for number in (lower, lower + model_ranks) if number)
         yield (
-            f"training.topology: {topology.num_ranks} ranks are not divisible by {product}, so there is no whole number of "
+            f"training.topology: {counted(topology.num_ranks, 'rank')} cannot be divided by {product}, so there is no whole number of "
             f"data-parallel copies; set training.topology.num_ranks to {fitting}, or change tp, pp or cp"
         )
     if topology.vpp > 1 and topology.pp == 1:
@@ -157,8 +158,8 @@ def _experts(topology: TopologySettings) -> Iterator[str]:
     if topology.ep > 1 or topology.etp is not None:
         if topology.num_ranks % expert_ranks:
             yield (
-                f"training.topology: {topology.num_ranks} ranks are not divisible by etp {topology.expert_tp} × ep {topology.ep} × "
-                f"pp {topology.pp} = {expert_ranks}; change training.topology.num_ranks, ep or etp"
+                f"training.topology: {counted(topology.num_ranks, 'rank')} cannot be divided by etp {topology.expert_tp} × ep "
+                f"{topology.ep} × pp {topology.pp} = {expert_ranks}; change training.topology.num_ranks, ep or etp"
             )
         if topology.tp > 1 and topology.ep > 1 and not topology.sequence_parallel:
             yield (
@@ -171,9 +172,8 @@ def _batch(settings: Settings) -> Iterator[str]:
     data, steps = settings.data, settings.training.optimizer_steps_per_batch
     samples = samples_per_prompt(settings)
     sequences = data.prompts_per_step * samples
-    product = (
-        f"{data.prompts_per_step} rows" if settings.supervised else f"{data.prompts_per_step} prompts × {samples} samples = {sequences}"
-    )
+    rows, prompts = counted(data.prompts_per_step, "row"), counted(data.prompts_per_step, "prompt")
+    product = rows if settings.supervised else f"{prompts} × {counted(samples, 'sample')} = {sequences}"
     if sequences > MAX_INTEGER:
         yield f"{product} in a step are more than {MAX_INTEGER}; lower data.prompts_per_step"
     elif sequences % steps:
@@ -219,8 +219,8 @@ def _schedule(settings: Settings) -> Iterator[str]:
     if schedule.warmup_steps > steps:
         yield (
             f"training.schedule.warmup_steps is {schedule.warmup_steps}, but the run has run.num_steps {settings.run.num_steps} × "
-            f"training.optimizer_steps_per_batch {training.optimizer_steps_per_batch} = {steps} optimizer steps, so the learning rate "
-            f"would never reach its peak; set training.schedule.warmup_steps to {steps} or less"
+            f"training.optimizer_steps_per_batch {training.optimizer_steps_per_batch} = {counted(steps, 'optimizer step')}, so the "
+            f"learning rate would never reach its peak; set training.schedule.warmup_steps to {steps} or less"
         )
     if schedule.decay_style in ("constant", "inverse_square_root"):
         if schedule.decay_steps is not None:
@@ -255,8 +255,8 @@ def _annealing(schedule: ScheduleSettings, steps: int) -> Iterator[str]:
         )
     elif schedule.warmup_steps + schedule.anneal_steps > (schedule.decay_steps or steps):
         yield (
-            f"training.schedule: {schedule.warmup_steps} steps of warm-up and {schedule.anneal_steps} of annealing are more than the "
-            f"{schedule.decay_steps or steps} until the floor; lower warmup_steps or anneal_steps"
+            f"training.schedule: {counted(schedule.warmup_steps, 'step')} of warm-up and {schedule.anneal_steps} of annealing are more "
+            f"than the {schedule.decay_steps or steps} until the floor; lower warmup_steps or anneal_steps"
         )
 
 
@@ -266,7 +266,7 @@ def _critic(settings: Settings) -> Iterator[str]:
     if settings.has_critic and warmup >= steps:
         yield (
             f"training.critic.warmup_steps is {warmup}, but the run has run.num_steps {settings.run.num_steps} × "
-            f"training.optimizer_steps_per_batch {steps_per_batch} = {steps} optimizer steps, so the policy would never learn; "
+            f"training.optimizer_steps_per_batch {steps_per_batch} = {counted(steps, 'optimizer step')}, so the policy would never learn; "
             f"set training.critic.warmup_steps below {steps}"
         )
 

@@ -104,3 +104,11 @@ def format_value(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value):
         return repr(value)
     return yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+
+
+def by_path(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values inside of nested mappings, by their dotted paths, such as `rollout.sampling.top_p`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= by_path(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found

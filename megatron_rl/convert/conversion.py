@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_rl.convert.changes import Adapter, Changes, quantization_config
 from megatron_rl.convert.resumable import locked_partial, write_files
-from megatron_rl.convert.sources import MegatronSource, Source, Unit, num_not_finite, open_source
-from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, write_index, write_metadata
-from megatron_rl.errors import UserError
+from megatron_rl.convert.sources import MegatronSource, Source, Unit, most_common_dtype, num_not_finite, open_source
+from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, not_finite, write_index, write_metadata
+from megatron_rl.errors import UserError, counted
 from megatron_rl.files import write_atomic
 from megatron_rl.models.checkpoint_manifest import HASH, changed_texts, check_weights_alone, write_model_manifest
 from megatron_rl.models.families.config_keys import MTP_KEYS
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Format = Literal["hf", "megatron"]
 _REPORT_EVERY_S = 5.0
+_RECORDS = 2
+"""Version of what is recorded of a finished file: an attempt that recorded something else is not continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,7 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
         if any(map(source.config.get, MTP_KEYS)) and not options.drop_mtp and not any(_is_mtp(unit, source) for unit in units):
             say(f"{path} has no layers of multi-token prediction, and {target} promises none\n")
         changes = _changes(source, units, options)
-        wrong: dict[str, int] = {}
-        pieces = [_piece(source, unit, changes, wrong) for unit in units]
+        pieces = [_piece(source, unit, changes) for unit in units]
         num_bytes = sum(piece.num_bytes for piece in pieces)
         jobs = (
             hugging_face_jobs(pieces, options.max_shard_bytes)
@@ -82,7 +83,7 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
         with locked_partial(target, _identity(source, options, to)) as partial:
             progress = Progress(say, num_bytes)
             records = write_files(partial, jobs, report=progress.add, keep=progress.keep)
-            _tell_wrong_numbers(units, wrong, say)
+            _tell_wrong_numbers(units, not_finite(records), say)
             if to == "hf":
                 write_index(partial, records, total_bytes=num_bytes)
             else:
@@ -115,8 +116,9 @@ def _units(source: Source, options: Options) -> list[Unit]:
     return [unit for unit in source.units() if not (options.drop_mtp and _is_mtp(unit, source))]
 
 
-def _piece(source: Source, unit: Unit, changes: Changes, wrong: dict[str, int]) -> Piece:
-    """`wrong` gets how many numbers of which tensor are not finite on the way: of codes before they are codes."""
+def _piece(source: Source, unit: Unit, changes: Changes) -> Piece:
+    """`unit` on its way. Numbers of codes are looked at before they are codes."""
+    wrong: dict[str, int] = {}
 
     def make() -> list[Tensor]:
         read = source.read(unit)
@@ -126,14 +128,14 @@ def _piece(source: Source, unit: Unit, changes: Changes, wrong: dict[str, int]) 
                 wrong[told.name] = count
         return made
 
-    return Piece(unit, changes.described(unit), make)
+    return Piece(unit, changes.described(unit), make, wrong)
 
 
 def _tell_wrong_numbers(units: list[Unit], wrong: dict[str, int], say: Callable[[str], None]) -> None:
     first = next((tensor for unit in units for tensor in unit.tensors if tensor.name in wrong), None)
     if first is not None:
-        counted = f"{wrong[first.name]:,} of {math.prod(first.shape):,} numbers that are not finite"
-        say(f"warning: {first.name} has {counted}, the first of {len(wrong):,} such tensors; they are converted as they are\n")
+        bad = f"{wrong[first.name]:,} of {math.prod(first.shape):,} numbers that are not finite"
+        say(f"warning: {first.name} has {bad}, the first of {counted(len(wrong), 'such tensor')}; they are converted as they are\n")
 
 
 def _target_format(source: Source, options: Options) -> Format:
@@ -158,7 +160,14 @@ def _identity(source: Source, options: Options, to: Format) -> dict[str, Any]:
     places = {source.path, source.directory, *([options.adapter] if options.adapter is not None else [])}
     files = [file for place in sorted(places) for file in sorted(place.rglob("*")) if file.is_file()]
     stats = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    asked = {"hash": HASH, "to": to, "dtype": str(options.dtype), "quantise": options.quantise, "max_shard_bytes": options.max_shard_bytes}
+    asked = {
+        "hash": HASH,
+        "records": _RECORDS,
+        "to": to,
+        "dtype": str(options.dtype),
+        "quantise": options.quantise,
+        "max_shard_bytes": options.max_shard_bytes,
+    }
     return asked | {"drop_mtp": options.drop_mtp, "copy_code": options.copy_code, "files": stats}
 
 
@@ -170,7 +179,7 @@ def _write_config(file: Path, source: Source, pieces: list[Piece], options: Opti
     if options.quantise:
         config["quantization_config"] = quantization_config([piece.unit for piece in pieces])
     key = "dtype" if "dtype" in config else "torch_dtype"
-    dtype = str(options.dtype).removeprefix("torch.") if options.dtype is not None else _most_common_dtype(source)
+    dtype = str(options.dtype).removeprefix("torch.") if options.dtype is not None else most_common_dtype(source)
     if config.get(key) is not None or options.dtype is not None:
         config[key] = dtype
     if not any(_is_mtp(piece.unit, source) for piece in pieces):
@@ -180,14 +189,6 @@ def _write_config(file: Path, source: Source, pieces: list[Piece], options: Opti
         config.pop("auto_map", None)
     if config != original:
         write_atomic(file, json.dumps(config, indent=2) + "\n")
-
-
-def _most_common_dtype(source: Source) -> str:
-    sizes: dict[str, int] = {}
-    for unit in source.units():
-        for tensor in unit.tensors:
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
-    return max(sizes, key=sizes.__getitem__)
 
 
 class Progress:
@@ -222,14 +223,14 @@ def size(num_bytes: float) -> str:
 def parse_options(*, max_shard_size: str, to: Format | None, dtype: str | None, quantize: str | None, **others: Any) -> Options:
     """The options of the command line. Raises UserError for a size that cannot be read."""
     found = re.fullmatch(r"([0-9.]+)\s*([KMG]i?)?B?", max_shard_size.strip(), re.IGNORECASE)
-    size = 0.0
+    num_bytes = 0.0
     if found is not None:
         unit = (found[2] or "").upper()
-        size = float(found[1]) * (1024 if unit.endswith("I") else 1000) ** " KMG".index(unit[:1] or " ")
-    if size < 1:
+        num_bytes = float(found[1]) * (1024 if unit.endswith("I") else 1000) ** " KMG".index(unit[:1] or " ")
+    if num_bytes < 1:
         raise UserError(f"--max-shard-size is {max_shard_size!r}, needs a size such as 500MB or 4GB")
     chosen = None if dtype is None else getattr(torch, dtype)
-    return Options(to=to, dtype=chosen, quantise=quantize is not None, max_shard_bytes=int(size), **others)
+    return Options(to=to, dtype=chosen, quantise=quantize is not None, max_shard_bytes=int(num_bytes), **others)
 
 
 def say_on_terminal(words: str) -> None:

@@ -3,7 +3,6 @@
 A file that is complete has a record beside it in the journal, so that the next attempt of the same conversion leaves it alone.
 """
 
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -24,9 +23,6 @@ from megatron_rl.models.checkpoint_manifest import HashedFile
 _JOURNAL = ".journal"
 NUM_THREADS = 2
 """Tensors in memory at once. One thread waits for the disk while the other works."""
-_WRITE_BACK_BYTES = 64 * 2**20
-_WRITE = 2
-"""SYNC_FILE_RANGE_WRITE of linux/fs.h."""
 Report = Callable[[int], None]
 
 
@@ -110,34 +106,13 @@ def _write(partial: Path, job: FileJob, report: Report) -> dict[str, Any]:
     with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
         with unfinished.open("wb", buffering=0) as stream:
-            file = HashedFile(stream, _WriteBack(stream.fileno(), report).count)
+            file = HashedFile(stream, report)
             told = job.write(file)
             os.fsync(stream.fileno())
         os.replace(unfinished, path)
     record = {"file": file.entry, "content": told}
     write_atomic(_record_path(partial, job), json.dumps(record))
     return record
-
-
-class _WriteBack:
-    """Has the kernel begin with what was written of a file, which by itself it does only when a tenth of all memory waits for the disk.
-
-    Until then the disk would idle while bytes are made, and these threads while it writes. A hint: what brings the file to the disk is
-    the fsync behind it.
-    """
-
-    def __init__(self, descriptor: int, report: Report) -> None:
-        self._descriptor, self._report = descriptor, report
-        self._begun = self._written = 0
-
-    def count(self, num_bytes: int) -> None:
-        """These were written, and are reported."""
-        self._written += num_bytes
-        if self._written - self._begun >= _WRITE_BACK_BYTES:
-            start, length = ctypes.c_int64(self._begun), ctypes.c_int64(self._written - self._begun)
-            ctypes.CDLL(None).sync_file_range(self._descriptor, start, length, ctypes.c_uint(_WRITE))
-            self._begun = self._written
-        self._report(num_bytes)
 
 
 def _finished(partial: Path, job: FileJob) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ A unit is what is read at once: the tensors of one Megatron parameter. A source 
 of the model or known to be left out, and the other way round.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +64,15 @@ class Source(Protocol):
 def config_dtype(config: dict[str, Any]) -> torch.dtype:
     """The dtype that a config.json names, bfloat16 where it names none."""
     return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+
+
+def most_common_dtype(source: Source) -> str:
+    """The dtype that most bytes of `source` have, as "bfloat16"."""
+    num_bytes: Counter[str] = Counter()
+    for unit in source.units():
+        for tensor in unit.tensors:
+            num_bytes[tensor.dtype] += tensor.num_bytes
+    return max(num_bytes, key=num_bytes.__getitem__)
 
 
 def num_not_finite(tensor: Tensor) -> int:

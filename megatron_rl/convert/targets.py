@@ -7,8 +7,8 @@ import itertools
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -28,6 +28,7 @@ from megatron_rl.models.tensor_writing import raw_bytes, safetensors_header, sav
 from megatron_rl.models.weight_table import combine, fill, parameter_shape
 from megatron_rl.weights.bucket import WeightSpec
 
+_NOT_FINITE = "not_finite"
 _BLOB_ALIGNMENT = 64
 _BLOB_BYTES = 2048
 """About what torch.save adds to the numbers of a tensor."""
@@ -35,11 +36,15 @@ _BLOB_BYTES = 2048
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A unit on its way into a file: the tensors that it becomes, and what makes them."""
+    """A unit on its way into a file: the tensors that it becomes, and what makes them.
+
+    Once they are made, `not_finite` has how many numbers of which tensor are not finite.
+    """
 
     unit: Unit
     tensors: tuple[WeightSpec, ...]
     make: Callable[[], list[Tensor]]
+    not_finite: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -78,15 +83,24 @@ def safetensors_job(name: str, pieces: Sequence[Piece]) -> FileJob:
     stored = list(_stored(pieces))
     header = safetensors_header((tensor.name, tensor.torch_dtype, tensor.shape) for tensor in stored)
 
-    def write(file: HashedFile) -> list[str]:
+    def write(file: HashedFile) -> dict[str, Any]:
         file.write(header)
         for piece in pieces:
             for tensor, told in zip(_made(piece), piece.tensors, strict=True):
                 assert WeightSpec.of(told.name, tensor) == told, f"{told} was planned, {WeightSpec.of(told.name, tensor)} came"
                 file.write(raw_bytes(tensor))
-        return [tensor.name for tensor in stored]
+        return {"tensors": [tensor.name for tensor in stored], _NOT_FINITE: _not_finite(pieces)}
 
     return FileJob(name, len(header) + sum(tensor.num_bytes for tensor in stored), write)
+
+
+def _not_finite(pieces: Sequence[Piece]) -> dict[str, int]:
+    return {name: count for piece in pieces for name, count in piece.not_finite.items()}
+
+
+def not_finite(records: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """How many numbers of which tensor are not finite in the files of `records`, also in those that an earlier attempt wrote."""
+    return {name: count for record in records.values() for name, count in record["content"][_NOT_FINITE].items()}
 
 
 def _stored(pieces: Sequence[Piece]) -> Iterator[WeightSpec]:
@@ -107,7 +121,7 @@ def write_index(partial: Path, records: dict[str, dict[str, Any]], *, total_byte
     if len(records) > 1:
         content = {
             "metadata": {"total_size": total_bytes},
-            "weight_map": {tensor: name for name, record in records.items() for tensor in record["content"]},
+            "weight_map": {tensor: name for name, record in records.items() for tensor in record["content"]["tensors"]},
         }
         write_atomic(partial / "model.safetensors.index.json", json.dumps(content, indent=2, sort_keys=True))
 
@@ -121,7 +135,7 @@ def megatron_jobs(pieces: Sequence[Piece], spec: ModelSpec, max_bytes: int) -> l
 
 
 def _chunks_job(name: str, pieces: Sequence[Piece], spec: ModelSpec) -> FileJob:
-    def write(file: HashedFile) -> list[list[int]]:
+    def write(file: HashedFile) -> dict[str, Any]:
         places = []
         # One memory for all of them: the kernel takes longer to provide it than putting a parameter together takes.
         scratch = torch.empty(max(_made_bytes(piece) for piece in pieces), dtype=torch.uint8)
@@ -131,7 +145,7 @@ def _chunks_job(name: str, pieces: Sequence[Piece], spec: ModelSpec) -> FileJob:
             start = file.num_bytes
             save_tensor(_parameter(piece, spec, scratch), cast("IO[bytes]", file))
             places.append([start, file.num_bytes - start])
-        return places
+        return {"places": places, _NOT_FINITE: _not_finite(pieces)}
 
     return FileJob(name, sum(piece.num_bytes + _BLOB_BYTES for piece in pieces), write)
 
@@ -161,7 +175,7 @@ def write_metadata(partial: Path, pieces: Sequence[Piece], spec: ModelSpec, reco
     files = in_files([piece for piece in pieces if piece.unit.rule is not None], max_bytes)
     for index, file in enumerate(files):
         name = f"__{index}_0.distcp"
-        for piece, (start, length) in zip(file, records[name]["content"], strict=True):
+        for piece, (start, length) in zip(file, records[name]["content"]["places"], strict=True):
             assert piece.unit.rule is not None
             key, at = stored_key(piece.unit.rule)
             sizes = parameter_shape(piece.unit.rule)

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.settings import TopologySettings
-from megatron_rl.convert.sources import MegatronSource, Source, check_place, config_dtype, num_not_finite, open_source
+from megatron_rl.config.yaml_text import by_path
+from megatron_rl.convert.changes import Changes
+from megatron_rl.convert.sources import MegatronSource, Source, check_place, config_dtype, most_common_dtype, num_not_finite, open_source
+from megatron_rl.convert.tensor_comparison import compare_tensors
 from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
 from megatron_rl.models.build import build_model
-from megatron_rl.models.checkpoint_manifest import check_manifest, check_model, hashed_files, in_threads, read_manifest
+from megatron_rl.models.checkpoint_manifest import check_manifest, check_model, check_weights_alone, hashed_files, in_threads, read_manifest
 from megatron_rl.models.hf_weights import global_parameters, held_name, load_parameter, may_be_left_out
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
@@ -40,6 +43,7 @@ TOKENIZER = "the tokenizer's tokens are in the vocabulary"
 PARAMETERS = "every number of the model is written, and every tensor is read"
 PADDING = "rows that pad the vocabulary are zero"
 NUMBERS = "numbers are finite, of the dtype that config.json says"
+SAME = "model and numbers are those of the checkpoint that is to be equal"
 _NO_MANIFEST = "there is no manifest to compare with"
 
 
@@ -58,9 +62,26 @@ class Finding:
         return f"ok      {self.promise}" if self.skipped is None else f"skipped {self.promise}: {self.skipped}"
 
 
-def verify(path: Path, *, config: Path | None = None) -> Iterator[Finding]:
-    """Every promise of the checkpoint at `path`, one after the other. Raises UserError before the first where there is none to look at."""
+def verify(path: Path, *, config: Path | None = None, equal_to: Path | None = None) -> Iterator[Finding]:
+    """Every promise of the checkpoint at `path`, one after the other, the last one that it has the numbers of the one at `equal_to`.
+
+    Raises UserError before the first where there is none to look at, and where the other one cannot be read.
+    """
     check_place(path)
+    if equal_to is None:
+        yield from _promises(path, config)
+        return
+    with closing(open_source(equal_to)) as sound:
+        for directory in sound.weights:
+            check_weights_alone(directory)
+        broken = None
+        for found in _promises(path, config):
+            broken = broken or (found.promise if found.problem is not None and found.promise in (TOGETHER, PARAMETERS) else None)
+            yield found
+        yield _checked(SAME, lambda: check_equal(path, config, sound)) if broken is None else next(_resting_on(broken, SAME))
+
+
+def _promises(path: Path, config: Path | None) -> Iterator[Finding]:
     yield from _of_manifests(path, foreign=config is not None)
     try:
         source = open_source(path, config=config)
@@ -80,6 +101,25 @@ def verify(path: Path, *, config: Path | None = None) -> Iterator[Finding]:
             return
         yield _checked(PADDING, lambda: check_padding(source))
         yield _checked(NUMBERS, lambda: check_numbers(source, tensors))
+
+
+def check_equal(path: Path, config: Path | None, sound: Source) -> None:
+    """Raise UserError unless the checkpoint at `path` has the model and the numbers of `sound`.
+
+    Layers of multi-token prediction may be in one of them alone. Without a manifest this is what shows damage that fits: a bit, a
+    transposed square, a layer in the place of another, another rope base.
+    """
+    with closing(open_source(path, config=config)) as source:
+        spec = dataclasses.replace(source.spec, num_mtp_layers=sound.spec.num_mtp_layers)
+        for name, got, needed in _differences(spec, json.loads(json.dumps(dataclasses.asdict(sound.spec)))):
+            words = f"config.json in {source.directory} gives {name} = {got}, that in {sound.directory} {needed}"
+            raise UserError(f"{words}; take the config.json that is meant")
+        names = source.tensors.names()
+        units = [unit for unit in sound.units() if unit.rule is not None or all(tensor.name in names for tensor in unit.tensors)]
+        found = compare_tensors(sound, source, Changes(), units)
+    if found.wrong:
+        more = f"; {len(found.wrong) - 1:,} more differ" if len(found.wrong) > 1 else ""
+        raise UserError(f"{found.wrong[0]}{more}; take the checkpoint that is meant")
 
 
 def _checked(promise: str, check: Callable[[], None]) -> Finding:
@@ -129,18 +169,14 @@ def _of_config(source: Source) -> Finding:
 
 def check_written_spec(path: Path, spec: ModelSpec, written: dict[str, Any]) -> None:
     """Raise UserError when config.json describes another model than the one that was `written`, also one of the same shapes."""
-    now = json.loads(json.dumps(dataclasses.asdict(spec)))
-    for name in sorted(_flat(now).keys() | _flat(written).keys()):
-        got, needed = _flat(now).get(name), _flat(written).get(name)
-        if got != needed:
-            raise UserError(f"config.json in {path} gives {name} = {got}, the weights were written with {needed}; restore the config.json")
+    for name, got, needed in _differences(spec, written):
+        raise UserError(f"config.json in {path} gives {name} = {got}, the weights were written with {needed}; restore the config.json")
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
+def _differences(spec: ModelSpec, written: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Fields of `spec` that are others in `written`, with both values."""
+    now, then = by_path(json.loads(json.dumps(dataclasses.asdict(spec)))), by_path(written)
+    return ((name, now.get(name), then.get(name)) for name in sorted(now.keys() | then.keys()) if now.get(name) != then.get(name))
 
 
 def _of_tokenizer(source: Source) -> Finding:
@@ -253,15 +289,13 @@ def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def check_numbers(source: Source, tensors: WatchedTensors) -> None:
     """Raise UserError for a number that is not finite, also in what the model leaves out, and for a dtype that config.json does not say."""
-    num_bytes: dict[str, int] = {}
     for unit in source.units():
         for told in unit.tensors:
-            num_bytes[told.dtype] = num_bytes.get(told.dtype, 0) + told.num_bytes
             if told.name not in tensors.read_names:
                 tensors.read(told.name, told.shape)
     if tensors.problem is not None:
         raise UserError(tensors.problem)
-    most = max(num_bytes, key=num_bytes.__getitem__)
+    most = most_common_dtype(source)
     named = str(config_dtype(source.config)).removeprefix("torch.")
     if most != named and ("dtype" in source.config or "torch_dtype" in source.config) and not isinstance(source, MegatronSource):
         raise UserError(f"config.json in {source.directory} says {named}, the weights in {source.path} are {most}; correct the file")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.types import Experts, Group, Ints, RewardOutcome, Sample, TrainBatch, trajectories
 
 
@@ -32,8 +32,8 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
         num_samples = sum(len(group.samples) for group in groups)
         messages = [sample.reward.message for group in groups for sample in group.samples if sample.reward]
         raise UserError(
-            f"none of {num_samples} samples in {len(groups)} groups has a reward, at least one is needed; mend the reward function"
-            + (f", whose first failure was: {messages[0].strip()}" if messages else "")
+            f"none of {counted(num_samples, 'sample')} in {counted(len(groups), 'group')} has a reward, at least one is needed; mend the "
+            "reward function" + (f", whose first failure was: {messages[0].strip()}" if messages else "")
         )
     samples = [sample for *_, sample in kept]
     prompt_lengths = np.array([len(sample.prompt.token_ids) for sample in samples])

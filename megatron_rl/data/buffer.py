@@ -43,14 +43,11 @@ While a run is live anyone may read the file, for example with the `sqlite3` she
     numpy.frombuffer(response_ids, "<i4")
 """
 
-import fcntl
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,7 +55,7 @@ from typing import Any
 from megatron_rl.data import buffer_rows
 from megatron_rl.deadlines import BUFFER_LOCK_S
 from megatron_rl.errors import UserError
-from megatron_rl.files import disk_errors, sync_directory, sync_file
+from megatron_rl.files import claim, disk_errors, sync_directory, sync_file
 from megatron_rl.types import Group, Prompt, Sample
 
 BUFFER_FILE = "buffer.sqlite"
@@ -67,7 +64,7 @@ BUFFER_FILE = "buffer.sqlite"
 _FIXES = {
     "database or disk is full": "free space on this disk",
     "disk I/O error": "check the disk and its quota",
-    "file is not a database": "choose another run.directory, or move this file away: what waits in it is then generated again",
+    "file is not a database": "choose another run.directory, or move this file away: groups since the checkpoint are made again",
     "database disk image is malformed": "restore the file from a copy, or choose another run.directory",
     "attempt to write a readonly database": "give yourself write permission or choose another run.directory",
     "unable to open database file": "give yourself write permission or choose another run.directory",
@@ -126,7 +123,7 @@ class Buffer:
         """Open the file at `path`, new or not. `made_by` is what the samples that come from now on are made by, see the column."""
         self._path, self.made_by = path, made_by
         with ExitStack() as undo:
-            lock = undo.enter_context(closing(_lock(path)))
+            lock = undo.enter_context(closing(claim(path.with_name(f"{path.name}.lock"), what=f"the buffer {path}")))
             with _database_errors(self._path):
                 self._connection = undo.enter_context(closing(sqlite3.connect(path, timeout=BUFFER_LOCK_S, isolation_level=None)))
                 self._open()
@@ -419,24 +416,3 @@ def _database_errors(path: Path) -> Iterator[None]:
         if str(error) not in _FIXES:
             raise
         raise UserError(f"cannot use the buffer {path}: {error}; {_FIXES[str(error)]}") from error
-
-
-def _lock(path: Path) -> TextIOWrapper:
-    """Claim the buffer for this process until the returned file is closed or the process ends, however it ends.
-
-    A POSIX record lock, because children that are forked do not inherit it: a worker that outlives a killed run cannot hold it.
-    """
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.with_name(f"{path.name}.lock").open("a+")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        file.seek(0)
-        owner = file.read().strip()
-        file.close()
-        raise UserError(f"the buffer {path} is in use by process {owner}; wait for that run or choose another run.directory") from error
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rl.config.settings import DataSettings
 from megatron_rl.data.row_files import Row, check_row, read_rows
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.plugins import KINDS, DataSource, load
 from megatron_rl.types import Ints
 
@@ -168,9 +168,9 @@ class OwnRows:
         self._num_taken = state["taken"]
 
     def _rows(self, source: DataSource, count: int, *, start: int) -> list[Row]:
-        records = self._call(f"giving {count} rows", lambda: source.next_rows(count))
+        records = self._call(f"giving {counted(count, 'row')}", lambda: source.next_rows(count))
         if not isinstance(records, Sequence) or isinstance(records, str | bytes) or len(records) != count:
-            got = f"{len(records)} rows" if isinstance(records, Sequence) else f"{records!r:.80} of type {type(records).__name__}"
+            got = counted(len(records), "row") if isinstance(records, Sequence) else f"{records!r:.80} of type {type(records).__name__}"
             raise UserError(f"{self._name} returned {got}, needs a list of {count}; a source has no end, so start over where data end")
         return [self._checked(record, f"{self._name}, row {number}") for number, record in enumerate(records, start=start)]
 

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from megatron_rl.config.settings import DataSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import FileRows, NamedRow, OwnRows, RowSource
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class PromptSource:
         if self._path is None or rows >= taken:
             return None
         return (
-            f"{self._path} has {rows} rows, and a step takes data.prompts_per_step {taken}: every step has some of them more than once; "
-            "give more rows, or lower data.prompts_per_step"
+            f"{self._path} has {counted(rows, 'row')}, and a step takes data.prompts_per_step {taken}: every step has some of them more "
+            "than once; give more rows, or lower data.prompts_per_step"
         )
 
     def probes(self) -> list[Prompt]:

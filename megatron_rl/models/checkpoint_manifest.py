@@ -5,6 +5,7 @@ else of a save; `b3sum` prints the same digits. Every rank hashes what it writes
 the check, so that a large checkpoint takes no longer than its bytes on one rank do.
 """
 
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -28,21 +29,31 @@ _ALGORITHMS: Mapping[str, Callable[[], Any]] = {HASH: blake3, "sha256": hashlib.
 _PART = "manifest-part-{rank}.json"
 _PIECE_BYTES = 2**18
 """Bytes that are hashed and written, or read and hashed, at once: the second of the two finds them in the processor's cache."""
+_WRITE_BACK_BYTES = 64 * 2**20
+_WRITE = 2
+"""SYNC_FILE_RANGE_WRITE of linux/fs.h."""
 _ADVICE = "copy it again from where it came"
 _ADVICE_OF_MODEL = f"{_ADVICE}, or remove its {MANIFEST} if the change is yours"
 _OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata", "metadata.json", "common.pt")
 """How the files end that weights are read from. What else a model has, its tokenizer for one, may be changed on purpose."""
 _DESCRIPTIONS = (".metadata", "metadata.json")
+_ALWAYS_OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata")
+"""Those that no other file of a model has: one that the manifest does not name is what some programs would read, instead or besides."""
 _NUM_THREADS = 2
 
 
 class HashedFile:
-    """A file that is written from its start to its end: its bytes and their hash so far, and a report of each piece."""
+    """A file that is written from its start to its end: its bytes and their hash so far, and a report of each piece.
+
+    The kernel is asked to begin with what was written; by itself it does so when a tenth of all memory waits for the disk, which until
+    then would idle while bytes are made, and this thread while it writes. What brings a file to the disk is an fsync behind it all.
+    """
 
     def __init__(self, stream: BinaryIO, report: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """`stream`: without a buffer of its own, which would be copied into."""
+        """`stream`: of a file, without a buffer of its own, which would be copied into."""
         self._stream, self._report = stream, report
         self._digest = blake3()
+        self._num_begun = 0
         self.num_bytes = 0
 
     def write(self, data: Any) -> int:
@@ -53,9 +64,17 @@ class HashedFile:
             self._digest.update(piece)
             while piece:
                 piece = piece[self._stream.write(piece) :]
-            self._report(min(_PIECE_BYTES, len(view) - start))
-        self.num_bytes += len(view)
+            num_bytes = min(_PIECE_BYTES, len(view) - start)
+            self.num_bytes += num_bytes
+            self._write_back()
+            self._report(num_bytes)
         return len(view)
+
+    def _write_back(self) -> None:
+        start, length = self._num_begun, self.num_bytes - self._num_begun
+        if length >= _WRITE_BACK_BYTES:
+            ctypes.CDLL(None).sync_file_range(self._stream.fileno(), ctypes.c_int64(start), ctypes.c_int64(length), ctypes.c_uint(_WRITE))
+            self._num_begun = self.num_bytes
 
     def flush(self) -> None:
         """torch asks for it; nothing is kept back."""
@@ -90,11 +109,18 @@ def write_part(directory: Path, entries: Mapping[str, Mapping[str, Any]], *, ran
     (directory / _PART.format(rank=rank)).write_text(json.dumps(entries))
 
 
-def write_manifest(directory: Path) -> None:
-    """Write the manifest of all files in `directory`: those of the parts, which go, and the others, which are hashed now."""
+def write_manifest(directory: Path, *, num_parts: int = 0) -> None:
+    """Write the manifest of all files in `directory`: those of the parts of so many ranks, which go, and the others, which are hashed now.
+
+    Raises UserError when a part is not there.
+    """
     known: dict[str, dict[str, Any]] = {}
-    for part in directory.glob(_PART.format(rank="*")):
-        known |= json.loads(part.read_text())
+    # By their names: of what other nodes have written a listing may know nothing yet.
+    for part in (directory / _PART.format(rank=rank) for rank in range(num_parts)):
+        try:
+            known |= json.loads(part.read_text())
+        except FileNotFoundError as error:
+            raise UserError(f"{part}, which a rank has written, is not there for rank 0; give a directory that all nodes share") from error
         part.unlink()
     known |= {path.name: entry_of(path) for path in directory.iterdir() if path.name not in known}
     (directory / MANIFEST).write_text(json.dumps({"files": dict(sorted(known.items()))}, indent=1))
@@ -115,7 +141,9 @@ def check_sizes(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     files = _read(directory)
     present = {path.name for path in directory.iterdir()} - {MANIFEST}
     for name in sorted(present - files.keys()):
-        raise DamagedCheckpointError(f"checkpoint {directory} is not as it was saved: {name} is there, but not in its manifest; {_ADVICE}")
+        raise DamagedCheckpointError(
+            f"checkpoint {directory} is not as it was saved: {name} is there, but not in its manifest; remove it, {_ADVICE}"
+        )
     _check_sizes(directory, files, advice=_ADVICE)
     return files
 
@@ -133,7 +161,9 @@ def check_descriptions(directory: Path) -> None:
 
 def check_weights(directory: Path, *, share: int, num_shares: int) -> None:
     """Raise UserError as `check_manifest` does, of the files that weights are read from. A directory without hashes passes."""
-    files = {name: entry for name, entry in hashed_files(directory).items() if name.endswith(_OF_WEIGHTS)}
+    hashed = hashed_files(directory)
+    _check_strangers(directory, hashed)
+    files = {name: entry for name, entry in hashed.items() if name.endswith(_OF_WEIGHTS)}
     _check(directory, files, share=share, num_shares=num_shares, advice=_ADVICE_OF_MODEL)
 
 
@@ -144,7 +174,9 @@ def check_weights_alone(directory: Path) -> None:
 
 def check_model(directory: Path) -> None:
     """As `check_weights_alone`, of all files but config.json, whose fields are compared one by one elsewhere. Raises UserError."""
-    files = {name: entry for name, entry in hashed_files(directory).items() if name != "config.json"}
+    hashed = hashed_files(directory)
+    _check_strangers(directory, hashed)
+    files = {name: entry for name, entry in hashed.items() if name != "config.json"}
     in_threads(partial(_check, directory, files, advice=_ADVICE_OF_MODEL))
 
 
@@ -175,6 +207,18 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({error}); {_ADVICE_OF_MODEL}") from error
     return content if isinstance(content, dict) else {}
+
+
+def _check_strangers(directory: Path, hashed: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise DamagedCheckpointError for weights, or an index of them, beside those of the manifest. It has none where `hashed` is empty."""
+    for place in sorted({(directory / name).parent for name in hashed}):
+        for file in sorted(place.glob("*")):
+            name = str(file.relative_to(directory))
+            if name.endswith(_ALWAYS_OF_WEIGHTS) and name not in hashed:
+                raise DamagedCheckpointError(
+                    f"checkpoint {directory} is not as it was saved: {name} is there, but not in its {MANIFEST}, and programs differ in "
+                    f"whether they read it; remove it, or {MANIFEST} if the change is yours"
+                )
 
 
 def _check(directory: Path, files: Mapping[str, Mapping[str, Any]], *, share: int, num_shares: int, advice: str) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.models.build import PolicyModel
 from megatron_rl.models.expert_stacks import stored_tensors
 from megatron_rl.models.model_spec import ModelSpec
@@ -156,12 +156,7 @@ def _holders(held: list[str], group: dist.ProcessGroup) -> dict[str, int]:
 def check_names(checkpoint: NamedTensors, spec: ModelSpec) -> None:
     """Raise UserError for a tensor of the model that is missing, and for one that is neither the model's nor may be left out."""
     expected, stored = tensor_names(spec), checkpoint.names()
-    missing = sorted(expected - stored)
-    if missing:
-        raise UserError(
-            f"{checkpoint.path} lacks {len(missing)} tensors that its config.json asks for, the first is {missing[0]}; "
-            "use the config.json that belongs to these weights"
-        )
+    check_complete(checkpoint, spec)
     if spec.tie_embeddings and "lm_head.weight" in stored:
         shape = (spec.vocab_size, spec.hidden_size)
         if not torch.equal(checkpoint.read("lm_head.weight", shape), checkpoint.read("model.embed_tokens.weight", shape)):
@@ -172,8 +167,18 @@ def check_names(checkpoint: NamedTensors, spec: ModelSpec) -> None:
     extra = sorted(name for name in stored - expected if not may_be_left_out(name, spec))
     if extra:
         raise UserError(
-            f"{checkpoint.path} has {len(extra)} tensors that {spec.architecture} does not, the first is {extra[0]}; "
-            "use the config.json that belongs to these weights"
+            f"{checkpoint.path} has {counted(len(extra), 'tensor')} that {spec.architecture} does not, the first is {extra[0]}; use the "
+            "config.json that belongs to these weights"
+        )
+
+
+def check_complete(checkpoint: NamedTensors, spec: ModelSpec) -> None:
+    """Raise UserError for a tensor of the model that is missing."""
+    missing = sorted(tensor_names(spec) - checkpoint.names())
+    if missing:
+        raise UserError(
+            f"{checkpoint.path} lacks {counted(len(missing), 'tensor')} that its config.json asks for, the first is {missing[0]}; use the "
+            "config.json that belongs to these weights"
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.tensor_files import TensorFiles
 from megatron_rl.models.torch_dist import TorchDist
@@ -129,7 +129,7 @@ class MegatronCheckpoint:
                 )
         if extra:
             raise UserError(
-                f"checkpoint {self.path} has {len(extra)} tensors that {self._spec.architecture} of {self._config_file} does "
+                f"checkpoint {self.path} has {counted(len(extra), 'tensor')} that {self._spec.architecture} of {self._config_file} does "
                 f"not, the first is {extra[0]}; use the config.json that belongs to these weights"
             )
 

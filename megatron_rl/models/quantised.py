@@ -22,6 +22,13 @@ Form = Literal["fp8", "int4", "mxfp4"]
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 CODE_DTYPES = (*FP8_DTYPES, torch.int8, torch.uint8, torch.int32)
 """dtypes of codes, which mean nothing without their scales."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+STORED_DTYPES: Mapping[Form, tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = {
+    "fp8": (FP8_DTYPES, (*_FLOATS, torch.float8_e8m0fnu)),
+    "int4": ((torch.int32,), _FLOATS),
+    "mxfp4": ((torch.uint8,), (torch.uint8,)),
+}
+"""dtypes that codes and scales of each form have in a file. Of others, such as exponents in bytes, the numbers would be read as scales."""
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _MXFP4_GROUP = 32
 _E8M0_BIAS = 127
@@ -82,9 +89,8 @@ def _check_orphans(rest: set[str], form: Form | None, origin: str) -> None:
             if not name.endswith(suffix):
                 continue
             if form is None:
-                raise UserError(
-                    f"{origin} has the scale {name}, but its config.json has no quantization_config; use the config.json of these weights"
-                )
+                words = f"{origin} has the scale {name}, but its config.json has no quantization_config"
+                raise UserError(f"{words}; use the config.json of these weights, or give them in bfloat16")
             raise UserError(f"{origin} has the scale {name} without the tensor that it belongs to; download or convert the model again")
     for suffix in ("_blocks",) if form == "mxfp4" else (".weight_packed",):
         for name in sorted(rest):
@@ -97,7 +103,8 @@ def _form(section: Any, origin: str) -> tuple[Form | None, tuple[int, int] | Non
         return None, None
     if not isinstance(section, dict):
         raise UserError(f"config.json of {origin} has quantization_config = {section!r}, needs a JSON object; correct the file")
-    method = section.get("quant_method")
+    # ModelOpt's files have the second alone.
+    method = section.get("quant_method") or section.get("quant_algo")
     if method == "fp8":
         return "fp8", _block(section.get("weight_block_size"), origin)
     if method == "mxfp4":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.config_json import read_config
-from megatron_rl.models.quantised import CODE_DTYPES, Quantised, dequantise, find_quantised, whole_shape
+from megatron_rl.models.quantised import CODE_DTYPES, STORED_DTYPES, Quantised, dequantise, find_quantised, whole_shape
 
 DTYPES = {
     "F64": torch.float64,
@@ -99,8 +99,14 @@ class TensorFiles:
         return written
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which `read` gives it. Raises UserError for codes without their scale."""
-        if name in self._quantised:
+        """The dtype in which `read` gives it. Raises UserError for codes without their scale, and for either in a dtype of another form."""
+        quantised = self._quantised.get(name)
+        if quantised is not None:
+            for stored, allowed in zip((quantised.codes, quantised.scales), STORED_DTYPES[quantised.form], strict=True):
+                told = self._slice(stored).get_dtype()
+                if DTYPES.get(told) not in allowed:
+                    words = f"{stored} in {self._files[stored]} is stored as {told}, which {quantised.form} is not made of"
+                    raise UserError(f"{words}; use the config.json that belongs to these weights, or give them in bfloat16")
             return self.dequantised_dtype
         dtype = DTYPES.get(self._slice(name).get_dtype())
         if dtype is None or dtype in CODE_DTYPES:
@@ -192,11 +198,18 @@ def _names_in(file: Path) -> dict[str, Path]:
 def _tensor_files(path: Path) -> dict[str, Path]:
     index = path / "model.safetensors.index.json"
     try:
-        if index.exists():
-            return {name: path / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
-        return _names_in(path / "model.safetensors")
+        if not index.exists():
+            return _names_in(path / "model.safetensors")
+        found = {name: path / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
     except FileNotFoundError as error:
         raise UserError(f"{path} has no model.safetensors; give a Hugging Face directory with safetensors weights") from error
     except (json.JSONDecodeError, KeyError, AttributeError, OSError, SafetensorError) as error:
         words = _words(error, path / "model.safetensors")
         raise UserError(f"the safetensors in {path} cannot be read ({words}); download or save the model again") from error
+    single = path / "model.safetensors"
+    if single.exists() and single not in found.values():
+        raise UserError(
+            f"{path} has {single.name}, which transformers reads, and {index.name}, which engines read and which names other files; remove "
+            "the one that is not meant"
+        )
+    return found

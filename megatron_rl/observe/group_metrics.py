@@ -37,7 +37,7 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metri
         metrics["rollout/mixed_versions_fraction"] = Mean(sum(mixed), len(samples))
     if len(attempts) < len(samples):
         metrics["rollout/samples_per_trajectory"] = Mean(len(samples), len(attempts))
-    return metrics | reward_metrics([attempt[-1] for attempt in attempts], prefix="rollout")
+    return metrics | _reward_metrics([attempt[-1] for attempt in attempts])
 
 
 def _share(attempts: Sequence[Sequence[Sample]], reason: StopReason) -> Metric:
@@ -69,18 +69,18 @@ def _zero_variance_by_reward(groups: Sequence[Group]) -> dict[str, Metric]:
     return {f"rollout/zero_variance_fraction/{name}": Mean(count, len(groups)) for name, count in sorted(counts.items())}
 
 
-def reward_metrics(samples: Sequence[Sample], *, prefix: str) -> dict[str, Metric]:
+def _reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     """Mean reward of the scored `samples`, its components, and the two ways in which a reward call can fail."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     scored = [reward for reward in rewards if reward.outcome is RewardOutcome.SCORED]
     metrics: dict[str, Metric] = {
-        f"{prefix}/reward": Mean(sum(reward.value for reward in scored if reward.value is not None), len(scored)),
-        f"{prefix}/reward_errors": Sum(sum(reward.outcome is RewardOutcome.ERROR for reward in rewards)),
-        f"{prefix}/reward_timeouts": Sum(sum(reward.outcome is RewardOutcome.TIMEOUT for reward in rewards)),
+        "rollout/reward": Mean(sum(reward.value for reward in scored if reward.value is not None), len(scored)),
+        "rollout/reward_errors": Sum(sum(reward.outcome is RewardOutcome.ERROR for reward in rewards)),
+        "rollout/reward_timeouts": Sum(sum(reward.outcome is RewardOutcome.TIMEOUT for reward in rewards)),
     }
     for name in sorted({name for reward in scored for name in reward.components}):
         values = [reward.components[name] for reward in scored if name in reward.components]
-        metrics[f"{prefix}/reward_component/{name}"] = Mean(sum(values), len(values))
+        metrics[f"rollout/reward_component/{name}"] = Mean(sum(values), len(values))
     return metrics
 
 

@@ -3,8 +3,10 @@
 import importlib
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +49,7 @@ class Sinks:
         lines = JsonLines(directory / METRICS_FILE, first_step=first_step)
         self._first_step = first_step
         self._row = {**(row or {}), **lines.row}
+        self._lines = lines
         self._sinks: list[Sink] = [lines]
         if settings.tensorboard:
             self._sinks.append(TensorBoard(directory / "tensorboard", first_step=first_step))
@@ -59,6 +62,10 @@ class Sinks:
             metrics, self._row = {**self._row, **metrics}, {}
         for sink in self._sinks:
             sink.log(step, metrics)
+
+    def sync(self) -> None:
+        """Let metrics.jsonl survive a power failure: a run that goes on from a checkpoint does not measure the steps before it again."""
+        self._lines.sync()
 
     def close(self) -> None:
         """Close every sink."""
@@ -100,7 +107,21 @@ class JsonLines:
             self._file = FileIO(self._path, "ab")
             return
         with disk_errors(self._path):
-            self._file.write(line)
+            start, left = self._file.seek(0, os.SEEK_END), memoryview(line)
+            try:
+                while left:
+                    # The last write before a disk is full is a short one.
+                    left = left[self._file.write(left) :]
+            except OSError:
+                # Behind a torn line the next one would be lost, too.
+                with suppress(OSError):
+                    self._file.truncate(start)
+                raise
+
+    def sync(self) -> None:
+        """Bring what was logged to the disk itself."""
+        with disk_errors(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

@@ -12,7 +12,7 @@ from megatron_rl.config.messages import joined_error
 from megatron_rl.config.overrides import Words
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import local_device, quiet_megatron_imports
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.planning.engine_memory import plan_engine
 from megatron_rl.planning.gpus import Gpu
 from megatron_rl.planning.records import RunPlan
@@ -97,13 +97,15 @@ def shares(settings: Settings, *, num_gpus: int) -> Iterator[Settings]:
         return
     if settings.runtime.colocate:
         if num_gpus % size:
-            raise UserError(f"{num_gpus} GPUs are not divisible by engines of {size}; set runtime.num_gpus_per_engine to a divisor")
+            raise UserError(
+                f"{counted(num_gpus, 'GPU')} cannot be divided by engines of {size}; set runtime.num_gpus_per_engine to a divisor"
+            )
         yield _divided(settings, num_ranks=num_gpus, num_engines=num_gpus // size)
         return
     if num_gpus <= size:
         raise UserError(
-            f"{num_gpus} GPUs hold no Megatron rank beside an engine of {size} GPUs; use more GPUs, or let them take turns with "
-            "runtime.colocate=true"
+            f"{counted(num_gpus, 'GPU')} cannot hold a Megatron rank beside an engine of {counted(size, 'GPU')}; use more GPUs, or let "
+            "them take turns with runtime.colocate=true"
         )
     counts = [max(1, num_gpus * quarters // 4 // size) for quarters in (2, 1, 3)]
     for engines in dict.fromkeys([*counts, 1]):
@@ -127,7 +129,7 @@ def _first_divided(shared: Sequence[Settings], *, num_gpus: int | None) -> Setti
     for one, sentences in zip(shared, wrong, strict=True):
         if not sentences:
             return one
-    raise joined_error(wrong[0], origin="settings" if num_gpus is None else f"{num_gpus} GPUs, engines among them")
+    raise joined_error(wrong[0], origin="settings" if num_gpus is None else f"{counted(num_gpus, 'GPU')}, engines among them")
 
 
 def _best(shared: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, say: Callable[[str], None]) -> list[tuple[Settings, RunPlan]]:

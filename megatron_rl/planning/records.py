@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_rl.errors import counted
 from megatron_rl.planning.gpus import GIB, Gpu
 
 Table = tuple[tuple[str, ...], ...]
@@ -132,7 +133,7 @@ class RunPlan:
             return f"does not fit: {used}; {gib(self.peak - room)} GiB too much"
         if self.engine is not None and not self.engine.fits:
             return (
-                f"does not fit: an engine of {self.engine.num_gpus} GPUs has room for {self.engine.cache_tokens} tokens beside "
+                f"does not fit: an engine of {counted(self.engine.num_gpus, 'GPU')} has room for {self.engine.cache_tokens} tokens beside "
                 f"{gib(self.engine.weights)} GiB of weights, one sequence has up to {self.engine.longest_sequence}"
             )
         if self.host_per_node > self.gpu.host_bytes:

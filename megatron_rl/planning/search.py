@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.settings import Settings, TopologySettings
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.planning.gpus import GIB, Gpu
 from megatron_rl.planning.levers import FULL_RECOMPUTE, remedy
@@ -56,29 +56,31 @@ def best_layouts(
     found = sorted(candidates(settings, spec, gpu=gpu, num_gpus=num_gpus), key=lambda candidate: candidate.cost_s)
     if not found:
         raise UserError(
-            f"no layout of {num_gpus} GPUs divides this model's {spec.num_layers} layers and {spec.num_heads} heads; use another number"
+            f"no layout of {counted(num_gpus, 'GPU')} divides this model's {counted(spec.num_layers, 'layer')} and "
+            f"{counted(spec.num_heads, 'head')}; use another number"
         )
+    ranks = counted(num_gpus, "rank")
     likely = [candidate for candidate in found if candidate.num_bytes <= _MARGIN * gpu.memory_bytes]
     fitting: list[tuple[float, int, Settings, RunPlan]] = []
     for first in range(0, min(len(likely), _BUILT_AT_MOST), _BUILT_AT_ONCE):
         last = min(first + _BUILT_AT_ONCE, len(likely), _BUILT_AT_MOST)
-        say(f"{num_gpus} ranks: building layouts {first + 1}-{last} of {len(likely)} likely ones, of {len(found)} that divide the model")
+        say(f"{ranks}: building layouts {first + 1}-{last} of {len(likely)} likely ones, of {len(found)} that divide the model")
         fitting += _fitting(likely[first : first + _BUILT_AT_ONCE], spec, gpu)
         if len(fitting) >= keep:
             break
     if not fitting:
         smallest = min(found, key=lambda candidate: candidate.num_bytes)
-        say(f"{num_gpus} ranks: building the smallest layout by estimate")
+        say(f"{ranks}: building the smallest layout by estimate")
         fitting = _fitting([smallest], spec, gpu)
     if not fitting:
         closest = Topology.of(smallest.settings.training.topology)
         advice = ""
         if advise:
-            say(f"{num_gpus} ranks: trying what would make that fit")
+            say(f"{ranks}: trying what would make that fit")
             advice = f"{remedy(smallest.settings, spec, gpu=gpu)}; or "
         raise UserError(
-            f"no layout of {num_gpus} GPUs of type {gpu.name} fits; by estimate the smallest, {closest}, "
-            f"needs {smallest.num_bytes / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.1f}; {advice}use more GPUs"
+            f"no layout of {counted(num_gpus, 'GPU')} of type {gpu.name} fits; by estimate the smallest, {closest}, needs "
+            f"{smallest.num_bytes / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.1f}; {advice}use more GPUs"
         )
     return [(one, plan) for _, _, one, plan in sorted(fitting, key=lambda row: row[:2])[:keep]]
 

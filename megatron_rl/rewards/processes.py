@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.util import Finalize
@@ -40,6 +41,19 @@ class WorkerContext(SpawnContext):
     """Spawns, because a fork of the driver would inherit its threads and its memory."""
 
     Process = WorkerProcess
+
+
+def start_tracker() -> None:
+    """Start Python's tracker of semaphores, if it does not run yet, without its one warning.
+
+    It outlives a driver that is killed, removes the semaphores of its workers, and calls that a leak in two lines on the terminal.
+    """
+    # The flags of this process, which it hands on.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.pop()
 
 
 def lead_session(log_path: Path | None) -> None:

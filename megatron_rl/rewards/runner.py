@@ -18,7 +18,7 @@ from megatron_rl.deadlines import REWARD_IMPORT_S
 from megatron_rl.errors import UserError
 from megatron_rl.files import disk_errors
 from megatron_rl.plugins import KINDS
-from megatron_rl.rewards.processes import WorkerContext, lead_session
+from megatron_rl.rewards.processes import WorkerContext, lead_session, start_tracker
 from megatron_rl.rewards.worker import call_all, check_function
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
 
@@ -135,6 +135,7 @@ class RewardRunner:
         return self._pool.schedule(function, args=[self._settings.function, own], kwargs=arguments, timeout=timeout_s)
 
     def _make_pool(self) -> ProcessPool:
+        start_tracker()
         return ProcessPool(
             max_workers=self._settings.num_workers, context=WorkerContext(), initializer=lead_session, initargs=[self._log_path]
         )

@@ -21,9 +21,9 @@ import numpy as np
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.baseline import with_baseline
 from megatron_rl.data.batch import make_train_batch
-from megatron_rl.data.buffer import Buffer
+from megatron_rl.data.buffer import BUFFER_FILE, Buffer, BufferCounts
 from megatron_rl.data.run_prompts import RunPrompts
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.group_metrics import evaluation_metrics, rollout_metrics
 from megatron_rl.observe.metrics import Mean, Metric, Sum, merge_metrics
@@ -40,6 +40,8 @@ from megatron_rl.types import Group, Prompt, Sample, TrainBatch, last_samples
 
 MAX_RESAMPLING_ROUNDS = 10
 IDLE_POLL_S = 0.02
+_GROUPS, _CONSUMED = "num_groups", "num_consumed"
+"""Keys of a position: the groups in the buffer, and those that steps have taken."""
 
 
 def _made_by(settings: Settings) -> str:
@@ -162,26 +164,49 @@ class RolloutManager:
     async def position(self) -> dict[str, Any]:
         """Where the prompts continue, as JSON values; the buffer is flushed to the disk first: no checkpoint may know more than it."""
         self._buffer.flush()
-        return self.prompts.source.state()
+        counts = self._buffer.counts()
+        return {**self.prompts.source.state(), _GROUPS: counts.total, _CONSUMED: counts.consumed}
 
     async def rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
         """Continue where the checkpoint after `step` steps stood, at the first prompt when there is no `position`.
 
         Groups that were finished since then are kept where their weights still exist and the settings would make them so again. Returns a
-        sentence for each set of other settings whose groups are made anew.
+        sentence for each set of other settings whose groups are made anew, and for a buffer that is gone.
+
+        Raises:
+            UserError: the data are others than then, or the buffer is one of an earlier moment.
         """
         source = self.prompts.source
         if position is not None:
             source.restore(position)
         others = self._buffer.rewind(step, version=step)
-        # Prompts that were taken after the checkpoint are in the buffer: the next ones come behind them.
         counts = self._buffer.counts()
+        num_groups, gone = source.num_taken, tuple[str, ...]()
+        # Checkpoints that were written on the way to 0.2 do not have the numbers.
+        if position is not None and _GROUPS in position:
+            num_groups = position[_GROUPS]
+            gone = self._missing(counts, num_groups=num_groups, num_consumed=position[_CONSUMED], step=step)
+        # Prompts that were taken after the checkpoint are in the buffer: the next ones come behind them.
         pending = self._buffer.unfinished(among=counts.waiting)
-        self._buffer.add_prompts(source.next_prompts(max(0, counts.total - source.num_taken)))
+        self._buffer.add_prompts(source.next_prompts(max(0, counts.total - num_groups)))
         # Those from before it wait with the labels that the settings of then gave them.
         self._buffer.add_prompts(source.again(sorted(pending)))
         now = self._buffer.made_by
-        return tuple(f"{count} groups are made anew, because {_difference(made_by, now)}" for made_by, count in others.items())
+        renewed = (f"{counted(count, 'group')} to be made anew, because {_difference(made_by, now)}" for made_by, count in others.items())
+        return (*gone, *renewed)
+
+    def _missing(self, counts: BufferCounts, *, num_groups: int, num_consumed: int, step: int) -> tuple[str, ...]:
+        """What is lost with a buffer that is gone. Raises UserError for one that lacks something of what it had at the checkpoint."""
+        waiting = num_groups - num_consumed
+        if not counts.total:
+            return (f"the buffer is gone, and with it {waiting} prompts that waited in it: they are left out",) if waiting else ()
+        if counts.total < num_groups or counts.consumed != num_consumed:
+            raise UserError(
+                f"{self._settings.run.directory / BUFFER_FILE} is not the buffer of the checkpoint of step {step}: it has {counts.total} "
+                f"groups, of which the first {step} steps took {counts.consumed}, and had {num_groups} and {num_consumed} then; copy it "
+                f"again with the -wal file beside it, or move it away to go on without the {waiting} groups that waited in it"
+            )
+        return ()
 
     async def abandon(self) -> None:
         """Abort what is being made, and wait until no engine works any more; no further batch can be asked for."""

@@ -9,20 +9,20 @@ from megatron_rl.errors import DeadlineError, MegatronRLError
 POLL_S = 2.0
 
 
-def await_nodes(address: str, num_nodes: int, *, unit: str = "GPU", timeout_s: float = NODES_START_S) -> None:
-    """Join the Ray cluster at `address` and return when `num_nodes` of its nodes have a `unit`, telling how many there are.
+def await_nodes(address: str, num_nodes: int, *, timeout_s: float = NODES_START_S) -> None:
+    """Join the Ray cluster at `address` and return when `num_nodes` of its nodes have a GPU; it is printed how many there are.
 
     A head that is still starting is waited for as well. Raises DeadlineError after `timeout_s` seconds.
     """
     import ray
 
     try:
-        _await_nodes(address, num_nodes, unit=unit, timeout_s=timeout_s)
+        _await_nodes(address, num_nodes, timeout_s=timeout_s)
     finally:
         ray.shutdown()
 
 
-def _await_nodes(address: str, num_nodes: int, *, unit: str, timeout_s: float) -> None:
+def _await_nodes(address: str, num_nodes: int, *, timeout_s: float) -> None:
     import ray
 
     deadline = time.monotonic() + timeout_s
@@ -31,11 +31,11 @@ def _await_nodes(address: str, num_nodes: int, *, unit: str, timeout_s: float) -
         try:
             if not ray.is_initialized():
                 ray.init(address=address, log_to_driver=False, logging_level="error")
-            found = sum(node["Alive"] and node["Resources"].get(unit, 0) > 0 for node in ray.nodes())
+            found = sum(node["Alive"] and node["Resources"].get("GPU", 0) > 0 for node in ray.nodes())
         except ConnectionError:
             found = 0
         if found != told:
-            print(f"nodes with {unit}s at {address}: {found} of {num_nodes}", flush=True)
+            print(f"nodes with GPUs at {address}: {found} of {num_nodes}", flush=True)
             told = found
         if found >= num_nodes:
             return

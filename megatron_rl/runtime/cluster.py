@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.config.settings import ClusterSettings
-from megatron_rl.errors import DeadlineError, UserError
+from megatron_rl.errors import DeadlineError, UserError, counted
 from megatron_rl.runtime.placement import Needs, Placement, count_slots, match_bundles, place
 
 if TYPE_CHECKING:
@@ -129,15 +129,15 @@ def usable_nodes(slots: list[int], cluster: ClusterSettings, *, unit: str) -> li
         if not enough:
             raise UserError(
                 f"runtime.cluster.gpus_per_node is {cluster.gpus_per_node}, but the largest node of the Ray cluster has "
-                f"{max(largest_first, default=0)} GPUs; set it to that or less, or leave it out"
+                f"{counted(max(largest_first, default=0), 'GPU')}; set it to that or less, or leave it out"
             )
         largest_first = enough
     if cluster.num_nodes is None:
         return largest_first
     if cluster.num_nodes > len(largest_first):
         raise UserError(
-            f"runtime.cluster.num_nodes is {cluster.num_nodes}, but the Ray cluster has {len(largest_first)} usable nodes; start Ray on "
-            f"{cluster.num_nodes - len(largest_first)} more, or lower runtime.cluster.num_nodes"
+            f"runtime.cluster.num_nodes is {cluster.num_nodes}, but the Ray cluster has {counted(len(largest_first), 'usable node')}; "
+            f"start Ray on {cluster.num_nodes - len(largest_first)} more, or lower runtime.cluster.num_nodes"
         )
     return largest_first[: cluster.num_nodes]
 

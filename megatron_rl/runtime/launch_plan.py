@@ -11,9 +11,10 @@ from megatron_rl.config.derived import Derived, derive, dtype_name
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.device import Device, chosen_backends, chosen_row_maths, quiet_megatron_imports
+from megatron_rl.errors import counted
 from megatron_rl.rollout.server_args import sent_prompt_tokens, server_arguments
 from megatron_rl.runtime.engine_model import planned_model
-from megatron_rl.runtime.placement import NodeShare, Placement, counted
+from megatron_rl.runtime.placement import NodeShare, Placement
 
 with quiet_megatron_imports():
     from megatron_rl.models.megatron_config import attention_name
@@ -46,13 +47,12 @@ def memory_plan(settings: Settings) -> RunPlan | None:
 
 def _sizes(settings: Settings, derived: Derived) -> dict[str, str]:
     data, training, cp = settings.data, settings.training, settings.training.topology.cp
-    group = (
-        f"{data.prompts_per_step} rows" if settings.supervised else f"{data.prompts_per_step} prompts × {data.samples_per_prompt} samples"
-    )
+    prompts, samples = counted(data.prompts_per_step, "prompt"), counted(data.samples_per_prompt, "sample")
+    group = counted(data.prompts_per_step, "row") if settings.supervised else f"{prompts} × {samples}"
     rows = {
         "sequences per step": f"{group} = {derived.sequences_per_step}",
-        "sequences per optimizer step": f"{derived.sequences_per_step} / {training.optimizer_steps_per_batch} optimizer steps = "
-        f"{derived.sequences_per_optimizer_step}",
+        "sequences per optimizer step": f"{derived.sequences_per_step} / "
+        f"{counted(training.optimizer_steps_per_batch, 'optimizer step')} = {derived.sequences_per_optimizer_step}",
         "optimizer steps": f"{settings.run.num_steps} × {training.optimizer_steps_per_batch} = {derived.optimizer_steps}",
         "sequences in all": f"{settings.run.num_steps} × {derived.sequences_per_step} = {derived.total_sequences}",
         "tokens per micro-batch": f"at most {training.max_tokens_per_micro_batch} × cp {cp} = {derived.micro_batch_tokens}",
@@ -63,7 +63,8 @@ def _sizes(settings: Settings, derived: Derived) -> dict[str, str]:
         rows["tokens per sequence"] = f"at most {data.max_prompt_tokens} + {response} = {derived.max_sequence_tokens}"
         staleness = settings.rollout.max_staleness
         rows["groups made ahead"] = (
-            f"at most {staleness} steps × {data.prompts_per_step} groups = {derived.groups_ahead}, while a step trains"
+            f"at most {counted(staleness, 'step')} × {counted(data.prompts_per_step, 'group')} = {derived.groups_ahead}, while a step "
+            "trains"
             if staleness
             else "none: generation and training take turns (rollout.max_staleness 0)"
         )
@@ -87,7 +88,7 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
     return rows | {
         "SGLang": f"{counted(settings.rollout.num_engines, 'server')}{where}",
         "SGLang's arguments": _server_arguments(settings, device),
-        "reward workers": f"{settings.reward.num_workers} processes, {settings.reward.function}",
+        "reward workers": f"{settings.reward.num_workers}, {settings.reward.function}",
         "weight sync": weight_sync(settings, device_kind=device.kind),
     }
 
@@ -201,7 +202,7 @@ def _group_rows(placement: Placement, topology: Topology) -> Iterator[tuple[str,
     if topology.pp > 1:
         stages = [placement.nodes_of_block(stage * per_stage, per_stage) for stage in range(topology.pp)]
         spans = ", ".join(_span(nodes.start, nodes.stop - 1) for nodes in stages)
-        yield f"stages 0-{topology.pp - 1}, {per_stage} ranks each", f"on nodes {spans}"
+        yield f"stages 0-{topology.pp - 1}, {counted(per_stage, 'rank')} each", f"on nodes {spans}"
 
 
 def _spans(placement: Placement, size: int) -> Counter[int]:
@@ -210,7 +211,7 @@ def _spans(placement: Placement, size: int) -> Counter[int]:
 
 
 def _on_nodes(nodes: int, count: int) -> str:
-    groups = f"{count} group{'s' * (count > 1)}"
+    groups = counted(count, "group")
     return f"{groups} within one node" if nodes == 1 else f"{groups} over {nodes} nodes{' each' if count > 1 else ''}"
 
 

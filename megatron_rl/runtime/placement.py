@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,6 @@ class Needs:
             return f"{ranks} = {slots}, shared by {engines}"
         parts = [ranks] * (self.num_ranks > 0) + [engines] * (self.num_engines > 0)
         return f"{' + '.join(parts)} = {slots}"
-
-
-def counted(count: int, noun: str) -> str:
-    """`count` of these in words."""
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +136,8 @@ def nodes_needed(needs: Needs, *, slots_per_node: int) -> int:
 def count_slots(nodes: Sequence[int], unit: str) -> str:
     """The slots of these nodes as arithmetic: `15 nodes × 8 = 120 GPUs`."""
     if len(set(nodes)) == 1:
-        return f"{len(nodes)} {'nodes' if len(nodes) > 1 else 'node'} × {nodes[0]} = {sum(nodes)} {unit}s"
-    return f"{len(nodes)} nodes with {' + '.join(map(str, nodes)) or 0} = {sum(nodes)} {unit}s"
+        return f"{counted(len(nodes), 'node')} × {nodes[0]} = {counted(sum(nodes), unit)}"
+    return f"{len(nodes)} nodes with {' + '.join(map(str, nodes)) or 0} = {counted(sum(nodes), unit)}"
 
 
 def match_bundles(placement: Placement, addresses: Sequence[tuple[str, str]]) -> tuple[int, ...]:
@@ -177,16 +172,17 @@ def _check_room(needs: Needs, nodes: Sequence[int]) -> None:
         )
     engine_slots = needs.num_engines * needs.slots_per_engine
     if needs.colocated and engine_slots > needs.num_ranks:
+        engines = f"{counted(needs.num_engines, 'engine')} × {counted(needs.slots_per_engine, needs.unit)}"
         raise UserError(
-            f"runtime.colocate: {needs.num_engines} engines × {needs.slots_per_engine} {needs.unit}s = {engine_slots}, but they share "
-            f"those of {needs.num_ranks} ranks; set rollout.num_engines to {needs.num_ranks // needs.slots_per_engine} or less"
+            f"runtime.colocate: {engines} = {engine_slots}, but they share those of {counted(needs.num_ranks, 'rank')}; set "
+            f"rollout.num_engines to {needs.num_ranks // needs.slots_per_engine} or less"
         )
 
 
 def _check_engine_size(needs: Needs, slots_per_node: int) -> None:
     if needs.num_engines and needs.slots_per_engine > slots_per_node:
         raise UserError(
-            f"an engine of {needs.slots_per_engine} {needs.unit}s needs {needs.slots_per_engine} / {slots_per_node} = "
+            f"an engine of {counted(needs.slots_per_engine, needs.unit)} needs {needs.slots_per_engine} / {slots_per_node} = "
             f"{needs.slots_per_engine / max(1, slots_per_node):.3g} nodes of {slots_per_node}, but an engine lives on one node; set "
             f"runtime.num_gpus_per_engine to {slots_per_node} or less, or use nodes with more {needs.unit}s or more memory"
         )

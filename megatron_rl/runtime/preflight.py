@@ -21,7 +21,7 @@ from megatron_rl.data.row_files import check_is_data_file
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device, local_device, quiet_megatron_imports
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins import load
 from megatron_rl.process_variables import interface_names
@@ -33,9 +33,10 @@ from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.resources import available_memory_bytes
 
 with quiet_megatron_imports():
+    from megatron_rl.models.hf_weights import check_complete
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.stored_weights import open_weights
-    from megatron_rl.models.weight_table import tensor_names, tensor_shapes
+    from megatron_rl.models.weight_table import tensor_shapes
     from megatron_rl.runtime.launch_plan import crossing_notes
     from megatron_rl.runtime.resumption import (
         check_checkpoint_files,
@@ -56,7 +57,7 @@ with quiet_megatron_imports():
 GIB = 2**30
 OPTIMIZER_BYTES = 12
 """Bytes per parameter of an fp32 main weight and Adam's two moments."""
-START_FILES = ("settings.yaml", "buffer.sqlite", "logs", "engine-", ".engine-")
+START_FILES = ("settings.yaml", "run.lock", "buffer.sqlite", "logs", "engine-", ".engine-")
 """What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
 RESUME_CHECKS = (check_has_checkpoint, check_steps_left, check_checkpoint_files, check_same_model, check_written_files)
 RANK_BYTES = int(0.5 * GIB)
@@ -182,12 +183,7 @@ def _check_weights(path: Path) -> list[str]:
     spec = read_model_spec(path)
     with open_weights(path, spec) as weights:
         weights.check_files()
-        missing = sorted(tensor_names(spec) - weights.names())
-    if missing:
-        raise UserError(
-            f"model directory {path} lacks {len(missing)} tensors that its config.json asks for, the first is {missing[0]}; "
-            f"use the config.json that belongs to these weights"
-        )
+        check_complete(weights, spec)
     return []
 
 
@@ -331,7 +327,7 @@ def _check_engine_gpus(settings: Settings) -> None:
     tp, pp = sglang.get("tp_size", num_gpus), sglang.get("pp_size", 1)
     if tp * pp != num_gpus:
         raise UserError(
-            f"rollout.sglang asks for tp_size {tp} × pp_size {pp} = {tp * pp} GPUs, but an engine has "
+            f"rollout.sglang asks for tp_size {tp} × pp_size {pp} = {counted(tp * pp, 'GPU')}, but an engine has "
             f"runtime.num_gpus_per_engine {num_gpus}; set one to the other, or leave tp_size out"
         )
 
@@ -384,6 +380,6 @@ def check_cpu_memory(settings: Settings, *, parameters: int, teacher_parameters:
     if needed <= available:
         return []
     return [
-        f"{topology.num_ranks} ranks and {engines} engines take at least {needed / GIB:.1f} GiB of memory, {available / GIB:.1f} GiB are "
-        f"available; fewer ranks or engines, or a smaller model, avoid that the system ends one of them"
+        f"{counted(topology.num_ranks, 'rank')} and {counted(engines, 'engine')} take at least {needed / GIB:.1f} GiB of memory, "
+        f"{available / GIB:.1f} GiB are available; fewer ranks or engines, or a smaller model, avoid that the system ends one of them"
     ]

@@ -14,7 +14,7 @@ import psutil
 
 from megatron_rl.config.settings import RuntimeSettings
 from megatron_rl.deadlines import RAY_START_S, RAY_STOP_S
-from megatron_rl.errors import DeadlineError, WorkerDiedError
+from megatron_rl.errors import DeadlineError, WorkerDiedError, counted
 from megatron_rl.leftovers import scratch_directory, shared_memory_of
 from megatron_rl.runtime import ray_reaper
 
@@ -139,8 +139,8 @@ def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
                     raise _EndedError(ended[0]) from error
                 if time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"Ray's node did not come up within {RAY_START_S:.0f} s; the machine has a load of {os.getloadavg()[0]:.0f} "
-                        f"on {os.cpu_count()} CPUs: start the run again when it has less to do"
+                        f"Ray's node did not come up within {RAY_START_S:.0f} s; the machine has a load of {os.getloadavg()[0]:.0f} on "
+                        f"{counted(os.cpu_count() or 1, 'CPU')}: start the run again when it has less to do"
                     ) from error
             time.sleep(POLL_S)
 

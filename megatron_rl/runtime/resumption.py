@@ -8,18 +8,18 @@ from typing import Any
 
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.settings import Settings
-from megatron_rl.config.yaml_text import format_value, parse_yaml
+from megatron_rl.config.yaml_text import by_path, format_value, parse_yaml
 from megatron_rl.data.buffer import BUFFER_FILE, check_buffer
 from megatron_rl.device import quiet_megatron_imports
-from megatron_rl.errors import DamagedCheckpointError, UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.runtime.run_checkpoint import (
     POLICY_LINK,
     SETTINGS_FILE,
     checkpoint_paths,
     incomplete_checkpoints,
+    naming_the_way_around,
     newest_checkpoint,
-    way_around,
 )
 
 with quiet_megatron_imports():
@@ -50,8 +50,8 @@ def _changes(file: Path, settings: Settings) -> Iterator[tuple[str, str]]:
         yield "settings of the last start", f"not known: {file} is gone"
         return
     saved = parse_yaml(file.read_text(encoding="utf-8", errors="replace"), origin=str(file))
-    then = _flat(saved) if isinstance(saved, Mapping) else {}
-    now = _flat(parse_yaml(dump_settings(settings), origin="the settings"))
+    then = by_path(saved) if isinstance(saved, Mapping) else {}
+    now = by_path(parse_yaml(dump_settings(settings), origin="the settings"))
     # Where the run lies may have another name than it had.
     changed = [name for name in (now | then) if now.get(name) != then.get(name) and name != "run.directory"]
     for name in changed:
@@ -62,13 +62,6 @@ def _changes(file: Path, settings: Settings) -> Iterator[tuple[str, str]]:
 
 def _value(values: Mapping[str, Any], name: str) -> str:
     return format_value(values[name]) if name in values else "not set"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
 
 
 def check_has_checkpoint(settings: Settings) -> list[str]:
@@ -89,8 +82,8 @@ def check_steps_left(settings: Settings) -> list[str]:
     found = newest_checkpoint(settings.run.directory)
     if found is not None and found[1].step >= settings.run.num_steps:
         raise UserError(
-            f"{settings.run.directory} has done {found[1].step} steps, so nothing is left of run.num_steps {settings.run.num_steps}; "
-            f"set run.num_steps above {found[1].step} to continue"
+            f"{settings.run.directory} has done {counted(found[1].step, 'step')}, so nothing is left of run.num_steps "
+            f"{settings.run.num_steps}; its policy is {found[0] / 'hf'}; set run.num_steps above {found[1].step} to continue"
         )
     return []
 
@@ -100,10 +93,8 @@ def check_checkpoint_files(settings: Settings) -> list[str]:
     found = newest_checkpoint(settings.run.directory)
     if found is None:
         return []
-    try:
+    with naming_the_way_around(settings.run.directory):
         check_sizes(found[0] / "megatron")
-    except DamagedCheckpointError as error:
-        raise UserError(f"{error}, or {way_around(settings.run.directory)}") from error
     return []
 
 
@@ -113,7 +104,7 @@ def check_same_model(settings: Settings) -> list[str]:
     if found is None or not (found[0] / "hf" / "config.json").is_file():
         return []
     now, then = read_model_spec(settings.model.path), read_model_spec(found[0] / "hf")
-    fields, saved = _flat(dataclasses.asdict(now)), _flat(dataclasses.asdict(then))
+    fields, saved = by_path(dataclasses.asdict(now)), by_path(dataclasses.asdict(then))
     names = [name for name in (fields | saved) if name.split(".")[0] not in _OF_FILES]
     changed = next((name for name in names if fields.get(name) != saved.get(name)), None)
     if changed is None:
@@ -129,7 +120,13 @@ def _parameters(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def check_written_files(settings: Settings) -> list[str]:
-    """Refuse metrics.jsonl with a line that is none, but for a torn last one, which is dropped, and a buffer that is no database."""
+    """Refuse metrics.jsonl with a line that is none, but for a torn last one, which is dropped, and a buffer that is no database.
+
+    Also a directory where the link to the policy belongs, which a copy that follows links leaves.
+    """
+    link = settings.run.directory / POLICY_LINK
+    if link.is_dir() and not link.is_symlink():
+        raise UserError(f"{link} is a directory, needs to be a link to the policy of a checkpoint, which the run makes; move it away")
     metrics = settings.run.directory / METRICS_FILE
     if metrics.exists():
         read_metrics(metrics)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.deadlines import ENGINE_CONTROL_S
+from megatron_rl.errors import counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.observe.summary import asked_to_end
@@ -76,7 +77,9 @@ class RolloutRun(TrainingRun):
         renewed = metric_values(metrics)["rollout/renewed_groups"]
         if renewed:
             limit = self._settings.rollout.max_staleness
-            self._console.say(f"step {step + 1}: {renewed:.0f} groups were made anew, because rollout.max_staleness is {limit} now")
+            self._console.say(
+                f"step {step + 1}: {counted(round(renewed), 'group')} made anew, because rollout.max_staleness is {limit} now"
+            )
         return batch, metrics
 
     def train(self, batch: TrainBatch, *, step: int) -> None:

@@ -16,14 +16,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.errors import UserError
-from megatron_rl.files import MANIFEST, atomic_directory, commit_partial, partial_path, start_partial, write_atomic
+from megatron_rl.errors import CheckpointError, DamagedCheckpointError, UserError
+from megatron_rl.files import (
+    MANIFEST,
+    atomic_directory,
+    commit_partial,
+    disk_errors,
+    partial_path,
+    remove_directory,
+    start_partial,
+    sync_directory,
+    write_atomic,
+)
 
 if TYPE_CHECKING:
     # Ray must not be imported before the environment that it reads is set, and preflight looks at checkpoints earlier.
     from megatron_rl.runtime.trainers import TrainerGroup
 
 SETTINGS_FILE = "settings.yaml"
+LOCK_FILE = "run.lock"
+"""Held by the one run that writes there, where it has no buffer."""
 POLICY_LINK = "huggingface"
 """Points to the policy of the newest checkpoint."""
 _NAME = re.compile(r"step-(\d{6,})")
@@ -57,8 +69,8 @@ def _is_complete(path: Path) -> bool:
 
 
 def incomplete_checkpoints(directory: Path) -> list[Path]:
-    """What is no checkpoint, because its writing or copying ended half-way: it is never resumed from."""
-    partial = (directory / "checkpoints").glob(".step-*.partial")
+    """What is no checkpoint or export, because its writing, copying or deleting ended half-way: it is never resumed from."""
+    partial = (path for folder in ("checkpoints", "exports") for path in (directory / folder).glob(".step-*"))
     return sorted([*partial, *(path for path in _named(directory) if not _is_complete(path))])
 
 
@@ -107,7 +119,10 @@ class CheckpointWriter:
 
     def _begin(self, path: Path) -> Path:
         assert self._begun is None, f"{self._begun} is still being written"
-        path.parent.mkdir(exist_ok=True)
+        with disk_errors(path.parent):
+            if not path.parent.is_dir():
+                path.parent.mkdir()
+                sync_directory(path.parent.parent)
         self._begun = path
         return path
 
@@ -119,7 +134,7 @@ class CheckpointWriter:
         return self._trainers.saves_are_written()
 
     def finish(self) -> Path | None:
-        """Wait until what has begun is on the disk. The path of a checkpoint, which then deletes those that it supersedes, else None."""
+        """Wait until what has begun is on the disk. The path of a checkpoint, which `prune` may follow, else None."""
         assert self._begun is not None, "nothing has begun"
         path, export = self._begun, self._export(_step(self._begun))
         with self._nothing_left_of(path):
@@ -130,12 +145,18 @@ class CheckpointWriter:
                     _copy_files(partial_path(path) / "hf", export)
                 commit_partial(path)
         self._begun = None
-        if path == export:
-            return None
+        return None if path == export else path
+
+    def prune(self) -> list[str]:
+        """Delete the checkpoints that newer ones supersede. A sentence for each that cannot be deleted, which is no harm to the run."""
+        kept = []
         for old in checkpoint_paths(self._directory)[: -self._keep]:
             if not self._keep_interval or _step(old) % self._keep_interval:
-                shutil.rmtree(old)
-        return path
+                try:
+                    remove_directory(old)
+                except OSError as error:
+                    kept.append(f"{old} is superseded, but could not all be deleted: {error}")
+        return kept
 
     @contextmanager
     def _nothing_left_of(self, path: Path) -> Iterator[None]:
@@ -174,6 +195,15 @@ def newest_checkpoint(directory: Path) -> tuple[Path, RunState] | None:
         return paths[-1], RunState(**json.loads((paths[-1] / "run.json").read_text()))
     except (ValueError, TypeError) as error:
         raise UserError(f"{paths[-1] / 'run.json'} is not the state of a run ({error}); {way_around(directory)}") from error
+
+
+@contextmanager
+def naming_the_way_around(directory: Path) -> Iterator[None]:
+    """Say of a damaged checkpoint of the run in `directory`, which the body reads, how to go on without it. Raises CheckpointError."""
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise CheckpointError(f"{error}, or {way_around(directory)}") from error
 
 
 def way_around(directory: Path) -> str:

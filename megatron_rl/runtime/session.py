@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_START_S
 from megatron_rl.device import chosen_row_maths, quiet_megatron_imports
 from megatron_rl.errors import CheckpointError, MegatronRLError, ResumableError, UserError, WorkerDiedError
-from megatron_rl.files import write_atomic
+from megatron_rl.files import claim, write_atomic
 from megatron_rl.leftovers import remove_leftovers, scratch_directory
 from megatron_rl.observe.console import RL_COLUMNS, RL_COLUMNS_WITHOUT_REFERENCE, SUPERVISED_COLUMNS, Column, RunConsole
 from megatron_rl.observe.memory import PeakMemory
@@ -48,7 +48,7 @@ from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.rollout_run import RolloutRun, generation_deadline_s
-from megatron_rl.runtime.run_checkpoint import SETTINGS_FILE, newest_checkpoint
+from megatron_rl.runtime.run_checkpoint import LOCK_FILE, SETTINGS_FILE, RunState, naming_the_way_around, newest_checkpoint
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.training_run import RunRecords, SupervisedRun, TrainingRun
 from megatron_rl.runtime.watchdog import Watchdog
@@ -80,8 +80,10 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
         with _announcing_failure(console, settings):
             _clean_up(console)
             start = StartReport(console, timer)
+            found = newest_checkpoint(settings.run.directory) if resume else None
             with timer.measure("start"), console.phase("start"):
-                make_run = (_start_supervised if settings.supervised else _start_with_engines)(settings, stack, start)
+                start_all = _start_supervised if settings.supervised else _start_with_engines
+                make_run = start_all(settings, stack, start, checkpoint=None if found is None else found[0])
             console.say(str(start))
             console.say(f"attention: {_attention(settings)}; statistics of logits: {_row_maths(settings)}")
             if not settings.supervised:
@@ -90,7 +92,7 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
             write_atomic(settings.run.directory / SETTINGS_FILE, dump_settings(settings))
             # An earlier life of the run may have ended, but this one has not.
             (settings.run.directory / SUMMARY_FILE).unlink(missing_ok=True)
-            sinks = stack.enter_context(_open_sinks(settings, resume=resume))
+            sinks = stack.enter_context(_open_sinks(settings, None if found is None else found[1]))
             run = make_run(records=RunRecords(console=console, sinks=sinks, memory=memory, timer=timer))
             with _keeping_what_it_has(run, console):
                 first_step = run.resume(weights_only=weights_only) if resume else 0
@@ -106,10 +108,9 @@ def _clean_up(console: RunConsole) -> None:
         console.say(f"removed what a run that was killed had left: {', '.join(removed)}")
 
 
-def _open_sinks(settings: Settings, *, resume: bool) -> Sinks:
-    """The sinks, at the step at which the run goes on."""
-    found = newest_checkpoint(settings.run.directory) if resume else None
-    step, row = (found[1].step, found[1].metrics) if found is not None else (0, {})
+def _open_sinks(settings: Settings, state: RunState | None) -> Sinks:
+    """The sinks, at the step at which the run goes on: that of a checkpoint's `state`, or the first."""
+    step, row = (state.step, state.metrics) if state is not None else (0, {})
     return Sinks(settings.run.directory, settings.observe, first_step=step, row=row, config=settings.model_dump(mode="json"))
 
 
@@ -186,8 +187,12 @@ def evaluate(settings: Settings) -> None:
             console.say(f"{name:<28} {value:.4f}")
 
 
-def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport") -> Callable[..., TrainingRun]:
-    """Check what is cheap to check, then start the ranks and wait for them. What is returned makes the run from its `records`."""
+def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport", *, checkpoint: Path | None) -> Callable[..., TrainingRun]:
+    """Check what is cheap to check, then start the ranks and wait for them. What is returned makes the run from its `records`.
+
+    `checkpoint`: what the run is to go on from.
+    """
+    _claim_directory(settings.run.directory, stack, start)
     tokenizer = load_tokenizer(settings.model.path)
     source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed, need_response=True)
     if (note := source.repeat_note()) is not None:
@@ -195,14 +200,32 @@ def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport"
     watchdog = stack.enter_context(Watchdog())
     trainers = TrainerGroup(settings, reservation=_reserve(settings, stack, start), watchdog=watchdog)
     with start.part("ranks"):
-        trainers.finish_start(trainers.begin_start())
+        _start_ranks(trainers, settings, checkpoint)
     return partial(SupervisedRun, settings, source=source, trainers=trainers)
 
 
-def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartReport") -> Callable[..., TrainingRun]:
+def _claim_directory(directory: Path, stack: ExitStack, start: "StartReport") -> None:
+    """Let no second run write in `directory`; of runs with engines the buffer sees to that."""
+    try:
+        stack.enter_context(closing(claim(directory / LOCK_FILE, what=f"run.directory {directory}")))
+    except OSError as error:
+        start.note(f"{directory} cannot be locked ({error.strerror}), so nobody looks whether another run writes there, too")
+
+
+def _start_ranks(trainers: TrainerGroup, settings: Settings, checkpoint: Path | None) -> None:
+    """Wait for the ranks, which look at all of the `checkpoint` first: engines take longer to start, and the load is as much shorter."""
+    if checkpoint is not None:
+        with naming_the_way_around(settings.run.directory):
+            trainers.check(checkpoint / "megatron")
+    trainers.finish_start(trainers.begin_start())
+
+
+def _start_with_engines(
+    settings: Settings, stack: ExitStack, start: "StartReport", *, checkpoint: Path | None
+) -> Callable[..., TrainingRun]:
     """Check what is cheap to check, then start every process and wait for all: at once, or in turns on shared devices.
 
-    What is returned makes the run from its `records`.
+    What is returned makes the run from its `records`. `checkpoint`: what it is to go on from.
     """
     watchdog = stack.enter_context(Watchdog())
     manager = _open_manager(settings, stack, watchdog, start, buffer=settings.run.directory / BUFFER_FILE)
@@ -218,7 +241,7 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
     if settings.runtime.colocate:
         # An engine sizes its cache by what is free when it starts.
         with start.part("ranks"):
-            trainers.finish_start(trainers.begin_start())
+            _start_ranks(trainers, settings, checkpoint)
             trainers.put_away(Turn.TRAINING.trainer_parts)
         with start.part("engines"):
             addresses = _join(manager, engines, engines.begin_start(), watchdog, start)
@@ -226,7 +249,7 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
         engines_starting = engines.begin_start()
         start.follow("engines", [ref.future() for ref in engines_starting])
         with start.part("ranks"):
-            trainers.finish_start(trainers.begin_start())
+            _start_ranks(trainers, settings, checkpoint)
         addresses = _join(manager, engines, engines_starting, watchdog, start)
     devices = SharedDevices(trainers, manager, watchdog=watchdog) if settings.runtime.colocate else None
     if devices is not None:

@@ -15,6 +15,7 @@ from megatron_rl.rollout.engine import free_port
 from megatron_rl.runtime.cluster import Reservation, enter_directory, gpu_order, own_gpus
 from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.training import sharded_checkpoint
 from megatron_rl.training.offload import Part
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.whole_batch import divide
@@ -32,6 +33,7 @@ class TrainerWorker:
     def __init__(self) -> None:
         # Which rank it is follows from the GPUs that Ray gives to it and its neighbours, which are only known once they all run.
         self._rank: int
+        self._checked: Path | None = None
         self._trainer: Trainer
         self._sender: WeightSender
 
@@ -49,6 +51,11 @@ class TrainerWorker:
         """An address of this node and a free port on it, for a rendezvous that this rank will serve."""
         address = ray.util.get_node_ip_address()
         return address, free_port(address)
+
+    def check(self, checkpoint: Path, *, share: int, num_shares: int) -> None:
+        """Compare this share of the files of a checkpoint with its manifest."""
+        sharded_checkpoint.check_files(checkpoint, share=share, num_shares=num_shares)
+        self._checked = checkpoint
 
     def start(self, settings: Settings, *, rank: int, init_method: str) -> int:
         """Build the model and the optimizer as this rank; return its data-parallel rank."""
@@ -91,7 +98,7 @@ class TrainerWorker:
 
     def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
         """Continue from a checkpoint; what has changed since it was made."""
-        return self._trainer.load(directory, weights_only=weights_only)
+        return self._trainer.load(directory, weights_only=weights_only, checked=directory == self._checked)
 
     def open_sender(self, plan: SenderPlan) -> None:
         """Open this rank's end of the transport to the engines."""
@@ -140,6 +147,16 @@ class TrainerGroup:
     def gpus(self) -> list[tuple[str, ...]]:
         """The GPUs of every rank, by their names on its node: one, or none on the CPU."""
         return [gpus for _, gpus in self._seated]
+
+    def check(self, checkpoint: Path) -> None:
+        """Let the ranks compare the files of a checkpoint with its manifest, each a share of them on its own node, before they start.
+
+        Raises DamagedCheckpointError.
+        """
+        num_shares = len(self.workers)
+        refs = [worker.check.remote(checkpoint, share=share, num_shares=num_shares) for share, worker in enumerate(self.workers)]
+        name = "comparing the checkpoint with its manifest"
+        self._watchdog.wait(refs, name=name, owner=OWNER, timeout_s=self._settings.training.step_timeout_s)
 
     def begin_start(self) -> list[ray.ObjectRef]:
         """Ask every rank to build its model; wait for the result with `finish_start`."""

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ray.exceptions import RayError
+
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.source import PromptSource
-from megatron_rl.errors import CheckpointError, DamagedCheckpointError, DeadlineError, MegatronRLError, UserError
+from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, UserError, counted
+from megatron_rl.files import disk_errors
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
@@ -32,9 +35,9 @@ from megatron_rl.runtime.run_checkpoint import (
     RunState,
     checkpoint_paths,
     incomplete_checkpoints,
+    naming_the_way_around,
     newest_checkpoint,
     oldest_step,
-    way_around,
 )
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.types import TrainBatch
@@ -137,15 +140,16 @@ class TrainingRun(ABC):
         self._turn(Turn.TRAINING)
         with self._phase("load"):
             try:
-                changes = self._trainers.load(path / "megatron", weights_only=weights_only)
+                with naming_the_way_around(self.directory):
+                    changes = self._trainers.load(path / "megatron", weights_only=weights_only)
                 notes = self._rewind(step=state.step, position=state.source)
-            except DamagedCheckpointError as error:
-                raise CheckpointError(f"{error}, or {way_around(self.directory)}") from error
             except UserError as error:
                 raise CheckpointError(str(error)) from error
+        # A kill may have come between that checkpoint and its link.
+        _link(self.directory / POLICY_LINK, path / "hf")
         self._first_evaluation = state.first_evaluation
         self._trained_steps = self._logged_steps = self._saved_steps = state.step
-        self._console.say(f"resumed from {path} after {state.step} steps" + (", with a new optimizer" if weights_only else ""))
+        self._console.say(f"resumed from {path} after {counted(state.step, 'step')}" + (", with a new optimizer" if weights_only else ""))
         self._say_all((*changes, *notes))
         return state.step
 
@@ -206,6 +210,7 @@ class TrainingRun(ABC):
 
     def _begin_checkpoint(self, step: int) -> None:
         with self._saving():
+            self._sinks.sync()
             metrics = metric_values(self._measured())
             state = RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics)
             self._checkpoints.begin(state, exports=self._exports_after(step - 1))
@@ -232,7 +237,9 @@ class TrainingRun(ABC):
         with finishing_first(), self._phase("save"):
             path = self._checkpoints.finish()
             if path is not None:
+                # Before the one that it points to is deleted.
                 _link(self.directory / POLICY_LINK, path / "hf")
+                self._say_all(self._checkpoints.prune())
                 self._forget(before_step=oldest_step(self.directory))
 
     def _check_directory(self) -> None:
@@ -269,7 +276,7 @@ class TrainingRun(ABC):
         self._write_outcome(FINISHED, go_on=go_on)
         found = {"policy": POLICY_LINK, "report": REPORT_FILE, "metrics": METRICS_FILE}
         paths = {name: self.directory / file for name, file in found.items() if (self.directory / file).exists()}
-        self._say_all((f"finished after {self._trained_steps} steps", *(f"{name:<8} {path}" for name, path in paths.items())))
+        self._say_all((f"finished after {counted(self._trained_steps, 'step')}", *(f"{name:<8} {path}" for name, path in paths.items())))
         self._console.say(f"{'go on':<8} {go_on}")
 
     def break_off(self, error: BaseException) -> None:
@@ -289,7 +296,7 @@ class TrainingRun(ABC):
             if asked_to_end(error) and self._trained_steps > self._saved_steps:
                 self._begin_checkpoint(self._trained_steps)
             self._finish_save()
-        except (MegatronRLError, OSError, RuntimeError, ValueError) as second:
+        except (MegatronRLError, RayError, OSError, RuntimeError, ValueError) as second:
             self._console.say(f"the checkpoint of step {max(self._trained_steps, self._saved_steps)} is lost: {second}")
         if self._trained_steps > self._logged_steps:
             self.log(step=self._trained_steps)
@@ -358,6 +365,7 @@ class SupervisedRun(TrainingRun):
 def _link(link: Path, target: Path) -> None:
     """Point `link` at `target`, which lies below the same directory, replacing an older link in one step."""
     partial = link.with_name(f".{link.name}.partial")
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(target.relative_to(link.parent), target_is_directory=True)
-    os.replace(partial, link)
+    with disk_errors(link):
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(target.relative_to(link.parent), target_is_directory=True)
+        os.replace(partial, link)

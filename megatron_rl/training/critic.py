@@ -102,7 +102,7 @@ class Critic:
             "train/critic_lr": Last(done.lr),
             "train/critic_skipped_steps": Sum(int(not done.sound)),
         }
-        return agreed if self._place.speaks else {}
+        return agreed if self._place.reports_alone else {}
 
     def judge(self, batch: TrainBatch, data: TokenData) -> dict[str, Metric]:
         """How well the values before the batch's first step foretold the returns; this rank's share."""
@@ -113,7 +113,7 @@ class Critic:
             mask=torch.from_numpy(batch.loss_mask.copy()),
             all_reduce_sum=sum_over_data_parallel,
         )
-        return {"train/explained_variance": Mean(explained, 1.0)} if explained is not None and self._place.speaks else {}
+        return {"train/explained_variance": Mean(explained, 1.0)} if explained is not None and self._place.reports_alone else {}
 
 
 def value_inputs(micro_batch: MicroBatch, values: Tensor, data: TokenData) -> LossInputs:

@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from torch import distributed
 
 from megatron_rl.device import Device, local_device, prepare_megatron
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.training.topology import Topology, initialize, initialize_groups
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -53,7 +53,7 @@ def find_meeting(
     if existing is not None:
         if existing != num_ranks:
             raise UserError(
-                f"the process group that is initialised has {existing} ranks, but training.topology.num_ranks is {num_ranks}; "
+                f"the process group that is initialised has {counted(existing, 'rank')}, but training.topology.num_ranks is {num_ranks}; "
                 "set num_ranks to their number, or make the Trainer before the group"
             )
         return Meeting(0, int(environment.get("LOCAL_RANK", "0")) if local_rank is None else local_rank, None)

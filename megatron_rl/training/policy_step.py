@@ -250,7 +250,7 @@ def _differences(inputs: LossInputs, micro_batch: MicroBatch, data: TokenData) -
 
 def _agreed_metrics(policy: passes.Policy, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """What all ranks agree on, told by one of them."""
-    return dict(metrics) if policy.place.speaks else {}
+    return dict(metrics) if policy.place.reports_alone else {}
 
 
 def _coefficients(objective: Objective, coefficients: Coefficients) -> dict[str, Metric]:

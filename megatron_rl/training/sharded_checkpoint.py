@@ -126,7 +126,7 @@ class Saving:
         self._directory = directory
         on_rank_zero(start_partial, directory)
         self._writer = TwoHalves(stage=stage)
-        with _complete(models), _without_torch_notices():
+        with _complete(models), _without_torch_notices(), disk_errors(directory):
             state: dict[str, Any] = {name: _written_state(name, model) for name, model in models.items()}
             state["rng"] = _rng_object()
             state["counters"] = dict(counters)
@@ -153,7 +153,7 @@ class Saving:
 
     def _commit(self, directory: Path) -> None:
         with disk_errors(directory):
-            write_manifest(partial_path(directory))
+            write_manifest(partial_path(directory), num_parts=distributed.get_world_size())
         commit_partial(directory)
 
 
@@ -170,20 +170,21 @@ class Loaded:
     changes: tuple[str, ...]
 
 
-def load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool = False) -> Loaded:
+def load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool = False, checked: bool = False) -> Loaded:
     """Continue from a checkpoint of `save`, under this or another layout, with this or another kind of optimizer or precision.
 
     Hyperparameters (learning rate, weight decay, betas) stay those of the current settings. Models of the checkpoint that are not
     among `models` are left alone. With `weights_only` the optimizer starts anew from the checkpoint's weights. Nothing is read from a
-    checkpoint whose files are not those of its manifest. Collective. Raises UserError when there is no checkpoint, not one of these
-    models, or one without the optimizer's state.
+    checkpoint whose files are not those of its manifest; `checked` says that `check_files` has been called for every share of them.
+    Collective. Raises UserError when there is no checkpoint, not one of these models, or one without the optimizer's state.
     """
-    check_on_ranks(partial(_check_files, directory))
+    if not checked:
+        check_on_ranks(partial(check_files, directory))
     with reading_records_only(directory):
         return _load(directory, models, weights_only=weights_only)
 
 
-def _check_files(directory: Path, *, share: int, num_shares: int) -> None:
+def check_files(directory: Path, *, share: int, num_shares: int) -> None:
     """Raise DamagedCheckpointError when a file of this `share` is not the one that was saved."""
     missing = [name for name in ("metadata.json", ".metadata", MANIFEST) if not (directory / name).is_file()]
     if missing:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.config.settings import ModelSettings, TopologySettings
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import Device
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.models.attention.attention_fields import Attention
 from megatron_rl.models.build import PolicyModel, build_model
 from megatron_rl.models.hf_weights import load_hf_weights
@@ -77,8 +77,8 @@ def check_vocabulary(policy: Path, teacher: Path) -> None:
     if different:
         token = different[0]
         raise UserError(
-            f"model.teacher {teacher} has another vocabulary than model.path {policy}: {len(different)} tokens differ, the first is "
-            f"{token!r} with ids {theirs.get(token)} and {ours.get(token)}; take a teacher with the policy's tokenizer"
+            f"model.teacher {teacher} has another vocabulary than model.path {policy}: it differs in {counted(len(different), 'token')}, "
+            f"the first is {token!r} with ids {theirs.get(token)} and {ours.get(token)}; take a teacher with the policy's tokenizer"
         )
 
 

@@ -14,7 +14,7 @@ from torch import distributed
 from megatron_rl.config.checks import topology_contradictions
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.device import Device
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.rendezvous import join_store, serve_store
 
 
@@ -55,7 +55,7 @@ class Topology:
     def __str__(self) -> str:
         parts = [f"tp {self.tp}", f"pp {self.pp}", f"cp {self.cp}", f"dp {self.dp}"]
         extra = [f"vpp {self.vpp}"] * (self.vpp > 1) + [f"ep {self.ep}"] * (self.ep > 1) + ["sequence parallel"] * self.sequence_parallel
-        return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)} = {' × '.join(parts)}" + (f" ({', '.join(extra)})" if extra else "")
+        return f"{counted(self.num_ranks, 'rank')} = {' × '.join(parts)}" + (f" ({', '.join(extra)})" if extra else "")
 
     @property
     def expert_dp(self) -> int:
@@ -242,6 +242,6 @@ class Place:
         return self.last_stage and self.tp_rank == 0
 
     @property
-    def speaks(self) -> bool:
-        """True on the one reporting rank that tells what all ranks agree on."""
+    def reports_alone(self) -> bool:
+        """True on one of the ranks that report, for what all ranks agree on."""
         return self.reports and self.dp_rank == 0 and self.cp_rank == 0

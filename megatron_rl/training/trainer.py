@@ -444,16 +444,17 @@ class Trainer:
             for saving in reversed(writing):
                 all_of_them.callback(saving.finish)
 
-    def load(self, directory: Path | str, *, weights_only: bool = False) -> tuple[str, ...]:
+    def load(self, directory: Path | str, *, weights_only: bool = False, checked: bool = False) -> tuple[str, ...]:
         """Continue from a checkpoint of `save`, of this layout or another. The reference stays the model of the settings.
 
         Returns a sentence for each hyperparameter of the optimizer that was another then; those of the settings are taken. With
-        `weights_only` the optimizer starts anew. A gradient of `forward_backward` that waits is dropped. Raises UserError when there is
+        `weights_only` the optimizer starts anew. `checked`, on every rank, says that all files were compared with the manifest already, as
+        `sharded_checkpoint.check_files` does. A gradient of `forward_backward` that waits is dropped. Raises UserError when there is
         no checkpoint, one whose files have changed since, one of another model, or one without the optimizer's state.
         """
         self._let_go_of_state()
         self._waiting = None
-        loaded = sharded_checkpoint.load(Path(directory), self.trained_models(), weights_only=weights_only)
+        loaded = sharded_checkpoint.load(Path(directory), self.trained_models(), weights_only=weights_only, checked=checked)
         self._steps.restore(loaded.counters)
         return loaded.changes
 

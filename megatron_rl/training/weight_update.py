@@ -138,7 +138,7 @@ def share_of_metrics(reports: Sequence[Report], place: Place, *, loss: str, name
     rows = [[report.loss, *(value for name in own for value in report.metrics[name])] for report in reports]
     sums = torch.stack([torch.stack([value.double() for value in row]) for row in rows]).sum(dim=0).tolist()
     # The loss is the sum of all shares: one rank gives it the weight, the others only their share.
-    metrics: dict[str, Metric] = {f"train/{loss}": Mean(sums[0], float(place.speaks))}
+    metrics: dict[str, Metric] = {f"train/{loss}": Mean(sums[0], float(place.reports_alone))}
     for index, name in enumerate(own):
         for full_name in names.get(name, (f"train/{name}",)):
             metrics[full_name] = Mean(sums[1 + 2 * index], sums[2 + 2 * index])

@@ -87,7 +87,7 @@ def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
         ("data_source", "Fails", "failed while giving 2 rows: KeyError: 'rows'"),
         ("data_source", "rows", "is a function, needs a class with next_rows(count)"),
         ("data_source", "NoRows", "has no method next_rows"),
-        ("rollout", "fails", "failed for a probe of 1 samples: KeyError: 'tool'"),
+        ("rollout", "fails", "failed for a probe of 1 sample: KeyError: 'tool'"),
     ],
 )
 def test_a_broken_promise_is_one_sentence_that_names_plugin_field_got_and_needed(kind, name: str, message: str) -> None:

@@ -155,7 +155,7 @@ def test_large_models(model_spec: Callable[[str], Any], run_settings: Callable[.
 
 
 def test_a_model_that_one_gpu_cannot_hold_has_no_layout(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
-    with pytest.raises(UserError, match=r"no layout of 1 GPUs of type H100-80 fits; by estimate the smallest, 1 rank = tp 1") as caught:
+    with pytest.raises(UserError, match=r"no layout of 1 GPU of type H100-80 fits; by estimate the smallest, 1 rank = tp 1") as caught:
         best_layouts(run_settings(), model_spec("Qwen3-8B"), gpu=GPU, num_gpus=1)
     assert "tried on top of each other without success: training.max_tokens_per_micro_batch=8192; or use more GPUs" in str(caught.value)
 

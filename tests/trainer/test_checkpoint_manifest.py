@@ -1,8 +1,11 @@
 """A checkpoint with a file that is not the one that was saved is named as such, before anything of it is read."""
 
+import ctypes
 import io
 import json
+import os
 import pickle
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
+from megatron_rl.models import checkpoint_manifest
 from megatron_rl.models.checkpoint_manifest import HashedFile, check_manifest, entry_of, write_manifest, write_part
 from megatron_rl.training import sharded_checkpoint
 from megatron_rl.training.trainer import Trainer
@@ -24,8 +28,11 @@ SUPERVISED = {"policy_loss": "sft"}
 def saved(tmp_path: Path) -> Path:
     for name, content in (("a", b"abc"), ("b", b""), ("c", b"third" * 2_000_000)):
         (tmp_path / name).write_bytes(content)
-    write_part(tmp_path, {"c": entry_of(tmp_path / "c")}, rank=3)
-    write_manifest(tmp_path)
+    write_part(tmp_path, {"c": entry_of(tmp_path / "c")}, rank=1)
+    with pytest.raises(UserError, match=r"manifest-part-0\.json, which a rank has written, is not there .* directory that all nodes share"):
+        write_manifest(tmp_path, num_parts=2)
+    write_part(tmp_path, {"b": entry_of(tmp_path / "b")}, rank=0)
+    write_manifest(tmp_path, num_parts=2)
     return tmp_path
 
 
@@ -67,6 +74,25 @@ def test_what_is_written_is_hashed_whole_and_reported(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"abc" + bytes(range(256)) * 3000
     assert file.entry == entry_of(tmp_path / "file") and file.entry["bytes"] == file.num_bytes == 768_003
     assert sum(reported) == 768_003 and max(reported) < 500_000
+
+
+def test_the_disk_begins_while_a_file_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[int, int]] = []
+    library = ctypes.CDLL(None)
+
+    class Library:
+        def sync_file_range(self, descriptor: int, start: ctypes.c_int64, length: ctypes.c_int64, flags: ctypes.c_uint) -> None:
+            assert library.sync_file_range(descriptor, start, length, flags) == 0, "the kernel takes it"
+            assert os.fstat(descriptor).st_size >= start.value + length.value
+            begun.append((start.value, length.value))
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr(checkpoint_manifest, "_WRITE_BACK_BYTES", 3)
+    with (tmp_path / "file").open("wb", buffering=0) as stream:
+        file = HashedFile(stream)
+        for part in (b"12", b"34", b"5", b"678", b"9"):
+            file.write(part)
+    assert begun == [(0, 4), (4, 4)]
 
 
 @pytest.mark.parametrize("name", ["a", "c"])
@@ -113,8 +139,11 @@ def test_nothing_is_unpickled_from_a_checkpoint_that_does_not_fit(
     trainer.save(directory)
 
     def never(*_: object, **__: object) -> None:
-        raise AssertionError("a pickle was read")
+        raise AssertionError("a pickle was read, or a file twice")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded_checkpoint, "check_manifest", never)
+        trainer.load(directory, checked=True)
     for module, name in ((torch, "load"), (pickle, "load"), (pickle, "Unpickler")):
         monkeypatch.setattr(module, name, never)
     for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp"):
@@ -123,6 +152,23 @@ def test_nothing_is_unpickled_from_a_checkpoint_that_does_not_fit(
         with pytest.raises(UserError, match=r"the content of .* is not that of its manifest"):
             trainer.load(directory)
         (directory / name).write_bytes(original)
+
+
+@pytest.mark.parametrize("largest", [0, 5000])
+def test_a_file_that_cannot_be_written_is_one_sentence(
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, largest: int
+) -> None:
+    """Of common.pt, which upstream writes, and of a rank's own."""
+    trainer, (soft, hard) = make_trainer(tiny_model(), SUPERVISED), resource.getrlimit(resource.RLIMIT_FSIZE)
+    message = "File too large .*; raise the file size limit" if largest else "cannot write .*; free space"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
+    try:
+        with pytest.raises(UserError, match=message):
+            trainer.save(tmp_path / "checkpoint")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    trainer.save(tmp_path / "checkpoint")
+    trainer.load(tmp_path / "checkpoint")
 
 
 def test_weights_alone_are_resumed_only_when_asked_for(

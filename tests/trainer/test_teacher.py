@@ -92,7 +92,7 @@ def test_another_vocabulary_is_refused(paths: tuple[Path, Path]) -> None:
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["3"], vocabulary["4"] = vocabulary["4"], vocabulary["3"]
     file.write_text(json.dumps(tokenizer))
-    with pytest.raises(UserError, match=r"2 tokens differ, the first is '3' with ids 6 and 5"):
+    with pytest.raises(UserError, match=r"differs in 2 tokens, the first is '3' with ids 6 and 5"):
         check_vocabulary(policy, teacher)
 
 
@@ -102,9 +102,9 @@ def test_a_token_that_only_one_side_knows_is_another_vocabulary(paths: tuple[Pat
     tokenizer: dict[str, Any] = json.loads(file.read_text())
     tokenizer["model"]["vocab"]["more"] = len(tokenizer["model"]["vocab"])
     file.write_text(json.dumps(tokenizer))
-    with pytest.raises(UserError, match=r"1 tokens differ, the first is 'more' with ids \d+ and None"):
+    with pytest.raises(UserError, match=r"it differs in 1 token, the first is 'more' with ids \d+ and None"):
         check_vocabulary(policy, teacher)
-    with pytest.raises(UserError, match=r"1 tokens differ, the first is 'more' with ids None and \d+"):
+    with pytest.raises(UserError, match=r"it differs in 1 token, the first is 'more' with ids None and \d+"):
         check_vocabulary(teacher, policy)
 
 

@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl import files
 from megatron_rl.errors import EngineError, UserError
-from megatron_rl.files import atomic_directory, commit_partial, disk_errors, partial_path, start_partial, write_atomic
+from megatron_rl.files import atomic_directory, commit_partial, disk_errors, partial_path, remove_directory, start_partial, write_atomic
 
 
 def test_write_atomic_makes_parents_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -150,3 +151,37 @@ def test_only_what_has_to_survive_a_power_failure_waits_for_the_disk(
         (partial / "file").write_text("content")
     assert (tmp_path / "model" / "file").read_text() == "content"
     assert bool(synced) == durable
+
+
+def test_why_a_file_that_torch_writes_is_refused_is_told(tmp_path: Path) -> None:
+    class Refused:
+        room = 1000
+
+        def write(self, data: bytes) -> int:
+            self.room -= len(data)
+            if self.room < 0:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            return len(data)
+
+        def flush(self) -> None:
+            pass
+
+    with pytest.raises(UserError, match=r"Disk quota exceeded .*; free space in your quota"), disk_errors(tmp_path):
+        torch.save(torch.zeros(1000), Refused())
+
+
+def test_a_copy_that_is_refused_names_what_it_would_write(tmp_path: Path) -> None:
+    (tmp_path / "source").write_text("content")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write .*file/target: Not a directory"), disk_errors(tmp_path):
+        os.rename(tmp_path / "source", tmp_path / "file" / "target")
+
+
+def test_a_whole_directory_goes_and_a_link_to_one_alone(tmp_path: Path) -> None:
+    for name in ("old", ".old.partial", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    (tmp_path / "link").symlink_to("elsewhere")
+    for name in ("old", "link"):
+        remove_directory(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"] and (tmp_path / "elsewhere" / "file").exists()

@@ -77,6 +77,32 @@ def test_a_toolkit_is_only_needed_to_compile(tmp_path: Path) -> None:
     assert (status, "gpu stack" in text) == (0, True), text
 
 
+def test_the_environment_of_another_checkout_is_left_alone(tmp_path: Path) -> None:
+    other, shared = tmp_path / "other", tmp_path / "venv"
+    (other / "tools").mkdir(parents=True)
+    (other / "tools" / "setup_env.sh").touch()
+    shared.mkdir()
+    for name, content in ((".made_by_setup_env", str(other)), (".setup_complete", "of the other checkout")):
+        (shared / name).write_text(content)
+    done = subprocess.run(
+        ["bash", "tools/setup_env.sh"],
+        cwd=ROOT,
+        env={**os.environ, "VENV": str(shared), "DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert f"is the environment of {other}, and one for {ROOT} would replace it" in done.stderr
+    assert {path.name for path in shared.iterdir()} == {".made_by_setup_env", ".setup_complete"}
+
+
+def test_help_of_the_test_command_sets_nothing_up() -> None:
+    done = subprocess.run(["bash", "tests/run.sh", "--help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("Sets up the environment if needed") and "environment: " not in done.stdout
+
+
 def test_unknown_options_are_refused() -> None:
     done = subprocess.run(["bash", "tools/setup_env.sh", "--chek"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, "'--chek' is not an option" in done.stderr) == (1, True)

@@ -52,7 +52,7 @@ def test_numbers_per_token_stand_behind_their_prompts() -> None:
     [
         ({"advantages": [[1], [1, 2], [1, 2]]}, r"advantages\[1\] of shape \(2,\) for a response of 3 tokens"),
         ({"old_log_probs": [[-1], [-1, -1, -1]]}, r"old_log_probs of 2 responses, needs those of all 3"),
-        ({"values": [1.0, 2.0, 3.0]}, r"values\[0\] of shape \(\) for a response of 1 tokens"),
+        ({"values": [1.0, 2.0, 3.0]}, r"values\[0\] of shape \(\) for a response of 1 token"),
         ({"advantages": [[1], [1, np.nan, 1], [1, 2]]}, r"advantages is nan on trainable token 3 of sequence 1"),
         ({"ref_log_probs": [[-1], [-1, -1, -1], [-np.inf, -1]]}, r"ref_log_probs is -inf on trainable token 1 of sequence 2"),
         ({"rewards": [1.0, 2.0]}, r"rewards has length 2, needs 3"),
@@ -73,7 +73,7 @@ def test_a_token_that_is_not_trained_on_may_hold_anything() -> None:
     ("prompts", "responses", "message"),
     [
         ([[1], []], [[2], [3]], "the shortest of 0 tokens"),
-        ([[1]], [[2], [3]], "1 prompts, .* and 2 responses"),
+        ([[1]], [[2], [3]], "1 prompt, .* and 2 responses"),
         ([[1.5]], [[2]], "prompts with a row of type float64"),
         ([[-5]], [[2]], "prompts with the token id -5; needs ids of 0 or more"),
         ([[0]], [[2, -100]], "responses with the token id -100"),

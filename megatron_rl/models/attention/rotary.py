@@ -28,7 +28,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 _YARN_OPTIONAL = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
-    "yarn": (*_YARN_OPTIONAL, "attention_factor", "truncate"),
+    "yarn": (*_YARN_OPTIONAL, "attention_factor", "attn_factor", "truncate"),
     "longrope": ("factor", "attention_factor", "original_max_position_embeddings"),
 }
 # Phi-3's first name of it.
@@ -216,16 +216,28 @@ def _yarn(scaling: Mapping[str, Any], origin: str, max_position_embeddings: int)
     factor = positive_number(scaling, "factor", origin, default=stretched)
     mscale, mscale_all_dim = (positive_number(scaling, key, origin, default=0.0, or_zero=True) for key in ("mscale", "mscale_all_dim"))
     two = mscale and mscale_all_dim
-    attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim) if two else yarn_mscale(factor, 1.0)
+    default = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim) if two else yarn_mscale(factor, 1.0)
+    attention_factor = positive_number(scaling, "attention_factor", origin, default=default)
+    _check_engines_factor(scaling, origin, default=default, attention_factor=attention_factor)
     return {
         "factor": factor,
         "original_max_position_embeddings": original,
         "beta_fast": positive_number(scaling, "beta_fast", origin, default=32.0),
         "beta_slow": positive_number(scaling, "beta_slow", origin, default=1.0),
         "truncate": boolean(scaling, "truncate", origin, default=True),
-        "attention_factor": positive_number(scaling, "attention_factor", origin, default=attention_factor),
+        "attention_factor": attention_factor,
         "mscale_all_dim": mscale_all_dim,
     }
+
+
+def _check_engines_factor(scaling: Mapping[str, Any], origin: str, *, default: float, attention_factor: float) -> None:
+    """Raise UserError when engines, which multiply YaRN's factor by `attn_factor`, would turn by another one than transformers does."""
+    multiplied = default * positive_number(scaling, "attn_factor", origin, default=1.0)
+    if scaling.get("attn_factor") is not None and not math.isclose(multiplied, attention_factor, rel_tol=1e-6):
+        raise UserError(
+            f"{origin} has attn_factor = {scaling['attn_factor']:g}, with which engines multiply cosine and sine by {multiplied:g}, and "
+            f"transformers, which does not know that key, by {attention_factor:g}; add attention_factor = {multiplied!r} beside it"
+        )
 
 
 def _longrope(scaling: Mapping[str, Any], origin: str, max_position_embeddings: int) -> dict[str, Any]:

@@ -50,7 +50,8 @@ _GATED_DELTA_NET = (
 )
 REFUSED: Mapping[str, str] = {
     "Gemma2ForCausalLM": "attention here has no softcap on scores",
-    "Gemma3ForConditionalGeneration": "only text is trained; give the text model as Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "only text is trained: save the text model as Gemma3ForCausalLM first, as the README beside the "
+    "families shows",
     "Qwen3NextForCausalLM": _GATED_DELTA_NET,
     "Qwen3_5ForCausalLM": _GATED_DELTA_NET,
     "Qwen3_5MoeForCausalLM": _GATED_DELTA_NET,

@@ -2,4 +2,10 @@
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 
-FAMILY = Family(architecture="LlamaForCausalLM", proved=DENSE_LAYOUTS | {"sync"})
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    proved=DENSE_LAYOUTS | {"sync"},
+    # SmolLM2's files have them.
+    ignored=frozenset(["is_llama_config"]),
+    fixed={"rope_interleaved": False},
+)

@@ -2,4 +2,11 @@
 
 from megatron_rl.models.families.family import MIXTURE_LAYOUTS, Family
 
-FAMILY = Family(architecture="Qwen3MoeForCausalLM", proved=MIXTURE_LAYOUTS | {"sync", "quantised source"}, qk_norm=True, router="softmax")
+FAMILY = Family(
+    architecture="Qwen3MoeForCausalLM",
+    proved=MIXTURE_LAYOUTS | {"sync", "quantised source"},
+    qk_norm=True,
+    router="softmax",
+    # Qwen3-Coder's files say what other families have and this one has not.
+    fixed={"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
+)

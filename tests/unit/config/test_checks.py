@@ -13,12 +13,13 @@ MakeSettings = Callable[..., Settings]
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        (["training.topology={num_ranks: 6, tp: 2, pp: 2}"], "6 ranks are not divisible by tp 2 × pp 2 × cp 1 = 4"),
+        (["training.topology={num_ranks: 6, tp: 2, pp: 2}"], "6 ranks cannot be divided by tp 2 × pp 2 × cp 1 = 4"),
         (["training.topology={num_ranks: 6, tp: 2, pp: 2}"], "set training.topology.num_ranks to 4 or 8"),
         (["training.topology={num_ranks: 1, tp: 2}"], "set training.topology.num_ranks to 2,"),
         (["training.topology.vpp=2"], "vpp is 2 with pp 1"),
         (["training.topology.sequence_parallel=true"], "sequence_parallel is true with tp 1"),
-        (["training.topology={num_ranks: 2, ep: 4}"], "2 ranks are not divisible by etp 1 × ep 4 × pp 1 = 4"),
+        (["training.topology={num_ranks: 1, tp: 2}"], "1 rank cannot be divided by tp 2 × pp 1 × cp 1 = 2"),
+        (["training.topology={num_ranks: 2, ep: 4}"], "2 ranks cannot be divided by etp 1 × ep 4 × pp 1 = 4"),
         (["training.topology={num_ranks: 4, tp: 2, ep: 2}"], "ep 2 with tp 2 needs sequence_parallel"),
         (["training.optimizer_steps_per_batch=3"], "64 prompts × 8 samples = 512, not divisible by 3 optimizer steps"),
         (["training.optimizer_steps_per_batch=3"], "set training.optimizer_steps_per_batch to 2 or 4"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.yaml_text import format_value, format_yaml, parse_yaml
+from megatron_rl.config.yaml_text import by_path, format_value, format_yaml, parse_yaml
 from megatron_rl.errors import UserError
 
 
@@ -83,3 +83,7 @@ def test_one_value_is_read_back_too(value: object) -> None:
 )
 def test_one_value_looks_as_on_the_command_line(value: object, text: str) -> None:
     assert format_value(value) == text
+
+
+def test_values_by_their_dotted_paths() -> None:
+    assert by_path({"a": {"b": {"c": 1}, "d": [2]}, "e": None}) == {"a.b.c": 1, "a.d": [2], "e": None}

@@ -1,17 +1,21 @@
 """What a conversion says of a source that is not as it was written: damage is refused, other changes and wrong numbers are named."""
 
 import json
+import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.convert import conversion
+from megatron_rl.convert import conversion, resumable
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.convert.sources import num_not_finite
 from megatron_rl.errors import UserError
 from megatron_rl.models import checkpoint_manifest
+from megatron_rl.models.checkpoint_manifest import check_model, check_weights_alone
 from megatron_rl.models.hf_files import save_hf
+from megatron_rl.models.tensor_files import TensorFiles
 
 
 def flip(file):
@@ -34,6 +38,42 @@ def test_damage_is_not_passed_on_under_a_new_manifest(tiny_model, tmp_path, to, 
     assert not (tmp_path / "back").exists()
     (tmp_path / "made/manifest.json").unlink()
     convert(tmp_path / "made", tmp_path / "back", Options())
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00003-of-00002.safetensors", "other.safetensors.index.json", ".metadata", "left-out/old.safetensors"]
+)
+def test_weights_beside_those_of_a_manifest_are_refused(tiny_model, tmp_path, name):
+    path = tiny_model(family="glm4_moe")
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"model.layers.2.eh_proj.weight": torch.ones(64, 128)}, path / "model.safetensors")
+    made = tmp_path / "made"
+    convert(path, made, Options(to="megatron" if "/" in name else "hf"))
+    check_weights_alone(made)
+    (made / name).touch()
+    words = (
+        f"made is not as it was saved: {name} is there, but not in its manifest.json, and programs differ in whether they read it; remove"
+    )
+    for check in (check_weights_alone, check_model):
+        with pytest.raises(UserError, match=words):
+            check(made)
+    if name != ".metadata":
+        with pytest.raises(UserError, match=words):
+            convert(made, tmp_path / "never", Options())
+    (made / "manifest.json").unlink()
+    check_weights_alone(made)
+
+
+def test_an_index_beside_a_single_file_is_refused_where_programs_would_read_different_weights(tiny_model):
+    path = tiny_model()
+    index = path / "model.safetensors.index.json"
+    for file, refused in (("model.safetensors", False), ("model-00001-of-00001.safetensors", True)):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(path / "model.safetensors"), file)}))
+        shutil.copyfile(path / "model.safetensors", path / "model-00001-of-00001.safetensors")
+        with pytest.raises(UserError, match="which transformers reads, and model") if refused else nullcontext():
+            TensorFiles(path)
+    (path / "model.safetensors").unlink()
+    TensorFiles(path)
 
 
 def test_of_a_run_the_export_is_looked_at_where_tensors_come_from_it(tiny_model, tmp_path, read_all):
@@ -110,6 +150,34 @@ def test_numbers_that_are_not_finite_are_named_and_converted(tiny_model, tmp_pat
     assert (tmp_path / "made/manifest.json").exists()
 
 
+@pytest.mark.parametrize("to", ["megatron", "hf"])
+def test_numbers_that_a_killed_attempt_wrote_are_named_by_the_one_that_goes_on(tiny_model, tmp_path, monkeypatch, to):
+    path = tiny_model()
+    tensors = load_file(path / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        tensors[name].view(-1)[0] = float("nan")
+    save_file(tensors, path / "model.safetensors")
+    write, written = resumable._write, []
+
+    def dies(partial, job, report):
+        if written:
+            raise KeyboardInterrupt
+        written.append(job.name)
+        return write(partial, job, report)
+
+    monkeypatch.setattr(resumable, "NUM_THREADS", 1)
+    monkeypatch.setattr(resumable, "_write", dies)
+    options, said = Options(to=to, max_shard_bytes=60_000), []
+    with pytest.raises(KeyboardInterrupt):
+        convert(path, tmp_path / "made", options, say=said.append)
+    assert not [words for words in said if "finite" in words]
+    monkeypatch.setattr(resumable, "_write", write)
+    convert(path, tmp_path / "made", options, say=said.append)
+    size = tensors["model.embed_tokens.weight"].numel()
+    words = f"model.embed_tokens.weight has 1 of {size:,} numbers that are not finite, the first of 2 such tensors"
+    assert [line for line in said if "finite" in line] == [f"warning: {words}; they are converted as they are\n"]
+
+
 def test_numbers_that_a_smaller_dtype_cannot_hold_are_named(tiny_model, tmp_path):
     path = tiny_model()
     tensors = load_file(path / "model.safetensors")
@@ -120,7 +188,7 @@ def test_numbers_that_a_smaller_dtype_cannot_hold_are_named(tiny_model, tmp_path
     assert not [words for words in said if "finite" in words]
     convert(path, tmp_path / "half", Options(dtype=torch.float16), say=said.append)
     assert [words for words in said if "finite" in words] == [
-        "warning: model.norm.weight has 1 of 64 numbers that are not finite, the first of 1 such tensors; they are converted as they are\n"
+        "warning: model.norm.weight has 1 of 64 numbers that are not finite, the first of 1 such tensor; they are converted as they are\n"
     ]
 
 

@@ -138,7 +138,7 @@ def test_a_parameter_too_many_is_named(tiny_model, tmp_path, one_rank):
         state["more"] = dataclasses.replace(extra, key="decoder.more.weight")
 
     save_as_megatron(path, tmp_path / "more", change=add)
-    with pytest.raises(UserError, match=r"has 1 tensors that Qwen3ForCausalLM of .* does not, the first is decoder\.more\.weight"):
+    with pytest.raises(UserError, match=r"has 1 tensor that Qwen3ForCausalLM of .* does not, the first is decoder\.more\.weight"):
         open_source(tmp_path / "more", config=path)
 
 

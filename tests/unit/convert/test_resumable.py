@@ -1,6 +1,5 @@
 """Files that are written beside their place: by one process, whole, and only those that an earlier attempt has not left."""
 
-import ctypes
 import json
 import os
 import time
@@ -103,29 +102,6 @@ def test_a_record_is_of_a_file_that_is_on_the_disk(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(resumable, "write_atomic", recorded)
         write_all(partial, jobs([], "one"))
         assert done[:2] == ["one.unfinished", "record of content of one"]
-
-
-def test_the_disk_begins_while_a_file_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[tuple[int, int]] = []
-    library = resumable.ctypes.CDLL(None)
-
-    class Library:
-        def sync_file_range(self, descriptor: int, start: ctypes.c_int64, length: ctypes.c_int64, flags: ctypes.c_uint) -> None:
-            assert library.sync_file_range(descriptor, start, length, flags) == 0, "the kernel takes it"
-            assert os.fstat(descriptor).st_size >= start.value + length.value
-            begun.append((start.value, length.value))
-
-    monkeypatch.setattr(resumable.ctypes, "CDLL", lambda name: Library())
-    monkeypatch.setattr(resumable, "_WRITE_BACK_BYTES", 3)
-    counted: list[int] = []
-
-    def write(file: HashedFile) -> None:
-        for part in (b"12", b"34", b"5", b"678", b"9"):
-            file.write(part)
-
-    with locked_partial(tmp_path / "target", {}) as partial:
-        write_files(partial, [FileJob("one", 9, write)], report=counted.append, keep=counted.append)
-    assert begun == [(0, 4), (4, 4)] and counted == [2, 2, 1, 3, 1]
 
 
 def test_behind_a_failure_no_further_file_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import pickle
+import re
 from contextlib import closing
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.cli import main
 from megatron_rl.convert import comparison, verification
 from megatron_rl.convert.comparison import Outputs, difference, outputs, prompts
 from megatron_rl.convert.conversion import Options, convert
@@ -183,6 +185,73 @@ def test_damaged_files_are_named(tiny_model, tmp_path, damage, to, pattern):
     (tmp_path / "made/manifest.json").unlink()
     if without_manifest is not None:
         assert any(without_manifest in problem for problem in problems(tmp_path / "made"))
+
+
+SQUARE, LAYER = "model.layers.1.self_attn.o_proj.weight", "model.layers.1."
+
+
+def changed(path, change):
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {name: tensor.contiguous() for name, tensor in change(tensors).items()}, path / "model.safetensors")
+
+
+FITTING = {
+    "wrong rope base": (lambda path: change_config(path, rope_theta=500.0), r"gives rotary\.theta = 500\.0, that in .* 10000\.0; take"),
+    "transposed square": (
+        lambda path: changed(path, lambda t: {SQUARE: t[SQUARE].T}),
+        rf"{SQUARE} in .* has other numbers than .* gives; t",
+    ),
+    "duplicated layer": (
+        lambda path: changed(path, lambda t: {name: t[name.replace(".1.", ".0.")].clone() for name in t if name.startswith(LAYER)}),
+        r"model\.layers\.1\..* in .* has other numbers than .* gives; \d+ more differ",
+    ),
+    "one bit": (lambda path: flip(path, "*.safetensors"), r"model\..* has other numbers than"),
+    "another seed": (
+        lambda path: changed(path, lambda t: {name: t[name] + 1e-6 for name in t}),
+        r"has other numbers than .*; \d+ more differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", FITTING)
+def test_damage_that_fits_is_seen_beside_a_sound_checkpoint(tiny_model, tmp_path, damage):
+    path, (change, words) = tiny_model(), FITTING[damage]
+    convert(path, tmp_path / "ours", Options())
+    for sound in (tmp_path / "ours", path):
+        assert [found.line() for found in verify(path, equal_to=sound)][-1] == f"ok      {verification.SAME}"
+    change(path)
+    assert problems(path) == []
+    (problem,) = [found.problem for found in verify(path, equal_to=tmp_path / "ours") if found.problem is not None]
+    assert re.search(words, problem), problem
+    for equal_to, status in ([], 0), (["--equal-to", str(tmp_path / "ours")], 2):
+        assert main(["verify-checkpoint", str(path), *equal_to]) == status
+
+
+def test_layers_of_multi_token_prediction_may_be_in_one_of_two_equal_checkpoints(tiny_model, tmp_path):
+    path = tiny_model(family="glm4_moe")
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"model.layers.2.eh_proj.weight": torch.ones(64, 128)}, path / "model.safetensors")
+    convert(path, tmp_path / "without", Options(drop_mtp=True))
+    for one, other in ((path, tmp_path / "without"), (tmp_path / "without", path)):
+        assert [found.problem for found in verify(one, equal_to=other)] == [None] * 8
+    changed(path, lambda t: {"model.layers.2.eh_proj.weight": t["model.layers.2.eh_proj.weight"] + 1})
+    convert(path, tmp_path / "with", Options())
+    changed(path, lambda t: {"model.layers.2.eh_proj.weight": t["model.layers.2.eh_proj.weight"] + 1})
+    assert "eh_proj.weight in" in [found.problem for found in verify(path, equal_to=tmp_path / "with")][-1]
+
+
+def test_a_checkpoint_to_be_equal_to_has_to_be_sound_itself(tiny_model, tmp_path):
+    path = tiny_model()
+    convert(path, tmp_path / "ours", Options())
+    flip(tmp_path / "ours", "*.distcp")
+    for place, words in ((tmp_path / "ours", "is not that of its manifest"), (tmp_path / "nowhere", "is not a directory")):
+        with pytest.raises(UserError, match=words):
+            next(verify(path, equal_to=place))
+    other = tiny_model(layers=3, name="other")
+    assert "gives num_layers = 2, that in" in [found.problem for found in verify(path, equal_to=other)][-1]
+    changed(path, lambda tensors: {SQUARE: tensors[SQUARE][1:]})
+    assert [found.skipped for found in verify(path, equal_to=other)][-1] == f'because "{verification.PARAMETERS}" is broken'
+    assert len(problems(path)) == 1
 
 
 @pytest.mark.parametrize("to", ["megatron", "hf"])

@@ -64,7 +64,7 @@ def test_components_are_columns_by_name_and_follow_their_sequences() -> None:
 
 
 def test_nothing_scored_is_an_error_with_the_first_message() -> None:
-    with pytest.raises(UserError, match=r"none of 2 samples in 1 groups has a reward.*first failure was: Traceback: boom"):
+    with pytest.raises(UserError, match=r"none of 2 samples in 1 group has a reward.*first failure was: Traceback: boom"):
         make_train_batch([group_of("a", [1], [[2], [3]], [FAILED, FAILED])])
     with pytest.raises(UserError, match="none of 0 samples"):
         make_train_batch([])

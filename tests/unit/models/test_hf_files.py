@@ -124,5 +124,5 @@ def test_multi_token_prediction_is_left_out_and_nothing_else(tiny_model, tmp_pat
     save_hf(tmp_path / "saved", exported, source=path)
     assert read_model_spec(tmp_path / "saved").num_mtp_layers == 0, "the saved directory must not promise layers that it lacks"
     save_file(tensors | {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}, path / "model.safetensors")
-    with pytest.raises(UserError, match=r"has 1 tensors that Glm4MoeForCausalLM does not, the first is model\.layers\.3\.eh_proj"):
+    with pytest.raises(UserError, match=r"has 1 tensor that Glm4MoeForCausalLM does not, the first is model\.layers\.3\.eh_proj"):
         load(path)

@@ -262,10 +262,10 @@ def change_weights(path, change):
 
 def test_wrong_weights_are_named(tiny_model, one_rank):
     cases = {
-        "missing": (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "lacks 1 tensors.*model.layers.1.mlp.up_proj.weight"),
+        "missing": (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "lacks 1 tensor .*model.layers.1.mlp.up_proj.weight"),
         "extra": (
             lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}),
-            "has 1 tensors that Qwen3ForCausalLM does not",
+            "has 1 tensor that Qwen3ForCausalLM does not",
         ),
         "shape": (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"shape \(3,\), config.json needs \(64,\)"),
         "head": (lambda t: t.update({"lm_head.weight": torch.zeros(32, 64)}), "ties the embeddings, but lm_head.weight differs"),

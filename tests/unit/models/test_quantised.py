@@ -76,6 +76,8 @@ def test_every_fp8_block_has_its_own_scale_also_at_ragged_edges(shape):
     assert torch.equal(got, meaning_of_fp8(codes, scales).float())
     rounded = dequantise(quantised, codes, scales, dtype=torch.bfloat16)
     assert torch.equal(rounded, got.bfloat16())
+    powers = scales.to(torch.float8_e8m0fnu)
+    assert torch.equal(dequantise(quantised, codes, powers, dtype=torch.float32), meaning_of_fp8(codes, powers.float()).float())
 
 
 @pytest.mark.parametrize("per", ["tensor", "row"])
@@ -214,6 +216,12 @@ NAME = "model.layers.0.self_attn.k_proj.weight"
             lambda t: t.update({f"{NAME}_scale_inv": torch.ones(1, 4)}),
             r"has shape \(32, 64\) and its scale .* \(1, 4\), needs",
         ),
+        # Weights that were made numbers again beside their old scales, and exponents in bytes.
+        (lambda t: t.update({NAME: t[NAME].bfloat16()}), f"{NAME} in .* is stored as BF16, which fp8 is not made of; use"),
+        (
+            lambda t: t.update({f"{NAME}_scale_inv": t[f"{NAME}_scale_inv"].to(torch.float8_e8m0fnu).view(torch.uint8)}),
+            f"{NAME}_scale_inv in .* is stored as U8, which fp8 is not made of",
+        ),
         (lambda t: t.update({"w.weight_zero_point": torch.ones(1)}), "w.weight_zero_point, of a way to quantise that is not supported"),
     ],
 )
@@ -229,6 +237,7 @@ def test_codes_and_scales_that_do_not_belong_together_are_named(tiny_model, chan
     ("config", "words"),
     [
         (None, "has the scale .* but its config.json has no quantization_config"),
+        ({"quant_algo": "FP8", "producer": {"name": "modelopt"}}, "quantised by method FP8, supported are fp8,"),
         ({"quant_method": "gptq"}, "quantised by method gptq, supported are fp8, mxfp4 and compressed-tensors"),
         (
             INT4 | {"config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}},

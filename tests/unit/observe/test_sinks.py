@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 import sys
 import types
 from pathlib import Path
@@ -156,3 +157,19 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
         sinks._sinks[0]._file = full  # type: ignore[attr-defined]
         with pytest.raises(UserError, match="No space left on device"):
             sinks.log(0, {"train/loss": 1.0})
+
+
+def test_a_row_that_did_not_fit_leaves_no_half_of_itself(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Sinks(tmp_path, ObserveSettings()) as sinks:
+        sinks.log(0, {"train/loss": 1.0})
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, hard))
+        try:
+            with pytest.raises(UserError, match="File too large"):
+                sinks.log(1, {"train/loss": 2.0})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        sinks.log(2, {"train/loss": 3.0})
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [0, 2]

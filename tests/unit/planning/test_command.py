@@ -67,7 +67,7 @@ def test_arguments_of_the_engine_are_checked() -> None:
 
 
 def test_mistakes_in_the_layout_are_the_settings_own() -> None:
-    with pytest.raises(UserError, match=r"^8 GPUs, engines among them: .* 4 ranks are not divisible by tp 5"):
+    with pytest.raises(UserError, match=r"^8 GPUs, engines among them: .* 4 ranks cannot be divided by tp 5"):
         list(plans(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=8, tp=5, cp=2)))
 
 
@@ -91,9 +91,9 @@ def test_gpus_are_divided_between_ranks_and_engines() -> None:
     assert divided(2) == [(1, 1)]
     assert divided(8, "runtime.colocate=true", "runtime.num_gpus_per_engine=2") == [(8, 4)]
     assert divided(8, "objective.policy_loss=sft") == [(8, 1)]
-    with pytest.raises(UserError, match="hold no Megatron rank beside an engine of 4"):
+    with pytest.raises(UserError, match="cannot hold a Megatron rank beside an engine of 4 GPUs"):
         divided(4, "runtime.num_gpus_per_engine=4")
-    with pytest.raises(UserError, match="not divisible by engines of 3"):
+    with pytest.raises(UserError, match="cannot be divided by engines of 3"):
         divided(8, "runtime.colocate=true", "runtime.num_gpus_per_engine=3")
 
 

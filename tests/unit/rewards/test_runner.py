@@ -1,6 +1,9 @@
 """What needs no worker; tests/contract/test_reward_workers.py has the workers."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -47,3 +50,20 @@ def test_the_error_rate_counts_errors_and_timeouts_and_shows_the_first() -> None
     message = r"1 errors and 1 timeouts in 19 reward calls = 10.5%(.|\n)*1 x second\n(.|\n)*is:\nTraceback: first"
     with pytest.raises(UserError, match=message):
         check_error_rate([scored] * 17 + [error, timeout], max_error_rate=0.1)
+
+
+def test_what_a_killed_driver_leaves_is_removed_without_a_word() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from megatron_rl.rewards.processes import WorkerContext, start_tracker\n"
+        "flags = [*sys.warnoptions]\n"
+        "start_tracker()\n"
+        "assert sys.warnoptions == flags\n"
+        "lock = WorkerContext().RLock()\n"
+        "print(f'/dev/shm/sem.{lock._semlock.name[1:]}', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    # Returns when the tracker, which has these pipes, too, is gone.
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "" and done.returncode == -signal.SIGKILL
+    assert not Path(done.stdout.strip()).exists() and done.stdout.startswith("/dev/shm/sem.mp-")

@@ -22,6 +22,7 @@ from manager_parts import (
 from run_parts import Rewards
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.errors import UserError
 from megatron_rl.rollout import groups
 from megatron_rl.types import Reward, RewardOutcome, Sample
 
@@ -87,6 +88,63 @@ def tokens_of(path: Path) -> set[tuple[str, bytes]]:
     """(group, weight versions) of every sample: the versions tell one generation from another."""
     with sqlite3.connect(path) as copy:
         return set(copy.execute("SELECT group_id, weight_versions FROM samples"))
+
+
+@pytest.fixture
+def saved(make_settings: Callable[..., Settings], tmp_path: Path) -> tuple[Settings, Path, dict[str, Any]]:
+    """The settings, the buffer and the position of a run with staleness that was saved after 3 steps and killed after 4."""
+    settings, path = make_settings("rollout.max_staleness=1"), tmp_path / "buffer.sqlite"
+
+    async def run() -> dict[str, Any]:
+        Client.engine = engine = Engine(seed=0)
+        async with opened(settings, path) as manager:
+            for step in range(4):
+                if step == 3:
+                    state = await manager.position()
+                await step_of(manager, engine, step)
+            return state
+
+    return settings, path, asyncio.run(run())
+
+
+async def resumed(settings: Settings, path: Path, position: dict[str, Any], *, step: int = 3) -> tuple[tuple[str, ...], list[Any]]:
+    """What is said, and the prompts of two steps."""
+    Client.engine = engine = Engine(seed=1)
+    async with opened(settings, path) as manager:
+        said = await manager.rewind(step=step, position=position)
+        return said, [prompts_of((await step_of(manager, engine, number))[0]) for number in (step, step + 1)]
+
+
+@pytest.mark.parametrize("lost", ["consumed", "added"])
+def test_a_buffer_of_an_earlier_moment_is_refused(saved: tuple[Settings, Path, dict[str, Any]], lost: str) -> None:
+    """As one is that was copied without its -wal file: what it forgot would be trained on again, or left out."""
+    settings, path, position = saved
+    with sqlite3.connect(path) as copy:
+        if lost == "consumed":
+            copy.execute("UPDATE groups SET state = 'done', consumed_step = NULL WHERE consumed_step = 3")
+        else:
+            copy.execute("DELETE FROM groups WHERE state <> 'consumed' OR consumed_step = 4")
+    with pytest.raises(UserError, match=r"buffer\.sqlite is not the buffer of the checkpoint of step 3: it has .*-wal file beside it"):
+        asyncio.run(resumed(settings, path, position))
+
+
+def test_a_run_goes_on_without_its_buffer_and_says_what_waited_in_it(saved: tuple[Settings, Path, dict[str, Any]], tmp_path: Path) -> None:
+    settings, _, position = saved
+    path = tmp_path / "new.sqlite"
+    said, first = asyncio.run(resumed(settings, path, position))
+    waiting = position["num_groups"] - position["num_consumed"]
+    assert said == (f"the buffer is gone, and with it {waiting} prompts that waited in it: they are left out",) and waiting == 4
+
+    async def again() -> tuple[dict[str, Any], list[Any]]:
+        Client.engine = engine = Engine(seed=2)
+        async with opened(settings, path) as manager:
+            await manager.rewind(step=3, position=position | {"num_groups": 0, "num_consumed": 0})
+            batches = [prompts_of((await step_of(manager, engine, 3))[0])]
+            return await manager.position(), [*batches, prompts_of((await step_of(manager, engine, 4))[0])]
+
+    middle, batches = asyncio.run(again())
+    assert batches == first, "no prompt comes twice, and none is left out"
+    assert asyncio.run(resumed(settings, path, middle, step=4))[1][0] == first[1]
 
 
 def test_a_resume_with_less_staleness_makes_what_is_too_old_anew(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
@@ -188,7 +246,7 @@ def test_finished_groups_of_other_settings_are_made_anew_at_a_resume(
 
     state, _ = asyncio.run(run())
     _, notes = asyncio.run(run(override, state=state))
-    assert notes == (() if sentence is None else (f"{PROMPTS_PER_STEP} groups are made anew, because {sentence}",))
+    assert notes == (() if sentence is None else (f"{PROMPTS_PER_STEP} groups to be made anew, because {sentence}",))
     assert asyncio.run(run(override, state=state))[1] == ()
 
 
@@ -220,5 +278,5 @@ def test_groups_that_wait_get_the_labels_of_the_present_settings(make_settings: 
     assert state.pop("taken") > PROMPTS_PER_STEP, "some wait from before the checkpoint"
     _, notes = asyncio.run(run("data.label_key=answer", state=state))
     (note,) = notes
-    assert note.endswith("groups are made anew, because data.label_key is answer now and was label")
+    assert note.endswith("groups to be made anew, because data.label_key is answer now and was label")
     assert labels() == {"old": {("1", '{"answer": "2"}')}, "new": {("2", '{"label": "1"}')}}

@@ -54,7 +54,7 @@ class Manager:
 
     async def rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
         self.calls.append(("rewind", step, position))
-        return ("5 groups are made anew, because of a setting",)
+        return ("5 groups to be made anew, because of a setting",)
 
     async def abandon(self) -> None:
         self.calls.append(("abandon",))

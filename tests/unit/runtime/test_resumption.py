@@ -168,10 +168,15 @@ def test_a_buffer_that_is_none_is_refused_and_one_of_a_killed_run_is_left_alone(
     assert killed["buffer.sqlite-wal"] and notes(asked(words, f"run.directory={tmp_path / 'killed'}")) == []
     assert {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("buffer.sqlite*")} == killed
     (run / "buffer.sqlite").write_bytes(b"garbage" * 1000)
-    assert "file is not a database; choose another run.directory, or move this file away: what waits" in problem(asked(words))
+    assert "file is not a database; choose another run.directory, or move this file away: groups since" in problem(asked(words))
     assert notes(asked(words, "objective.policy_loss=sft")) == []
     (run / "buffer.sqlite").unlink()
     assert notes(asked(words)) == [] and not (run / "buffer.sqlite").exists()
+
+
+def test_a_copy_that_followed_the_link_to_the_policy_is_refused(words: list[str], tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert f"{tmp_path}/copy/huggingface is a directory, needs to be a link" in problem(asked(words, f"run.directory={tmp_path / 'copy'}"))
 
 
 def test_a_line_of_metrics_that_is_none_is_refused(words: list[str], tmp_path: Path) -> None:

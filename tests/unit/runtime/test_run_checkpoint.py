@@ -1,6 +1,8 @@
+import errno
 import json
 import os
 import shutil
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ def save(directory: Path, step: int, *, keep: int = 2, keep_interval: int = 0, f
         writer.begin(state(step), exports=exports)
         assert writer.is_writing and not (directory / "checkpoints" / f"step-{step:06d}").exists()
         path = writer.finish()
-        assert path is not None
+        assert path is not None and not writer.prune()
         return path
     finally:
         assert not writer.is_writing
@@ -174,4 +176,44 @@ def test_the_old_goes_only_when_the_new_is_on_the_disk(tmp_path: Path, monkeypat
     monkeypatch.setattr(files, "sync_directory", lambda path: (order.append(f"sync {path.name}"), sync(path)))
     monkeypatch.setattr(shutil, "rmtree", lambda path, **options: (order.append(f"remove {path.name}"), remove(path, **options)))
     save(tmp_path, 4, keep=1)
-    assert order[-2:] == ["sync checkpoints", "remove step-000002"]
+    assert order[-2:] == ["sync checkpoints", "remove .step-000002.partial"]
+
+
+def test_a_deletion_that_ends_half_way_leaves_no_checkpoint_with_half_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 2)
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (path / "hf" / "model.safetensors").unlink() or os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 4, keep=1)
+    assert names(tmp_path) == ["step-000004"]
+    assert [path.name for path in incomplete_checkpoints(tmp_path)] == [".step-000002.partial"]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_named_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    for step in (2, 3):
+        save(tmp_path, step)
+    # Moved to another disk by hand.
+    shutil.move(tmp_path / "checkpoints" / "step-000002", elsewhere)
+    (tmp_path / "checkpoints" / "step-000002").symlink_to(elsewhere)
+    writer = CheckpointWriter(tmp_path, trainers=Trainers(), keep=1, keep_interval=0)  # type: ignore[arg-type]
+    writer.begin(state(4))
+    writer.finish()
+
+    def busy(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        (said,) = writer.prune()
+    assert "step-000003 is superseded, but could not all be deleted: " in said and "not empty" in said
+    assert names(tmp_path) == ["step-000004"] and (elsewhere / "run.json").is_file()
+
+
+@pytest.mark.parametrize("begin", ["begin", "begin_export"])
+def test_a_place_where_nothing_can_be_written_is_one_sentence(tmp_path: Path, begin: str) -> None:
+    for folder in ("checkpoints", "exports"):
+        (tmp_path / folder).symlink_to(tmp_path / "gone")
+    writer = CheckpointWriter(tmp_path, trainers=Trainers(), keep=1, keep_interval=0)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"cannot write .*(checkpoints|exports): File exists"):
+        getattr(writer, begin)(state(2) if begin == "begin" else 2)
+    assert not writer.is_writing

@@ -1,5 +1,6 @@
 """When a run writes checkpoints, what it waits for, and what becomes of one that fails."""
 
+import os
 import signal
 import sys
 from concurrent.futures import Future
@@ -7,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import RayError
 from run_parts import Calls, Devices, MakeRun, Ranks, Sync
 
 from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.runtime.loop import train_loop
-from megatron_rl.runtime.run_checkpoint import checkpoint_paths
+from megatron_rl.runtime.run_checkpoint import CheckpointWriter, checkpoint_paths
 from megatron_rl.runtime.watchdog import Watchdog
 
 
@@ -108,6 +110,30 @@ def test_a_run_that_is_asked_to_end_after_an_export_leaves_a_checkpoint_of_that_
     assert [path.name for path in (tmp_path / "run" / "exports").iterdir()] == ["step-000002"]
 
 
+def test_the_link_leads_to_the_new_policy_before_the_old_one_is_deleted_and_what_cannot_be_is_said(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    links: list[str] = []
+
+    def prune(_: CheckpointWriter) -> list[str]:
+        links.append((tmp_path / "run" / "huggingface").readlink().parent.name)
+        return ["an old one could not be deleted"]
+
+    monkeypatch.setattr(CheckpointWriter, "prune", prune)
+    run = make_run("run.num_steps=2", "run.save_interval=1")
+    train_loop(run, first_step=0)
+    run.finish()
+    assert links == ["step-000001", "step-000002"]
+    assert capsys.readouterr().out.count("an old one could not be deleted") == 2
+
+
+def test_rows_are_on_the_disk_before_the_checkpoint_behind_them(make_run: MakeRun, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda number: calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{number}")).name)))
+    train_loop(make_run("run.num_steps=1"), first_step=0)
+    steps = [call for call in calls if call == ("sync", "metrics.jsonl") or call[0] in ("train", "save")]
+    assert [call[0] for call in steps] == ["train", "sync", "save"]
+
+
 def test_a_failed_save_ends_the_run_and_is_told_once(make_run: MakeRun, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run("run.num_steps=3", "run.save_interval=1", save_error=UserError("the disk is full"))
     with pytest.raises(UserError, match="the disk is full") as caught:
@@ -117,8 +143,12 @@ def test_a_failed_save_ends_the_run_and_is_told_once(make_run: MakeRun, calls: C
     assert "the disk is full" not in capsys.readouterr().out
 
 
-def test_a_failed_save_does_not_hide_why_a_run_ended(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run("run.save_interval=1", fails_at=1, error=EngineError("gone"), written=False, save_error=UserError("the disk is full"))
+@pytest.mark.parametrize("kind", [UserError, RayError])
+def test_a_failed_save_does_not_hide_why_a_run_ended(
+    make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Exception]
+) -> None:
+    """Ray raises what any exception of a rank becomes."""
+    run = make_run("run.save_interval=1", fails_at=1, error=EngineError("gone"), written=False, save_error=kind("the disk is full"))
     with pytest.raises(EngineError, match="gone") as caught:
         train_loop(run, first_step=0)
     run.break_off(caught.value)

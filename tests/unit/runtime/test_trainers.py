@@ -71,6 +71,9 @@ class Worker:
     def take_place(self, _: Path) -> tuple[str, ...]:
         return self.gpus
 
+    def check(self, checkpoint: Path, *, share: int, num_shares: int) -> None:
+        self.checked = (checkpoint, share, num_shares)
+
     def start(self, _: object, *, rank: int, init_method: str) -> int:
         return DP_RANKS[rank]
 
@@ -88,7 +91,7 @@ def call(method: Callable[..., Any]) -> types.SimpleNamespace:
 
 def make_actor() -> types.SimpleNamespace:
     worker = Worker()
-    methods = {name: call(getattr(worker, name)) for name in ("take_place", "start", "address", "train")}
+    methods = {name: call(getattr(worker, name)) for name in ("take_place", "check", "start", "address", "train")}
     return Actor(worker=worker, hold=types.SimpleNamespace(remote=Endless), **methods)
 
 
@@ -131,6 +134,22 @@ def make_batch(lengths: list[int]) -> TrainBatch:
 def test_ranks_are_seated_on_each_node_in_the_order_of_its_gpus(group: TrainerGroup) -> None:
     assert group.gpus == [("9",), ("10",), ("4",), ("5",)]
     assert [worker.worker.gpus for worker in group.workers] == group.gpus
+
+
+def test_each_rank_compares_a_share_of_a_checkpoint_of_its_own(group: TrainerGroup) -> None:
+    group.check(Path("checkpoint"))
+    assert sorted(worker.checked for worker in Worker.made) == [(Path("checkpoint"), share, 4) for share in range(4)]
+
+
+def test_a_rank_compares_only_a_checkpoint_that_it_has_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(module.sharded_checkpoint, "check_files", lambda *_, **__: None)
+    worker = module.TrainerWorker.__ray_metadata__.modified_class()
+    worker._trainer = types.SimpleNamespace(load=lambda path, *, weights_only, checked: loaded.append((path, checked)))
+    worker.check(Path("one"), share=0, num_shares=1)
+    worker.load(Path("one"), weights_only=False)
+    worker.load(Path("two"), weights_only=False)
+    assert loaded == [(Path("one"), True), (Path("two"), False)]
 
 
 def test_a_rank_trains_on_the_sequences_of_its_data_parallel_rank(group: TrainerGroup) -> None:

@@ -111,11 +111,15 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(
     assert steps_of(tmp_path / "run") == [0, 1, 2, 3, 4, 5]
     calls.clear()
     (tmp_path / "run" / "checkpoints" / ".step-000006.partial").mkdir()
+    link = tmp_path / "run" / "huggingface"
+    link.unlink()
+    link.symlink_to("checkpoints/step-000002/hf")
     again = make_run("run.num_steps=6", resume=True)
     step = again.resume()
+    assert link.readlink() == Path("checkpoints/step-000004/hf"), "the kill may have come before it"
     printed = " ".join(capsys.readouterr().out.split())
     assert "training.optimizer.lr is 2 from now on, was 1 in the checkpoint" in printed
-    assert "5 groups are made anew, because of a setting" in printed
+    assert "5 groups to be made anew, because of a setting" in printed
     assert ".step-000006.partial is not complete and is passed over; it can be deleted" in printed
     assert (step, calls) == (4, [("load", "step-000004", False), ("rewind", 4, {"cursor": 7})])
     again.break_off(KeyboardInterrupt())
@@ -145,7 +149,7 @@ def test_a_run_that_is_killed_behind_its_checkpoint_has_the_row_of_its_step(make
 def test_a_run_without_checkpoint_starts_at_the_first_prompt(make_run: MakeRun, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     assert make_run(resume=True).resume() == 0
     assert calls == [("rewind", 0, None)]
-    assert "5 groups are made anew, because of a setting" in " ".join(capsys.readouterr().out.split())
+    assert "5 groups to be made anew, because of a setting" in " ".join(capsys.readouterr().out.split())
 
 
 def test_groups_that_are_too_old_after_a_resume_are_said_to_be_made_anew(
@@ -153,8 +157,8 @@ def test_groups_that_are_too_old_after_a_resume_are_said_to_be_made_anew(
 ) -> None:
     monkeypatch.setattr(Manager, "renewed_at", 1)
     train_loop(make_run("run.num_steps=3", "rollout.max_staleness=1"), first_step=0)
-    found = re.findall(r"step \d: \d+ groups were made anew[^\n]*", capsys.readouterr().out)
-    assert found == ["step 2: 3 groups were made anew, because rollout.max_staleness is 1 now"]
+    found = re.findall(r"step \d: \d+ groups made anew[^\n]*", capsys.readouterr().out)
+    assert found == ["step 2: 3 groups made anew, because rollout.max_staleness is 1 now"]
 
 
 @pytest.mark.parametrize("call", ["next_batch", "save"])

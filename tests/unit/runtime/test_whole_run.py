@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +42,9 @@ class Ranks:
 
     def __init__(self, settings: Settings, **_: object) -> None:
         self.batches: list[TrainBatch] = []
+
+    def check(self, checkpoint: Path) -> None:
+        assert (checkpoint / "manifest.json").is_file()
 
     def begin_start(self) -> list[Any]:
         return []
@@ -181,6 +188,29 @@ def test_a_supervised_run_starts_no_engine(make_settings: Callable[..., Settings
     assert not (tmp_path / "run" / "buffer.sqlite").exists() and Engines.stopped == 0
 
 
+def test_a_directory_has_one_supervised_run_at_a_time(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    settings = make_settings("objective.policy_loss=sft")
+    code = "import sys, pathlib; from megatron_rl.files import claim; held = claim(pathlib.Path(sys.argv[1]), what=''); input(print())"
+    other = subprocess.Popen([sys.executable, "-c", code, tmp_path / "run" / "run.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None and other.stdout is not None and other.stdout.readline()
+    with pytest.raises(UserError, match=rf"run\.directory .*run is in use by process {other.pid}; wait for that run or choose another"):
+        session.train(settings, resume=True)
+    other.stdin.close()
+    other.wait(timeout=30)
+    session.train(settings, resume=True)
+
+
+def test_a_supervised_run_goes_on_where_a_file_system_has_no_locks(
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    session.train(make_settings("objective.policy_loss=sft"), resume=False)
+    assert "cannot be locked (No locks available), so nobody looks whether" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_supervised_run_says_that_a_step_takes_more_rows_than_there_are(
     make_settings: Callable[..., Settings], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,6 +260,26 @@ def test_a_run_that_was_ended_from_outside_goes_on_by_the_same_command(
     monkeypatch.setattr(Ranks, "load", lambda self, path, *, weights_only: (), raising=False)
     session.train(settings, resume=True)
     assert list(read_metrics(tmp_path / "run" / METRICS_FILE)) == [0, 1, 2]
+
+
+def test_a_checkpoint_with_other_content_ends_the_start_before_ranks_and_engines_are_waited_for(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(self: Ranks, checkpoint: Path) -> None:
+        raise DamagedCheckpointError("the content of common.pt is not that of its manifest; copy it again")
+
+    def late(*_: object) -> None:
+        raise AssertionError("waited for")
+
+    session.train(make_settings("data.samples_per_prompt=2", "run.save_interval=1"), resume=False)
+    left = {name: (tmp_path / "run" / name).read_bytes() for name in (METRICS_FILE, "settings.yaml", "summary.json")}
+    monkeypatch.setattr(Ranks, "check", damaged)
+    monkeypatch.setattr(Ranks, "finish_start", late)
+    monkeypatch.setattr(Engines, "finish_start", late)
+    with pytest.raises(UserError, match=r"common\.pt is not that of its manifest; copy it again, or delete .*step-000002 to go on from"):
+        session.train(make_settings("data.samples_per_prompt=2", "run.num_steps=4"), resume=True)
+    assert left == {name: (tmp_path / "run" / name).read_bytes() for name in left}, "what the run had written is as it was"
+    assert Engines.stopped == 2
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ def test_experts_divide_the_same_ranks_and_stages_follow_each_other() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_ranks": 6, "tp": 4}, "6 ranks are not divisible by tp 4 × pp 1 × cp 1 = 4, .*num_ranks to 4 or 8"),
-        ({"num_ranks": 4, "tp": 2, "ep": 4}, "4 ranks are not divisible by etp 2 × ep 4 × pp 1 = 8"),
+        ({"num_ranks": 6, "tp": 4}, "6 ranks cannot be divided by tp 4 × pp 1 × cp 1 = 4, .*num_ranks to 4 or 8"),
+        ({"num_ranks": 4, "tp": 2, "ep": 4}, "4 ranks cannot be divided by etp 2 × ep 4 × pp 1 = 8"),
         ({"num_ranks": 1, "vpp": 2}, "vpp is 2 with pp 1"),
         ({"num_ranks": 1, "sequence_parallel": True}, "tp 1"),
     ],
