@@ -44,6 +44,16 @@ class Command:
             self._seen |= set(psutil.Process(self.process.pid).children(recursive=True))
         return self._seen
 
+    def members(self, words: str) -> list[psutil.Process]:
+        """Those of its processes that have `words` in their command line, the oldest first."""
+        found = []
+        for process in self.descendants():
+            # One that ends at this moment is none.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if words in " ".join(process.cmdline()):
+                    found.append((process.create_time(), process))
+        return [process for _, process in sorted(found, key=lambda each: each[0])]
+
     def wait_for(self, text: str) -> None:
         """Wait until the output contains `text`."""
         deadline = time.monotonic() + TIMEOUT_S

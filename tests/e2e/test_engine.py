@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from packaging.version import Version
+from slowed_engine import in_the_middle
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -230,10 +231,9 @@ def test_weights_by_broadcast_take_effect_with_their_version(ask, models, flatte
 
 def test_tokens_of_a_request_that_spans_an_update_carry_both_versions(ask, models) -> None:
     async def work(client: EngineClient) -> Generation:
-        running = asyncio.create_task(client.generate(np.array([1, 2]), sampling=Sampling(max_tokens=400)))
-        await asyncio.sleep(0.3)
-        await client.pause("retract")
-        await client.load_weights(models["second"][0], version=2)
+        async with in_the_middle(client.generate(np.array([1, 2]), sampling=Sampling(max_tokens=400)), client) as running:
+            await client.pause("retract")
+            await client.load_weights(models["second"][0], version=2)
         await client.resume()
         return (await running)[0]
 
@@ -245,9 +245,8 @@ def test_tokens_of_a_request_that_spans_an_update_carry_both_versions(ask, model
 
 def test_a_pause_that_aborts_returns_what_there_is(ask) -> None:
     async def work(client: EngineClient) -> Generation:
-        running = asyncio.create_task(client.generate(np.array([1, 2]), sampling=Sampling(max_tokens=500)))
-        await asyncio.sleep(0.3)
-        await client.pause("abort")
+        async with in_the_middle(client.generate(np.array([1, 2]), sampling=Sampling(max_tokens=500)), client) as running:
+            await client.pause("abort")
         await client.resume()
         return (await running)[0]
 
@@ -258,13 +257,13 @@ def test_a_pause_that_aborts_returns_what_there_is(ask) -> None:
 
 def test_cancelling_a_call_aborts_its_requests(ask) -> None:
     async def work(client: EngineClient) -> None:
-        running = asyncio.create_task(client.generate(np.array([1, 2]), sampling=Sampling(max_tokens=500), num_samples=60))
-        await asyncio.sleep(0.5)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        # Waits 5 seconds for running requests, then is refused; all these tokens would take longer.
-        await client.flush_cache()
+        call = client.generate(np.array([1, 2]), sampling=Sampling(max_tokens=500), num_samples=8)
+        async with in_the_middle(call, client, num_samples=8) as running:
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            # Waits 5 seconds for running requests, then is refused; all these tokens would take twice as long.
+            await client.flush_cache()
 
     ask(work)
 

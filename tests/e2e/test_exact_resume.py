@@ -11,6 +11,7 @@ import random
 import re
 import signal
 import sqlite3
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,8 +41,6 @@ PARITY = "weights/parity_"
 """Measured whenever a run starts."""
 WAIT_S = 240.0
 PHASES = ("rollout", "train", "save", "publish")
-LONGEST_S = {"rollout": 0.5, "train": 0.5, "save": 0.1, "publish": 0.4}
-"""About as long as a phase takes. Weights are published while the checkpoint is being written: as soon as it has begun."""
 GONE_S = 30.0
 """After the driver's death. It takes 4 s where the machine has room."""
 
@@ -54,10 +53,17 @@ class Moment:
     delay_s: float
 
 
-def moments(seed: int) -> list[Moment]:
-    """One in the rollout, the optimizer step, the save and the publication of weights, in any order."""
+def moments(seed: int, whole: Path) -> list[Moment]:
+    """One in the rollout, the optimizer step, the save and the publication of weights, in any order.
+
+    Phases are as long as in the run in the directory `whole`: on a fast machine a step is over in what is a part of a phase on another.
+    """
     rng = random.Random(seed)
-    return [Moment(phase, rng.uniform(0, LONGEST_S[phase])) for phase in rng.sample(PHASES, len(PHASES))]
+    steps = list(metrics(whole).values())[1:]
+    lengths_s = {name: statistics.median(row[f"time/{name}"] for row in steps) for name in ("rollout", "train", "save", "sync")}
+    # Weights are published while the checkpoint is being written: as soon as it has begun.
+    lengths_s["publish"] = lengths_s["save"] + lengths_s["sync"]
+    return [Moment(phase, rng.uniform(0, lengths_s[phase])) for phase in rng.sample(PHASES, len(PHASES))]
 
 
 def began(phase: str, step: int, directory: Path) -> bool:
@@ -84,20 +90,9 @@ def reach(moment: Moment, run: Any, directory: Path, *, step: int) -> None:
     time.sleep(moment.delay_s)
 
 
-def members(run: Any, words: str) -> list[psutil.Process]:
-    """Those of its processes that have `words` in their command line, the oldest first."""
-    found = []
-    for process in run.descendants():
-        # One that ends at this moment is none.
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if words in " ".join(process.cmdline()):
-                found.append((process.create_time(), process))
-    return [process for _, process in sorted(found, key=lambda each: each[0])]
-
-
 def kill_driver(run: Any) -> None:
     """kill -9 for the driver alone, when Ray has logged as much as it does in hours: all goes down by itself."""
-    (raylet,) = members(run, "/raylet/raylet ")
+    (raylet,) = run.members("/raylet/raylet ")
     (log,) = {file.path for file in raylet.open_files() if "raylet.out" in file.path}
     with open(log, "a") as file:
         file.write(f"{'x' * 99}\n" * 20_000)
@@ -108,7 +103,7 @@ def kill_driver(run: Any) -> None:
 
 def kill_rank(run: Any, *, number: int) -> None:
     """kill -9 for one trainer rank, as the kernel does it where memory runs out: the run ends by itself, and asks to be started again."""
-    members(run, "ray::TrainerWorker")[number].kill()
+    run.members("ray::TrainerWorker")[number].kill()
     assert run.wait() == RESUMABLE, run.output
     sentence = r"megatron-rl: Megatron rank \d died: .*; the same command with --resume continues after step \d"
     assert re.fullmatch(sentence, run.output.splitlines()[-1]) and "Traceback" not in run.output, run.output
@@ -126,20 +121,21 @@ def kill_tree(run: Any) -> None:
 
 
 def end_without_patience(run: Any) -> None:
-    """SIGTERM, and kill -9 before the run can have ended: a period of grace that is shorter than it needs."""
+    """SIGTERM, and kill -9 while the run leaves what it has: a period of grace that is shorter than it needs."""
     run.process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
+    # Then engines, ranks and Ray have to be stopped still, which takes seconds.
+    run.wait_for("] report ...")
     kill_tree(run)
 
 
-def kill_and_resume(start: Callable[..., Any], command: tuple[str, ...], directory: Path, *, seed: int) -> None:
+def kill_and_resume(start: Callable[..., Any], command: tuple[str, ...], directory: Path, *, seed: int, whole: Path) -> None:
     """Start the same command again and again, each time ended at another moment and in another way, until it comes to its end.
 
     Each life has to reach a phase that none before has: a moment that is over when the run starts would be none.
     """
     ends = (kill_driver, partial(kill_rank, number=seed % 2), end_without_patience, kill_tree)
     killed = []
-    for number, (moment, end) in enumerate(zip(moments(seed), ends, strict=True)):
+    for number, (moment, end) in enumerate(zip(moments(seed, whole), ends, strict=True)):
         step = next(step for step in range(2 + number, NUM_STEPS + 1) if not began(moment.phase, step, directory))
         run = start(*command)
         reach(moment, run, directory, step=step)
@@ -204,7 +200,7 @@ def test_a_run_that_was_ended_four_times_is_the_run_that_was_not(
 ) -> None:
     directory = tmp_path / "run"
     command = (*rl_arguments(task, directory, REWARD, *EXACT, *overrides), "--resume")
-    kill_and_resume(start, command, directory, seed=seed)
+    kill_and_resume(start, command, directory, seed=seed, whole=whole)
     assert_same_run(directory, whole)
     summary, expected = read_summary(directory), read_summary(whole)
     assert summary is not None and expected is not None
@@ -236,7 +232,7 @@ def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
     directory = tmp_path / "run"
     run = start(*rl_arguments(task, directory, REWARD, *EXACT, "rollout.num_engines=2"))
     run.wait_for(f"  2/{NUM_STEPS}")
-    members(run, "megatron_rl.rollout.sglang_server")[0].kill()
+    run.members("megatron_rl.rollout.sglang_server")[0].kill()
     assert run.wait() == 0, run.output
     assert "the run goes on with 1 of 2 engines" in run.output and "Traceback" not in run.output
     assert_same_run(directory, whole)
@@ -245,12 +241,12 @@ def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_that_was_ended_four_times_loses_nothing_while_later_steps_are_generated(
-    task: Path, tmp_path: Path, start: Callable[..., Any]
+    task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path
 ) -> None:
     """With `max_staleness` 1: every step once, the same prompts in the same order, no sample lost, made twice, or too old."""
     directory = tmp_path / "run"
     command = (*rl_arguments(task, directory, REWARD, *EXACT, "rollout.max_staleness=1"), "--resume")
-    kill_and_resume(start, command, directory, seed=6)
+    kill_and_resume(start, command, directory, seed=6, whole=whole)
     rows = metrics(directory)
     assert list(rows) == list(range(NUM_STEPS + 1))
     assert [rows[step]["weights/version"] for step in rows] == list(range(NUM_STEPS + 1))

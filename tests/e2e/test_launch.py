@@ -202,9 +202,16 @@ def test_help_is_the_header_and_the_options(environment: dict[str, str]) -> None
 
 
 STAND_IN = """
-echo "$$ $(basename "$0") $*" >>"$RECORD"
 trap 'echo "$$ stopped" >>"$RECORD"; exit "${STATUS_AT_TERM:-143}"' TERM
-case " $* " in *await_nodes*|*get-auth-token*) exit 0 ;; esac
+echo "$$ $(basename "$0") $*" >>"$RECORD"
+case " $* " in
+*get-auth-token*) exit 0 ;;
+*await_nodes*)
+    # As the real one, until all that were started for the cluster are up.
+    for pid in $(cat "/proc/$PPID/task/$PPID/children"); do until grep -q "^$pid " "$RECORD"; do sleep 0.05; done; done
+    exit 0
+    ;;
+esac
 while :; do sleep 0.1; done
 """
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slowed_engine import in_the_middle
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -164,11 +165,10 @@ def test_engines_join_and_leave_between_syncs_and_during_requests(engines: list[
             for sample in (sample for group in groups for sample in group.samples):
                 assert sample.weight_versions[sample.loss_mask].tolist() == [2] * 8 and len(sample.response_ids) == 8 + len(TOOL_IDS)
 
-            asking = asyncio.create_task(ask(400))
-            await asyncio.sleep(1)
-            assert pool.num_running == 16
-            await asyncio.to_thread(engines[0][0].stop)
-            pool.leave(clients[0], EngineError("stopped"))
+            async with in_the_middle(ask(400), *clients, num_samples=8) as asking:
+                assert pool.num_running == 16
+                await asyncio.to_thread(engines[0][0].stop)
+                pool.leave(clients[0], EngineError("stopped"))
             assert await asking == [2] and pool.num_running == 0
             await publish(3)
             assert await ask(4) == [3]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slowed_engine import in_the_middle
 from small_run import metrics, rl_arguments
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -93,15 +94,13 @@ def test_records_cover_all_tokens_but_the_last_whatever_ends_a_response(address:
         async with EngineClient(address, request_timeout_s=60) as client:
             stopped = await client.generate(prompt, sampling=Sampling(max_tokens=60, stop_token_ids=tuple(range(7, 14))), num_samples=4)
             cached = await client.generate(prompt, sampling=Sampling(max_tokens=1), num_samples=2)
-            running = asyncio.create_task(client.generate(prompt, sampling=Sampling(max_tokens=400)))
-            await asyncio.sleep(0.3)
-            await client.pause("abort")
+            async with in_the_middle(client.generate(prompt, sampling=Sampling(max_tokens=400)), client) as aborted:
+                await client.pause("abort")
             await client.resume()
-            retracted = asyncio.create_task(client.generate(prompt, sampling=Sampling(max_tokens=100)))
-            await asyncio.sleep(0.1)
-            await client.pause("retract")
+            async with in_the_middle(client.generate(prompt, sampling=Sampling(max_tokens=400)), client) as retracted:
+                await client.pause("retract")
             await client.resume()
-            return [stopped, cached, await running, await retracted]
+            return [stopped, cached, await aborted, await retracted]
 
     stopped, cached, aborted, retracted = asyncio.run(work())
     assert {generation.stop_reason for generation in stopped} == {StopReason.STOP}

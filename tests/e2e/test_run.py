@@ -114,8 +114,7 @@ def test_death_of_a_process_surfaces_and_leaves_nothing(
 ) -> None:
     run = start(*rl_arguments(task, tmp_path / "run", "run.num_steps=1000", "run.save_interval=0"))
     run.wait_for("  1/1000")
-    victims = [process for process in run.descendants() if process.is_running() and pattern in " ".join(process.cmdline())]
-    min(victims, key=psutil.Process.create_time).kill()
+    run.members(pattern)[0].kill()
     assert run.wait() == 1, run.output
     assert re.search(message, run.output), run.output
     assert run.survivors() == []
@@ -128,8 +127,7 @@ def test_a_run_goes_on_without_an_engine_that_dies(task: Path, tmp_path: Path, s
     words = ("run.num_steps=4", "run.save_interval=0", "rollout.num_engines=2", "reward.function=tests.e2e.one_by_one:slow_score")
     run = start(*rl_arguments(task, tmp_path / "run", *words))
     run.wait_for("  1/4")
-    servers = [process for process in run.descendants() if "megatron_rl.rollout.sglang_server" in " ".join(process.cmdline())]
-    min(servers, key=psutil.Process.create_time).kill()
+    run.members("megatron_rl.rollout.sglang_server")[0].kill()
     assert run.wait() == 0, run.output
     assert re.search(r"the run goes on with 1 of 2 engines, because one ended: .*killed by signal 9", run.output), run.output
     steps = metrics(tmp_path / "run")

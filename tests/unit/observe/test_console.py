@@ -62,12 +62,13 @@ def test_a_long_phase_is_never_silent_in_a_log_file() -> None:
         outer.say("loading weights")
         with console.phase("rollout", total=64, unit="groups") as progress:
             progress.advance(12)
-            deadline = time.monotonic() + 10
-            while stream.getvalue().count("still") < 2 and time.monotonic() < deadline:
+            # Whether there was a beat before is a matter of the machine.
+            before, deadline = len(stream.getvalue()), time.monotonic() + 10
+            while stream.getvalue()[before:].count("still") < 3 and time.monotonic() < deadline:
                 time.sleep(0.005)
-    beats = [line for line in stream.getvalue().splitlines() if "still" in line]
-    assert len(beats) >= 2
-    assert re.search(r"still start engines loading weights, \d+\.\d s; rollout 12/64 groups, \d+\.\d s$", beats[0])
+    beats = [line for line in stream.getvalue()[before:].splitlines() if "still" in line]
+    assert len(beats) >= 3
+    assert all(re.search(r"still start engines loading weights, \d+\.\d s; rollout 12/64 groups, \d+\.\d s$", beat) for beat in beats[1:])
 
 
 def test_between_phases_there_is_no_heartbeat_and_an_error_is_not_announced_as_an_end() -> None:
@@ -75,8 +76,9 @@ def test_between_phases_there_is_no_heartbeat_and_an_error_is_not_announced_as_a
     with RunConsole(1, stream=stream, heartbeat_s=0.01) as console:
         with pytest.raises(RuntimeError), console.phase("rollout"):
             raise RuntimeError
+        printed = stream.getvalue()
         time.sleep(0.05)
-    assert len(stream.getvalue().splitlines()) == 1
+    assert stream.getvalue() == printed and "rollout ..." in printed and "rollout:" not in printed
 
 
 def test_a_terminal_gets_a_live_line_that_goes_away() -> None:

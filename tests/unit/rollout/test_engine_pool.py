@@ -250,14 +250,15 @@ def test_who_prefers_a_busy_engine_waits_for_it_and_keeps_no_one_from_another() 
 
 
 def test_who_prefers_a_busy_engine_takes_another_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "AFFINITY_WAIT_S", 0.05)
+    monkeypatch.setattr(engine_pool, "AFFINITY_WAIT_S", 0.2)
 
     async def test(requests: Requests, clients: list[EngineClient]) -> None:
         await requests.start("a", 2, preferred=clients[0])
         await requests.start("b", preferred=clients[0])
-        await asyncio.sleep(0.02)
         assert "b" not in requests.got
-        await asyncio.sleep(0.1)
+        # Begun later, so over later.
+        await asyncio.sleep(engine_pool.AFFINITY_WAIT_S)
+        await asyncio.sleep(0)
         assert requests.got["b"] is clients[1]
 
     run(test)

@@ -127,7 +127,7 @@ def test_scoring_does_not_hold_a_slot_and_its_outcome_is_in_the_group() -> None:
 
 
 def test_what_waits_for_its_rewards_is_not_generated_again_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.rollout.groups.SLOW_REWARD_S", 0.01)
+    monkeypatch.setattr("megatron_rl.rollout.groups.SLOW_REWARD_S", 0.1)
     prompts, never = make_prompts(2), asyncio.Event()
 
     async def make(buffer: Buffer, client: FakeClient, *, patient: bool) -> list[Group]:
@@ -139,7 +139,12 @@ def test_what_waits_for_its_rewards_is_not_generated_again_after_a_kill(tmp_path
 
         maker = replace(make_maker(EnginePool([client], max_requests=8), score=score), buffer=buffer)  # type: ignore[list-item]
         made = [asyncio.create_task(maker.make(prompt)) for prompt in buffer.take_pending(2)]
-        await asyncio.wait(made, timeout=0.2)
+
+        async def kept_or_done() -> None:
+            while not made[0].done() or not (made[1].done() or buffer.finished_samples(prompts[1])):
+                await asyncio.sleep(0.001)
+
+        await asyncio.wait_for(kept_or_done(), 5)
         return [task.result() if task.done() else task.cancel() for task in made]  # type: ignore[misc]
 
     with Buffer(tmp_path / "buffer.sqlite") as buffer:

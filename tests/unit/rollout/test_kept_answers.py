@@ -36,6 +36,7 @@ class Engine:
         self.address = EngineAddress("url", "key", vocab_size=100, context_length=64, max_total_tokens=64, has_tokenizer=False)
         self.limit, self.error, self.answered = limit, error, first
         self.seeds: list[int | None] = []
+        self.silent = asyncio.Event()
         self.pool: EnginePool
         self.slots = 0
 
@@ -47,6 +48,7 @@ class Engine:
         if number > self.limit:
             if self.error is not None:
                 raise self.error
+            self.silent.set()
             await asyncio.Event().wait()
         return tuple(self._answer(token_ids) for _ in range(num_samples))
 
@@ -79,8 +81,10 @@ class Given:
         return (self._answer,)
 
 
-async def make(buffer: Buffer, *engines: Engine, num_samples: int = 3, killed: bool = False, **changes: Any) -> Group | None:
-    """The group of the prompt, or None when the engines do not answer any more and the run is `killed`."""
+async def make(
+    buffer: Buffer, *engines: Engine, num_samples: int = 3, killed: bool = False, due_s: float = 0.0, **changes: Any
+) -> Group | None:
+    """The group of the prompt, or None when the engine does not answer any more and the run is `killed` `due_s` seconds later."""
 
     async def score(sample: Sample) -> Reward:
         return Reward(outcome=RewardOutcome.SCORED, value=1.0)
@@ -94,7 +98,11 @@ async def make(buffer: Buffer, *engines: Engine, num_samples: int = 3, killed: b
     making = asyncio.create_task(replace(maker, **changes).make(PROMPT))
     if not killed:
         return await asyncio.wait_for(making, 5)
-    await asyncio.sleep(0.1)
+    await asyncio.wait_for(engines[0].silent.wait(), 5)
+    # What it has answered before has now come to whoever asked, and what is due was written.
+    for _ in range(100):
+        await asyncio.sleep(0)
+    await asyncio.sleep(due_s)
     assert not making.done()
     making.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -120,7 +128,7 @@ def test_only_the_samples_that_a_kill_cut_off_are_asked_for_again(buffer: Buffer
     monkeypatch.setattr(KeptAnswers, "close", lambda self, finished: None)
     monkeypatch.setattr(kept_answers, "KEEP_AFTER_S", 0.01)
     before, after = Engine(limit=2), Engine(limit=9, first=50)
-    asyncio.run(make(buffer, before, killed=True))
+    asyncio.run(make(buffer, before, killed=True, due_s=kept_answers.KEEP_AFTER_S))
     assert len(buffer.answers("p")) == 2
     group = asyncio.run(make(buffer, after))
     assert len(before.seeds) == before.slots == 3 and after.slots == 1 and after.seeds == before.seeds[2:]
