@@ -76,6 +76,7 @@ _FIXES = {
 FRONT = "SELECT position, id, state FROM groups INDEXED BY groups_waiting WHERE state <> 'consumed' ORDER BY position LIMIT ?"
 COUNT = "SELECT count(*) FROM groups WHERE state = ?"
 PRUNABLE = "SELECT id FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ?"
+LATER = "SELECT count(*) FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step > ?"
 
 
 def _never(_: Group) -> None:
@@ -273,6 +274,12 @@ class Buffer:
             # No group is ever removed, so the last position is the number of all.
             (total,) = self._connection.execute("SELECT coalesce(max(position), 0) FROM groups").fetchone()
         return BufferCounts(pending, in_flight, done, consumed=int(total) - pending - in_flight - done)
+
+    def num_consumed(self, *, step: int) -> int:
+        """How many groups the steps up to `step`, to which a checkpoint may come back, have consumed."""
+        with _database_errors(self._path):
+            (later,) = self._connection.execute(LATER, (step,)).fetchone()
+        return self.counts().consumed - int(later)
 
     def recover(self) -> int:
         """Put every group in flight back to pending, which are not generated any more, and return how many there were."""

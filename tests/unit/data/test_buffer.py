@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.data import buffer_rows
-from megatron_rl.data.buffer import COUNT, FRONT, PRUNABLE, Answer, Buffer, BufferCounts
+from megatron_rl.data.buffer import COUNT, FRONT, LATER, PRUNABLE, Answer, Buffer, BufferCounts
 from megatron_rl.errors import UserError
 from megatron_rl.types import Group, Prompt, Sample
 
@@ -341,6 +341,7 @@ def test_a_buffer_that_counted_steps_from_0_goes_on(tmp_path: Path, make_group: 
         pytest.param(FRONT, "SCAN groups USING COVERING INDEX groups_waiting", id="front"),
         pytest.param(COUNT, "SEARCH groups USING COVERING INDEX groups_by_state (state=?)", id="count"),
         pytest.param(PRUNABLE, "SEARCH groups USING INDEX groups_unpruned (consumed_step<?)", id="prunable"),
+        pytest.param(LATER, "SEARCH groups USING INDEX groups_unpruned (consumed_step>?)", id="later"),
     ],
 )
 def test_what_a_step_asks_is_answered_from_an_index_of_the_groups_that_it_is_about(buffer: Buffer, statement: str, expected: str) -> None:
