@@ -6,7 +6,7 @@
 # Model      Qwen3 architecture, 0.7 M parameters, random weights made by code
 # Task       12+39= -> 051, 500 problems held out; warm start on a teacher who mostly forgets to carry (examples/arithmetic/make_task.py)
 # Parts      Megatron-Core (2 data-parallel ranks, gloo) trains, an SGLang server generates, Ray places the processes
-# Hardware   2 CPU cores, 8 GiB of memory
+# Hardware   2 CPU cores, 8 GiB of memory; where there are GPUs, up to three of them
 # Duration   first call: set-up (2 minutes plus download) and then as a later call: 3 minutes
 # Expected   held-out greedy accuracy from about 0.35 to above 0.9
 #
@@ -37,6 +37,21 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
+
+num_gpus() {
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
+    else
+        nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+    fi
+}
+
+# Two ranks and an engine take three GPUs. Where there are fewer, one rank trains, and shares the only one with the engine.
+sft_layout=() grpo_layout=()
+case $(num_gpus) in
+    1) sft_layout=(training.topology.num_ranks=1) grpo_layout=(training.topology.num_ranks=1 runtime.colocate=true) ;;
+    2) sft_layout=(training.topology.num_ranks=1) grpo_layout=(training.topology.num_ranks=1) ;;
+esac
 
 directory=runs/quickstart/seed$seed-$(date +%Y%m%d-%H%M%S)
 python=${VENV:-.venv}/bin/python
@@ -95,12 +110,13 @@ timed_run task "$python" examples/arithmetic/make_task.py "$directory/task" --se
 
 phase "3/5 supervised warm start"
 timed_run sft "$python" -m megatron_rl train examples/arithmetic/sft.yaml \
-    run.directory="$directory/sft" run.seed="$seed" model.path="$directory/task/model" data.train="$directory/task/supervised.jsonl"
+    run.directory="$directory/sft" run.seed="$seed" model.path="$directory/task/model" data.train="$directory/task/supervised.jsonl" \
+    "${sft_layout[@]}"
 
 phase "4/5 GRPO"
 timed_run grpo "$python" -m megatron_rl train examples/arithmetic/grpo.yaml \
     run.directory="$directory/grpo" run.seed="$seed" model.path="$directory/sft/huggingface" \
-    data.train="$directory/task/train.jsonl" data.eval="$directory/task/held_out.jsonl" "${overrides[@]}"
+    data.train="$directory/task/train.jsonl" data.eval="$directory/task/held_out.jsonl" "${grpo_layout[@]}" "${overrides[@]}"
 
 phase "5/5 result"
 run "$python" examples/arithmetic/report.py "$directory" "${seconds[@]}"

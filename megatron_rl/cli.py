@@ -114,7 +114,10 @@ def train(
     settings = _settings(words, reward=reward, ray_address=ray_address)
     # Heavy from here on: megatron-core and transformers are asked what they know.
     from megatron_rl.runtime.preflight import preflight
+    from megatron_rl.runtime.resumption import check_is_not_a_copy
 
+    if resume:
+        check_is_not_a_copy(split_words(words, options=_own_options()).config, settings)
     if check:
         return _check(settings, resume=resume, config_only=config_only)
     print("checking settings, model and data ...", flush=True)

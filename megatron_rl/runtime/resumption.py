@@ -64,6 +64,21 @@ def _value(values: Mapping[str, Any], name: str) -> str:
     return format_value(values[name]) if name in values else "not set"
 
 
+def check_is_not_a_copy(config: Path | None, settings: Settings) -> None:
+    """Raise UserError when `config`, which the settings came from, lies in a run's directory and names another: this one was copied."""
+    if config is None or config.name != SETTINGS_FILE or not checkpoint_paths(config.parent):
+        return
+    named, place = settings.run.directory, config.parent
+    values = parse_yaml(config.read_text(encoding="utf-8"), origin=str(config))
+    given = by_path(values).get("run.directory") if isinstance(values, Mapping) else None
+    # Where the command line gives another directory, that one is meant.
+    if given is not None and Path(given) == named and named.resolve() != place.resolve():
+        raise UserError(
+            f"--resume was given with {config}, which lies in a run's directory and names another as run.directory, {named}; add "
+            f"run.directory={place} to continue the run here, or give {named / SETTINGS_FILE} to continue that one"
+        )
+
+
 def check_has_checkpoint(settings: Settings) -> list[str]:
     """Refuse to begin again where checkpoints were and are gone; a note where there never was one."""
     directory, link = settings.run.directory, settings.run.directory / POLICY_LINK

@@ -1,9 +1,11 @@
 """What the quickstart runs besides `megatron-rl`, which the tests of whole runs do not reach."""
 
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,37 @@ def test_the_commands_of_the_readme_fit_together() -> None:
     assert (sft.model.path, sft.data.train) == (task / "model", task / "supervised.jsonl")
     assert (grpo.model.path, grpo.data.train) == (sft.run.directory / "huggingface", task / "train.jsonl")
     assert score[-2:] == [str(grpo.run.directory / "huggingface"), str(grpo.data.eval)]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "visible", "layouts"),
+    [
+        (0, None, [[], []]),
+        (1, None, [["training.topology.num_ranks=1"], ["training.topology.num_ranks=1", "runtime.colocate=true"]]),
+        (2, None, [["training.topology.num_ranks=1"], ["training.topology.num_ranks=1"]]),
+        (3, None, [[], []]),
+        (8, "0,3", [["training.topology.num_ranks=1"], ["training.topology.num_ranks=1"]]),
+        (8, "", [[], []]),
+    ],
+)
+def test_the_quickstart_takes_no_more_gpus_than_there_are(
+    tmp_path: Path, num_gpus: int, visible: str | None, layouts: list[list[str]]
+) -> None:
+    lines = "".join(f"GPU {number}: NVIDIA H100 (UUID: GPU-{number})\n" for number in range(num_gpus))
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}"
+    }
+    done = subprocess.run(
+        ["bash", "examples/quickstart.sh", "--dry-run"],
+        cwd=ROOT,
+        env=environment if visible is None else environment | {"CUDA_VISIBLE_DEVICES": visible},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    commands = [shlex.split(line) for line in done.stdout.splitlines() if " train " in line]
+    chosen = ("training.topology.num_ranks", "runtime.colocate")
+    assert [[word for word in command if word.startswith(chosen)] for command in commands] == layouts

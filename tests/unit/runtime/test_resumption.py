@@ -17,7 +17,7 @@ from megatron_rl.data.buffer import Buffer
 from megatron_rl.errors import UserError
 from megatron_rl.models.checkpoint_manifest import write_manifest
 from megatron_rl.runtime.preflight import RESUME_CHECKS, preflight
-from megatron_rl.runtime.resumption import resume_rows
+from megatron_rl.runtime.resumption import check_is_not_a_copy, resume_rows
 from megatron_rl.types import Prompt
 
 
@@ -198,3 +198,16 @@ def test_check_prints_what_would_be_resumed_or_only_what_is_wrong(
     assert printed.out == "" and printed.err.count("\n") == 1 and "delete" in printed.err
     with pytest.raises(UserError, match="delete"):
         preflight(load_settings(None, given), resume=True, probe=False)
+
+
+def test_a_copied_run_does_not_go_on_in_the_directory_it_was_copied_from(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    (run / "settings.yaml").write_text(dump_settings(load_settings(None, words)))
+    shutil.copytree(run, copy, symlinks=True)
+    config = copy / "settings.yaml"
+    assert main(["train", str(config), "--resume", "--check"]) == 2
+    assert f"names another as run.directory, {run}; add run.directory={copy} to continue the run here" in capsys.readouterr().err
+    for given, overrides in ((config, [f"run.directory={copy}"]), (config, ["run.directory=new"]), (run / "settings.yaml", [])):
+        check_is_not_a_copy(given, load_settings(given, overrides))
