@@ -64,6 +64,13 @@ def test_weights_beside_those_of_a_manifest_are_refused(tiny_model, tmp_path, na
     check_weights_alone(made)
 
 
+def test_a_manifest_that_may_be_of_another_program_can_be_removed(tiny_model):
+    path = tiny_model()
+    (path / "manifest.json").write_text(json.dumps({"files": ["model.safetensors"]}))
+    with pytest.raises(UserError, match="manifest.json cannot be read .*; copy it again from where it came, or remove its manifest.json"):
+        check_weights_alone(path)
+
+
 def test_an_index_beside_a_single_file_is_refused_where_programs_would_read_different_weights(tiny_model):
     path = tiny_model()
     index = path / "model.safetensors.index.json"
