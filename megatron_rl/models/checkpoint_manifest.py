@@ -214,7 +214,9 @@ def _check_strangers(directory: Path, hashed: Mapping[str, Mapping[str, Any]]) -
     for place in sorted({(directory / name).parent for name in hashed}):
         for file in sorted(place.glob("*")):
             name = str(file.relative_to(directory))
-            if name.endswith(_ALWAYS_OF_WEIGHTS) and name not in hashed:
+            # Of hidden files, such as those that macOS leaves beside each other one, programs read this one alone.
+            hidden = file.name.startswith(".") and file.name != ".metadata"
+            if name.endswith(_ALWAYS_OF_WEIGHTS) and not hidden and name not in hashed:
                 raise DamagedCheckpointError(
                     f"checkpoint {directory} is not as it was saved: {name} is there, but not in its {MANIFEST}, and programs differ in "
                     f"whether they read it; remove it, or {MANIFEST} if the change is yours"

@@ -121,7 +121,9 @@ def test_a_checkout_is_the_same_one_by_another_path(tmp_path: Path) -> None:
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / ".made_by_setup_env").write_text(str(tmp_path / "link"))
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv")}
-    done = subprocess.run(["bash", "tools/setup_env.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        ["bash", "tools/setup_env.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 1 and "this system has glibc 2.31" in done.stderr, done.stderr
 
 
