@@ -188,6 +188,9 @@ class RolloutManager:
         if position is not None and _GROUPS in position:
             num_groups = position[_GROUPS]
             gone = self._missing(counts, num_groups=num_groups, num_consumed=position[_CONSUMED], step=step)
+        if not counts.total:
+            # A kill before the next checkpoint comes back to this one, with what is made from now on.
+            self._buffer.begin_behind(num_groups)
         # Prompts that were taken after the checkpoint are in the buffer: the next ones come behind them.
         pending = self._buffer.unfinished(among=counts.waiting)
         self._buffer.add_prompts(source.next_prompts(max(0, counts.total - num_groups)))
@@ -202,7 +205,9 @@ class RolloutManager:
         waiting = num_groups - num_consumed
         if not counts.total:
             return (f"the buffer is gone, and with it {counted(waiting, 'prompt')} that waited in it, now left out",) if waiting else ()
-        if counts.total < num_groups or counts.consumed != num_consumed:
+        # One that was begun at this checkpoint has nothing of what was there before.
+        begun_here = self._buffer.num_gone == num_groups
+        if counts.total < num_groups or (counts.consumed != num_consumed and not begun_here):
             raise UserError(
                 f"{self._settings.run.directory / BUFFER_FILE} is not the buffer of the checkpoint of step {step}: it has {counts.total} "
                 f"groups, of which the first {step} steps took {counts.consumed}, and had {num_groups} and {num_consumed} then; copy it "

@@ -313,7 +313,7 @@ def test_a_buffer_that_counted_steps_from_0_goes_on(tmp_path: Path, make_group: 
     with sqlite3.connect(path) as old:
         old.executescript(Path(__file__).with_name("schema_2.sql").read_text())
         for step, group in enumerate(groups):
-            old.execute(buffer_rows.INSERT_GROUP, buffer_rows.prompt_row(group.prompt))
+            old.execute(buffer_rows.INSERT_GROUP, (1, *buffer_rows.prompt_row(group.prompt)))
             columns, _, _ = buffer_rows.SAMPLE_COLUMNS.partition(", trajectory")
             rows = [buffer_rows.sample_row(sample, prompt=group.prompt)[:19] for sample in group.samples]
             old.executemany(f"INSERT INTO samples ({columns}) VALUES ({', '.join('?' * 19)})", rows)
