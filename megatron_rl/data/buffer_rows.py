@@ -126,7 +126,7 @@ INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', 
 
 
 def prompt_row(prompt: Prompt) -> tuple[Any, ...]:
-    """The values of INSERT_GROUP behind its first, the position of a file's first group. Raises UserError for metadata that JSON cannot hold."""
+    """The values of INSERT_GROUP but the first, a position. Raises UserError for metadata that JSON cannot hold."""
     owner = f"prompt {prompt.id!r}"
     return prompt.id, prompt.text, prompt.label, _int32_bytes(prompt.token_ids, owner), _json(prompt.metadata, owner), time.time()
 
