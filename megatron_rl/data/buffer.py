@@ -48,6 +48,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -125,7 +126,7 @@ class Buffer:
         self._path, self.made_by = path, made_by
         self._num_gone = 0
         with ExitStack() as undo:
-            lock = undo.enter_context(closing(claim(path.with_name(f"{path.name}.lock"), what=f"the buffer {path}")))
+            lock = undo.enter_context(closing(_claim(path)))
             with _database_errors(self._path):
                 self._connection = undo.enter_context(closing(sqlite3.connect(path, timeout=BUFFER_LOCK_S, isolation_level=None)))
                 self._open()
@@ -426,6 +427,15 @@ def check_buffer(path: Path) -> None:
     if path.exists():
         with _database_errors(path), closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as connection:
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+
+
+def _claim(path: Path) -> TextIOWrapper:
+    try:
+        return claim(path.with_name(f"{path.name}.lock"), what=f"the buffer {path}")
+    except OSError as error:
+        raise UserError(
+            f"the buffer {path} cannot be locked ({error.strerror}), needs a file system with locks; choose another run.directory"
+        ) from error
 
 
 @contextmanager

@@ -1,4 +1,6 @@
 import dataclasses
+import errno
+import fcntl
 import os
 import sqlite3
 import subprocess
@@ -400,6 +402,15 @@ def test_a_second_process_is_refused_and_told_who_holds_the_file(buffer: Buffer,
     assert "is in use by process" in refused.stderr
     buffer.close()
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
+def test_a_file_system_without_locks_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.raises(UserError, match=r"cannot be locked \(No locks available\), needs a file system with locks; choose another"):
+        Buffer(tmp_path / "buffer.sqlite")
 
 
 def test_files_that_are_no_buffer_are_refused(tmp_path: Path) -> None:
