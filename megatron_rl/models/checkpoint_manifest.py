@@ -214,7 +214,7 @@ def _check_strangers(directory: Path, hashed: Mapping[str, Mapping[str, Any]]) -
     for place in sorted({(directory / name).parent for name in hashed}):
         for file in sorted(place.glob("*")):
             name = str(file.relative_to(directory))
-            # Of hidden files, such as those that macOS leaves beside each other one, programs read this one alone.
+            # Programs read no other hidden file, and macOS leaves one beside every file on disks that are not its own.
             hidden = file.name.startswith(".") and file.name != ".metadata"
             if name.endswith(_ALWAYS_OF_WEIGHTS) and not hidden and name not in hashed:
                 raise DamagedCheckpointError(

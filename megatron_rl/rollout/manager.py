@@ -210,7 +210,7 @@ class RolloutManager:
         if counts.total < num_groups or (counts.consumed != num_consumed and not begun_here):
             raise UserError(
                 f"{self._settings.run.directory / BUFFER_FILE} is not the buffer of the checkpoint of step {step}: it has {counts.total} "
-                f"groups, of which the first {step} steps took {counts.consumed}, and had {num_groups} and {num_consumed} then; copy it "
+                f"groups, of which the steps up to {step} took {counts.consumed}, and had {num_groups} and {num_consumed} then; copy it "
                 f"again with the -wal file beside it, or move it away to go on without the groups that waited in it ({waiting})"
             )
         return ()
