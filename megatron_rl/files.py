@@ -134,9 +134,10 @@ def claim(file: Path, *, what: str) -> TextIOWrapper:
         if not isinstance(error, BlockingIOError | PermissionError):
             raise
         raise UserError(f"{what} is in use by process {owner}; wait for that run or choose another run.directory") from error
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
+    with disk_errors(file):
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
     return lock
 
 

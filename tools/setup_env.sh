@@ -173,7 +173,7 @@ advice() {
 check_owner() {
     local owner
     owner=$(cat "$owned" 2>/dev/null) || true
-    [ -z "$owner" ] || [ "$owner" = "$repository" ] || [ ! -e "$owner/tools/setup_env.sh" ] ||
+    [ -z "$owner" ] || [ "$owner" -ef "$repository" ] || [ ! -e "$owner/tools/setup_env.sh" ] ||
         fail "$venv is the environment of $owner, and one for $repository would replace it: remove the link, or set VENV to another directory"
 }
 

@@ -7,7 +7,7 @@ checkpoint: what may then be lost is younger than the checkpoint that a resumed 
 While a run is live anyone may read the file, for example with the `sqlite3` shell; only the run writes to it.
 
     groups    one row per prompt.
-              position           order of arrival, the order in which groups are handed out
+              position           order of arrival, the order in which groups are handed out; begins behind those of a buffer that is gone
               id                 the prompt's id
               state              pending | in_flight | done | consumed
               consumed_step      the step that took it, from 1 on as the console counts; NULL unless consumed
@@ -48,6 +48,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,6 +77,7 @@ _FIXES = {
 FRONT = "SELECT position, id, state FROM groups INDEXED BY groups_waiting WHERE state <> 'consumed' ORDER BY position LIMIT ?"
 COUNT = "SELECT count(*) FROM groups WHERE state = ?"
 PRUNABLE = "SELECT id FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ?"
+LATER = "SELECT count(*) FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step > ?"
 
 
 def _never(_: Group) -> None:
@@ -122,14 +124,27 @@ class Buffer:
     def __init__(self, path: Path, *, made_by: str = "{}") -> None:
         """Open the file at `path`, new or not. `made_by` is what the samples that come from now on are made by, see the column."""
         self._path, self.made_by = path, made_by
+        self._num_gone = 0
         with ExitStack() as undo:
-            lock = undo.enter_context(closing(claim(path.with_name(f"{path.name}.lock"), what=f"the buffer {path}")))
+            lock = undo.enter_context(closing(_claim(path)))
             with _database_errors(self._path):
                 self._connection = undo.enter_context(closing(sqlite3.connect(path, timeout=BUFFER_LOCK_S, isolation_level=None)))
                 self._open()
+                (first,) = self._connection.execute("SELECT min(position) FROM groups").fetchone()
+            self._num_gone = 0 if first is None else int(first) - 1
             self.recover()
             self._lock = lock
             undo.pop_all()
+
+    @property
+    def num_gone(self) -> int:
+        """Groups of a buffer that is gone, behind which those of this one are counted; they count as consumed."""
+        return self._num_gone
+
+    def begin_behind(self, num_groups: int) -> None:
+        """Count the groups that come from those of a buffer that is gone; this one has none yet."""
+        assert not self.counts().total, "groups have their positions"
+        self._num_gone = num_groups
 
     def add_prompts(self, prompts: Iterable[Prompt]) -> int:
         """Add prompts as pending groups and return how many are new.
@@ -144,7 +159,7 @@ class Buffer:
                 row = buffer_rows.prompt_row(prompt)
                 known = connection.execute("SELECT state, prompt_ids, consumed_step FROM groups WHERE id = ?", (prompt.id,)).fetchone()
                 if known is None:
-                    connection.execute(buffer_rows.INSERT_GROUP, row)
+                    connection.execute(buffer_rows.INSERT_GROUP, (1 + self._num_gone, *row))
                     new += 1
                 elif known[1] != row[3]:
                     raise UserError(
@@ -273,6 +288,12 @@ class Buffer:
             # No group is ever removed, so the last position is the number of all.
             (total,) = self._connection.execute("SELECT coalesce(max(position), 0) FROM groups").fetchone()
         return BufferCounts(pending, in_flight, done, consumed=int(total) - pending - in_flight - done)
+
+    def num_consumed(self, *, step: int) -> int:
+        """How many groups the steps up to `step`, to which a checkpoint may come back, have consumed."""
+        with _database_errors(self._path):
+            (later,) = self._connection.execute(LATER, (step,)).fetchone()
+        return self.counts().consumed - int(later)
 
     def recover(self) -> int:
         """Put every group in flight back to pending, which are not generated any more, and return how many there were."""
@@ -406,6 +427,15 @@ def check_buffer(path: Path) -> None:
     if path.exists():
         with _database_errors(path), closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as connection:
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+
+
+def _claim(path: Path) -> TextIOWrapper:
+    try:
+        return claim(path.with_name(f"{path.name}.lock"), what=f"the buffer {path}")
+    except OSError as error:
+        raise UserError(
+            f"the buffer {path} cannot be locked ({error.strerror}), needs a file system with locks; choose another run.directory"
+        ) from error
 
 
 @contextmanager

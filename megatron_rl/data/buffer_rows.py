@@ -111,7 +111,10 @@ PRAGMA user_version = 6;
 }
 """What makes the next version of the schema out of a version."""
 
-INSERT_GROUP = "INSERT INTO groups (id, state, prompt_text, label, prompt_ids, metadata, updated_at) VALUES (?, 'pending', ?, ?, ?, ?, ?)"
+INSERT_GROUP = (
+    "INSERT INTO groups (position, id, state, prompt_text, label, prompt_ids, metadata, updated_at) "
+    "VALUES (coalesce((SELECT max(position) FROM groups) + 1, ?), ?, 'pending', ?, ?, ?, ?, ?)"
+)
 UPDATE_GROUP = "UPDATE groups SET label = ?, metadata = ? WHERE id = ?"
 GROUP_COLUMNS = "id, prompt_text, label, prompt_ids, metadata"
 SAMPLE_COLUMNS = (
@@ -123,7 +126,7 @@ INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', 
 
 
 def prompt_row(prompt: Prompt) -> tuple[Any, ...]:
-    """The values of INSERT_GROUP. Raises UserError for metadata that JSON cannot hold."""
+    """The values of INSERT_GROUP but the first, a position. Raises UserError for metadata that JSON cannot hold."""
     owner = f"prompt {prompt.id!r}"
     return prompt.id, prompt.text, prompt.label, _int32_bytes(prompt.token_ids, owner), _json(prompt.metadata, owner), time.time()
 

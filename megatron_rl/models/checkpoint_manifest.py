@@ -138,11 +138,11 @@ def write_model_manifest(directory: Path, weights: Mapping[str, Mapping[str, Any
 
 def check_sizes(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     """What the manifest says of each file. Raise DamagedCheckpointError when one is missing, too many or of another size."""
-    files = _read(directory)
+    files = _read(directory, advice=_ADVICE)
     present = {path.name for path in directory.iterdir()} - {MANIFEST}
     for name in sorted(present - files.keys()):
         raise DamagedCheckpointError(
-            f"checkpoint {directory} is not as it was saved: {name} is there, but not in its manifest; remove it, {_ADVICE}"
+            f"checkpoint {directory} is not as it was saved: {name} is there, but not in its manifest; remove it, or {_ADVICE}"
         )
     _check_sizes(directory, files, advice=_ADVICE)
     return files
@@ -196,7 +196,7 @@ def changed_texts(directory: Path) -> list[str]:
 def hashed_files(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     """What the manifest of `directory` says of its files, by name; empty without one that has hashes. Raises UserError."""
     # One that names stale tensors alone has no hashes.
-    return _read(directory) if "files" in read_manifest(directory) else {}
+    return _read(directory, advice=_ADVICE_OF_MODEL) if "files" in read_manifest(directory) else {}
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -214,7 +214,9 @@ def _check_strangers(directory: Path, hashed: Mapping[str, Mapping[str, Any]]) -
     for place in sorted({(directory / name).parent for name in hashed}):
         for file in sorted(place.glob("*")):
             name = str(file.relative_to(directory))
-            if name.endswith(_ALWAYS_OF_WEIGHTS) and name not in hashed:
+            # Programs read no other hidden file, and macOS leaves one beside every file on disks that are not its own.
+            hidden = file.name.startswith(".") and file.name != ".metadata"
+            if name.endswith(_ALWAYS_OF_WEIGHTS) and not hidden and name not in hashed:
                 raise DamagedCheckpointError(
                     f"checkpoint {directory} is not as it was saved: {name} is there, but not in its {MANIFEST}, and programs differ in "
                     f"whether they read it; remove it, or {MANIFEST} if the change is yours"
@@ -246,7 +248,7 @@ def _check_content(directory: Path, files: Mapping[str, Mapping[str, Any]], *, s
             raise DamagedCheckpointError(f"checkpoint {directory} is damaged: the content of {name} is not that of its manifest; {advice}")
 
 
-def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
+def _read(directory: Path, *, advice: str) -> Mapping[str, Mapping[str, Any]]:
     try:
         files: Mapping[str, Mapping[str, Any]] = json.loads((directory / MANIFEST).read_text())["files"]
         for name, entry in files.items():
@@ -256,6 +258,6 @@ def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
                 raise ValueError(f"it has no size and {HASH} of {name}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(
-            f"{directory} is not a complete checkpoint: its {MANIFEST} cannot be read ({error}); {_ADVICE}"
+            f"{directory} is not a complete checkpoint: its {MANIFEST} cannot be read ({error}); {advice}"
         ) from error
     return files

@@ -103,8 +103,10 @@ def _form(section: Any, origin: str) -> tuple[Form | None, tuple[int, int] | Non
         return None, None
     if not isinstance(section, dict):
         raise UserError(f"config.json of {origin} has quantization_config = {section!r}, needs a JSON object; correct the file")
-    # ModelOpt's files have the second alone.
-    method = section.get("quant_method") or section.get("quant_algo")
+    method = section.get("quant_method")
+    if method is None and "quant_algo" in section:
+        # Which may be FP8, in another form than fp8 here.
+        method = f"{section['quant_algo']} of ModelOpt"
     if method == "fp8":
         return "fp8", _block(section.get("weight_block_size"), origin)
     if method == "mxfp4":

@@ -161,11 +161,13 @@ class RolloutManager:
 
     # Where the run stands
 
-    async def position(self) -> dict[str, Any]:
-        """Where the prompts continue, as JSON values; the buffer is flushed to the disk first: no checkpoint may know more than it."""
+    async def position(self, *, step: int) -> dict[str, Any]:
+        """Where the prompts continue after `step` steps, as JSON values; the buffer is flushed to the disk first: no checkpoint may know
+        more than it. Groups that the next step has already, which is not trained on any more, do not count as taken.
+        """
         self._buffer.flush()
-        counts = self._buffer.counts()
-        return {**self.prompts.source.state(), _GROUPS: counts.total, _CONSUMED: counts.consumed}
+        num_consumed = self._buffer.num_consumed(step=step)
+        return {**self.prompts.source.state(), _GROUPS: self._buffer.counts().total, _CONSUMED: num_consumed}
 
     async def rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
         """Continue where the checkpoint after `step` steps stood, at the first prompt when there is no `position`.
@@ -186,6 +188,9 @@ class RolloutManager:
         if position is not None and _GROUPS in position:
             num_groups = position[_GROUPS]
             gone = self._missing(counts, num_groups=num_groups, num_consumed=position[_CONSUMED], step=step)
+        if not counts.total:
+            # A kill before the next checkpoint comes back to this one, with what is made from now on.
+            self._buffer.begin_behind(num_groups)
         # Prompts that were taken after the checkpoint are in the buffer: the next ones come behind them.
         pending = self._buffer.unfinished(among=counts.waiting)
         self._buffer.add_prompts(source.next_prompts(max(0, counts.total - num_groups)))
@@ -199,12 +204,14 @@ class RolloutManager:
         """What is lost with a buffer that is gone. Raises UserError for one that lacks something of what it had at the checkpoint."""
         waiting = num_groups - num_consumed
         if not counts.total:
-            return (f"the buffer is gone, and with it {waiting} prompts that waited in it: they are left out",) if waiting else ()
-        if counts.total < num_groups or counts.consumed != num_consumed:
+            return (f"the buffer is gone, and with it {counted(waiting, 'prompt')} that waited in it, now left out",) if waiting else ()
+        # One that was begun at this checkpoint has nothing of what was there before.
+        begun_here = self._buffer.num_gone == num_groups
+        if counts.total < num_groups or (counts.consumed != num_consumed and not begun_here):
             raise UserError(
                 f"{self._settings.run.directory / BUFFER_FILE} is not the buffer of the checkpoint of step {step}: it has {counts.total} "
-                f"groups, of which the first {step} steps took {counts.consumed}, and had {num_groups} and {num_consumed} then; copy it "
-                f"again with the -wal file beside it, or move it away to go on without the {waiting} groups that waited in it"
+                f"groups, of which the steps up to {step} took {counts.consumed}, and had {num_groups} and {num_consumed} then; copy it "
+                f"again with the -wal file beside it, or move it away to go on without the groups that waited in it ({waiting})"
             )
         return ()
 

@@ -136,8 +136,8 @@ class RolloutRun(TrainingRun):
             # Engines have to be idle before their memory goes to the ranks.
             self._wait(self._manager.abandon(), name="stopping the rollout")
 
-    def _position(self) -> dict[str, Any]:
-        return self._wait(self._manager.position(), name="flushing the buffer")
+    def _position(self, *, step: int) -> dict[str, Any]:
+        return self._wait(self._manager.position(step=step), name="flushing the buffer")
 
     def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
         return self._wait(self._manager.rewind(step=step, position=position), name="rewinding the buffer")

@@ -48,7 +48,7 @@ from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.rollout_run import RolloutRun, generation_deadline_s
-from megatron_rl.runtime.run_checkpoint import LOCK_FILE, SETTINGS_FILE, RunState, naming_the_way_around, newest_checkpoint
+from megatron_rl.runtime.run_checkpoint import LOCK_FILE, SETTINGS_FILE, naming_the_way_around, newest_checkpoint
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.training_run import RunRecords, SupervisedRun, TrainingRun
 from megatron_rl.runtime.watchdog import Watchdog
@@ -80,10 +80,9 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
         with _announcing_failure(console, settings):
             _clean_up(console)
             start = StartReport(console, timer)
-            found = newest_checkpoint(settings.run.directory) if resume else None
             with timer.measure("start"), console.phase("start"):
                 start_all = _start_supervised if settings.supervised else _start_with_engines
-                make_run = start_all(settings, stack, start, checkpoint=None if found is None else found[0])
+                make_run = start_all(settings, stack, start, resume=resume)
             console.say(str(start))
             console.say(f"attention: {_attention(settings)}; statistics of logits: {_row_maths(settings)}")
             if not settings.supervised:
@@ -92,7 +91,7 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
             write_atomic(settings.run.directory / SETTINGS_FILE, dump_settings(settings))
             # An earlier life of the run may have ended, but this one has not.
             (settings.run.directory / SUMMARY_FILE).unlink(missing_ok=True)
-            sinks = stack.enter_context(_open_sinks(settings, None if found is None else found[1]))
+            sinks = stack.enter_context(_open_sinks(settings, resume=resume))
             run = make_run(records=RunRecords(console=console, sinks=sinks, memory=memory, timer=timer))
             with _keeping_what_it_has(run, console):
                 first_step = run.resume(weights_only=weights_only) if resume else 0
@@ -108,9 +107,10 @@ def _clean_up(console: RunConsole) -> None:
         console.say(f"removed what a run that was killed had left: {', '.join(removed)}")
 
 
-def _open_sinks(settings: Settings, state: RunState | None) -> Sinks:
-    """The sinks, at the step at which the run goes on: that of a checkpoint's `state`, or the first."""
-    step, row = (state.step, state.metrics) if state is not None else (0, {})
+def _open_sinks(settings: Settings, *, resume: bool) -> Sinks:
+    """The sinks, at the step at which the run goes on."""
+    found = newest_checkpoint(settings.run.directory) if resume else None
+    step, row = (found[1].step, found[1].metrics) if found is not None else (0, {})
     return Sinks(settings.run.directory, settings.observe, first_step=step, row=row, config=settings.model_dump(mode="json"))
 
 
@@ -187,11 +187,8 @@ def evaluate(settings: Settings) -> None:
             console.say(f"{name:<28} {value:.4f}")
 
 
-def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport", *, checkpoint: Path | None) -> Callable[..., TrainingRun]:
-    """Check what is cheap to check, then start the ranks and wait for them. What is returned makes the run from its `records`.
-
-    `checkpoint`: what the run is to go on from.
-    """
+def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport", *, resume: bool) -> Callable[..., TrainingRun]:
+    """Check what is cheap to check, then start the ranks and wait for them. What is returned makes the run from its `records`."""
     _claim_directory(settings.run.directory, stack, start)
     tokenizer = load_tokenizer(settings.model.path)
     source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed, need_response=True)
@@ -200,7 +197,7 @@ def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport"
     watchdog = stack.enter_context(Watchdog())
     trainers = TrainerGroup(settings, reservation=_reserve(settings, stack, start), watchdog=watchdog)
     with start.part("ranks"):
-        _start_ranks(trainers, settings, checkpoint)
+        _start_ranks(trainers, settings, resume=resume)
     return partial(SupervisedRun, settings, source=source, trainers=trainers)
 
 
@@ -212,20 +209,21 @@ def _claim_directory(directory: Path, stack: ExitStack, start: "StartReport") ->
         start.note(f"{directory} cannot be locked ({error.strerror}), so nobody looks whether another run writes there, too")
 
 
-def _start_ranks(trainers: TrainerGroup, settings: Settings, checkpoint: Path | None) -> None:
-    """Wait for the ranks, which look at all of the `checkpoint` first: engines take longer to start, and the load is as much shorter."""
-    if checkpoint is not None:
+def _start_ranks(trainers: TrainerGroup, settings: Settings, *, resume: bool) -> None:
+    """Wait for the ranks, which look at all of a checkpoint that is resumed first: engines take longer to start, and the load is as much
+    shorter.
+    """
+    # Not before the directory is claimed: a run that is asked to end writes another one.
+    if resume and (found := newest_checkpoint(settings.run.directory)) is not None:
         with naming_the_way_around(settings.run.directory):
-            trainers.check(checkpoint / "megatron")
+            trainers.check(found[0] / "megatron")
     trainers.finish_start(trainers.begin_start())
 
 
-def _start_with_engines(
-    settings: Settings, stack: ExitStack, start: "StartReport", *, checkpoint: Path | None
-) -> Callable[..., TrainingRun]:
+def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartReport", *, resume: bool) -> Callable[..., TrainingRun]:
     """Check what is cheap to check, then start every process and wait for all: at once, or in turns on shared devices.
 
-    What is returned makes the run from its `records`. `checkpoint`: what it is to go on from.
+    What is returned makes the run from its `records`.
     """
     watchdog = stack.enter_context(Watchdog())
     manager = _open_manager(settings, stack, watchdog, start, buffer=settings.run.directory / BUFFER_FILE)
@@ -241,7 +239,7 @@ def _start_with_engines(
     if settings.runtime.colocate:
         # An engine sizes its cache by what is free when it starts.
         with start.part("ranks"):
-            _start_ranks(trainers, settings, checkpoint)
+            _start_ranks(trainers, settings, resume=resume)
             trainers.put_away(Turn.TRAINING.trainer_parts)
         with start.part("engines"):
             addresses = _join(manager, engines, engines.begin_start(), watchdog, start)
@@ -249,7 +247,7 @@ def _start_with_engines(
         engines_starting = engines.begin_start()
         start.follow("engines", [ref.future() for ref in engines_starting])
         with start.part("ranks"):
-            _start_ranks(trainers, settings, checkpoint)
+            _start_ranks(trainers, settings, resume=resume)
         addresses = _join(manager, engines, engines_starting, watchdog, start)
     devices = SharedDevices(trainers, manager, watchdog=watchdog) if settings.runtime.colocate else None
     if devices is not None:

@@ -85,8 +85,8 @@ class TrainingRun(ABC):
         """Evaluate the present weights."""
 
     @abstractmethod
-    def _position(self) -> dict[str, Any]:
-        """Where the data continue, as JSON values, on disk before this returns."""
+    def _position(self, *, step: int) -> dict[str, Any]:
+        """Where the data continue after `step` steps, as JSON values, on disk before this returns. The next step may have its batch."""
 
     @abstractmethod
     def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ class TrainingRun(ABC):
         with self._saving():
             self._sinks.sync()
             metrics = metric_values(self._measured())
-            state = RunState(step=step, source=self._position(), first_evaluation=self._first_evaluation, metrics=metrics)
+            state = RunState(step=step, source=self._position(step=step), first_evaluation=self._first_evaluation, metrics=metrics)
             self._checkpoints.begin(state, exports=self._exports_after(step - 1))
             self._saved_steps = step
 
@@ -334,6 +334,8 @@ class SupervisedRun(TrainingRun):
     def __init__(self, settings: Settings, *, source: PromptSource, trainers: TrainerGroup, records: RunRecords) -> None:
         super().__init__(settings, trainers=trainers, records=records)
         self._source = source
+        # Before the rows of the latest batch were taken, and after how many steps that was.
+        self._before_batch: tuple[int, dict[str, Any]] = (-1, {})
 
     def begin(self, *, step: int) -> None:
         """Nothing has to be done before the first step."""
@@ -342,6 +344,7 @@ class SupervisedRun(TrainingRun):
         pass
 
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
+        self._before_batch = (step, self._source.state())
         return make_train_batch(self._source.next_supervised(self._settings.data.prompts_per_step)), {}
 
     def publish(self, *, version: int) -> None:
@@ -350,8 +353,9 @@ class SupervisedRun(TrainingRun):
     def evaluate(self) -> None:
         """Nothing answers held-out prompts."""
 
-    def _position(self) -> dict[str, Any]:
-        return self._source.state()
+    def _position(self, *, step: int) -> dict[str, Any]:
+        before, state = self._before_batch
+        return state if before == step else self._source.state()
 
     def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
         if position is not None:

@@ -119,7 +119,7 @@ def test_a_cut_a_missing_and_a_foreign_file_are_named(saved: Path) -> None:
         check(saved)
     (saved / "c").write_bytes(b"third" * 2_000_000)
     (saved / "d").touch()
-    with pytest.raises(UserError, match="d is there, but not in its manifest"):
+    with pytest.raises(UserError, match="d is there, but not in its manifest; remove it, or copy"):
         check(saved)
 
 

@@ -114,6 +114,19 @@ def test_the_environment_of_another_checkout_is_left_alone(tmp_path: Path) -> No
     assert {path.name for path in shared.iterdir()} == {".made_by_setup_env", ".setup_complete"}
 
 
+def test_a_checkout_is_the_same_one_by_another_path(tmp_path: Path) -> None:
+    """On a machine that it goes no further on."""
+    check(tmp_path, glibc="2.31")
+    (tmp_path / "link").symlink_to(ROOT)
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / ".made_by_setup_env").write_text(str(tmp_path / "link"))
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv")}
+    done = subprocess.run(
+        ["bash", "tools/setup_env.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1 and "this system has glibc 2.31" in done.stderr, done.stderr
+
+
 def test_help_of_the_test_command_sets_nothing_up() -> None:
     done = subprocess.run(["bash", "tests/run.sh", "--help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.startswith("Sets up the environment if needed") and "environment: " not in done.stdout

@@ -49,6 +49,7 @@ def test_weights_beside_those_of_a_manifest_are_refused(tiny_model, tmp_path, na
     save_file(tensors | {"model.layers.2.eh_proj.weight": torch.ones(64, 128)}, path / "model.safetensors")
     made = tmp_path / "made"
     convert(path, made, Options(to="megatron" if "/" in name else "hf"))
+    (made / "._model.safetensors").touch()
     check_weights_alone(made)
     (made / name).touch()
     words = (
@@ -62,6 +63,15 @@ def test_weights_beside_those_of_a_manifest_are_refused(tiny_model, tmp_path, na
             convert(made, tmp_path / "never", Options())
     (made / "manifest.json").unlink()
     check_weights_alone(made)
+
+
+def test_a_manifest_that_may_be_of_another_program_can_be_removed(tiny_model):
+    path = tiny_model()
+    (path / "manifest.json").write_text(json.dumps({"files": ["model.safetensors"]}))
+    with pytest.raises(
+        UserError, match=r"manifest\.json cannot be read .*; copy it again from where it came, or remove its manifest\.json"
+    ):
+        check_weights_alone(path)
 
 
 def test_an_index_beside_a_single_file_is_refused_where_programs_would_read_different_weights(tiny_model):

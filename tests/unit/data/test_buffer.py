@@ -1,4 +1,6 @@
 import dataclasses
+import errno
+import fcntl
 import os
 import sqlite3
 import subprocess
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.data import buffer_rows
-from megatron_rl.data.buffer import COUNT, FRONT, PRUNABLE, Answer, Buffer, BufferCounts
+from megatron_rl.data.buffer import COUNT, FRONT, LATER, PRUNABLE, Answer, Buffer, BufferCounts
 from megatron_rl.errors import UserError
 from megatron_rl.types import Group, Prompt, Sample
 
@@ -313,7 +315,7 @@ def test_a_buffer_that_counted_steps_from_0_goes_on(tmp_path: Path, make_group: 
     with sqlite3.connect(path) as old:
         old.executescript(Path(__file__).with_name("schema_2.sql").read_text())
         for step, group in enumerate(groups):
-            old.execute(buffer_rows.INSERT_GROUP, buffer_rows.prompt_row(group.prompt))
+            old.execute(buffer_rows.INSERT_GROUP, (1, *buffer_rows.prompt_row(group.prompt)))
             columns, _, _ = buffer_rows.SAMPLE_COLUMNS.partition(", trajectory")
             rows = [buffer_rows.sample_row(sample, prompt=group.prompt)[:19] for sample in group.samples]
             old.executemany(f"INSERT INTO samples ({columns}) VALUES ({', '.join('?' * 19)})", rows)
@@ -341,6 +343,7 @@ def test_a_buffer_that_counted_steps_from_0_goes_on(tmp_path: Path, make_group: 
         pytest.param(FRONT, "SCAN groups USING COVERING INDEX groups_waiting", id="front"),
         pytest.param(COUNT, "SEARCH groups USING COVERING INDEX groups_by_state (state=?)", id="count"),
         pytest.param(PRUNABLE, "SEARCH groups USING INDEX groups_unpruned (consumed_step<?)", id="prunable"),
+        pytest.param(LATER, "SEARCH groups USING INDEX groups_unpruned (consumed_step>?)", id="later"),
     ],
 )
 def test_what_a_step_asks_is_answered_from_an_index_of_the_groups_that_it_is_about(buffer: Buffer, statement: str, expected: str) -> None:
@@ -399,6 +402,15 @@ def test_a_second_process_is_refused_and_told_who_holds_the_file(buffer: Buffer,
     assert "is in use by process" in refused.stderr
     buffer.close()
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
+def test_a_file_system_without_locks_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.raises(UserError, match=r"cannot be locked \(No locks available\), needs a file system with locks; choose another"):
+        Buffer(tmp_path / "buffer.sqlite")
 
 
 def test_files_that_are_no_buffer_are_refused(tmp_path: Path) -> None:

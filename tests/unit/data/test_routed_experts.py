@@ -91,7 +91,7 @@ def test_a_buffer_from_before_there_were_records_is_read_and_written(tmp_path: P
     group = make_group("a")
     with sqlite3.connect(path) as database:
         database.executescript("\n".join(old).replace("user_version = 2", "user_version = 1"))
-        database.execute(buffer_rows.INSERT_GROUP, buffer_rows.prompt_row(group.prompt))
+        database.execute(buffer_rows.INSERT_GROUP, (1, *buffer_rows.prompt_row(group.prompt)))
         database.execute("UPDATE groups SET state = 'done'")
         for sample in group.samples:
             database.execute(

@@ -237,7 +237,7 @@ def test_codes_and_scales_that_do_not_belong_together_are_named(tiny_model, chan
     ("config", "words"),
     [
         (None, "has the scale .* but its config.json has no quantization_config"),
-        ({"quant_algo": "FP8", "producer": {"name": "modelopt"}}, "quantised by method FP8, supported are fp8,"),
+        ({"quant_algo": "FP8", "producer": {"name": "modelopt"}}, "quantised by method FP8 of ModelOpt, supported are fp8,"),
         ({"quant_method": "gptq"}, "quantised by method gptq, supported are fp8, mxfp4 and compressed-tensors"),
         (
             INT4 | {"config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}},

@@ -51,7 +51,7 @@ def test_a_killed_run_goes_on_with_its_finished_groups_under_the_same_rule(
             batches, state = [], {}
             for step in range(killed_step):
                 if step == checkpoint_step:
-                    state = await manager.position()
+                    state = await manager.position(step=step)
                 batches.append(prompts_of((await step_of(manager, engine, step))[0]))
             # What `kill -9` leaves of the file at this moment.
             with sqlite3.connect(path) as source, sqlite3.connect(killed) as copy:
@@ -100,7 +100,7 @@ def saved(make_settings: Callable[..., Settings], tmp_path: Path) -> tuple[Setti
         async with opened(settings, path) as manager:
             for step in range(4):
                 if step == 3:
-                    state = await manager.position()
+                    state = await manager.position(step=3)
                 await step_of(manager, engine, step)
             return state
 
@@ -113,6 +113,18 @@ async def resumed(settings: Settings, path: Path, position: dict[str, Any], *, s
     async with opened(settings, path) as manager:
         said = await manager.rewind(step=step, position=position)
         return said, [prompts_of((await step_of(manager, engine, number))[0]) for number in (step, step + 1)]
+
+
+def test_a_checkpoint_that_is_made_when_the_next_step_has_its_batch_is_resumed(saved: tuple[Settings, Path, dict[str, Any]]) -> None:
+    """As one is that SIGTERM asks for before the ranks train on that batch, or before all of it is there."""
+    settings, path, position = saved
+
+    async def late() -> dict[str, Any]:
+        async with opened(settings, path) as manager:
+            return await manager.position(step=3)
+
+    assert asyncio.run(late())["num_consumed"] == position["num_consumed"] == 3 * PROMPTS_PER_STEP
+    assert asyncio.run(late())["num_groups"] >= position["num_groups"]
 
 
 @pytest.mark.parametrize("lost", ["consumed", "added"])
@@ -133,14 +145,15 @@ def test_a_run_goes_on_without_its_buffer_and_says_what_waited_in_it(saved: tupl
     path = tmp_path / "new.sqlite"
     said, first = asyncio.run(resumed(settings, path, position))
     waiting = position["num_groups"] - position["num_consumed"]
-    assert said == (f"the buffer is gone, and with it {waiting} prompts that waited in it: they are left out",) and waiting == 4
+    assert said == (f"the buffer is gone, and with it {waiting} prompts that waited in it, now left out",) and waiting == 4
 
     async def again() -> tuple[dict[str, Any], list[Any]]:
         Client.engine = engine = Engine(seed=2)
         async with opened(settings, path) as manager:
-            await manager.rewind(step=3, position=position | {"num_groups": 0, "num_consumed": 0})
+            # A kill came before the next checkpoint.
+            assert await manager.rewind(step=3, position=position) == ()
             batches = [prompts_of((await step_of(manager, engine, 3))[0])]
-            return await manager.position(), [*batches, prompts_of((await step_of(manager, engine, 4))[0])]
+            return await manager.position(step=4), [*batches, prompts_of((await step_of(manager, engine, 4))[0])]
 
     middle, batches = asyncio.run(again())
     assert batches == first, "no prompt comes twice, and none is left out"
@@ -240,7 +253,7 @@ def test_finished_groups_of_other_settings_are_made_anew_at_a_resume(
                 await step_of(manager, engine, 1)
                 return state, notes
             await step_of(manager, engine, 0)
-            state = await manager.position()
+            state = await manager.position(step=1)
             await step_of(manager, engine, 1)
             return state, notes
 
@@ -262,7 +275,7 @@ def test_groups_that_wait_get_the_labels_of_the_present_settings(make_settings: 
                 notes = await manager.rewind(step=1, position=state)
             else:
                 await step_of(manager, engine, 0)
-                state = await manager.position()
+                state = await manager.position(step=1)
             taken = manager.prompts.source.num_taken
             await step_of(manager, engine, 1)
             return state | {"taken": taken}, notes

@@ -49,7 +49,7 @@ class Manager:
         self.calls.append(("evaluate",))
         return {"eval/accuracy_greedy": Last(trained / 10), "eval/accuracy_sampled": Last(0.0)}
 
-    async def position(self) -> dict[str, Any]:
+    async def position(self, *, step: int) -> dict[str, Any]:
         return {"cursor": 7}
 
     async def rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:

@@ -129,7 +129,7 @@ def test_a_checkpoint_gets_a_position_that_the_buffer_on_disk_knows(
         watchdog, start = stack.enter_context(Watchdog()), StartReport(RunConsole(1, stream=io.StringIO()), PhaseTimer())
         manager = _open_manager(settings, stack, watchdog, start, buffer=tmp_path / "buffer.sqlite")
         assert not flushed
-        position = watchdog.wait(manager.position(), name="position", owner="the buffer", timeout_s=10)
+        position = watchdog.wait(manager.position(step=0), name="position", owner="the buffer", timeout_s=10)
         assert len(flushed) == 1 and position == {**manager.prompts.source.state(), "num_groups": 0, "num_consumed": 0}
 
 

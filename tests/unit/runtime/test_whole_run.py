@@ -262,6 +262,48 @@ def test_a_run_that_was_ended_from_outside_goes_on_by_the_same_command(
     assert list(read_metrics(tmp_path / "run" / METRICS_FILE)) == [0, 1, 2]
 
 
+def test_what_another_run_saves_while_it_ends_is_what_is_resumed(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that is asked to end: it holds the buffer until its last checkpoint is there."""
+    session.train(make_settings("data.samples_per_prompt=2", "run.save_interval=1"), resume=False)
+    newest, later, checked, opens = tmp_path / "run/checkpoints/step-000002", tmp_path / "later", [], session._open_manager
+    newest.rename(later)
+
+    def opened(*given: Any, **named: Any) -> Any:
+        later.rename(newest)
+        return opens(*given, **named)
+
+    monkeypatch.setattr(session, "_open_manager", opened)
+    monkeypatch.setattr(Ranks, "check", lambda self, path: checked.append(path))
+    monkeypatch.setattr(Ranks, "load", lambda self, path, *, weights_only: (), raising=False)
+    session.train(make_settings("data.samples_per_prompt=2", "run.num_steps=3"), resume=True)
+    assert checked == [newest / "megatron"]
+    assert list(read_metrics(tmp_path / "run" / METRICS_FILE)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["data.samples_per_prompt=2", "objective.policy_loss=sft"])
+def test_a_run_that_is_asked_to_end_between_a_batch_and_its_training_trains_on_it_after_the_resume(
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    trained: list[tuple[int, list[int]]] = []
+    ends = [SystemExit(143)]
+
+    def train(self: Ranks, batch: TrainBatch, *, step: int) -> list[dict[str, Metric]]:
+        trained.append((step, batch.tokens[batch.cu_seqlens[:-1]].tolist()))
+        if step == 1 and ends:
+            raise ends.pop()
+        return []
+
+    settings = make_settings(kind, "run.save_interval=0")
+    monkeypatch.setattr(Ranks, "train", train)
+    with pytest.raises(ResumableError, match="continues after step 1"):
+        session.train(settings, resume=False)
+    monkeypatch.setattr(Ranks, "load", lambda self, path, *, weights_only: (), raising=False)
+    session.train(settings, resume=True)
+    assert [step for step, _ in trained] == [0, 1, 1] and trained[1] == trained[2]
+
+
 def test_a_checkpoint_with_other_content_ends_the_start_before_ranks_and_engines_are_waited_for(
     make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
