@@ -57,6 +57,10 @@ class RolloutRun(TrainingRun):
     def _wait(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float = ENGINE_CONTROL_S) -> Result:
         return self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s)
 
+    def _wait_for_samples(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float) -> Result:
+        """Wait for what may take far longer than a save, while the ranks have nothing else to do."""
+        return self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, meanwhile=self._put_written_save_in_its_place)
+
     def begin(self, *, step: int) -> None:
         """Before the first step, engines get the trainer's weights, must agree with the trainer about them, and are evaluated.
 
@@ -73,7 +77,7 @@ class RolloutRun(TrainingRun):
         rounds = MAX_RESAMPLING_ROUNDS if self._settings.objective.zero_variance == "resample" else 1
         timeout_s = rounds * generation_deadline_s(self._settings, data.prompts_per_step * data.samples_per_prompt)
         making = self._manager.next_batch(step, progress=progress)
-        batch, metrics = self._wait(making, name=f"rollout of step {step + 1}", timeout_s=timeout_s)
+        batch, metrics = self._wait_for_samples(making, name=f"rollout of step {step + 1}", timeout_s=timeout_s)
         renewed = metric_values(metrics)["rollout/renewed_groups"]
         if renewed:
             limit = self._settings.rollout.max_staleness
@@ -124,7 +128,7 @@ class RolloutRun(TrainingRun):
         self._turn(Turn.GENERATION)
         with self._phase("eval", total=2 * num_prompts, unit="prompts") as progress:
             timeout_s = 2 * generation_deadline_s(self._settings, num_prompts)
-            metrics = self._wait(self._manager.evaluate(progress=progress), name="evaluation", timeout_s=timeout_s)
+            metrics = self._wait_for_samples(self._manager.evaluate(progress=progress), name="evaluation", timeout_s=timeout_s)
         self._last_evaluation = metric_values(metrics)
         self._first_evaluation = self._first_evaluation or self._last_evaluation
         self._metrics.append(metrics)

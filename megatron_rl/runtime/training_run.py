@@ -226,15 +226,23 @@ class TrainingRun(ABC):
             yield
 
     def _finish_written_save(self) -> None:
-        """Put a checkpoint in its place as soon as that takes no waiting: until then a run that is killed goes back to the one before."""
+        """`_finish_save` where that takes no waiting."""
         if self._checkpoints.is_writing and self._checkpoints.is_written():
             self._finish_save()
 
     def _finish_save(self) -> None:
         """Wait until the checkpoint that has begun, if any, is in its place."""
-        if not self._checkpoints.is_writing:
-            return
-        with finishing_first(), self._phase("save"):
+        if self._checkpoints.is_writing:
+            with self._phase("save"):
+                self._put_save_in_its_place()
+
+    def _put_written_save_in_its_place(self) -> None:
+        """As soon as that takes no waiting, within another phase: until then a run that is killed goes back to the checkpoint before."""
+        if self._checkpoints.is_writing and self._checkpoints.is_written():
+            self._put_save_in_its_place()
+
+    def _put_save_in_its_place(self) -> None:
+        with finishing_first():
             path = self._checkpoints.finish()
             if path is not None:
                 # Before the one that it points to is deleted.

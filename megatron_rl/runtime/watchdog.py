@@ -27,6 +27,9 @@ GoesOn = Callable[[Exception], bool]
 Work: TypeAlias = Future | Coroutine[Any, Any, Any] | ray.ObjectRef
 Result = TypeVar("Result")
 
+MEANWHILE_S = 0.5
+"""How often a wait does what is to be done meanwhile."""
+
 ACTOR_DEATHS = (RayActorError, OutOfMemoryError)
 """What Ray raises of a call to an actor whose process has ended: the second where Ray itself ended it, because memory ran low."""
 
@@ -80,19 +83,30 @@ class Watchdog:
         self._vital.clear()
 
     @overload
-    def wait(self, work: Coroutine[Any, Any, Result], *, name: str, owner: str, timeout_s: float) -> Result: ...
+    def wait(
+        self, work: Coroutine[Any, Any, Result], *, name: str, owner: str, timeout_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> Result: ...
 
     @overload
     def wait(self, work: Sequence[Work], *, name: str, owner: str, timeout_s: float) -> list[Any]: ...
 
-    def wait(self, work: Coroutine[Any, Any, Any] | Sequence[Work], *, name: str, owner: str, timeout_s: float) -> Any:
+    def wait(
+        self,
+        work: Coroutine[Any, Any, Any] | Sequence[Work],
+        *,
+        name: str,
+        owner: str,
+        timeout_s: float,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Any:
         """Wait for a coroutine and return its result, or for several pieces of work and return their results in order.
 
-        `name` says what is waited for, `owner` who does it: of several, each has its number behind that.
+        `name` says what is waited for, `owner` who does it: of several, each has its number behind that. A coroutine may take long, so
+        that every MEANWHILE_S seconds something is done `meanwhile`.
 
         Raises:
             DeadlineError: `timeout_s` seconds went by; the message names who is still missing.
-            Exception: whatever the first failing piece of work or watched actor raised.
+            Exception: whatever the first failing piece of work or watched actor raised, or what is done meanwhile.
         """
         if isinstance(work, Sequence):
             owners = {self._begin(item): f"{owner} {number}" for number, item in enumerate(work)}
@@ -100,7 +114,7 @@ class Watchdog:
             return [future.result() for future in owners]
         future = self._begin(work)
         try:
-            self._wait({future: owner}, name=name, timeout_s=timeout_s)
+            self._wait({future: owner}, name=name, timeout_s=timeout_s, meanwhile=meanwhile)
         except (SystemExit, KeyboardInterrupt):
             # Nobody takes its result any more.
             future.cancel()
@@ -124,13 +138,19 @@ class Watchdog:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         return work.future()
 
-    def _wait(self, owners: dict[Future, str], *, name: str, timeout_s: float) -> None:
+    def _wait(self, owners: dict[Future, str], *, name: str, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> None:
         deadline = time.monotonic() + timeout_s
         pending = set(owners)
         while pending:
+            left_s = max(0.0, deadline - time.monotonic())
             done, _ = concurrent.futures.wait(
-                pending | set(self._vital), timeout=max(0.0, deadline - time.monotonic()), return_when=concurrent.futures.FIRST_COMPLETED
+                pending | set(self._vital),
+                timeout=left_s if meanwhile is None else min(left_s, MEANWHILE_S),
+                return_when=concurrent.futures.FIRST_COMPLETED,
             )
+            if not done and meanwhile is not None and left_s > MEANWHILE_S:
+                meanwhile()
+                continue
             if not done:
                 for item in pending:
                     item.cancel()

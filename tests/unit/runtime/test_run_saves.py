@@ -1,18 +1,21 @@
 """When a run writes checkpoints, what it waits for, and what becomes of one that fails."""
 
+import asyncio
 import os
 import signal
 import sys
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.exceptions import RayError
-from run_parts import Calls, Devices, MakeRun, Ranks, Sync
+from run_parts import Calls, Devices, MakeRun, Manager, Ranks, Sync
 
 from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.observe.summary import read_summary
+from megatron_rl.runtime import watchdog
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.run_checkpoint import CheckpointWriter, checkpoint_paths
 from megatron_rl.runtime.watchdog import Watchdog
@@ -87,6 +90,32 @@ def test_a_save_that_takes_long_is_waited_for_by_the_next_and_by_the_end(make_ru
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000001", "step-000002"]
     run.finish()
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize("long", ["next_batch", "evaluate"])
+def test_a_save_that_is_written_is_in_its_place_before_the_samples_that_are_waited_for(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: str
+) -> None:
+    """A run that is killed in a long rollout goes back to the checkpoint before it, so finished groups fit the weights of that."""
+    own, place = getattr(Manager, long), tmp_path / "run" / "checkpoints"
+    waits: list[str] = []
+    found: list[bool] = []
+
+    async def lasts(self: Manager, *arguments: Any, **keywords: Any) -> Any:
+        if (place / ".step-000001.partial").exists():
+            waits.append(long)
+            deadline = time.monotonic() + 10
+            while not (place / "step-000001").exists() and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+            found.append((place / "step-000001").exists())
+        return await own(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Manager, long, lasts)
+    monkeypatch.setattr(Ranks, "saves_are_written", lambda self: bool(waits))
+    monkeypatch.setattr(watchdog, "MEANWHILE_S", 0.01)
+    run = make_run("run.num_steps=2", "run.save_interval=1", "run.eval_interval=1", "data.eval=held_out.jsonl", held_out=4)
+    train_loop(run, first_step=0)
+    assert found == [True]
 
 
 def test_exports_have_an_interval_of_their_own(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
 from megatron_rl.errors import DeadlineError, EngineError, UserError, WorkerDiedError
+from megatron_rl.runtime import watchdog as module
 from megatron_rl.runtime.watchdog import Watchdog
 
 Future = concurrent.futures.Future
@@ -230,6 +231,30 @@ def test_an_asynchronous_context_is_left_whatever_happens_in_the_block(watchdog:
         assert value == "value" and log == ["opened in rollout-loop"]
         raise KeyboardInterrupt
     assert log[1:] == ["closed"]
+
+
+def test_something_is_done_while_a_coroutine_is_waited_for(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MEANWHILE_S", 0.01)
+    done: list[int] = []
+
+    async def until_done(count: int) -> int:
+        while len(done) < count:
+            await asyncio.sleep(0.001)
+        return count
+
+    assert watchdog.wait(until_done(3), name="rollout", owner="the engines", timeout_s=30, meanwhile=lambda: done.append(1)) == 3
+    with pytest.raises(DeadlineError, match="rollout did not finish within 0 s"):
+        watchdog.wait(until_done(10**6), name="rollout", owner="the engines", timeout_s=0.1, meanwhile=lambda: done.append(1))
+
+    def fail() -> None:
+        raise UserError("the disk is full")
+
+    with pytest.raises(UserError, match="the disk is full"):
+        watchdog.wait(until_done(10**6), name="rollout", owner="the engines", timeout_s=30, meanwhile=fail)
+    watchdog.watch("Megatron rank 0", failed := Future())
+    failed.set_exception(RayActorError())
+    with pytest.raises(WorkerDiedError, match="Megatron rank 0"):
+        watchdog.wait(until_done(10**6), name="rollout", owner="the engines", timeout_s=30, meanwhile=lambda: done.append(1))
 
 
 def test_a_coroutine_whose_wait_is_left_is_cancelled() -> None:
