@@ -291,8 +291,9 @@ def test_a_kill_in_the_middle_of_a_group_costs_only_the_answers_that_were_not_fi
     assert again.wait() == 0, again.output
     with sqlite3.connect(f"file:{directory}/buffer.sqlite?mode=ro", uri=True) as buffer:
         for group, answers in found.items():
-            made = {row for (row,) in buffer.execute("SELECT response_ids FROM samples WHERE group_id = ?", (group,))}
-            assert len(made) == 4 and set(answers) <= made
+            made = [row for (row,) in buffer.execute("SELECT response_ids FROM samples WHERE group_id = ?", (group,))]
+            # Two of them may be the same single token.
+            assert len(made) == 4 and set(answers) <= set(made)
     assert answers_of(directory) == {}
 
 
