@@ -1,6 +1,7 @@
 """Files that models are published with: what config.json says of them is read, and what would compute something else is refused.
 
 Of each only what matters here: keys that are the same everywhere stand in `SHARED`, and those of tokens and of dtypes are left out.
+Not every file was at hand: those of Qwen2.5, Mistral, GLM-4, Qwen2-MoE and others are written down from what is known of them.
 """
 
 import pytest
