@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -39,11 +39,12 @@ from vector_format import (
 )
 
 from megatron_rl.algorithms.advantage import group_advantages
-from megatron_rl.algorithms.entropy_control import applied_value, first_entropy_state, updated_entropy_state
+from megatron_rl.algorithms.entropy import EntropyState
 from megatron_rl.algorithms.kl import updated_kl_coef
 from megatron_rl.algorithms.log_prob import token_statistics
-from megatron_rl.algorithms.objective import AdvantageSettings, Objective
+from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import gae, whiten
+from megatron_rl.algorithms.value_loss import ValueLoss
 
 # Differences in the order of float64 additions, relative to the size of the value.
 LAYOUT_TOLERANCE = 1e-12
@@ -87,9 +88,9 @@ def policy_step(sequences: list[SequenceRow]) -> Step:
     return Step(lengths=lengths, loss_mask=mask, tokens=columns)
 
 
-def grad_norm(result: StepResult, objective: Objective) -> float:
+def grad_norm(result: StepResult, objective: Objective | ValueLoss) -> float:
     """Norm of the loss's gradient by the log-probs of all tokens, or by the values of a critic."""
-    return float(result.gradients["values" if objective.policy_loss == "value" else "log_probs"].norm())
+    return float(result.gradients["values" if isinstance(objective, ValueLoss) else "log_probs"].norm())
 
 
 def check_policy(case: PolicyCase, layouts: bool) -> Iterator[Line]:
@@ -107,7 +108,7 @@ def check_policy(case: PolicyCase, layouts: bool) -> Iterator[Line]:
         yield Line(case.name, f"spread of {NUM_LAYOUTS} layouts", layout_spread(case.objective, step, base), 0.0, LAYOUT_TOLERANCE)
 
 
-def layout_spread(objective: Objective, step: Step, base: StepResult) -> float:
+def layout_spread(objective: Objective | ValueLoss, step: Step, base: StepResult) -> float:
     """The largest relative difference of loss, gradients or metrics between `base` and random layouts."""
     worst = 0.0
     for layout in random_layouts(len(step.lengths), count=NUM_LAYOUTS, seed=len(step.loss_mask)):
@@ -133,9 +134,8 @@ def check_advantage(case: AdvantageCase, layouts: bool) -> Iterator[Line]:
     """One number per sample, in the nesting of the rewards."""
     sizes = [len(group) for group in case.rewards]
     rewards = torch.tensor([reward for group in case.rewards for reward in group], dtype=torch.float64)
-    settings = TypeAdapter(AdvantageSettings).validate_python(case.config)
     advantages = group_advantages(
-        settings,
+        case.estimator,
         rewards=rewards,
         group_ids=torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)),
         lengths=torch.tensor(case.flat_lengths(), dtype=torch.int64),
@@ -183,13 +183,14 @@ def check_entropy(case: EntropyCase, layouts: bool) -> Iterator[Line]:
 
 def check_entropy_controller(case: EntropyControllerCase, layouts: bool) -> Iterator[Line]:
     """The value applied in each step, and the one behind the gate after it."""
-    control = case.settings
+    state = EntropyState.first(case.settings)
+    assert case.settings is not None and case.settings.control is not None and state is not None
+    control = case.settings.control
     got: dict[str, list[float | None]] = {"applied": [], "after": []}
-    state = first_entropy_state(control)
-    offset = case.clip_high if control.rule == "clip_high" else 0.0
+    offset = case.clip_high if control.kind == "clip_high" else 0.0
     for entropy in case.entropies:
-        got["applied"].append(offset + applied_value(control, state, entropy))
-        state = updated_entropy_state(control, state, entropy)
+        got["applied"].append(offset + state.applied(control, entropy))
+        state = state.updated(control, entropy)
         got["after"].append(state.value)
     for name in case.expect:
         yield from nested_lines(case, name, got.get(name))

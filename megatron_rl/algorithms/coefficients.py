@@ -1,107 +1,123 @@
-"""Coefficients of the objective that change from one optimizer step to the next, as pure functions from one state to the next."""
+"""Coefficients of the objective between optimizer steps, as pure functions from state to state."""
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rl.algorithms.entropy_control import EntropyState, applied_value, first_entropy_state, updated_entropy_state
+from megatron_rl.algorithms.entropy import ClipHighControl, CoefficientControl, EntropyState
 from megatron_rl.algorithms.kl import updated_kl_coef
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.policy_loss import Clip
 from megatron_rl.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """The coefficients in the loss of one optimizer step, the same for all its micro-batches: of the entropy bonus and of the KL."""
+    """The coefficients of the entropy bonus and of the KL in the loss of one optimizer step.
+
+    All micro-batches of the step use the same coefficients.
+    """
 
     entropy: float
     kl_loss: float
 
     @classmethod
     def fixed(cls, objective: Objective) -> "Coefficients":
-        """Those that `objective` sets. Raises ValueError when a controller moves one, so that they differ from step to step."""
-        for name, moved in (("entropy_control", objective.adapts_entropy_coef), ("kl_control", objective.adapts_kl_loss_coef)):
+        """Return the coefficients set by `objective`.
+
+        Raises ValueError when a controller moves one from step to step.
+        """
+        kl, entropy = objective.kl, objective.entropy
+        for name, moved in (
+            ("entropy", entropy is not None and isinstance(entropy.control, CoefficientControl)),
+            ("kl", kl is not None and kl.control is not None),
+        ):
             if moved:
-                raise ValueError(f"Objective.{name} moves a coefficient of the loss from step to step; pass the step's coefficients")
-        return cls(entropy=objective.entropy_coef, kl_loss=objective.kl_loss_coef)
+                raise ValueError(
+                    f"Objective.{name}.control moves a coefficient of the loss from step to step; pass the step's coefficients"
+                )
+        return cls.begin(objective)
 
-
-@dataclass(frozen=True, slots=True)
-class StepMeasurements:
-    """What a finished step measured over all ranks: mean entropy per token, and mean over sequences of the KL per token, in nats.
-
-    None where the step measured nothing.
-    """
-
-    entropy: float | None
-    kl_per_sequence: float | None
+    @classmethod
+    def begin(cls, objective: Objective) -> "Coefficients":
+        """Return the first coefficients of `objective`."""
+        kl, entropy = objective.kl, objective.entropy
+        return cls(entropy=0.0 if entropy is None else entropy.coef, kl_loss=0.0 if kl is None else kl.coef)
 
 
 @dataclass(frozen=True, slots=True)
 class ControlState:
-    """What controllers know between two optimizer steps: the KL coefficient, and the state of the entropy's controller, None without one.
+    """The controllers' state between two steps: KL coefficient and entropy controller's state.
 
-    Equal on all ranks.
+    The latter is None without a controller. Equal on all ranks.
     """
 
     kl_coef: float
     entropy: EntropyState | None
 
+    @classmethod
+    def first(cls, objective: Objective) -> "ControlState":
+        """Return the state before the first step."""
+        term = objective.kl or objective.kl_reward
+        return cls(0.0 if term is None else term.coef, EntropyState.first(objective.entropy))
+
+    @classmethod
+    def restored(cls, objective: Objective, plain: Mapping[str, Any]) -> "ControlState":
+        """Return the state in `plain`; a controller unknown to `plain` starts anew.
+
+        A fixed coefficient stays the setting's. Raises UserError when `plain` is the state of
+        another controller of the entropy.
+        """
+        first = cls.first(objective)
+        term = objective.kl or objective.kl_reward
+        kl_coef = first.kl_coef if term is None or term.control is None else float(plain["kl_coef"])
+        if first.entropy is None or plain["entropy"] is None:
+            return cls(kl_coef, first.entropy)
+        kind = plain["entropy"].get("kind")
+        if kind != first.entropy.kind:
+            raise UserError(
+                f"cannot resume: objective.entropy.control.kind is {first.entropy.kind}, was {kind} when the checkpoint was written; "
+                "restore it or start a new run"
+            )
+        return cls(kl_coef, EntropyState(**plain["entropy"]))
+
     def plain(self) -> dict[str, Any]:
-        """JSON values for a checkpoint."""
+        """Return JSON values for a checkpoint."""
         return asdict(self)
 
+    def kl_reward_coef(self, objective: Objective) -> float:
+        """Return the coefficient of the KL in the rewards of the coming step."""
+        return 0.0 if objective.kl_reward is None else self.kl_coef
 
-def first_state(objective: Objective) -> ControlState:
-    """The state before the first step."""
-    control = objective.entropy_control
-    return ControlState(objective.kl_loss_coef or objective.kl_reward_coef, None if control is None else first_entropy_state(control))
+    def of_step(self, objective: Objective, entropy: float | None = None) -> tuple[Objective, Coefficients]:
+        """Return the coming step's objective, with the controllers' values, and its coefficients.
 
+        `entropy`, nats per token, belongs to the policy before the step, where
+        `objective.needs_entropy_before_step`.
+        """
+        kl_loss = 0.0 if objective.kl is None else self.kl_coef
+        if objective.entropy is None or objective.entropy.control is None:
+            return objective, Coefficients(0.0 if objective.entropy is None else objective.entropy.coef, kl_loss)
+        assert self.entropy is not None, "the state is that of another objective"
+        value = self.entropy.applied(objective.entropy.control, entropy)
+        if not isinstance(objective.entropy.control, ClipHighControl):
+            return objective, Coefficients(value, kl_loss)
+        loss = objective.policy_loss
+        assert isinstance(loss, Clip) and loss.high is not None, "Objective refuses a controller of clip_high without an upper clip"
+        moved = dataclasses.replace(objective, policy_loss=dataclasses.replace(loss, high=loss.high + value))
+        return moved, Coefficients(objective.entropy.coef, kl_loss)
 
-def restored_state(objective: Objective, plain: Mapping[str, Any]) -> ControlState:
-    """The state that `plain` holds; a controller that it does not know starts anew, a fixed coefficient stays the setting's.
+    def updated(self, objective: Objective, *, entropy: float | None, kl: float | None, num_sequences: int) -> "ControlState":
+        """Return the state after a finished step of `num_sequences` sequences.
 
-    Raises UserError when `plain` is the state of another rule of entropy control.
-    """
-    first = first_state(objective)
-    kl_coef = first.kl_coef if objective.kl_control is None else float(plain["kl_coef"])
-    if first.entropy is None or plain["entropy"] is None:
-        return ControlState(kl_coef, first.entropy)
-    rule = plain["entropy"].get("rule")
-    if rule != first.entropy.rule:
-        raise UserError(
-            f"cannot resume: objective.entropy_control.rule is {first.entropy.rule}, was {rule} when the checkpoint was written; restore "
-            "it or start a new run"
-        )
-    return ControlState(kl_coef, EntropyState(**plain["entropy"]))
-
-
-def kl_reward_coef(objective: Objective, state: ControlState) -> float:
-    """The coefficient of the KL in the rewards of the coming step."""
-    return state.kl_coef if objective.kl_reward_coef else 0.0
-
-
-def of_step(objective: Objective, state: ControlState, entropy: float | None = None) -> tuple[Objective, Coefficients]:
-    """The objective of the coming step and its coefficients; the objective differs from the settings' in what a controller moves.
-
-    `entropy`, nats per token, is that of the policy before the step, where `objective.needs_entropy_before_step`.
-    """
-    coefficients = Coefficients(objective.entropy_coef, state.kl_coef if objective.kl_loss_coef else 0.0)
-    if objective.entropy_control is None:
-        return objective, coefficients
-    assert state.entropy is not None, "the state is that of another objective"
-    value = applied_value(objective.entropy_control, state.entropy, entropy)
-    if not objective.adapts_clip_high:
-        return objective, replace(coefficients, entropy=value)
-    assert objective.clip_high is not None, "Objective refuses a controller of clip_high without clip_high"
-    return replace(objective, clip_high=objective.clip_high + value), coefficients
-
-
-def updated_state(objective: Objective, state: ControlState, measured: StepMeasurements, *, num_sequences: int) -> ControlState:
-    """The state after a finished step of `num_sequences` sequences."""
-    entropy, kl_coef, control = state.entropy, state.kl_coef, objective.kl_control
-    if objective.entropy_control is not None and entropy is not None and measured.entropy is not None:
-        entropy = updated_entropy_state(objective.entropy_control, entropy, measured.entropy)
-    if control is not None and measured.kl_per_sequence is not None:
-        kl_coef = updated_kl_coef(kl_coef, kl=measured.kl_per_sequence, num_sequences=num_sequences, control=control)
-    return ControlState(kl_coef, entropy)
+        `entropy` is the measured mean per token over all ranks, and `kl` the mean over sequences of
+        the KL per token, in nats; None without a measurement.
+        """
+        state, kl_coef, term = self.entropy, self.kl_coef, objective.kl or objective.kl_reward
+        control = None if objective.entropy is None else objective.entropy.control
+        if control is not None and state is not None and entropy is not None:
+            state = state.updated(control, entropy)
+        if term is not None and term.control is not None and kl is not None:
+            kl_coef = updated_kl_coef(kl_coef, kl=kl, num_sequences=num_sequences, control=term.control)
+        return ControlState(kl_coef, state)

@@ -1,7 +1,8 @@
-"""Log-probability, entropy and varentropy of next tokens from hidden states, where the logits of all rows never exist at once.
+"""Log-probability, entropy and varentropy of next tokens from hidden states, without full logits.
 
-Rows go through the language model head in chunks of a fixed number of logits. A chunk is dropped as soon as five numbers of each row
-are known, and made again for the gradient: memory depends neither on the number of rows nor on what stands between them.
+Rows go through the language model head in chunks of a fixed number of logits. A chunk is dropped as
+soon as five numbers of each row are known, and computed again for the gradient. Memory depends
+neither on the number of rows nor on the kind of tokens between the rows.
 
 Legend: N rows, H hidden channels, V vocabulary columns of this rank.
 """
@@ -18,7 +19,7 @@ from megatron_rl.algorithms.log_prob import TORCH_ROWS, RowMaths, Shard, TokenSt
 # Logits of a chunk: enough rows for the products with the head's weight to be compute-bound at any vocabulary.
 _CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**29}
 _DEFAULT_CHUNK_LOGITS = 2**24
-# Rows of a chunk come in whole steps, so that a GPU's matrix products have no ragged last tile in every chunk but the last.
+# Rows of a chunk come in whole steps: only the last chunk of a GPU's matrix products has a ragged last tile.
 _ROW_STEP = 1024
 
 
@@ -35,17 +36,21 @@ def head_statistics(
     gradient_buffer: Tensor | None = None,
     rows: RowMaths = TORCH_ROWS,
 ) -> TokenStatistics:
-    """What `token_statistics` says of the logits `hidden` [N, H] x `weight` [V, H] transposed, at `targets` [N].
+    """Return `token_statistics` of the logits `hidden` [N, H] x `weight` [V, H] transposed, at
+    `targets` [N].
 
-    With `group` each of its ranks gets the gradient of `hidden` that comes from its own columns: the sum over ranks is the caller's.
-    Collective over `group` in the forward pass, once whatever N, and not in the backward pass.
+    With `group` each rank gets the gradient of `hidden` from the rank's own columns: the sum over
+    ranks is the caller's. Collective over `group` in the forward pass, once for any N, and not in
+    the backward pass.
 
-    `gradient_buffer` [V, H] is where the gradients of `weight` will be summed in the end: all chunks' but the last are added to it
-    right away, the last one's is returned. Without it they are summed in float32 (float64 for float64 weights).
-    `rows` is what makes statistics and gradients of a chunk's logits; the matrix products are torch's whatever it is.
+    `gradient_buffer` [V, H] is the final place of the summed gradients of `weight`: the gradients
+    of all chunks but the last are added right away, the last one's is returned. Without a buffer
+    all gradients are summed in float32 (float64 for float64 weights). `rows` computes statistics
+    and gradients of a chunk's logits; the matrix products are always torch's.
 
-    Targets are not checked, which would wait for the device: one outside the vocabulary has log-prob -inf. Raises ValueError when shapes
-    disagree or the temperature is not positive.
+    Targets are not checked, because a check would wait for the device: a target outside the
+    vocabulary has log-prob -inf. Raises ValueError when shapes disagree or the temperature is not
+    positive.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         shapes = [tuple(tensor.shape) for tensor in (hidden, weight, targets)]
@@ -62,7 +67,9 @@ def _chunks(num_rows: int, num_columns: int, device: torch.device) -> list[slice
 
 
 class _HeadStatistics(torch.autograd.Function):
-    """One node of the graph for all chunks, so that whoever waits for the weight's gradient is told once, when it is whole."""
+    """One node of the graph for all chunks, so a hook on the weight's gradient runs once, when
+    complete.
+    """
 
     @staticmethod
     def forward(
@@ -80,7 +87,7 @@ class _HeadStatistics(torch.autograd.Function):
         # No name holds a chunk's logits while the next chunk's are made.
         parts = [rows.partials(hidden[part] @ weight.t(), targets[part], shard=shard, with_entropy=with_entropy) for part in slices]
         log_prob, saved = gather_partials(torch.cat(parts), group)
-        _, _, entropy, varentropy, _ = saved
+        _, _, entropy, varentropy, *_ = saved
         ctx.save_for_backward(hidden, weight, targets, *saved)
         ctx.shard, ctx.gradient_buffer, ctx.rows = shard, gradient_buffer, rows
         ctx.set_materialize_grads(False)
@@ -130,16 +137,20 @@ class _WeightSum:
         add_product(self._total, chunk.t(), hidden)
 
     def gradient(self) -> Tensor:
-        """What is not in the caller's buffer: the last chunk's gradient [V, H], all of it without such a buffer, zeros without chunks."""
+        """Return the gradient [V, H] outside the caller's buffer: the last chunk's.
+
+        The result is the whole gradient without a buffer, and zeros without chunks.
+        """
         if self._last is not None:
             return self._last
         return self._total.to(self._weight.dtype) if self._own and self._total is not None else torch.zeros_like(self._weight)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left` [A, B] x `right` [B, C] to `total` [A, C], whose dtype may be wider than theirs.
+    """Add `left` [A, B] x `right` [B, C] to `total` [A, C], possibly of a wider dtype.
 
-    A GPU's matrix product adds its float32 sums to `total` itself: nothing is rounded to the narrow dtype and no product is kept.
+    A GPU's matrix product adds float32 sums to `total` itself: nothing is rounded to the narrow
+    dtype and no product is kept.
     """
     if total.dtype == left.dtype:
         total.addmm_(left, right)

@@ -1,22 +1,59 @@
-"""Estimators of KL(pi || pi_ref) from samples of pi, the KL as a token reward, and the adaptive coefficient.
+"""The KL to the reference: two places in the objective, sample estimators, adaptive coefficient.
 
 k1, k2, k3: J. Schulman, Approximating KL divergence, 2020. low_variance is k3 cut to +-10.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
 
-from megatron_rl.algorithms.objective import KLControl, KLEstimator
-from megatron_rl.algorithms.sequences import LOG_RATIO_LIMIT
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
+from megatron_rl.algorithms.aggregation import LOG_RATIO_LIMIT, Metrics, Sequences
+from megatron_rl.algorithms.choices import Choice, doc, required
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from megatron_rl.algorithms.lazy_torch import torch
+
+KLEstimator = Literal["k1", "k2", "k3", "low_variance"]
 _LOW_VARIANCE_LIMIT = 10.0
 
 
-def kl_estimate(log_probs: Tensor, *, reference: Tensor, estimator: KLEstimator) -> Tensor:
-    """Per-token KL estimate [T], nats, differentiable in `log_probs` [T]; both aligned, `reference` is taken as constant.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLControl(Choice):
+    """Adaptive KL coefficient (Ziegler et al. 2019, section 2.2), starting from the term's own."""
 
-    With d = reference - log_prob: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d. d is cut at 20 from above in k3, where e^d would
-    overflow; low_variance also cuts its value to [-10, 10].
+    target: float = doc("KL to hold: mean over sequences of the mean per token, in nats.", 6.0, gt=0)
+    horizon: float = doc("Sequences over which a full correction acts.", 10000.0, gt=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLLoss(Choice):
+    """The KL to the reference in the loss."""
+
+    coef: float = required("Coefficient of the KL to the reference in the loss.", gt=0)
+    estimator: KLEstimator = doc("Estimator of the KL in the loss.", "k3")
+    unbiased: bool = doc("Multiply the KL in the loss by the differentiable ratio, which makes its gradient unbiased.", False)
+    control: KLControl | None = doc("Adapt the coefficient; fixed when not set.", None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLReward(Choice):
+    """The KL to the reference in the rewards of tokens."""
+
+    coef: float = required("Coefficient of the KL to the reference in the token rewards.", gt=0)
+    estimator: KLEstimator = doc("Estimator of the KL in the token rewards.", "k1")
+    control: KLControl | None = doc("Adapt the coefficient; fixed when not set.", None)
+
+
+def kl_estimate(log_probs: Tensor, *, reference: Tensor, estimator: KLEstimator) -> Tensor:
+    """Return the per-token KL estimate [T], nats, differentiable in `log_probs` [T].
+
+    `reference` [T] is aligned with `log_probs` and taken as constant. With d = reference -
+    log_prob: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d. d is cut at 20 from above in k3, against
+    overflow of e^d; low_variance also cuts the estimate to [-10, 10].
     """
     difference = reference.detach() - log_probs
     if estimator == "k1":
@@ -28,8 +65,25 @@ def kl_estimate(log_probs: Tensor, *, reference: Tensor, estimator: KLEstimator)
     return k3 if estimator == "k3" else k3.clamp(-_LOW_VARIANCE_LIMIT, _LOW_VARIANCE_LIMIT)
 
 
+def kl_metrics(log_probs: Tensor, reference: Tensor, sequences: Sequences, *, steered: KLEstimator | None) -> Metrics:
+    """Return raw KL estimates of `log_probs` and `reference` [T] over all trainable tokens.
+
+    Tokens left out by the loss count too. `steered` is the estimator for the adaptive coefficient's
+    KL, None without an adaptive coefficient.
+    """
+    raw = log_probs.detach()
+    names: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
+    metrics = {f"kl_{name}": sequences.mean_pair(kl_estimate(raw, reference=reference, estimator=name)) for name in names}
+    if steered is not None:
+        # Each token counts 1 / n_i: the weights of a trajectory add up to 1, on one rank or several.
+        share = sequences.expand(1.0 / sequences.mean_divisor.to(raw.dtype)).masked_fill(sequences.excluded, 0.0)
+        per_token = kl_estimate(raw, reference=reference, estimator=steered)
+        metrics["kl_per_sequence"] = ((per_token * share).sum().double(), share.sum().double())
+    return metrics
+
+
 def updated_kl_coef(coef: float, *, kl: float, num_sequences: int, control: KLControl) -> float:
-    """The next coefficient: coef x (1 + clip(kl / target - 1, -0.2, 0.2) x sequences / horizon).
+    """Return the next coefficient: coef x (1 + clip(kl / target - 1, -0.2, 0.2) x sequences / horizon).
 
     `kl` is the mean over the step's sequences of their mean per token. Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
     """

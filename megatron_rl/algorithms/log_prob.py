@@ -24,9 +24,10 @@ _DEFAULT_CHUNK_ELEMENTS = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenStatistics:
-    """Of softmax(logits / temperature), in nats: `log_prob` [T] of the targets, `entropy` [T], `varentropy` [T] (nats squared).
+    """Of softmax(logits / temperature), in nats: `log_prob` [T], `entropy` [T], `varentropy` [T].
 
-    The latter two are None when they were not asked for. All are differentiable.
+    `log_prob` belongs to the targets; `varentropy` is in nats squared. The latter two are None
+    unless requested. All are differentiable.
     """
 
     log_prob: Tensor
@@ -36,7 +37,7 @@ class TokenStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which columns of the vocabulary a rank holds: `columns` real ones of global index `start` ..., padding behind them.
+    """A rank's vocabulary columns: `columns` real ones from index `start`, padding behind.
 
     Logits are divided by `temperature`.
     """
@@ -47,7 +48,7 @@ class Shard:
 
     @classmethod
     def of(cls, *, num_columns: int, temperature: float, vocab_size: int, vocab_start: int) -> "Shard":
-        """The shard of `num_columns` columns, padding included, of a vocabulary of `vocab_size`.
+        """Return the shard of `num_columns` columns, padding included, of `vocab_size` tokens.
 
         Raises ValueError when `temperature` is not positive.
         """
@@ -68,16 +69,20 @@ def token_statistics(
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = True,
 ) -> TokenStatistics:
-    """Statistics of the policy softmax(logits / temperature) at `targets`, in float32 (float64 for float64 logits).
+    """Return statistics of the policy softmax(logits / temperature) at `targets`.
 
-    `logits` [T, V] are the columns `vocab_start ... vocab_start + V` of the vocabulary; columns at or beyond `vocab_size` are
-    padding and take no part, whatever they hold. `targets` [T] are global token ids. With `group`, the columns of all its
-    ranks make up the vocabulary and every rank gets the whole result; its gradient is that of its own columns.
-    A logit may be -inf. Entropy H = -sum p ln p, varentropy = sum p (ln p + H)^2.
+    Results are float32 (float64 for float64 logits). `logits` [T, V] are the columns `vocab_start
+    ... vocab_start + V` of the vocabulary; columns at or beyond `vocab_size` are padding and take
+    no part, with any content. `targets` [T] are global token ids. With `group`, the columns of all
+    ranks of the group make up the vocabulary and every rank gets the whole result; the gradient of
+    a rank covers the rank's own columns. A logit may be -inf. Entropy H = -sum p ln p, varentropy =
+    sum p (ln p + H)^2.
 
-    Raises ValueError when shapes disagree, the temperature is not positive or a target is outside the vocabulary.
+    Raises ValueError when shapes disagree, the temperature is not positive or a target is outside
+    the vocabulary.
 
-    Example: `token_statistics(logits[:-1], ids[1:], temperature=1.0, vocab_size=logits.shape[-1]).log_prob`, of one sequence `ids` [n].
+    Example: `token_statistics(logits[:-1], ids[1:], temperature=1.0,
+    vocab_size=logits.shape[-1]).log_prob`, of one sequence `ids` [n].
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"token_statistics got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}, needs [T, V] and [T]")
@@ -97,7 +102,7 @@ class _TokenStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         local = local_partials(logits, targets, shard=shard, with_entropy=with_entropy)
         log_prob, saved = gather_partials(local, group)
-        _, _, entropy, varentropy, _ = saved
+        _, _, entropy, varentropy, *_ = saved
         ctx.save_for_backward(logits, targets, *saved)
         ctx.shard = shard
         ctx.set_materialize_grads(False)
@@ -129,10 +134,13 @@ def _scaled(chunk: Tensor, temperature: float, scratch: Tensor) -> Tensor:
 
 
 def local_partials(logits: Tensor, targets: Tensor, *, shard: Shard, with_entropy: bool) -> Tensor:
-    """What one rank knows of each row, [T, 5]: maximum m, normaliser Z = sum e^s, mean of s, its variance, the target's z.
+    """Return five numbers of this rank for each row, [T, 5]: m, Z, mean of s, variance of s,
+    target's z.
 
-    z = logits / temperature and s = z - m over this rank's real columns; mean and variance are under its own softmax. A row
-    without a finite logit has m = -inf and Z = 0. The target's entry is -inf when another rank holds it.
+    z = logits / temperature and s = z - m over this rank's real columns, with maximum m and
+    normaliser Z = sum e^s; mean and variance are under the rank's own softmax. A row without a
+    finite logit has m = -inf and Z = 0. The target's entry is -inf when another rank holds the
+    target.
     """
     slices, scratch = _chunks(logits, shard.columns)
     out = torch.zeros(logits.shape[0], 5, dtype=scratch.dtype, device=logits.device)
@@ -157,7 +165,7 @@ def _chunk_partials(chunk: Tensor, out: Tensor, scratch: Tensor, temperature: fl
     scaled = _scaled(chunk, temperature, shifted)
     maximum = scaled.amax(-1, keepdim=True)
     out[:, 0] = maximum.squeeze(1)
-    # softmax is much faster than exp on CPU, and its largest entry is 1 / Z.
+    # softmax is much faster than exp on CPU, and the largest entry of softmax is 1 / Z.
     torch.softmax(scaled, -1, out=weights)
     out[:, 1] = 1 / weights.amax(-1)
     if not with_entropy:
@@ -169,24 +177,26 @@ def _chunk_partials(chunk: Tensor, out: Tensor, scratch: Tensor, temperature: fl
 
 
 def gather_partials(local: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[Tensor]]:
-    """The log-prob [T], and what `logit_gradient` needs: maximum, log normaliser, entropy, varentropy, this rank's share, each [T].
+    """Return `merged_rows` of the partials [T, 5] of all ranks of `group`.
 
-    From the partials [T, 5] of this rank and of the others of `group`. Collective over it.
+    Collective over `group`.
     """
     partials = local.unsqueeze(0)
     if group is not None:
         gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, local, group=group)
         partials = torch.stack(gathered)
-    maximum, log_normaliser, log_prob, entropy, varentropy = merge_partials(partials)
-    share = torch.where(local[:, 1] > 0, (local[:, 0] - maximum).exp() * local[:, 1] / log_normaliser.exp(), 0.0)
-    return log_prob, [maximum, log_normaliser, entropy, varentropy, share]
+    return merged_rows(local, partials)
 
 
-def merge_partials(partials: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(maximum, log normaliser, log-prob, entropy, varentropy), each [T], from the partials [R, T, 5] of all ranks.
+def merged_rows(local: Tensor, partials: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the log-prob [T] and the inputs of `logit_gradient` for one rank.
 
-    The variance merges by the parallel form of Chan, Golub and LeVeque (1983), so that nothing cancels.
+    The rank has the partials `local` [T, 5] among all [R, T, 5]. The inputs are maximum, log
+    normaliser, entropy, varentropy, this rank's share of the mass, and a mask of finite logits on
+    this rank, each [T]. The share cannot replace the mask: a share underflows to 0 where the rank's
+    logits are about 104 nats below the maximum. The variance merges by the parallel form of Chan,
+    Golub and LeVeque (1983), so nothing cancels.
     """
     maximum_RT, normaliser_RT, mean_RT, variance_RT, target_RT = partials.unbind(-1)
     maximum = maximum_RT.amax(0)
@@ -200,7 +210,9 @@ def merge_partials(partials: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     # Rounding alone can put the entropy of a one-hot row below 0.
     entropy = (log_normaliser - mean).clamp(min=0)
     log_prob = (target_RT.amax(0) - maximum) - log_normaliser
-    return maximum, log_normaliser, log_prob, entropy, varentropy
+    has_mass = local[:, 1] > 0
+    share = torch.where(has_mass, (local[:, 0] - maximum).exp() * local[:, 1] / log_normaliser.exp(), 0.0)
+    return log_prob, [maximum, log_normaliser, entropy, varentropy, share, has_mass]
 
 
 def logit_gradient(
@@ -212,11 +224,12 @@ def logit_gradient(
     *,
     in_place: bool = False,
 ) -> Tensor | None:
-    """The gradient [T, V] in the logits' dtype; padding columns get 0. `saved` [T] each are of `gather_partials`.
+    """Return the gradient [T, V] in the logits' dtype; padding columns get 0.
 
-    `gradients` [T] are of log-prob, entropy and varentropy; the result is None when all of them are. With u = ln p + H:
-    d log_prob = onehot - p, d entropy = -p u, d varentropy = p (u^2 + 2 u - varentropy), all over temperature.
-    With `in_place` it takes the place of the logits, chunk by chunk.
+    `saved` [T] each come from `merged_rows`. `gradients` [T] are of log-prob, entropy and
+    varentropy; the result is None when all three are. With u = ln p + H: d log_prob = onehot - p, d
+    entropy = -p u, d varentropy = p (u^2 + 2 u - varentropy), all over temperature. With `in_place`
+    the gradient replaces the logits, chunk by chunk.
     """
     if all(gradient is None for gradient in gradients):
         return None
@@ -224,7 +237,7 @@ def logit_gradient(
     out[:, shard.columns :] = 0
     if shard.columns == 0 or logits.shape[0] == 0:
         return out
-    maximum, share = saved[0], saved[4]
+    maximum, _, _, _, share, has_mass = saved
     grad_target, polynomial = gradient_polynomial(saved, gradients, shard.temperature)
     coefficients = [coefficient * share for coefficient in polynomial]
     local = targets - shard.start
@@ -244,15 +257,17 @@ def logit_gradient(
         result.scatter_add_(1, index[rows], at_target[rows])
         if result is spare:
             out[rows, : shard.columns] = spare
-    empty = share == 0
-    if bool(empty.any()):
-        out.masked_fill_(empty.unsqueeze(1), 0)
+    if not bool(has_mass.all()):
+        out.masked_fill_(~has_mass.unsqueeze(1), 0)
     return out
 
 
 def gradient_polynomial(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], temperature: float) -> tuple[Tensor, list[Tensor]]:
-    """The gradient at the target [T], and c_k [T] so that a column's gradient is p x sum_k c_k s^k with s = z - maximum."""
-    maximum, log_normaliser, entropy, varentropy, _ = saved
+    """Return the gradient at the target [T], and coefficients c_k [T] of all columns.
+
+    A column's gradient is p x sum_k c_k s^k with s = z - maximum.
+    """
+    maximum, log_normaliser, entropy, varentropy, *_ = saved
     zero = torch.zeros_like(maximum)
     g_l, g_h, g_v = (zero if gradient is None else gradient / temperature for gradient in gradients)
     # u = s + b, and the gradient per p is -g_l - g_h u + g_v (u^2 + 2 u - varentropy), expanded in s.
@@ -275,9 +290,10 @@ def _polynomial(x: Tensor, coefficients: list[Tensor], scratch: Tensor) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class RowMaths:
-    """What is computed of every row of logits, on one kind of hardware: all of it gives the numbers of `TORCH_ROWS`, to rounding.
+    """The maths of every row of logits on one kind of hardware, equal to `TORCH_ROWS` to rounding.
 
-    `partials` is `local_partials` or its equal; `gradient` is `logit_gradient` or its equal. `name` is for people.
+    `partials` is `local_partials` or an equal; `gradient` is `logit_gradient` or an equal. `name`
+    is for people.
     """
 
     name: str

@@ -1,31 +1,39 @@
-"""Token-level rewards, returns and generalised advantage estimation over the trainable tokens of whole sequences.
+"""Token-level rewards, returns and generalised advantage estimation over whole sequences.
 
-Legend: T tokens of S whole, un-sharded sequences laid end to end; `cu_seqlens` [S + 1] are their offsets. Tokens that the loss
-mask leaves out (prompts, tool output) are no states: recurrences step from one trainable token to the next.
+Legend: T tokens of S whole, un-sharded sequences laid end to end; `cu_seqlens` [S + 1] are their
+offsets. Tokens outside the loss mask (prompts, tool output) are no states: recurrences step from
+one trainable token to the next.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from megatron_rl.algorithms.aggregation import identity
 
-from megatron_rl.algorithms.sequences import identity
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from megatron_rl.algorithms.lazy_torch import torch
 
-# Columns that one matrix product sums; more cost more arithmetic, fewer more passes.
+# Columns summed by one matrix product; more cost more arithmetic, fewer more passes.
 _BLOCK = 16
-# Tokens of one table of padded rows, so that the copies in it stay few.
+# Tokens of one table of padded rows, to keep the copies few.
 _TABLE_TOKENS = 2**18
-_CONSTANT_TOLERANCE = 1e-12
-# Large values are counted in it where their squares overflow float64.
+CONSTANT_TOLERANCE = 1e-12
+"""Spread in units of the mean below which numbers count as equal: float64 sums cannot tell it from rounding."""
+# Large values are counted in units of the bound where their squares overflow float64.
 _LARGE_UNIT = 2.0**512
 
 
 def token_rewards(*, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
-    """A new tensor [T]: -kl_coef x kl on trainable tokens, plus the sequence's reward [S] on its last trainable token.
+    """Return a new tensor [T]: -kl_coef x kl on trainable tokens, plus the reward at the end.
 
-    A sequence without a trainable token gets its reward nowhere. `kl` [T] raw, in nats, is read only and may hold anything at masked
-    positions.
+    The sequence's reward [S] goes to the last trainable token, and nowhere in a sequence without
+    one. `kl` [T] raw, in nats, is read only and may hold anything at masked positions.
     """
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     shaped = torch.zeros(loss_mask.shape, dtype=dtype, device=loss_mask.device)
@@ -37,7 +45,7 @@ def token_rewards(*, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, kl:
 
 
 def last_trainable(loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The flat position [S] of each sequence's last trainable token, -1 for a sequence without one."""
+    """Return the flat position [S] of each sequence's last trainable token, else -1."""
     positions = torch.where(loss_mask, torch.arange(len(loss_mask), device=loss_mask.device), -1)
     running = torch.cat([positions.new_full((1,), -1), positions.cummax(0).values if len(positions) else positions])
     found = running[cu_seqlens[1:]]
@@ -54,11 +62,12 @@ def gae(
     lam: float,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages [T], returns [T]); both 0 at masked positions, not whitened.
+    """Return (advantages [T], returns [T]); both 0 at masked positions, not whitened.
 
-    delta = r + gamma V' - V and A = delta + gamma lam A', primes at the next trainable token; returns = A + V. After the last
-    trainable token V' is `bootstrap` [S] (truncated responses), 0 when None. Schulman et al., arXiv 1506.02438. Computed from the
-    returns, R = r + gamma ((1 - lam) V' + lam R'), which is the same with one pass over the tokens less.
+    delta = r + gamma V' - V and A = delta + gamma lam A', primes at the next trainable token;
+    returns = A + V. After the last trainable token V' is `bootstrap` [S] (truncated responses), 0
+    when None. Schulman et al., arXiv 1506.02438. Computed from the returns, R = r + gamma ((1 -
+    lam) V' + lam R'): the same with one pass over the tokens less.
     """
     dtype = torch.float64 if torch.float64 in (rewards.dtype, values.dtype) else torch.float32
     # As bytes, because a reduction of bools is slower than the recurrence itself on CPU.
@@ -75,13 +84,13 @@ def gae(
 
 
 def _ragged_gae(rewards: Tensor, values: Tensor, *, counts: Tensor, bootstrap: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """GAE of trainable tokens [N] laid end to end, `counts` [S] of them per sequence."""
+    """Return GAE of trainable tokens [N] laid end to end, `counts` [S] of them per sequence."""
     sizes: list[int] = counts.tolist()
     levels = _levels(gamma * lam, width=max(sizes, default=0), like=rewards)
     weights = (gamma, gamma * (1.0 - lam))
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     if sizes and min(sizes) == max(sizes) > 0:
-        # One table, without copies; in parts that fit caches it takes longer.
+        # One table, without copies; a division in parts that fit caches takes longer.
         table = [flat.view(len(sizes), -1) for flat in (rewards, values, advantages, returns)]
         _dense_gae(table, lengths=counts, bootstrap=bootstrap, weights=weights, levels=levels)
         return advantages, returns
@@ -109,18 +118,20 @@ def _rows_of_like_size(sizes: list[int]) -> Iterator[list[int]]:
 
 
 def _dense_gae(
-    table: Sequence[Tensor], *, lengths: Tensor, bootstrap: Tensor, weights: tuple[float, float], levels: "Sequence[_Level]"
+    table: Sequence[Tensor], *, lengths: Tensor, bootstrap: Tensor, weights: tuple[float, float], levels: Sequence[_Level]
 ) -> None:
-    """Fill the advantages and returns of `table` = rewards, values, advantages, returns, each [S, W].
+    """Fill the advantages and returns of `table` = rewards, values, advantages, returns, each [S,
+    W].
 
-    Rows are the trainable tokens of a sequence, left-aligned; rewards and values hold zeros beyond `lengths` [S]. `weights` are those
-    of `bootstrap` [S] behind the last token, gamma, and of the next token's value, gamma (1 - lambda); `levels` are of gamma x lambda.
+    Rows are the trainable tokens of a sequence, left-aligned; rewards and values hold zeros beyond
+    `lengths` [S]. `weights` are the weight of `bootstrap` [S] behind the last token, gamma, and of
+    the next token's value, gamma (1 - lambda); `levels` are of gamma x lambda.
     """
     rewards, values, advantages, returns = table
     if not rewards.numel():
         return
     at_end, at_next = weights
-    # The advantages' place holds the terms of the sum first: one array less to fetch and, where it is new, to map.
+    # The advantages' place holds the terms of the sum first: one array less to fetch and, if new, to map.
     terms = advantages
     torch.add(rewards[:, :-1], values[:, 1:], alpha=at_next, out=terms[:, :-1])
     terms[:, -1] = rewards[:, -1]
@@ -140,9 +151,11 @@ class _Level:
 
 
 def _levels(decay: float, *, width: int, like: Tensor) -> list[_Level]:
-    """The recurrence over columns of a table `width` wide, then that over its blocks, over blocks of those, …; none without decay.
+    """Return the recurrences over columns of a table `width` wide, over its blocks, over blocks of
+    blocks, ….
 
-    Made once for all tables, because small tensors cost more than their arithmetic.
+    None without decay. Made once for all tables, because small tensors cost more than their
+    arithmetic.
     """
     exponents = torch.arange(_BLOCK, dtype=torch.float64, device=like.device)
     distance = exponents.unsqueeze(1) - exponents
@@ -155,10 +168,12 @@ def _levels(decay: float, *, width: int, like: Tensor) -> list[_Level]:
 
 
 def _reverse_scan(x: Tensor, levels: Sequence[_Level], *, out: Tensor) -> Tensor:
-    """y[t] = x[t] + decay y[t + 1] along the rows of `x` [S, W], which it overwrites, into `out` [S, W].
+    """Compute y[t] = x[t] + decay y[t + 1] along the rows of `x` [S, W] into `out` [S, W];
+    overwrite `x`.
 
-    Within a block of columns the sum is a product with a triangular matrix of powers of `decay`; what enters a block from its right
-    comes from the same recurrence over whole blocks, whose decay is decay^block.
+    Within a block of columns the sum is a product with a triangular matrix of powers of `decay`.
+    Input of a block from the right comes from the same recurrence over whole blocks, with decay
+    decay^block.
     """
     rows, width = x.shape
     if not levels or width <= 1:
@@ -185,11 +200,12 @@ def discounted_returns(*, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
 
 
 def whiten(values: Tensor, *, mask: Tensor, all_reduce_sum: Callable[[Tensor], Tensor] = identity) -> Tensor:
-    """`values` [T] with mean 0 and unbiased variance 1 over the `mask` [T] of all ranks; 0 at masked positions.
+    """Return `values` [T] with mean 0 and unbiased variance 1 over the `mask` [T] of all ranks.
 
-    Constant values become exactly 0: a spread that float64 sums cannot tell from rounding counts as none. `all_reduce_sum` adds over
-    the ranks that hold different tokens; it is called equally often on every rank, also on one without a token: three times, and once
-    more where squares overflow.
+    Masked positions get 0. Constant values become exactly 0: a spread within the rounding of
+    float64 sums counts as none. `all_reduce_sum` adds over the ranks with different tokens. Every
+    rank makes equally many calls, also a rank without a token: three, and one more where squares
+    overflow.
     """
     wide = torch.where(mask, values.double(), 0.0)
     first = all_reduce_sum(torch.stack([mask.sum().double(), wide.sum()]))
@@ -202,6 +218,6 @@ def whiten(values: Tensor, *, mask: Tensor, all_reduce_sum: Callable[[Tensor], T
         # An infinite spread would turn every value into 0.
         centred, mean = centred / _LARGE_UNIT, mean / _LARGE_UNIT
         variance = all_reduce_sum(centred.square().sum()) / (count - 1).clamp(min=1)
-    constant = variance.sqrt() <= _CONSTANT_TOLERANCE * mean.abs()
+    constant = variance.sqrt() <= CONSTANT_TOLERANCE * mean.abs()
     scale = torch.where(constant, 0.0, 1.0 / torch.where(constant, 1.0, variance).sqrt())
     return (centred * scale).to(values.dtype if values.is_floating_point() else torch.float64)

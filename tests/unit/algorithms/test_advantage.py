@@ -6,21 +6,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vector_format import advantage_choice
 
-from megatron_rl.algorithms.advantage import group_advantages, zero_variance
-from megatron_rl.algorithms.arguments import ESTIMATOR_ARGUMENTS
-from megatron_rl.algorithms.objective import AdvantageSettings, Estimator
+from megatron_rl.algorithms.advantage import Groups, PlugInAdvantage, group_advantages
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.plugins import load
 
 REWARDS = torch.tensor([1, 0, 0, 1, 0.3, 0.9, 0.1, 0.5], dtype=torch.float64)
 GROUPS = torch.tensor([7, 7, 7, 7, 3, 3, 3, 3])
 ONES = torch.ones(8, dtype=torch.int64)
-CRITIC_FREE = [name for name in Estimator.__args__ if name != "ppo"]
+CRITIC_FREE = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gdpo", "pass@k"]
 
 
 def advantages(estimator: str, rewards=REWARDS, groups=GROUPS, lengths=ONES, baselines=None, **args) -> torch.Tensor:
     """By those of `args` that the estimator has."""
-    known = {item.name for item in fields(ESTIMATOR_ARGUMENTS[estimator])}
-    made = AdvantageSettings(estimator=estimator, args={name: value for name, value in args.items() if name in known})
+    known = {item.name for item in fields(Objective.of(advantage=advantage_choice({"estimator": estimator})).advantage)}
+    if estimator == "dr_grpo" or args.get("scale") == "none":
+        known -= {"scale" if estimator == "dr_grpo" else "", "std_epsilon"}
+    chosen = advantage_choice({"estimator": estimator, **{name: value for name, value in args.items() if name in known}})
+    made = Objective.of(advantage=chosen).advantage
     return group_advantages(made, rewards=rewards, group_ids=groups, lengths=lengths, baselines=baselines)
 
 
@@ -105,6 +109,25 @@ def test_gdpo_normalises_each_component() -> None:
         advantages("gdpo", rewards=rewards, reward_weights=(1.0,))
 
 
+@pytest.mark.parametrize("factor", [-1.0, -2.0, -1e3])
+@pytest.mark.parametrize("std_epsilon", [0.0, 1e-6])
+def test_gdpo_of_components_that_cancel_is_zero(factor: float, std_epsilon: float) -> None:
+    one = torch.tensor([0.1, 0.7, 0.35, 0.9, 0.2, 0.3], dtype=torch.float64)
+    groups = torch.tensor([0, 0, 0, 1, 1, 1])
+    got = advantages("gdpo", torch.stack([one, factor * one], 1), groups, ONES[:6], std_epsilon=std_epsilon)
+    assert got.tolist() == [0.0] * 6
+    # Beside a group with a signal, too.
+    other = torch.stack([one, torch.cat([factor * one[:3], one[3:]])], 1)
+    mixed = advantages("gdpo", other, groups, ONES[:6], std_epsilon=std_epsilon, whiten=False)
+    assert (mixed != 0).tolist() == [False] * 3 + [True] * 3
+
+
+def test_whitening_takes_rounding_for_no_spread() -> None:
+    nearly_equal = 0.1 + torch.tensor([0.0, 1.0, -1.0, 2.0], dtype=torch.float64) * 2e-17
+    got = advantages("reinforce_plus_plus", 1e3 * nearly_equal, torch.arange(4), torch.tensor([1, 2, 3, 4]))
+    assert len(set(nearly_equal.tolist())) > 1 and got.tolist() == [0.0] * 4
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "opo", "pass@k"])
 @pytest.mark.parametrize("value", [0.3, 1.7, -1.3, 0.1, 1e9, 1e-9])
 def test_constant_groups_get_exactly_zero(estimator: str, value: float) -> None:
@@ -113,7 +136,7 @@ def test_constant_groups_get_exactly_zero(estimator: str, value: float) -> None:
             rewards = torch.full((size,), value, dtype=dtype)
             got = advantages(estimator, rewards, torch.zeros(size), torch.arange(size), std_epsilon=1e-12)
             assert got.tolist() == [0.0] * size
-            assert bool(zero_variance(rewards=rewards, group_ids=torch.zeros(size)).all())
+            assert bool(Groups.of(torch.zeros(size)).constant(rewards.double()).all())
 
 
 def test_centring_is_exact_beside_a_large_common_offset() -> None:
@@ -159,7 +182,7 @@ def test_advantages_are_finite_and_ignore_a_common_offset(rewards: list[float], 
 def test_single_samples_are_no_zero_variance_group() -> None:
     """Evaluation with one response per prompt must not lose everything to masking."""
     ids = torch.arange(4)
-    assert not bool(zero_variance(rewards=torch.ones(4), group_ids=ids).any())
+    assert not bool(Groups.of(ids).constant(torch.ones(4, dtype=torch.float64)).any())
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -177,13 +200,8 @@ def test_an_estimator_of_ones_own_gets_the_batch_and_its_arguments(monkeypatch, 
         "def by_length(*, rewards, group_ids, lengths, power: int):\n    return (rewards - group_ids) * lengths.double() ** power\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    settings = AdvantageSettings(estimator="my_estimators:by_length", args={"power": 2})
+    own = PlugInAdvantage(path="my_estimators:by_length", args={"power": 2})
     batch = {"rewards": torch.tensor([1.0, 0.5, 4.0]), "group_ids": torch.tensor([0, 0, 2]), "lengths": torch.tensor([2, 3, 1])}
-    assert group_advantages(settings, **batch).tolist() == [4.0, 4.5, 2.0]
-
-
-def test_arguments_and_names_of_estimators_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"estimator is 'rlo', needs one of grpo.*did you mean rloo\?"):
-        AdvantageSettings(estimator="rlo")
-    with pytest.raises(ValueError, match=r"objective\.advantage\.args\.power is no argument of grpo"):
-        AdvantageSettings(args={"power": 2})
+    assert group_advantages(own.loaded(load), **batch).tolist() == [4.0, 4.5, 2.0]
+    with pytest.raises(ValueError, match="my_estimators:by_length is not loaded"):
+        group_advantages(own, **batch)

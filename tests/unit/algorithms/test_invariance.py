@@ -7,19 +7,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 from step_emulation import Layout, Step, StepResult, random_layouts, run_step, trivial_layout
+from vector_format import neutral_objective
 
-from megatron_rl.algorithms.objective import Aggregation, Objective, OffPolicyCorrection
-from megatron_rl.algorithms.presets import PRESETS, expand_preset
+from megatron_rl.algorithms.aggregation import Aggregation
+from megatron_rl.algorithms.objective import PRESETS, Objective
+from megatron_rl.algorithms.off_policy import OffPolicy
+from megatron_rl.algorithms.value_loss import ValueLoss
 
 AGGREGATIONS = Aggregation.__args__
 CORRECTIONS = (
     None,
-    OffPolicyCorrection(mode="truncate", high=1.1),
-    OffPolicyCorrection(mode="mask", low=0.7, high=1.3, keep_rejected_in_denominator=False),
-    OffPolicyCorrection(mode="truncate", level="sequence", high=1.5, veto=0.4, opsm=0.05),
-    OffPolicyCorrection(mode="mask", level="geometric", low=0.9, high=1.1, opsm=0.0, keep_rejected_in_denominator=False),
+    OffPolicy(mode="truncate", high=1.1),
+    OffPolicy(mode="mask", low=0.7, high=1.3, keep_rejected_in_denominator=False),
+    OffPolicy(mode="truncate", level="sequence", high=1.5, veto=0.4, opsm=0.05),
+    OffPolicy(mode="mask", level="geometric", low=0.9, high=1.1, opsm=0.0, keep_rejected_in_denominator=False),
 )
 ENTROPIES = (
     {},
@@ -27,12 +29,7 @@ ENTROPIES = (
     {"entropy_coef": 0.02, "entropy_mode": "matched"},
     {"entropy_coef": 0.02, "top_entropy_fraction": 0.4},
 )
-ADAPTER = TypeAdapter(Objective)
 LOSSES = ("gpg", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "distillation", "sft", "value")
-
-
-def nested(config: dict) -> Objective:
-    return ADAPTER.validate_python(config)
 
 
 def assert_same(got: StepResult, expected: StepResult, tolerance: float) -> None:
@@ -46,7 +43,7 @@ def assert_same(got: StepResult, expected: StepResult, tolerance: float) -> None
         assert got.metrics[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
 
 
-def variants() -> list[Objective]:
+def variants() -> list[Objective | ValueLoss]:
     """Every preset x aggregation, every two of preset, correction and entropy mode, and the losses without a preset."""
     made = []
     for preset, aggregation in itertools.product(PRESETS, AGGREGATIONS):
@@ -56,17 +53,19 @@ def variants() -> list[Objective]:
         made.append({"preset": preset, "max_response_length": 9, "off_policy_correction": correction, **entropy})
     for loss, level in itertools.product(LOSSES, ("token", "sequence")):
         args = {"clip_cov": {"low": -1.0, "fraction": 0.3}, "kl_cov": {"fraction": 0.3}}.get(loss, {})
-        made.append({"policy_loss": loss, "ratio_level": level, "loss_args": args})
+        if level == "token" or loss in ("dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "distillation"):
+            made.append({"policy_loss": loss, **({"ratio_level": level} if level == "sequence" else {}), **args})
     made.append(
         {
-            "loss_args": {"dual_clip": 1.5, "ratio_cap": 1.1},
+            "dual_clip": 1.5,
+            "ratio_cap": 1.1,
             "kl_loss_coef": 0.2,
             "kl_unbiased": True,
             "kl_estimator": "k2",
             "kl_control": {},
         }
     )
-    return [nested(expand_preset(config)) for config in made]
+    return [neutral_objective(**config) for config in made]
 
 
 VARIANTS = variants()
@@ -104,7 +103,7 @@ def test_float32_agrees_to_1e_6(make_step) -> None:
     step = make_step([7, 2, 9, 4], seed=3)
     single = Step(step.lengths, step.loss_mask, {k: v.float() if v.is_floating_point() else v for k, v in step.tokens.items()})
     for preset in PRESETS:
-        objective = nested(expand_preset({"preset": preset, "max_response_length": 9}))
+        objective = neutral_objective(preset=preset, max_response_length=9)
         base = run_step(objective, single, trivial_layout(4))
         got = run_step(objective, single, Layout(ranks=(((3, 0),), ((1,),), ((2,),)), cp=2, padding=math.nan))
         assert got.loss == pytest.approx(base.loss, rel=1e-6, abs=1e-6)
@@ -134,6 +133,6 @@ def test_a_step_without_trainable_tokens_says_so(make_step) -> None:
 
 def test_clip_cov_choice_depends_on_the_seed_and_on_nothing_else(make_step) -> None:
     step = make_step([9, 9, 9], seed=5)
-    objective = Objective(policy_loss="clip_cov", loss_args={"low": -5.0, "fraction": 0.3})
+    objective = neutral_objective(policy_loss="clip_cov", low=-5.0, fraction=0.3)
     losses = {run_step(objective, step, trivial_layout(3), seed=seed).loss for seed in range(6)}
     assert len(losses) > 3

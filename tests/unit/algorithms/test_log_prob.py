@@ -149,9 +149,34 @@ def test_shards_merge_to_the_whole_also_one_of_padding_and_one_of_minus_infinity
         )
         for start, columns in shards
     ]
-    _, _, *merged = log_prob.merge_partials(torch.stack(partials))
-    for have, want in zip(merged, reference(logits[:, :21], targets, 0.7), strict=True):
+    merged, saved = log_prob.merged_rows(partials[0], torch.stack(partials))
+    for have, want in zip((merged, saved[2], saved[3]), reference(logits[:, :21], targets, 0.7), strict=True):
         torch.testing.assert_close(have, want)
+
+
+@pytest.mark.parametrize("gap", [0.0, 1.0, 50.0, 87.0, 88.0, 103.0, 104.0, 106.0, 200.0, 300.0])
+def test_a_target_far_below_the_maximum_of_another_shard(gap: float) -> None:
+    logits, _ = random_rows(4, 12, torch.float32)
+    logits[:, 6:] -= gap
+    logits[3, 6:] = -math.inf
+    targets = torch.tensor([7, 11, 2, 5])
+    shards = [log_prob.Shard(0.7, start, 6) for start in (0, 6)]
+    pieces = logits.split(6, 1)
+    partials = [
+        log_prob.local_partials(piece, targets, shard=shard, with_entropy=True) for piece, shard in zip(pieces, shards, strict=True)
+    ]
+    weights = [torch.tensor(numbers) for numbers in ([1.0, -2.0, 0.5, 3.0], [0.3, 0.2, -0.1, 1.0], [0.7, 0.1, 0.4, -1.0])]
+    got = []
+    for piece, shard, local in zip(pieces, shards, partials, strict=True):
+        log_probs, saved = log_prob.merged_rows(local, torch.stack(partials))
+        gradient = log_prob.logit_gradient(piece, targets, shard, saved, weights)
+        assert gradient is not None
+        got.append(gradient)
+    exact = logits.double().requires_grad_()
+    statistics = reference(exact, targets, 0.7)
+    torch.testing.assert_close(log_probs.double(), statistics[0].detach(), rtol=1e-6, atol=1e-5)
+    sum((weight * statistic).sum() for weight, statistic in zip(weights, statistics, strict=True)).backward()
+    torch.testing.assert_close(torch.cat(got, 1).double(), exact.grad.nan_to_num(), rtol=1e-5, atol=1e-5)
 
 
 def _sharded(rank: int, port: int, queue) -> None:
@@ -159,6 +184,7 @@ def _sharded(rank: int, port: int, queue) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     logits, targets = random_rows(6, 20)
     logits[3, 10:] = -math.inf
+    logits[4, :10] -= 800.0  # The first shard, which has the target, has a share of the mass that underflows float64.
     targets = targets.clamp(max=9)
     leaf = logits[:, rank * 10 : rank * 10 + 10].clone().requires_grad_()
     statistics = all_three(token_statistics(leaf, targets, temperature=0.7, vocab_size=17, vocab_start=rank * 10, group=dist.group.WORLD))
@@ -184,6 +210,7 @@ def test_vocabulary_parallel_over_two_processes() -> None:
             child.kill()
     logits, targets = random_rows(6, 20)
     logits[3, 10:] = -math.inf
+    logits[4, :10] -= 800.0  # The first shard, which has the target, has a share of the mass that underflows float64.
     whole = logits.clone().requires_grad_()
     statistics = all_three(token_statistics(whole, targets.clamp(max=9), temperature=0.7, vocab_size=17))
     weighted(statistics).backward()

@@ -1,17 +1,20 @@
 """The loss against a loop over tokens in Python, published values, and the traps that other trainers fell into."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from step_emulation import Step, run_step, trivial_layout
+from vector_format import neutral_objective
 
+from megatron_rl.algorithms.aggregation import Aggregation, LossInputs
 from megatron_rl.algorithms.coefficients import Coefficients
-from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.loss import compute_loss
-from megatron_rl.algorithms.objective import AdvantageSettings, Aggregation, EntropyControl, KLControl, Objective, OffPolicyCorrection
-from megatron_rl.algorithms.policy_loss import find_policy_loss
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.off_policy import OffPolicy
 from megatron_rl.errors import UserError
+from megatron_rl.plugins import load
 
 # The shared vector V1 of the peer survey.
 V1 = {
@@ -32,24 +35,24 @@ def v1() -> Step:
 @pytest.mark.parametrize(
     ("objective", "expected"),
     [
-        (Objective(policy_loss="gmpo"), -0.010433150),
-        (Objective(policy_loss="gpg", aggregation="token_mean"), 0.493333333),
-        (Objective(policy_loss="kl_cov", loss_args={"fraction": 0.2}, aggregation="token_mean"), -0.381598566),
-        (Objective(aggregation="token_mean", top_entropy_fraction=0.2), -0.127006360),
-        (Objective(aggregation="token_mean", off_policy_correction=OffPolicyCorrection(opsm=0.1)), -0.434468481),
-        (Objective(aggregation="token_mean", loss_args={"dual_clip": 1.1}), None),
+        (neutral_objective(policy_loss="gmpo"), -0.010433150),
+        (neutral_objective(policy_loss="gpg", aggregation="token_mean"), 0.493333333),
+        (neutral_objective(policy_loss="kl_cov", fraction=0.2, aggregation="token_mean"), -0.381598566),
+        (neutral_objective(aggregation="token_mean", top_entropy_fraction=0.2), -0.127006360),
+        (neutral_objective(aggregation="token_mean", off_policy_correction=OffPolicy(opsm=0.1)), -0.434468481),
+        (neutral_objective(aggregation="token_mean", dual_clip=1.1), None),
     ],
 )
 def test_published_values(objective: Objective, expected: float | None) -> None:
     loss = run_step(objective, v1(), trivial_layout(4)).loss
     if expected is None:  # for negative advantages the ratios here stay below 1.1 times, except one of 1.284
-        plain = run_step(Objective(aggregation="token_mean"), v1(), trivial_layout(4)).loss
+        plain = run_step(neutral_objective(aggregation="token_mean"), v1(), trivial_layout(4)).loss
         assert loss == pytest.approx(plain - 0.7 * (math.exp(0.25) - 1.1) / 15)
     else:
         assert loss == pytest.approx(expected, abs=5e-9)
 
 
-def loop_loss(objective: Objective, step: Step, token_loss) -> torch.Tensor:
+def loop_loss(objective, step: Step, token_loss) -> torch.Tensor:
     """The definition: per sequence, then the aggregation, with Python loops."""
     rows, start = [], 0
     for length in step.lengths:
@@ -73,37 +76,37 @@ def ratio(x, level: str, t: int, keep: list[int]):
     return (x["log_probs"][t] - x["old_log_probs"][t]).exp()
 
 
-def clipped(x, o: Objective, t: int, keep: list[int]):
+def clipped(x, o: SimpleNamespace, t: int, keep: list[int]):
     r, a = ratio(x, o.ratio_level, t, keep), x["advantages"][t]
     return -torch.minimum(r * a, r.clamp(1 - o.clip_low, 1 + o.clip_high) * a)
 
 
-def sapo(x, o: Objective, t: int, keep: list[int]):
+def sapo(x, o: SimpleNamespace, t: int, keep: list[int]):
     a = x["advantages"][t]
     tau = ARGS["sapo"]["tau_positive" if a > 0 else "tau_negative"]
     return -4 / tau * torch.sigmoid(tau * (ratio(x, o.ratio_level, t, keep) - 1)) * a
 
 
-def cispo(x, o: Objective, t: int, keep: list[int]):
+def cispo(x, o: SimpleNamespace, t: int, keep: list[int]):
     r = ratio(x, o.ratio_level, t, keep).detach().clamp(1 - o.clip_low, 1 + o.clip_high)
     return -r * x["advantages"][t] * x["log_probs"][t]
 
 
-def vespo(x, o: Objective, t: int, keep: list[int]):
+def vespo(x, o: SimpleNamespace, t: int, keep: list[int]):
     w = sum(x["log_probs"][k] - x["old_log_probs"][k] for k in keep).detach().exp()
     sign = "positive" if x["advantages"][t] >= 0 else "negative"
     k, lam = ARGS["vespo"][f"k_{sign}"], ARGS["vespo"][f"lambda_{sign}"]
     return -(w**k * torch.exp(lam - lam * w)) * x["advantages"][t] * x["log_probs"][t]
 
 
-def dppo_tv(x, o: Objective, t: int, keep: list[int]):
+def dppo_tv(x, o: SimpleNamespace, t: int, keep: list[int]):
     move = (x["log_probs"][t].exp() - x["old_log_probs"][t].exp()).detach()
     allowed = move <= o.clip_high if x["advantages"][t] > 0 else move >= -o.clip_low
     weight = ratio(x, o.ratio_level, t, keep).detach().clamp(max=ARGS["dppo_tv"]["ratio_cap"]) if allowed else 0.0
     return -x["advantages"][t] * weight * x["log_probs"][t]
 
 
-def dppo_kl(x, o: Objective, t: int, keep: list[int]):
+def dppo_kl(x, o: SimpleNamespace, t: int, keep: list[int]):
     p, q = x["old_log_probs"][t].exp(), x["log_probs"][t].exp().detach()
     kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     blocked = q > p and kl > o.clip_high if x["advantages"][t] > 0 else q < p and kl > o.clip_low
@@ -111,13 +114,13 @@ def dppo_kl(x, o: Objective, t: int, keep: list[int]):
     return -x["advantages"][t] * weight * x["log_probs"][t]
 
 
-def value(x, o: Objective, t: int, keep: list[int]):
+def value(x, o: SimpleNamespace, t: int, keep: list[int]):
     v, old, target = x["values"][t], x["old_values"][t], x["returns"][t]
     near = old + (v - old).clamp(-ARGS["value"]["value_clip"], ARGS["value"]["value_clip"])
     return 0.5 * torch.maximum((v - target) ** 2, (near - target) ** 2)
 
 
-def gmpo(x, o: Objective, t: int, keep: list[int]):
+def gmpo(x, o: SimpleNamespace, t: int, keep: list[int]):
     a = x["advantages"][t]
     logs = torch.stack([x["log_probs"][k] - x["old_log_probs"][k] for k in keep])
     near = logs.clamp(-o.clip_low, o.clip_high)
@@ -131,6 +134,9 @@ ARGS = {
     "vespo": {"k_positive": 1.5, "lambda_positive": 2.5, "k_negative": 0.5, "lambda_negative": 1.25},
     **{key: {"ratio_cap": 1.04} for key in ("dppo_tv", "dppo_kl")},
 }
+
+CLIPPED = ("clip", "cispo", "gmpo", "dppo_tv", "dppo_kl")
+WITH_LEVEL = ("clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "distillation")
 
 REFERENCES = {
     "gmpo": gmpo,
@@ -154,17 +160,12 @@ def test_against_a_loop_over_tokens(name: str, level: str, aggregation: str, mak
     # Chosen so that tokens of both signs lie beyond each bound and between the two distances.
     step = make_step([9, 1, 14, 2, 6], seed=9, masked_rows=(3,))
     low, high = (0.006, 0.02) if name == "dppo_kl" else (0.05, 0.16)
-    objective = Objective(
-        policy_loss=name,
-        ratio_level=level,
-        aggregation=aggregation,
-        max_response_length=6,
-        clip_low=low,
-        clip_high=high,
-        loss_args=ARGS.get(name, {}),
-    )
+    chosen = {"ratio_level": level if name in WITH_LEVEL else None, "clip_low": low, "clip_high": high}
+    settings = {key: value for key, value in chosen.items() if value is not None and (key == "ratio_level" or name in CLIPPED)}
+    objective = neutral_objective(policy_loss=name, aggregation=aggregation, max_response_length=6, **settings, **ARGS.get(name, {}))
+    plain = SimpleNamespace(ratio_level=level, clip_low=low, clip_high=high)
     leaves = {k: v.clone().requires_grad_() if k in ("log_probs", "values") else v for k, v in step.tokens.items()}
-    expected = loop_loss(objective, step, lambda t, keep: REFERENCES[name](leaves, objective, t, keep))
+    expected = loop_loss(objective, step, lambda t, keep: REFERENCES[name](leaves, plain, t, keep))
     expected.backward()
     result = run_step(objective, step, trivial_layout(5))
     assert result.loss == pytest.approx(float(expected.detach()), abs=1e-12)
@@ -181,7 +182,7 @@ def test_kl_cov_penalises_the_tokens_of_largest_covariance(coefficient: float, m
     chosen = covariance >= covariance.sort(descending=True).values[int(0.3 * int(keep.sum())) - 1]
     log_ratio = p - x["old_log_probs"]
     losses = -log_ratio.exp() * a + torch.where(chosen, coefficient * log_ratio.abs(), 0.0)
-    objective = Objective(policy_loss="kl_cov", loss_args={"fraction": 0.3, "coef": coefficient}, aggregation="token_mean")
+    objective = neutral_objective(policy_loss="kl_cov", fraction=0.3, coef=coefficient, aggregation="token_mean")
     assert run_step(objective, step, trivial_layout(4)).loss == pytest.approx(float(losses[keep].mean()), abs=1e-12)
 
 
@@ -200,8 +201,8 @@ def test_the_correction_at_each_level_against_a_loop(level: str, mode: str, make
             bounded += not inside
             weight = min(max(w, low), high) if mode == "truncate" else w * inside
             expected -= weight * float(step.tokens["advantages"][t] * step.tokens["log_probs"][t])
-    correction = OffPolicyCorrection(mode=mode, level=level, low=low, high=high)
-    objective = Objective(policy_loss="gpg", aggregation="token_sum", off_policy_correction=correction)
+    correction = OffPolicy(mode=mode, level=level, low=low, high=high)
+    objective = neutral_objective(policy_loss="gpg", aggregation="token_sum", off_policy_correction=correction)
     assert 0 < bounded < int(step.loss_mask.sum()) or level != "token"
     assert run_step(objective, step, trivial_layout(4)).loss == pytest.approx(expected, abs=1e-12)
 
@@ -219,7 +220,7 @@ def test_a_veto_drops_every_token_of_a_sequence_with_one_far_below(make_step) ->
             continue
         expected -= sum(float(step.tokens["advantages"][t] * step.tokens["log_probs"][t]) for t in keep)
     assert 0 < dropped < 4
-    objective = Objective(policy_loss="gpg", aggregation="token_sum", off_policy_correction=OffPolicyCorrection(veto=veto))
+    objective = neutral_objective(policy_loss="gpg", aggregation="token_sum", off_policy_correction=OffPolicy(veto=veto))
     assert run_step(objective, step, trivial_layout(4)).loss == pytest.approx(expected, abs=1e-12)
 
 
@@ -234,9 +235,8 @@ def test_the_kl_that_control_steers_by_is_the_mean_of_sequence_means_by_the_term
         start += length
         if d:
             means.append(sum(x * x / 2 if in_rewards else math.exp(x) - 1 - x for x in d) / len(d))
-    coefficient = {"kl_reward_coef": 0.1} if in_rewards else {"kl_loss_coef": 0.1}
-    estimators = {"kl_estimator": "k3" if not in_rewards else "k1", "kl_reward_estimator": "k2" if in_rewards else "k1"}
-    objective = Objective(kl_control=KLControl(), advantage=AdvantageSettings(estimator="ppo"), **coefficient, **estimators)
+    term = {"kl_reward": {"coef": 0.1, "estimator": "k2", "control": {}}} if in_rewards else {"kl": {"coef": 0.1, "control": {}}}
+    objective = Objective.of(advantage="gae", **term)
     metrics = run_step(objective, step, trivial_layout(4)).metrics
     assert metrics["kl_per_sequence"] == pytest.approx(sum(means) / len(means), abs=1e-12)
 
@@ -254,19 +254,21 @@ def test_rejected_tokens_leave_the_denominator_only_when_asked(keep_rejected: bo
             "advantages": torch.tensor([1.0, 1.0], dtype=torch.float64),
         },
     )
-    correction = OffPolicyCorrection(mode="mask", high=2.0, keep_rejected_in_denominator=keep_rejected)
+    correction = OffPolicy(mode="mask", high=2.0, keep_rejected_in_denominator=keep_rejected)
     for aggregation in ("token_mean", "sequence_mean_token_mean"):
-        loss = run_step(Objective(aggregation=aggregation, off_policy_correction=correction), step, trivial_layout(1)).loss
+        loss = run_step(neutral_objective(aggregation=aggregation, off_policy_correction=correction), step, trivial_layout(1)).loss
         assert loss == pytest.approx(-0.5 if keep_rejected else -1.0)
 
 
 def test_rejected_tokens_have_no_gradient_also_where_the_weight_is_inside_the_loss() -> None:
-    correction = OffPolicyCorrection(mode="mask", low=0.9, high=1.1)
+    correction = OffPolicy(mode="mask", low=0.9, high=1.1)
     ratios = (v1().tokens["old_log_probs"] - v1().tokens["rollout_log_probs"]).exp()
     rejected = (ratios < 0.9) | (ratios > 1.1)
     assert 0 < int(rejected.sum()) < 15
     for name in ("clip", "vespo", "gpg"):
-        gradient = run_step(Objective(policy_loss=name, off_policy_correction=correction), v1(), trivial_layout(4)).gradients["log_probs"]
+        gradient = run_step(neutral_objective(policy_loss=name, off_policy_correction=correction), v1(), trivial_layout(4)).gradients[
+            "log_probs"
+        ]
         assert bool((gradient[rejected] == 0).all())
 
 
@@ -277,35 +279,35 @@ def test_vespo_takes_the_off_policy_weight_into_its_sequence_weight() -> None:
     step = Step(lengths=(1,), loss_mask=torch.ones(1, dtype=torch.bool), tokens=tokens)
     for high, weight in ((10.0, math.exp(0.5)), (1.1, 1.1 * math.exp(0.2))):
         for level in ("token", "sequence", "geometric"):
-            correction = OffPolicyCorrection(mode="truncate", level=level, high=high)
-            loss = run_step(Objective(policy_loss="vespo", off_policy_correction=correction), step, trivial_layout(1)).loss
+            correction = OffPolicy(mode="truncate", level=level, high=high)
+            loss = run_step(neutral_objective(policy_loss="vespo", off_policy_correction=correction), step, trivial_layout(1)).loss
             assert loss == pytest.approx(weight**2 * math.exp(3 - 3 * weight))
 
 
 @pytest.mark.parametrize("aggregation", Aggregation.__args__)
 def test_the_entropy_bonus_means_the_same_for_every_aggregation(aggregation: str) -> None:
-    plain = Objective(aggregation=aggregation, max_response_length=6)
-    bonus = Objective(aggregation=aggregation, max_response_length=6, entropy_coef=0.01)
+    plain = neutral_objective(aggregation=aggregation, max_response_length=6)
+    bonus = neutral_objective(aggregation=aggregation, max_response_length=6, entropy_coef=0.01)
     difference = run_step(plain, v1(), trivial_layout(4)).loss - run_step(bonus, v1(), trivial_layout(4)).loss
     assert difference == pytest.approx(0.01 * sum(V1["entropy"]) / 15, abs=1e-12)
 
 
 def test_matched_entropy_goes_through_the_aggregation() -> None:
-    bonus = Objective(aggregation="sequence_mean_token_sum", entropy_coef=0.01, entropy_mode="matched")
-    plain = Objective(aggregation="sequence_mean_token_sum")
+    bonus = neutral_objective(aggregation="sequence_mean_token_sum", entropy_coef=0.01, entropy_mode="matched")
+    plain = neutral_objective(aggregation="sequence_mean_token_sum")
     difference = run_step(plain, v1(), trivial_layout(4)).loss - run_step(bonus, v1(), trivial_layout(4)).loss
     assert difference == pytest.approx(0.01 * sum(V1["entropy"]) / 4, abs=1e-12)
 
 
 def test_top_entropy_bonus_counts_the_tokens_that_are_trained() -> None:
-    plain = Objective(aggregation="token_mean", top_entropy_fraction=0.2)
-    bonus = Objective(aggregation="token_mean", top_entropy_fraction=0.2, entropy_coef=0.1)
+    plain = neutral_objective(aggregation="token_mean", top_entropy_fraction=0.2)
+    bonus = neutral_objective(aggregation="token_mean", top_entropy_fraction=0.2, entropy_coef=0.1)
     difference = run_step(plain, v1(), trivial_layout(4)).loss - run_step(bonus, v1(), trivial_layout(4)).loss
     assert difference == pytest.approx(0.1 * (2.6 + 2.5 + 2.2) / 3)
 
 
 def test_an_adaptive_coefficient_at_zero_still_measures_and_a_positive_one_acts() -> None:
-    objective = Objective(aggregation="token_mean", entropy_control=EntropyControl())
+    objective = neutral_objective(aggregation="token_mean", entropy_control={})
     still = run_step(objective, v1(), trivial_layout(4), coefficients=Coefficients(0.0, 0.0))
     acting = run_step(objective, v1(), trivial_layout(4), coefficients=Coefficients(0.1, 0.0))
     assert "policy_loss" in still.metrics and float(still.gradients["entropy"].abs().sum()) == 0.0
@@ -314,7 +316,7 @@ def test_an_adaptive_coefficient_at_zero_still_measures_and_a_positive_one_acts(
 
 
 def test_the_policy_loss_is_logged_only_when_it_differs_from_the_loss() -> None:
-    assert "policy_loss" not in run_step(Objective(), v1(), trivial_layout(4)).metrics
+    assert "policy_loss" not in run_step(neutral_objective(), v1(), trivial_layout(4)).metrics
 
 
 def test_logged_entropy_is_never_negative_and_ignores_padding() -> None:
@@ -323,7 +325,7 @@ def test_logged_entropy_is_never_negative_and_ignores_padding() -> None:
     mask[[2, 7]] = False
     spoiled = dict(step.tokens) | {"entropy": torch.where(mask, step.tokens["entropy"], -1.0)}
     kept = [number for number, keep in zip(V1["entropy"], mask.tolist(), strict=True) if keep]
-    metrics = run_step(Objective(), Step(step.lengths, mask, spoiled), trivial_layout(4)).metrics
+    metrics = run_step(neutral_objective(), Step(step.lengths, mask, spoiled), trivial_layout(4)).metrics
     assert metrics["entropy"] == pytest.approx(sum(kept) / 13)
 
 
@@ -334,7 +336,7 @@ def test_masked_kl_keeps_metric_and_denominator() -> None:
     kl_mask[:6] = False
     masked = Step(step.lengths, step.loss_mask, {**step.tokens, "advantages": torch.zeros(15, dtype=torch.float64), "kl_mask": kl_mask})
     full = Step(step.lengths, step.loss_mask, {**step.tokens, "advantages": torch.zeros(15, dtype=torch.float64)})
-    objective = Objective(aggregation="token_mean", kl_loss_coef=0.1)
+    objective = neutral_objective(aggregation="token_mean", kl_loss_coef=0.1)
     some, every = (run_step(objective, s, trivial_layout(4)) for s in (masked, full))
     assert bool((some.gradients["log_probs"][:6] == 0).all())
     torch.testing.assert_close(some.gradients["log_probs"][6:], every.gradients["log_probs"][6:])
@@ -346,7 +348,7 @@ def test_the_unbiased_kl_has_the_gradient_of_the_score_function() -> None:
     step = v1()
     on_policy = Step(step.lengths, step.loss_mask, {**step.tokens, "old_log_probs": step.tokens["log_probs"]})
     zero = {**on_policy.tokens, "advantages": torch.zeros(15, dtype=torch.float64)}
-    objective = Objective(aggregation="token_sum", kl_loss_coef=1.0, kl_estimator="k1", kl_unbiased=True)
+    objective = neutral_objective(aggregation="token_sum", kl_loss_coef=1.0, kl_estimator="k1", kl_unbiased=True)
     gradient = run_step(objective, Step(step.lengths, step.loss_mask, zero), trivial_layout(4)).gradients["log_probs"]
     torch.testing.assert_close(gradient, step.tokens["log_probs"] - step.tokens["ref_log_probs"] + 1)
 
@@ -367,9 +369,14 @@ def test_extremes_stay_finite(name: str, level: str, dtype: torch.dtype) -> None
         entropy=torch.zeros(6, dtype=dtype, requires_grad=True),
         advantages=torch.tensor([1.0, -1.0, 0.0, 0.0, -2.0, 3.0], dtype=dtype),
     )
-    correction = OffPolicyCorrection(mode="truncate", level="sequence", high=2.0)
-    objective = Objective(
-        policy_loss=name, ratio_level=level, kl_loss_coef=0.1, kl_unbiased=True, entropy_coef=0.1, off_policy_correction=correction
+    correction = OffPolicy(mode="truncate", level="sequence", high=2.0)
+    objective = neutral_objective(
+        policy_loss=name,
+        **({"ratio_level": level} if name in WITH_LEVEL else {}),
+        kl_loss_coef=0.1,
+        kl_unbiased=True,
+        entropy_coef=0.1,
+        off_policy_correction=correction,
     )
     output = compute_loss(objective, inputs, num_tokens=6, num_sequences=4)
     output.loss.backward()
@@ -383,25 +390,25 @@ def test_what_is_missing_is_named() -> None:
     )
     settings = {"num_tokens": 1, "num_sequences": 1}
     with pytest.raises(ValueError, match="log_probs"):
-        compute_loss(Objective(), inputs, **settings)
+        compute_loss(neutral_objective(), inputs, **settings)
     with pytest.raises(ValueError, match="statistics"):
-        compute_loss(Objective(top_entropy_fraction=0.5), inputs, **settings)
+        compute_loss(neutral_objective(top_entropy_fraction=0.5), inputs, **settings)
     with pytest.raises(ValueError, match="max_response_length"):
-        run_step(Objective(aggregation="sequence_mean_token_sum_norm"), v1(), trivial_layout(4))
+        run_step(neutral_objective(aggregation="sequence_mean_token_sum_norm"), v1(), trivial_layout(4))
 
 
 def test_a_loss_of_ones_own_by_path(monkeypatch, tmp_path) -> None:
     (tmp_path / "my_losses.py").write_text(
-        "from megatron_rl.algorithms.policy_terms import PolicyLossTerms\n"
+        "from megatron_rl.algorithms.policy_loss import PolicyLossTerms\n"
         "def double(*, objective, terms, factor: float = 2.0):\n    return PolicyLossTerms(-factor * terms.log_probs)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    loss = run_step(Objective(policy_loss="my_losses:double", aggregation="token_sum"), v1(), trivial_layout(4)).loss
-    assert loss == pytest.approx(-2 * sum(V1["log_probs"]))
-    thrice = Objective(policy_loss="my_losses:double", loss_args={"factor": 3.0}, aggregation="token_sum")
-    assert run_step(thrice, v1(), trivial_layout(4)).loss == pytest.approx(-3 * sum(V1["log_probs"]))
-    with pytest.raises(ValueError, match=r"objective\.loss_args\.factor is no argument of clip"):
-        Objective(loss_args={"factor": 3.0})
+    for args, factor in (({}, 2), ({"factor": 3.0}, 3)):
+        own = Objective.of(policy_loss={"kind": "plug_in", "path": "my_losses:double", "args": args}, aggregation="token_sum")
+        loss = run_step(own.loaded(load), v1(), trivial_layout(4)).loss
+        assert loss == pytest.approx(-factor * sum(V1["log_probs"]))
+    with pytest.raises(ValueError, match="my_losses:double is not loaded"):
+        run_step(own, v1(), trivial_layout(4))
     for path in ("my_losses:missing", "no_such_module:double"):
         with pytest.raises(UserError, match=f"objective.policy_loss {path}"):
-            find_policy_loss(Objective(policy_loss=path))
+            Objective.of(policy_loss=path).loaded(load)

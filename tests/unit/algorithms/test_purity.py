@@ -5,14 +5,14 @@ from dataclasses import fields, is_dataclass
 
 import torch
 
-from megatron_rl.algorithms import advantage, kl, log_prob, loss, policy_loss, returns, selection
-from megatron_rl.algorithms.aggregation import token_weights
-from megatron_rl.algorithms.inputs import LossInputs
-from megatron_rl.algorithms.objective import AdvantageSettings, Objective, OffPolicyCorrection
-from megatron_rl.algorithms.off_policy import importance_ratio, off_policy_terms
-from megatron_rl.algorithms.policy_terms import PolicyTerms
+from megatron_rl.algorithms import advantage, kl, log_prob, loss, returns, selection
+from megatron_rl.algorithms.aggregation import LossInputs, Sequences, bounded_exp, token_weights
+from megatron_rl.algorithms.covariance_losses import Covariances, hashed
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.off_policy import OffPolicy, importance_ratio
+from megatron_rl.algorithms.policy_loss import PolicyTerms
 from megatron_rl.algorithms.selection import StepStatistics
-from megatron_rl.algorithms.sequences import Sequences, bounded_exp
+from megatron_rl.algorithms.value_loss import ValueLoss
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -34,15 +34,18 @@ def calls(make_step) -> dict[str, tuple]:
     x, mask = step.tokens, step.loss_mask
     index, tokens = torch.tensor([0, 0, 0, 0, 1, 2, 2, 2]), torch.tensor(step.trainable())
     cu_seqlens = torch.tensor([0, 4, 5, 8])
-    inputs = LossInputs(loss_mask=mask, sequence_index=index, sequence_tokens=tokens, **x)
+    critic = ("values", "old_values", "returns")
+    inputs = LossInputs(
+        loss_mask=mask, sequence_index=index, sequence_tokens=tokens, **{name: tensor for name, tensor in x.items() if name not in critic}
+    )
     sequences = Sequences(index, mask, tokens)
     masked = {name: sequences.masked(tensor) for name, tensor in x.items() if tensor.is_floating_point()}
     terms = PolicyTerms(
-        masked["log_probs"], masked["old_log_probs"], masked["log_probs"] - masked["old_log_probs"], masked["advantages"], sequences,
-        ref_log_probs=masked["ref_log_probs"], values=masked["values"], old_values=masked["old_values"], returns=masked["returns"],
+        log_probs=masked["log_probs"], old_log_probs=masked["old_log_probs"], log_ratio=masked["log_probs"] - masked["old_log_probs"],
+        advantages=masked["advantages"], sequences=sequences, ref_log_probs=masked["ref_log_probs"], token_keys=x["token_keys"],
     )  # fmt: skip
     rewards, groups = torch.randn(6, dtype=torch.float64), torch.tensor([0, 0, 1, 1, 2, 2])
-    correction = OffPolicyCorrection(mode="truncate", high=1.1, opsm=0.1)
+    correction = OffPolicy(mode="truncate", high=1.1, opsm=0.1)
     count = {"num_tokens": int(mask.sum()), "num_sequences": 3}
     everything = {
         "token_rewards": (
@@ -73,18 +76,19 @@ def calls(make_step) -> dict[str, tuple]:
             {**count, "aggregation": "token_sum", "max_response_length": 3, "dtype": torch.float64},
         ),
         "importance_ratio": (importance_ratio, (sequences, masked["old_log_probs"], masked["rollout_log_probs"], "token"), {}),
-        "off_policy_terms": (
-            off_policy_terms,
-            (correction,),
-            {"sequences": sequences, **{n: masked[n] for n in ("log_probs", "old_log_probs", "rollout_log_probs", "advantages")}},
-        ),
-        "covariance": (selection.covariance, (x["log_probs"], x["advantages"], StepStatistics()), {}),
-        "hashed": (selection.hashed, (x["token_keys"], 3), {}),
+        "off_policy.terms": (correction.terms, (terms, masked["rollout_log_probs"]), {}),
+        "covariances": (Covariances().of, (terms,), {}),
+        "hashed": (hashed, (x["token_keys"], 3), {}),
         "quantile": (selection.quantile, (x["values"], 0.3), {}),
-        "step_statistics": (selection.step_statistics, (Objective(policy_loss="kl_cov"), [inputs]), {"num_tokens": 5}),
+        "step_statistics": (selection.step_statistics, (Objective.of(policy_loss="kl_cov"), [inputs]), {"num_tokens": 5}),
+        "value_loss": (
+            ValueLoss().share,
+            (sequences,),
+            {**count, **{name: x[name] for name in critic}},
+        ),
         "bounded_exp": (bounded_exp, (x["values"],), {}),
         "token_statistics": (log_prob.token_statistics, (torch.randn(4, 9), torch.arange(4)), {"temperature": 1.0, "vocab_size": 8}),
-        "zero_variance": (advantage.zero_variance, (), {"rewards": rewards, "group_ids": groups}),
+        "constant": (advantage.Groups.of(groups).constant, (rewards,), {}),
     }
     everything |= loss_calls(inputs, terms, correction)
     return everything | advantage_calls(rewards, groups)
@@ -92,14 +96,14 @@ def calls(make_step) -> dict[str, tuple]:
 
 def advantage_calls(rewards: torch.Tensor, groups: torch.Tensor) -> dict[str, tuple]:
     everything = {}
-    for estimator in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "pass@k"):
-        made = AdvantageSettings(estimator=estimator).without_whitening()
+    for kind in ("group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "pass@k"):
+        made = Objective.of(advantage=kind).advantage
         arguments = {"rewards": rewards, "group_ids": groups, "lengths": torch.ones(6), "baselines": torch.zeros(6)}
-        everything[f"group_advantages {estimator}"] = (advantage.group_advantages, (made,), arguments)
+        everything[f"group_advantages {kind}"] = (advantage.group_advantages, (made,), arguments)
     return everything
 
 
-def loss_calls(inputs: LossInputs, terms: PolicyTerms, correction: OffPolicyCorrection) -> dict[str, tuple]:
+def loss_calls(inputs: LossInputs, terms: PolicyTerms, correction: OffPolicy) -> dict[str, tuple]:
     count, everything = {"num_tokens": int(inputs.loss_mask.sum()), "num_sequences": 3}, {}
     for name in (
         "clip",
@@ -112,18 +116,15 @@ def loss_calls(inputs: LossInputs, terms: PolicyTerms, correction: OffPolicyCorr
         "dppo_kl",
         "distillation",
         "sft",
-        "value",
         "clip_cov",
         "kl_cov",
     ):
-        objective = Objective(policy_loss=name, kl_loss_coef=0.1, entropy_coef=0.1, off_policy_correction=correction)
-        step_settings = {
-            **count,
-            "statistics": StepStatistics(covariance_threshold=0.0, key_threshold=0),
-        }
-        everything[f"compute_loss {name}"] = (loss.compute_loss, (objective, inputs), step_settings)
-        if name not in ("clip_cov", "kl_cov"):
-            everything[f"policy loss {name}"] = (policy_loss.find_policy_loss(objective), (objective, terms), {})
+        objective = Objective.of(
+            policy_loss=name, kl={"coef": 0.1}, entropy={"coef": 0.1}, off_policy=None if name == "sft" else correction
+        )
+        statistics = StepStatistics(policy_loss=Covariances(limit=0))
+        everything[f"compute_loss {name}"] = (loss.compute_loss, (objective, inputs), {**count, "statistics": statistics})
+        everything[f"policy loss {name}"] = (objective.policy_loss.losses, (terms, statistics.policy_loss), {})
     return everything
 
 

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.kl import kl_estimate, updated_kl_coef
-from megatron_rl.algorithms.objective import KLControl
+from megatron_rl.algorithms.kl import KLControl, kl_estimate, updated_kl_coef
 from megatron_rl.algorithms.returns import discounted_returns, gae, last_trainable, token_rewards, whiten
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from step_emulation import Step, rank_inputs, trivial_layout
 
-from megatron_rl.algorithms.inputs import LossInputs, policy_terms
+from megatron_rl.algorithms.aggregation import LossInputs, Sequences, identity
+from megatron_rl.algorithms.covariance_losses import ClipCov, KlCov
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.selection import covariance_selection, quantile, step_statistics, top_entropy_mask
-from megatron_rl.algorithms.sequences import Sequences, identity
+from megatron_rl.algorithms.selection import quantile, step_statistics, top_entropy_mask
 
 LENGTHS = [5, 1, 19, 3, 17]
 LOW, HIGH = -0.05, 0.3
@@ -22,14 +22,16 @@ def step(make_step: Any) -> Step:
 
 
 def inputs_of(step: Step) -> tuple[LossInputs, Sequences]:
-    inputs = rank_inputs(step, step.tokens, range(len(step.lengths)), trivial_layout(len(step.lengths)), 0)
+    inputs, _ = rank_inputs(step, step.tokens, range(len(step.lengths)), trivial_layout(len(step.lengths)), 0)
     return inputs, Sequences(inputs.sequence_index, inputs.loss_mask, inputs.sequence_tokens, identity)
 
 
 def chosen(objective: Objective, step: Step, *, seed: int = 0) -> set[int]:
     inputs, sequences = inputs_of(step)
     statistics = step_statistics(objective, [inputs], num_tokens=int(step.loss_mask.sum()), seed=seed)
-    return set(covariance_selection(objective, statistics, inputs, policy_terms(objective, inputs, sequences)).nonzero()[:, 0].tolist())
+    loss = objective.policy_loss
+    assert isinstance(loss, ClipCov | KlCov)
+    return set(loss.chosen(loss.terms(inputs, sequences), statistics.policy_loss).nonzero()[:, 0].tolist())
 
 
 def covariances(step: Step) -> dict[int, float]:
@@ -49,11 +51,11 @@ def test_clip_cov_takes_what_is_trained_not_clipped_and_between_its_bounds(step:
         if LOW < value < HIGH:
             expected.add(token)
     assert expected & clipped and clipped - expected and expected - clipped, "each rule decides about some token"
-    settings, bounds = {"policy_loss": "clip_cov", "clip_low": 0.1, "clip_high": 0.3}, {"low": LOW, "high": HIGH}
+    settings = {"kind": "clip_cov", "low": 0.1, "high": 0.3, "covariance_low": LOW, "covariance_high": HIGH}
     expected -= clipped
-    assert chosen(Objective(**settings, loss_args={**bounds, "fraction": 0.99}), step) == expected
+    assert chosen(Objective.of(policy_loss={**settings, "fraction": 0.99}), step) == expected
     for seed in range(3):
-        some = chosen(Objective(**settings, loss_args={**bounds, "fraction": 0.15}), step, seed=seed)
+        some = chosen(Objective.of(policy_loss={**settings, "fraction": 0.15}), step, seed=seed)
         assert some < expected and len(some) == int(0.15 * len(covariances(step))) > 1
 
 
@@ -61,20 +63,20 @@ def test_kl_cov_takes_the_largest_covariances(step: Step) -> None:
     values = covariances(step)
     count = int(0.3 * len(values))
     largest = sorted(values, key=values.__getitem__)[-count:]
-    assert chosen(Objective(policy_loss="kl_cov", loss_args={"fraction": 0.3}), step) == set(largest) and count > 1
+    assert chosen(Objective.of(policy_loss={"kind": "kl_cov", "fraction": 0.3}), step) == set(largest) and count > 1
 
 
 def test_the_entropy_threshold_is_the_quantile_of_trained_tokens(step: Step) -> None:
     inputs, sequences = inputs_of(step)
     trained = inputs.loss_mask.numpy()
     entropies = step.tokens["entropy"].numpy()
-    objective = Objective(top_entropy_fraction=0.37)
+    objective = Objective.of(top_entropy_fraction=0.37)
     statistics = step_statistics(objective, [inputs], num_tokens=int(trained.sum()))
     threshold = np.quantile(entropies[trained], 1 - 0.37)
     assert statistics.entropy_threshold == pytest.approx(threshold, rel=1e-14)
     assert statistics.entropy_tokens == (entropies[trained] >= threshold).sum()
-    mask = top_entropy_mask(objective, statistics, inputs, sequences)
-    assert mask is not None and torch.equal(mask[inputs.loss_mask], torch.from_numpy(entropies[trained] >= threshold))
+    mask = top_entropy_mask(threshold, inputs, sequences)
+    assert torch.equal(mask[inputs.loss_mask], torch.from_numpy(entropies[trained] >= threshold))
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

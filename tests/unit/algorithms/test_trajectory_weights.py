@@ -8,21 +8,26 @@ import pytest
 import torch
 from step_emulation import Layout, Step, random_layouts, run_step, trivial_layout
 
-from megatron_rl.algorithms.inputs import LossInputs
-from megatron_rl.algorithms.kl import KLControl
-from megatron_rl.algorithms.objective import Aggregation, Objective, OffPolicyCorrection
+from megatron_rl.algorithms.aggregation import Aggregation, LossInputs
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.off_policy import OffPolicy
 
 LENGTHS = (5, 3, 9, 4, 4, 6, 2, 7)
 TRAJECTORIES = (3, 0, 0, 3, 1, 2, 3, 2)
 MASKED = (3, 4)
 """Of a trajectory with other sequences, and of one that has no trainable token."""
 LAYOUTS = [trivial_layout(len(LENGTHS)), *random_layouts(len(LENGTHS), count=3, seed=3)]
-REJECTING = OffPolicyCorrection(mode="mask", low=0.8, high=1.2, keep_rejected_in_denominator=False)
+REJECTING = OffPolicy(mode="mask", low=0.8, high=1.2, keep_rejected_in_denominator=False)
 
 
 @pytest.fixture
 def step(make_step) -> Step:
     return replace(make_step(LENGTHS, seed=5, masked_rows=MASKED), trajectories=TRAJECTORIES)
+
+
+def length_of(aggregation: str) -> int | None:
+    """The constant of the one aggregation that has one."""
+    return 11 if aggregation == "sequence_mean_token_sum_norm" else None
 
 
 def owners(values: Sequence[int]) -> list[int]:
@@ -54,7 +59,7 @@ def weights(aggregation: str, mask: list[bool], *, trajectories: Sequence[int] =
 @pytest.mark.parametrize("aggregation", Aggregation.__args__)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_means_count_a_trajectory_once(step: Step, aggregation: str, layout: Layout) -> None:
-    objective = Objective(policy_loss="gpg", aggregation=aggregation, max_response_length=11)
+    objective = Objective.of(policy_loss="gpg", aggregation=aggregation, max_response_length=length_of(aggregation))
     expected = weights(aggregation, step.loss_mask.tolist())
     assert weights("sequence_mean_token_mean", step.loss_mask.tolist(), trajectories=range(8)) != expected
     result = run_step(objective, step, layout)
@@ -76,7 +81,7 @@ def test_rejected_tokens_leave_the_denominators_of_their_trajectory(step: Step, 
     kept = [bool(trained) and 0.8 <= math.exp(far) <= 1.2 for trained, far in zip(step.loss_mask, gap.tolist(), strict=True)]
     left = {owner for owner, keep in zip(owners(TRAJECTORIES), kept, strict=True) if keep}
     assert left == {2, 3}
-    objective = Objective(policy_loss="gpg", aggregation=aggregation, off_policy_correction=REJECTING)
+    objective = Objective.of(policy_loss="gpg", aggregation=aggregation, off_policy=REJECTING)
     result = run_step(objective, step, layout)
     ratio = [math.exp(far) for far in gap.tolist()]
     parts = zip(weights(aggregation, kept), ratio, tokens["advantages"].tolist(), tokens["log_probs"].tolist(), strict=True)
@@ -85,7 +90,7 @@ def test_rejected_tokens_leave_the_denominators_of_their_trajectory(step: Step, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ratios_stay_those_of_a_sequence_and_the_mean_kl_is_that_of_trajectories(step: Step, layout: Layout) -> None:
-    objective = Objective(ratio_level="sequence", clip_low=None, clip_high=None, kl_loss_coef=0.1, kl_control=KLControl())
+    objective = Objective.of(policy_loss={"ratio_level": "sequence", "low": None, "high": None}, kl={"coef": 0.1, "control": {}})
     step = replace(step, tokens={name: tensor for name, tensor in step.tokens.items() if name != "kl_mask"})
     result = run_step(objective, step, layout)
     mask, share = step.loss_mask.tolist(), weights("sequence_mean_token_mean", step.loss_mask.tolist())
@@ -106,8 +111,10 @@ def test_ratios_stay_those_of_a_sequence_and_the_mean_kl_is_that_of_trajectories
 @pytest.mark.parametrize("aggregation", Aggregation.__args__)
 @pytest.mark.parametrize("correction", [None, REJECTING])
 def test_with_one_sequence_each_every_number_is_what_it_is_without(step: Step, aggregation: str, correction) -> None:
-    objective = Objective(
-        aggregation=aggregation, max_response_length=11, off_policy_correction=correction, kl_loss_coef=0.1, kl_control=KLControl()
+    if correction is not None and aggregation == "token_sum":
+        correction = replace(correction, keep_rejected_in_denominator=True)
+    objective = Objective.of(
+        aggregation=aggregation, max_response_length=length_of(aggregation), off_policy=correction, kl={"coef": 0.1, "control": {}}
     )
     alone, named = replace(step, trajectories=None), replace(step, trajectories=(7, 2, 90, 4, 1, 0, 3, 5))
     for layout in LAYOUTS:

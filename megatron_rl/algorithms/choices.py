@@ -1,0 +1,89 @@
+"""A choice with arguments: a record with the name of a kind, the arguments, and the maths.
+
+The settings of the objective are unions of such records, distinguished by `kind`: arguments of
+other kinds cannot be set. An argument of the same name has the same meaning everywhere. The records
+are plain dataclasses, validated as settings by the configuration room.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+Load = Callable[..., Callable[..., Any]]
+"""From `package.module:function`, `kind` of plug-in and `args` to the user's function, as `plugins.load`."""
+
+_LARGEST = 2**31 - 1
+"""Squares and products of such numbers are still finite in float32. Neither infinities nor NaN are below it."""
+
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def doc(description: str, default: Any, **bounds: float) -> Any:
+    """Return a dataclass field with help text and numeric bounds (ge, gt, le, lt)."""
+    return field(default=default, metadata={"description": description, **bounds})
+
+
+def required(description: str, **bounds: float) -> Any:
+    """Return a dataclass field without a default."""
+    return field(metadata={"description": description, **bounds})
+
+
+def own_arguments(description: str) -> Any:
+    """Return the field of the arguments of a plug-in; left out of the hash, because a mapping has none."""
+    return field(default_factory=dict, hash=False, metadata={"description": description})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A frozen group of settings in which an unknown key is an error; bounds are checked at construction."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@functools.cache
+def _hints(owner: type) -> Mapping[str, Any]:
+    return get_type_hints(owner)
+
+
+def check_fields(owner: Any) -> None:
+    """Raise ValueError for a value outside Literal or bounds, also without a settings library."""
+    name, hints = type(owner).__name__, _hints(type(owner))  # type: ignore[arg-type]  # a class is hashable
+    for item in fields(owner):
+        value, hint = getattr(owner, item.name), hints[item.name]
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise ValueError(f"{name}.{item.name} is {value!r}, needs one of {', '.join(get_args(hint))}")
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(abs(number) <= _LARGEST for number in numbers if isinstance(number, (int, float))):
+            raise ValueError(f"{name}.{item.name} is {value}, needs finite numbers of at most {_LARGEST}; null leaves a bound out")
+        if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        limits = item.metadata
+        inside = (
+            value >= limits.get("ge", value) and value <= limits.get("le", value)
+            and ("gt" not in limits or value > limits["gt"]) and ("lt" not in limits or value < limits["lt"])
+        )  # fmt: skip
+        if not inside:
+            bounds = ", ".join(f"{_SIGNS[key]} {limit}" for key, limit in limits.items() if key in _SIGNS)
+            raise ValueError(f"{name}.{item.name} is {value}, needs a number {bounds}")
+
+
+def merged(base: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested plain values: `base` under `explicit`, both unmodified.
+
+    A section with another `kind` starts from nothing. A text stands for a section of the kind of
+    this name, or of a plug-in at this path.
+    """
+    result = {key: merged(value, {}) if isinstance(value, Mapping) else value for key, value in base.items()}
+    for key, value in explicit.items():
+        below = base.get(key)
+        if isinstance(value, str) and isinstance(below, Mapping) and "kind" in below:
+            value = {"kind": "plug_in", "path": value} if ":" in value else {"kind": value}
+        if isinstance(value, Mapping):
+            continues = isinstance(below, Mapping) and value.get("kind", below.get("kind")) == below.get("kind")
+            value = merged(below if isinstance(below, Mapping) and continues else {}, value)
+        result[key] = value
+    return result

@@ -1,0 +1,15 @@
+"""torch, imported at first use: choices carry maths, and setting errors need no torch."""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+
+class _Lazy(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(importlib.import_module("torch"), name)
+        setattr(self, name, value)
+        return value
+
+
+torch = _Lazy("torch")

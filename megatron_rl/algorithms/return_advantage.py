@@ -1,0 +1,135 @@
+"""Estimators by returns from token to token, compared with the whole batch or with a critic.
+
+Legend: B samples of the batch; T tokens of S sequences of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from megatron_rl.algorithms.advantage import Advantage, Samples, TokenPlaces, whiten_field, whiten_samples
+from megatron_rl.algorithms.choices import doc
+from megatron_rl.algorithms.group_advantage import plain_rewards
+from megatron_rl.algorithms.returns import discounted_returns, gae, token_rewards
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from megatron_rl.algorithms.lazy_torch import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Whitened(Advantage):
+    """An estimator with whitening over the batch's tokens at the end."""
+
+    takes_kl: ClassVar[bool] = True
+
+    whiten: bool = whiten_field()
+
+    @property
+    def whitens_tokens(self) -> bool:
+        """Return True when `of_tokens` ends with whitening."""
+        return self.whiten
+
+    def of_samples(self, samples: Samples) -> Tensor:
+        """Return the scores [B], whitened by their number of tokens."""
+        scores = self.scores(samples)
+        return whiten_samples(scores, samples.lengths) if self.whiten else scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReinforcePlusPlusBaseline(_Whitened):
+    """R - the group's mean, minus the KL of each token, whitened over tokens (REINFORCE++, arXiv 2501.03262)."""
+
+    kind: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+
+    def scores(self, samples: Samples) -> Tensor:
+        """Return the distances [B] from the group's mean."""
+        values = plain_rewards(samples, self.kind)
+        return samples.groups.deviations(values) if len(values) else values.clone()
+
+    def by_token(self, scores: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor | None]:
+        """Return the scores minus each token's KL, [T]."""
+        none = torch.zeros_like(scores)
+        mask, cu_seqlens = places.loss_mask, places.cu_seqlens
+        penalty = token_rewards(rewards=none, loss_mask=mask, cu_seqlens=cu_seqlens, kl=places.kl, kl_coef=places.kl_coef)
+        return places.spread(scores) + penalty, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Discounted(_Whitened):
+    """An estimator by discounted returns, without groups: one of equal rewards teaches as much as any other."""
+
+    compares_groups: ClassVar[bool] = False
+    drops_groups: ClassVar[bool] = False
+
+    gamma: float = doc("Discount per trainable token.", 1.0, ge=0, le=1)
+
+    def scores(self, samples: Samples) -> Tensor:
+        """Return the rewards [B]."""
+        return plain_rewards(samples, self.kind).clone()
+
+    def without_signal(self, samples: Samples) -> Tensor:
+        """Return [B] bool: samples of groups of equal rewards."""
+        return samples.groups.constant(samples.rewards)
+
+    def shaped(self, scores: Tensor, places: TokenPlaces) -> Tensor:
+        """Return token rewards [T]: the sequence's at the end, minus each token's KL."""
+        mask, cu_seqlens = places.loss_mask, places.cu_seqlens
+        return token_rewards(rewards=scores, loss_mask=mask, cu_seqlens=cu_seqlens, kl=places.kl, kl_coef=places.kl_coef)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReinforcePlusPlus(_Discounted):
+    """Discounted returns, whitened over tokens (REINFORCE++, arXiv 2501.03262)."""
+
+    kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+
+    def by_token(self, scores: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor | None]:
+        """Return the return behind each token, [T]."""
+        shaped = self.shaped(scores, places)
+        return discounted_returns(rewards=shaped, loss_mask=places.loss_mask, cu_seqlens=places.cu_seqlens, gamma=self.gamma), None
+
+    def ends_with_sequence(self, *, has_kl: bool) -> str | None:
+        """Name values that end with each sequence: returns differ from token to token."""
+        return "the returns of reinforce_plus_plus with gamma below 1 or a KL in the rewards" if has_kl or self.gamma < 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaeAdvantage(_Discounted):
+    """PPO's generalised advantage estimation by a jointly trained critic (arXiv 1506.02438)."""
+
+    has_critic: ClassVar[bool] = True
+    reads: ClassVar[str] = "a critic's returns"
+
+    kind: Literal["gae"] = "gae"
+    lam: float = doc("GAE lambda.", 1.0, ge=0, le=1)
+    bootstrap_truncated: bool = doc("Give a truncated response the value of its last state instead of zero.", False)
+    value_clip: float | None = doc("Largest move of a value prediction within one batch; no clip when not set.", 0.2, gt=0)
+
+    def of_samples(self, samples: Samples) -> Tensor:
+        """Raise ValueError: without values [T] of tokens there are no advantages."""
+        raise ValueError("Objective.advantage gae has no advantage without a critic, needs token values")
+
+    def by_token(self, scores: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor | None]:
+        """Return advantages and returns, [T] each. Raises ValueError without a critic's values."""
+        if places.values is None:
+            raise ValueError("Objective.advantage gae got no values, needs those of a critic")
+        return gae(
+            rewards=self.shaped(scores, places),
+            values=places.values,
+            loss_mask=places.loss_mask,
+            cu_seqlens=places.cu_seqlens,
+            gamma=self.gamma,
+            lam=self.lam,
+            bootstrap=places.bootstrap if self.bootstrap_truncated else None,
+        )
+
+    def ends_with_sequence(self, *, has_kl: bool) -> str | None:
+        """Return what ends with each sequence."""
+        return "the returns and values of gae"
+
+
+ReturnAdvantages = ReinforcePlusPlusBaseline | ReinforcePlusPlus | GaeAdvantage
