@@ -1,8 +1,9 @@
-"""Files and directories that are there as a whole or not at all: written beside their place, synced to disk, then renamed.
+"""Files and directories that appear whole or not at all: written aside, synced to disk, renamed.
 
-A directory that several processes write together works in three calls: each process writes into `partial_path(path)`, which
-one of them has made with `start_partial`; when all are done that one calls `commit_partial`. A kill at any moment leaves the old
-content, and a half-written sibling that the next attempt removes.
+Several processes write one directory in three calls. One process calls `start_partial`. Each
+process writes into `partial_path(path)`. When all are done the first process calls
+`commit_partial`. A kill at any moment leaves the old content, and a half-written sibling for
+removal by the next attempt.
 """
 
 import errno
@@ -24,7 +25,7 @@ MANIFEST = "manifest.json"
 _TORCH_WRITER = ("inline_container", "iostream error")
 """In messages of torch's file writer. It fails after a short write, and by then what it had written may be gone again."""
 
-# What a user can mend, by the operating system's error number. Other numbers are not the user's mistake and pass through.
+# Mistakes within the user's reach, by the operating system's error number. Other numbers pass through.
 _FIXES = {
     errno.ENOSPC: "free space on this disk or choose another directory",
     errno.EDQUOT: "free space in your quota or choose another directory",
@@ -40,9 +41,10 @@ _FIXES = {
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Write `content` (text as UTF-8) to the file `path`, replacing it as a whole; missing parent directories are made.
+    """Write `content` (text as UTF-8) to the file `path` as a whole; make missing parents.
 
-    Raises UserError when the disk is full, the place is not writable, or a part of the path is a file.
+    Raises UserError when the disk is full, the place is not writable, or a part of the path is a
+    file.
     """
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -62,11 +64,12 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 @contextmanager
 def atomic_directory(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Give an empty directory to fill; at the end it becomes `path`, replacing what was there.
+    """Give an empty directory to fill, and move the directory to `path` at the end.
 
-    One that is not `durable` is whole for other processes, but need not survive a power failure. When the body raises, nothing is left
-    and `path` is as before. Raises UserError when the disk is full or the place not writable, also where a library reports a full disk
-    by an exception of its own.
+    The old content of `path` is replaced. A directory that is not `durable` is whole for other
+    processes, but need not survive a power failure. When the body raises, nothing is left and
+    `path` is as before. Raises UserError when the disk is full or the place not writable, also for
+    a full disk reported by a library's own exception.
     """
     partial = start_partial(path)
     try:
@@ -79,12 +82,15 @@ def atomic_directory(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def partial_path(path: Path) -> Path:
-    """Where the directory `path` is being written: a sibling, the same for every process."""
+    """Return the sibling of `path` for the directory in progress, the same for every process."""
     return path.with_name(f".{path.name}.partial")
 
 
 def start_partial(path: Path) -> Path:
-    """Make an empty `partial_path(path)`, removing what a killed attempt left there, and return it. Raises UserError."""
+    """Make an empty `partial_path(path)` and return it. Raises UserError.
+
+    Leftovers of a killed attempt are removed.
+    """
     partial = partial_path(path)
     with disk_errors(path):
         if path.exists() and not path.is_dir():
@@ -96,10 +102,12 @@ def start_partial(path: Path) -> Path:
 
 
 def commit_partial(path: Path, *, durable: bool = True) -> None:
-    """Sync every file of `partial_path(path)` to disk, unless it need not be `durable`, and rename it to `path`. Raises UserError.
+    """Sync every file of `partial_path(path)` to disk and rename the directory to `path`.
 
-    It replaces what was there. A non-empty directory cannot be replaced in one call, so the old one steps aside first: a kill between the
-    two renames leaves the old content in `.NAME.previous` and the new one, complete, in `.NAME.partial`.
+    A directory that need not be `durable` is not synced. Raises UserError. The old content of
+    `path` is replaced. A non-empty directory cannot be replaced in one call, so the old one steps
+    aside first: a kill between the two renames leaves the old content in `.NAME.previous` and the
+    new one, complete, in `.NAME.partial`.
     """
     partial, previous = partial_path(path), path.with_name(f".{path.name}.previous")
     with disk_errors(path):
@@ -117,10 +125,11 @@ def commit_partial(path: Path, *, durable: bool = True) -> None:
 
 
 def claim(file: Path, *, what: str) -> TextIOWrapper:
-    """Claim `what` the lock `file` stands for, until what is returned is closed or this process ends, however it ends.
+    """Claim `what` by the lock `file`, until the result is closed or this process ends in any way.
 
-    A POSIX record lock, because children that are forked do not inherit it: a worker that outlives a killed run cannot hold it. Raises
-    UserError where another process has it, OSError where the file system has no locks.
+    A POSIX record lock, because forked children do not inherit POSIX record locks: a worker alive
+    after a killed run cannot hold the lock. Raises UserError where another process has the lock,
+    OSError where the file system has no locks.
     """
     with disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +151,10 @@ def claim(file: Path, *, what: str) -> TextIOWrapper:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory, which no kill leaves under its name with a part of its content, or a link to one alone. Raises OSError."""
+    """Remove a directory, or a link to one without its content. Raises OSError.
+
+    No kill leaves a part of the content under the directory's name.
+    """
     if path.is_symlink():
         path.unlink()
         return
@@ -154,7 +166,7 @@ def remove_directory(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Bring the content of a file that somebody wrote to the disk itself. Raises OSError."""
+    """Sync the content of an already written file to the disk. Raises OSError."""
     _sync(path, os.O_RDONLY)
 
 
@@ -173,7 +185,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch ends a file that is written by Python with a failure of its own.
+        # torch ends a file written by Python with a failure of its own.
         refused = error if isinstance(error, OSError) else error.__context__
         free = _free_bytes(path)
         if isinstance(refused, OSError) and refused.errno in _FIXES:
@@ -188,6 +200,14 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise UserError(
             f"cannot write {path}: the disk is full, {free / MEBIBYTE:,.0f} MiB are free now ({reason}); {_FIXES[errno.ENOSPC]}"
         ) from error
+
+
+def check_room(path: Path, num_bytes: int) -> None:
+    """Raise UserError when the disk of `path` has less room than `num_bytes`."""
+    free = _free_bytes(path)
+    if num_bytes > free:
+        words = f"the target needs {num_bytes / 1e9:,.2f} GB, but {path.parent} has {free / 1e9:,.2f} GB free"
+        raise UserError(f"{words}; free space on this disk or give another target")
 
 
 def _free_bytes(path: Path) -> int:

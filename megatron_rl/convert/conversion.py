@@ -1,44 +1,49 @@
-"""`megatron-rl convert`: a source, what is changed on the way, and a target that appears as a whole or not at all."""
+"""`megatron-rl convert`: a source, optional changes, and a target.
 
-import json
+The target is complete or absent.
+"""
+
+import fcntl
 import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron_rl.convert.changes import Adapter, Changes, quantization_config
-from megatron_rl.convert.resumable import locked_partial, write_files
-from megatron_rl.convert.sources import MegatronSource, Source, Unit, most_common_dtype, num_not_finite, open_source
-from megatron_rl.convert.targets import Piece, hugging_face_jobs, megatron_jobs, not_finite, write_index, write_metadata
+from megatron_rl.checkpoints import manifest
+from megatron_rl.checkpoints.hugging_face import (
+    MAX_SHARD_BYTES,
+    copy_model_files,
+    state_what_is_written,
+    write_model_manifest,
+    write_safetensors,
+)
+from megatron_rl.checkpoints.megatron import KEPT, MegatronWeights, write_megatron
+from megatron_rl.checkpoints.stored_weights import StoredWeights, check_names, in_order, open_weights
+from megatron_rl.convert.tensor_comparison import TensorComparison, compare_tensors
 from megatron_rl.errors import UserError, counted
-from megatron_rl.files import write_atomic
-from megatron_rl.models.checkpoint_manifest import HASH, changed_texts, check_weights_alone, write_model_manifest
+from megatron_rl.files import atomic_directory, check_room, disk_errors, partial_path
+from megatron_rl.models.expert_stacks import as_stored
 from megatron_rl.models.families.config_keys import MTP_KEYS
-from megatron_rl.models.hf_files import MAX_SHARD_BYTES, copy_model_files
-from megatron_rl.models.read_spec import read_model_spec
-from megatron_rl.models.weight_table import of_mtp
-
-if TYPE_CHECKING:
-    from megatron_rl.convert.comparison import Comparison
-    from megatron_rl.convert.tensor_comparison import TensorComparison
+from megatron_rl.models.weight_table import Rule, combine, of_mtp
+from megatron_rl.weights.changes import Adapter, Changes, quantization_config
 
 Format = Literal["hf", "megatron"]
 _REPORT_EVERY_S = 5.0
-_RECORDS = 2
-"""Version of what is recorded of a finished file: an attempt that recorded something else is not continued."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a conversion is asked for beyond source and target. `to` None: the other format than the source's."""
+    """The request of a conversion beyond source and target. `to` None: the other format than the source's."""
 
     to: Format | None = None
     dtype: torch.dtype | None = None
@@ -52,7 +57,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was written: format, bytes of weights, seconds."""
+    """A finished conversion: format, bytes of weights, seconds."""
 
     to: Format
     num_bytes: int
@@ -62,166 +67,199 @@ class Converted:
 def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], None] = lambda words: None) -> Converted:
     """Convert the checkpoint at `path` into the directory `target`; `say` hears of progress. Raises UserError.
 
-    What `say` gets with a newline at its end is there to stay. A second call after a kill goes on where the first one stopped.
+    Words with a newline at their end are there to stay. At most `options.max_shard_bytes` of tensors are held at once.
     """
     started = time.monotonic()
-    with closing(open_source(path, config=options.config, dequantised_dtype=options.dtype)) as source:
+    with closing(open_weights(path, config=options.config, dequantised_dtype=options.dtype)) as source:
         to = _target_format(source, options)
-        _check_apart(target, (path, source.path, source.directory))
-        _check_files(source, say)
-        units = _units(source, options)
-        if any(map(source.config.get, MTP_KEYS)) and not options.drop_mtp and not any(_is_mtp(unit, source) for unit in units):
+        _check_source(source, target, (path, source.path, source.directory), say)
+        conversion = _Conversion(source, options)
+        if any(map(source.config.get, MTP_KEYS)) and not options.drop_mtp and not conversion.mtp:
             say(f"{path} has no layers of multi-token prediction, and {target} promises none\n")
-        changes = _changes(source, units, options)
-        pieces = [_piece(source, unit, changes) for unit in units]
-        num_bytes = sum(piece.num_bytes for piece in pieces)
-        jobs = (
-            hugging_face_jobs(pieces, options.max_shard_bytes)
-            if to == "hf"
-            else megatron_jobs(pieces, source.spec, options.max_shard_bytes)
-        )
-        with locked_partial(target, _identity(source, options, to)) as partial:
-            progress = Progress(say, num_bytes)
-            records = write_files(partial, jobs, report=progress.add, keep=progress.keep)
-            _tell_wrong_numbers(units, not_finite(records), say)
-            if to == "hf":
-                write_index(partial, records, total_bytes=num_bytes)
-            else:
-                write_metadata(partial, pieces, source.spec, records, options.max_shard_bytes)
+        conversion.progress = Progress(say, conversion.num_bytes())
+        with _target_directory(target, conversion.num_bytes()) as partial:
             copy_model_files(source.directory, partial, code=options.copy_code)
-            _write_config(partial / "config.json", source, pieces, options)
-            stale = [tensor.name for unit in units if _is_mtp(unit, source) for tensor in unit.tensors]
-            weights = {name: record["file"] for name, record in records.items()}
-            write_model_manifest(partial, weights, read_model_spec(partial), stale=stale)
-    return Converted(to, num_bytes, time.monotonic() - started)
+            entries = conversion.write_hf(partial) if to == "hf" else conversion.write_megatron(partial)
+            conversion.tell_wrong_numbers(say)
+            conversion.state_in_config(partial)
+            write_model_manifest(partial, entries, stale=conversion.mtp)
+    return Converted(to, conversion.progress.num_bytes, time.monotonic() - started)
 
 
-def _check_apart(target: Path, read: Iterable[Path]) -> None:
-    """Raise UserError when `target` would be written into one of the directories that are read."""
+def _check_source(source: StoredWeights, target: Path, read: Iterable[Path], say: Callable[[str], None]) -> None:
+    """Raise UserError for a damaged source, and for a `target` inside of `read`.
+
+    A target must not pass on damage as sound data. Other changes of the source's files are named
+    through `say`.
+    """
     for place in read:
         if place.resolve() in target.resolve().parents:
             raise UserError(f"{target} is inside of {place}, which is converted and stays as it is; give a target elsewhere")
-
-
-def _check_files(source: Source, say: Callable[[str], None]) -> None:
-    """Raise UserError when weights are not those of their manifest, so that no target passes damage on as its own; name other changes."""
-    for directory in source.weights:
-        check_weights_alone(directory)
-    for name in changed_texts(source.directory):
+    check_names(source, source.spec)
+    for directory in source.places:
+        manifest.check(directory, "weights")
+    for name in manifest.changed_texts(source.directory):
         say(f"{source.directory / name} is not the file of its manifest: it is converted as it is\n")
 
 
-def _units(source: Source, options: Options) -> list[Unit]:
-    """What is converted."""
-    return [unit for unit in source.units() if not (options.drop_mtp and _is_mtp(unit, source))]
+@contextmanager
+def _target_directory(path: Path, num_bytes: int) -> Iterator[Path]:
+    """Give the directory for writing `path`, for this process alone; see `atomic_directory`.
+
+    Raises UserError when `path` exists, another process writes `path`, or the disk has too little
+    room.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists already; remove it or give another target")
+    partial = partial_path(path)
+    with disk_errors(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            opened = (partial.parent / f"{partial.name}.lock").open("w")
+        except FileNotFoundError as error:
+            # The kernel's own file systems, such as /proc, have no place for a directory.
+            raise UserError(f"cannot write {path}: no directory can be made there; give another target") from error
+    with opened as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another process is writing {path}; wait for it or give another target") from error
+        try:
+            check_room(path, num_bytes)
+            with atomic_directory(path) as directory:
+                yield directory
+        finally:
+            Path(lock.name).unlink()
 
 
-def _piece(source: Source, unit: Unit, changes: Changes) -> Piece:
-    """`unit` on its way. Numbers of codes are looked at before they are codes."""
-    wrong: dict[str, int] = {}
+class _Conversion:
+    """The tensors of `source` on their way into a target."""
 
-    def make() -> list[Tensor]:
-        read = source.read(unit)
-        made = changes.apply(unit, read)
-        for told, tensor in zip(unit.tensors, read if changes.quantise else made, strict=True):
-            if count := num_not_finite(tensor):
-                wrong[told.name] = count
+    def __init__(self, source: StoredWeights, options: Options) -> None:
+        self._source, self._options = source, options
+        self.rules = in_order(source)
+        self.mtp = [name for name, rule in self.rules.items() if rule is None and of_mtp(name, source.spec)]
+        if options.drop_mtp:
+            self.rules = {name: rule for name, rule in self.rules.items() if name not in set(self.mtp)}
+            self.mtp = []
+        self._shapes = {name: source.shape(name) for name in self.rules}
+        adapter = None if options.adapter is None else Adapter(options.adapter, set(self.rules))
+        self.changes = Changes(options.dtype, adapter, options.quantise)
+        self._wrong: dict[str, int] = {}
+        self.progress = Progress(lambda words: None, 0)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.changes.dtype_of(name, self._source.dtype(name), self.rules[name])
+
+    def num_bytes(self) -> int:
+        """Bytes of the target's tensors; codes count as if not quantised."""
+        return sum(math.prod(shape) * self._dtype(name).itemsize for name, shape in self._shapes.items())
+
+    def _changed(self, name: str) -> list[tuple[str, Tensor]]:
+        """Return the tensors made from `name`. Numbers are checked before the conversion to codes."""
+        read = self._source.read(name)
+        made = self.changes.apply(name, read, self.rules[name])
+        if count := num_not_finite(read if self.changes.quantise else made[0][1]):
+            self._wrong[name] = count
+        for _, tensor in made:
+            self.progress.add(tensor.nbytes)
         return made
 
-    return Piece(unit, changes.described(unit), make, wrong)
+    def write_hf(self, partial: Path) -> Mapping[str, manifest.Entry]:
+        """Write all tensors in the form of a Hugging Face directory."""
+        tensors = as_stored(made for name in self.rules for made in self._changed(name))
+        return write_safetensors(partial, tensors, max_shard_bytes=self._options.max_shard_bytes)[0]
+
+    def write_megatron(self, partial: Path) -> Mapping[str, manifest.Entry]:
+        """Write our own format, with the tensors outside the built model beside."""
+        spec, max_bytes = self._source.spec, self._options.max_shard_bytes
+        built = {rule.megatron: rule for rule in self.rules.values() if rule is not None}.values()
+        dtypes = [(rule, reduce(torch.promote_types, map(self._dtype, rule.hugging_face))) for rule in built]
+
+        def make(rule: Rule) -> Tensor:
+            return combine(rule.sharding, [self._changed(name)[0][1] for name in rule.hugging_face], spec, tp=1)
+
+        entries: dict[str, manifest.Entry] = {}
+        kept = [name for name, rule in self.rules.items() if rule is None]
+        if kept:
+            (partial / KEPT).mkdir()
+            tensors = ((name, self._changed(name)[0][1]) for name in kept)
+            beside, _ = write_safetensors(partial / KEPT, tensors, max_shard_bytes=max_bytes)
+            entries |= {f"{KEPT}/{name}": entry for name, entry in beside.items()}
+        return entries | write_megatron(partial, dtypes, make, spec, max_file_bytes=max_bytes)
+
+    def tell_wrong_numbers(self, say: Callable[[str], None]) -> None:
+        """Name the first tensor with non-finite numbers."""
+        first = next((name for name in self.rules if name in self._wrong), None)
+        if first is not None:
+            bad = f"{self._wrong[first]:,} of {math.prod(self._shapes[first]):,} numbers that are not finite"
+            say(f"warning: {first} has {bad}, the first of {counted(len(self._wrong), 'such tensor')}; they are converted as they are\n")
+
+    def state_in_config(self, partial: Path) -> None:
+        """Update config.json to the written tensors."""
+        config = self._source.config
+        named = config.get("dtype" if "dtype" in config else "torch_dtype") is not None
+        state_what_is_written(
+            partial,
+            dtype=self._options.dtype or (most_common_dtype(self._source) if named else None),
+            keeps_mtp=bool(self.mtp),
+            quantization=quantization_config(self._shapes, self.rules) if self._options.quantise else None,
+            keeps_code=self._options.copy_code,
+        )
 
 
-def _tell_wrong_numbers(units: list[Unit], wrong: dict[str, int], say: Callable[[str], None]) -> None:
-    first = next((tensor for unit in units for tensor in unit.tensors if tensor.name in wrong), None)
-    if first is not None:
-        bad = f"{wrong[first.name]:,} of {math.prod(first.shape):,} numbers that are not finite"
-        say(f"warning: {first.name} has {bad}, the first of {counted(len(wrong), 'such tensor')}; they are converted as they are\n")
+def most_common_dtype(source: StoredWeights) -> torch.dtype:
+    """Return the dtype of most bytes of `source`."""
+    num_bytes = Counter[torch.dtype]()
+    for name in source.names():
+        num_bytes[source.dtype(name)] += math.prod(source.shape(name)) * source.dtype(name).itemsize
+    return num_bytes.most_common(1)[0][0]
 
 
-def _target_format(source: Source, options: Options) -> Format:
-    to: Format = options.to or ("hf" if isinstance(source, MegatronSource) or options.quantise else "megatron")
+def num_not_finite(tensor: Tensor) -> int:
+    """Count the non-finite numbers of a tensor of any shape.
+
+    Single numbers are examined only when a quick test finds a non-finite one.
+    """
+    if not tensor.is_floating_point() or not tensor.numel() or all(extreme.isfinite() for extreme in tensor.aminmax()):
+        return 0
+    return int((~torch.isfinite(tensor)).sum())
+
+
+def _target_format(source: StoredWeights, options: Options) -> Format:
+    to: Format = options.to or ("hf" if isinstance(source, MegatronWeights) or options.quantise else "megatron")
     if options.quantise and to != "hf":
         raise UserError("--quantize was given for a target in our own format, which holds no codes; use --to hf")
     return to
 
 
-def _changes(source: Source, units: list[Unit], options: Options) -> Changes:
-    names = {tensor.name for unit in units for tensor in unit.tensors}
-    adapter = None if options.adapter is None else Adapter(options.adapter, names)
-    return Changes(options.dtype, adapter, options.quantise)
-
-
-def _is_mtp(unit: Unit, source: Source) -> bool:
-    return unit.rule is None and of_mtp(unit.tensors[0].name, source.spec)
-
-
-def _identity(source: Source, options: Options, to: Format) -> dict[str, Any]:
-    """What has to be the same for a killed attempt to be continued: the files of the source, and what is made of them."""
-    places = {source.path, source.directory, *([options.adapter] if options.adapter is not None else [])}
-    files = [file for place in sorted(places) for file in sorted(place.rglob("*")) if file.is_file()]
-    stats = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    asked = {
-        "hash": HASH,
-        "records": _RECORDS,
-        "to": to,
-        "dtype": str(options.dtype),
-        "quantise": options.quantise,
-        "max_shard_bytes": options.max_shard_bytes,
-    }
-    return asked | {"drop_mtp": options.drop_mtp, "copy_code": options.copy_code, "files": stats}
-
-
-def _write_config(file: Path, source: Source, pieces: list[Piece], options: Options) -> None:
-    """Let config.json say what was written. It stays byte for byte where that is what it says already."""
-    original = json.loads(file.read_text(encoding="utf-8"))
-    config = dict(original)
-    config.pop("quantization_config", None)
-    if options.quantise:
-        config["quantization_config"] = quantization_config([piece.unit for piece in pieces])
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    dtype = str(options.dtype).removeprefix("torch.") if options.dtype is not None else most_common_dtype(source)
-    if config.get(key) is not None or options.dtype is not None:
-        config[key] = dtype
-    if not any(_is_mtp(piece.unit, source) for piece in pieces):
-        config |= {key: 0 for key in MTP_KEYS if config.get(key)}
-    if not options.copy_code:
-        # It names code that is not there.
-        config.pop("auto_map", None)
-    if config != original:
-        write_atomic(file, json.dumps(config, indent=2) + "\n")
-
-
 class Progress:
-    """Counts bytes, and says every few seconds how many there are, how fast they come and how long the rest takes."""
+    """Count bytes, and report every few seconds the count, the rate and the remaining time."""
 
     def __init__(self, say: Callable[[str], None], total: int) -> None:
         self._say, self._total = say, total
         self._started = self._last = time.monotonic()
-        self._kept = self._written = 0
-
-    def keep(self, num_bytes: int) -> None:
-        """An earlier attempt has written these: they are done, but say nothing about the speed."""
-        self._kept += num_bytes
+        self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """These are written."""
-        self._written += num_bytes
+        """Count bytes on their way."""
+        self.num_bytes += num_bytes
         now = time.monotonic()
         if now - self._last < _REPORT_EVERY_S and not sys.stderr.isatty():
             return
         self._last = now
-        done, speed = self._kept + self._written, self._written / max(now - self._started, 1e-9)
-        left_s = max(self._total - done, 0) / max(speed, 1.0)
-        self._say(f"{size(done)} of {size(self._total)}, {size(speed)}/s, {left_s:,.0f} s left")
+        speed = self.num_bytes / max(now - self._started, 1e-9)
+        left_s = max(self._total - self.num_bytes, 0) / max(speed, 1.0)
+        self._say(f"{size(self.num_bytes)} of {size(self._total)}, {size(speed)}/s, {left_s:,.0f} s left")
 
 
 def size(num_bytes: float) -> str:
-    """In MB below 1 GB."""
+    """Return a number of bytes in words, in MB below 1 GB."""
     return f"{num_bytes / 1e6:,.2f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:,.2f} GB"
 
 
 def parse_options(*, max_shard_size: str, to: Format | None, dtype: str | None, quantize: str | None, **others: Any) -> Options:
-    """The options of the command line. Raises UserError for a size that cannot be read."""
+    """Return the options of the command line. Raises UserError for an unreadable size."""
     found = re.fullmatch(r"([0-9.]+)\s*([KMG]i?)?B?", max_shard_size.strip(), re.IGNORECASE)
     num_bytes = 0.0
     if found is not None:
@@ -234,37 +272,20 @@ def parse_options(*, max_shard_size: str, to: Format | None, dtype: str | None, 
 
 
 def say_on_terminal(words: str) -> None:
-    """Progress: one line that changes on a terminal, a line each elsewhere, as are words with a newline at their end."""
+    """Print progress: one changing line on a terminal, a line for each message elsewhere.
+
+    Words with a newline at their end get a line of their own everywhere.
+    """
     changes = sys.stderr.isatty() and not words.endswith("\n")
     text = words.rstrip("\n")
     print(f"\r{text:<78}" if sys.stderr.isatty() else text, end="" if changes else "\n", file=sys.stderr, flush=True)
 
 
-def check_verifiable(path: Path, options: Options) -> None:
-    """Raise UserError where `verify_conversion` of the source `path` could not be done, which is to be known before the conversion."""
-    from megatron_rl.convert.comparison import run_by_transformers, transformers_config
-
-    if options.adapter is not None:
-        raise UserError("--verify was given with --adapter, which is meant to change what the model computes; leave one of them out")
-    with closing(open_source(path, config=options.config)) as source:
-        if run_by_transformers(source) or (_target_format(source, options) == "hf" and not options.quantise):
-            transformers_config(source)
-
-
-def verify_conversion(path: Path, target: Path, options: Options) -> tuple["TensorComparison", "Comparison"]:
-    """Compare `target` with what was asked for, tensor by tensor, and run both sides.
-
-    The first is exact whatever the options. What rounding and codes do to outputs the second can only say: a router's tie has no bound.
-    """
-    from megatron_rl.convert.comparison import compare
-    from megatron_rl.convert.tensor_comparison import compare_tensors
-
+def verify_conversion(path: Path, target: Path, options: Options) -> TensorComparison:
+    """Compare `target` with the request, tensor by tensor and exactly. Raises UserError."""
     with (
-        closing(open_source(path, config=options.config, dequantised_dtype=options.dtype)) as source,
-        closing(open_source(target, dequantised_dtype=torch.float32)) as written,
+        closing(open_weights(path, config=options.config, dequantised_dtype=options.dtype)) as source,
+        closing(open_weights(target)) as written,
     ):
-        units = _units(source, options)
-        tensors = compare_tensors(source, written, _changes(source, units, options), units)
-    rounded = options.quantise or options.dtype not in (None, torch.float32)
-    tolerance = None if rounded else 1e-5
-    return tensors, compare(path, target, config=options.config, tolerance=tolerance)
+        conversion = _Conversion(source, options)
+        return compare_tensors(source, written, conversion.changes, conversion.rules)

@@ -1,18 +1,20 @@
-"""A conversion tensor by tensor: the target has exactly the numbers that were asked for, and float8 moves none further than it has to.
+"""A check of a conversion tensor by tensor.
 
-Legend: R rows, C columns of a weight.
+The target must have exactly the requested numbers, and float8 must move no number further than
+necessary. Legend: R rows, C columns of a weight.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_rl.convert.changes import FP8_BLOCK, Changes, is_quantised, quantise_blocks
-from megatron_rl.convert.sources import Source, Unit
-from megatron_rl.models.quantised import Quantised, dequantise
+from megatron_rl.checkpoints.quantised import Quantised, dequantise
+from megatron_rl.checkpoints.stored_weights import StoredWeights
+from megatron_rl.models.weight_table import Rule
+from megatron_rl.weights.changes import FP8_BLOCK, Changes, is_quantised, quantise_blocks
 
 _BLOCK = (FP8_BLOCK, FP8_BLOCK)
 _FP8 = torch.finfo(torch.float8_e4m3fn)
@@ -26,9 +28,10 @@ _FLOAT32_ROUNDING = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class TensorComparison:
-    """What is wrong with which tensors, in words, and how far float8 moved those that it holds.
+    """The faults of tensors, in words, and the error made by float8.
 
-    `largest_error` is a share of the largest number in its block, `mean_error` the mean |error| as a share of the mean |number|.
+    `largest_error` is a share of the largest number in its block, `mean_error` the mean |error| as
+    a share of the mean |number|.
     """
 
     num_tensors: int
@@ -39,7 +42,7 @@ class TensorComparison:
 
     @property
     def same(self) -> bool:
-        """Whether the target is what was asked for."""
+        """Return true when the target is as requested."""
         return not self.wrong
 
     def line(self) -> str:
@@ -51,27 +54,24 @@ class TensorComparison:
         return f"{self.num_tensors} tensors have exactly the numbers that were asked for{moved if self.num_quantised else ''}"
 
 
-def compare_tensors(source: Source, target: Source, changes: Changes, units: Sequence[Unit]) -> TensorComparison:
-    """Read the tensors of `units` of `source` again, change them by `changes` and compare them with those of `target`, opened in float32.
+def compare_tensors(source: StoredWeights, target: StoredWeights, changes: Changes, rules: Mapping[str, Rule | None]) -> TensorComparison:
+    """Read the tensors of `rules` of `source` again, apply `changes` and compare with `target`.
 
-    The codes of a quantised target are compared by the numbers that they mean.
+    `target` is opened in float32. Codes of a quantised target are compared by their numbers.
     """
-    num_tensors, wrong = 0, list(_other_model(source, target))
-    errors = _Errors()
-    for unit in units:
-        asked = dataclasses.replace(changes, quantise=False).apply(unit, source.read(unit))
-        for told, tensor in zip(unit.tensors, asked, strict=True):
-            num_tensors += 1
-            got = target.tensors.read(told.name, told.shape)
-            quantised = changes.quantise and is_quantised(unit, told)
-            if not _equal(got, _meant_by_codes(tensor) if quantised else tensor):
-                wrong.append(f"{told.name} in {target.path} has other numbers than {source.path} gives")
-            elif quantised and not errors.add(tensor.float(), got):
-                wrong.append(f"{told.name} in {target.path} is further from its weight than float8 has to be: its scales are wrong")
-    return TensorComparison(num_tensors, tuple(wrong), errors.num_tensors, errors.largest, errors.mean)
+    wrong, errors, unquantised = list(_other_model(source, target)), _Errors(), dataclasses.replace(changes, quantise=False)
+    for name, rule in rules.items():
+        ((_, tensor),) = unquantised.apply(name, source.read(name), rule)
+        got = target.read(name)
+        quantised = changes.quantise and is_quantised(name, tensor.dim(), rule)
+        if not _equal(got, _meant_by_codes(tensor) if quantised else tensor):
+            wrong.append(f"{name} in {target.path} has other numbers than {source.path} gives")
+        elif quantised and not errors.add(tensor.float(), got):
+            wrong.append(f"{name} in {target.path} is further from its weight than float8 has to be: its scales are wrong")
+    return TensorComparison(len(rules), tuple(wrong), errors.num_tensors, errors.largest, errors.mean)
 
 
-def _other_model(source: Source, target: Source) -> Iterator[str]:
+def _other_model(source: StoredWeights, target: StoredWeights) -> Iterator[str]:
     # Layers of multi-token prediction may have been left out.
     written = dataclasses.replace(target.spec, num_mtp_layers=source.spec.num_mtp_layers)
     for field in dataclasses.fields(source.spec):
@@ -80,19 +80,22 @@ def _other_model(source: Source, target: Source) -> Iterator[str]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors [...] have the same numbers: a parameter of several tensors is stored in the widest of their dtypes."""
+    """Return true when two tensors [...] have the same numbers.
+
+    Dtypes may differ: a parameter of several tensors is stored in the widest of their dtypes.
+    """
     widest = torch.promote_types(one.dtype, other.dtype)
     return torch.equal(one.to(widest), other.to(widest))
 
 
 def _meant_by_codes(weight: Tensor) -> Tensor:
-    """The numbers [R, C] that the codes of `weight` mean."""
+    """Return the numbers [R, C] meant by the codes of `weight`."""
     codes, scales = quantise_blocks(weight)
     return dequantise(Quantised("", "fp8", "", "", _BLOCK), codes, scales, dtype=torch.float32)
 
 
 class _Errors:
-    """How far float8 moved the numbers of several weights."""
+    """Errors made by float8 in the numbers of several weights."""
 
     def __init__(self) -> None:
         self.num_tensors, self.largest = 0, 0.0
@@ -103,18 +106,21 @@ class _Errors:
         return self._moved / self._size if self._size else 0.0
 
     def add(self, weight: Tensor, got: Tensor) -> bool:
-        """Count `weight` [R, C] float32 and what its codes mean; False where a number is further away than the nearest code is."""
-        error, largest = (got - weight).abs(), _largest_of_block(weight)
-        allowed = torch.maximum(weight.abs() * _HALF_STEP, largest / _FP8.max * _SMALLEST_HALF_STEP)
+        """Count `weight` [R, C] float32 and the numbers of its codes.
+
+        Return False for a number further away than its nearest code.
+        """
+        error, largest, tiny = (got - weight).abs(), _largest_of_block(weight), torch.finfo(torch.float32).tiny
+        allowed = torch.maximum(weight.abs() * _HALF_STEP, (largest / _FP8.max).clamp_min(tiny) * _SMALLEST_HALF_STEP)
         self.num_tensors += 1
         self._moved += error.sum(dtype=torch.float64).item()
         self._size += weight.abs().sum(dtype=torch.float64).item()
-        self.largest = max(self.largest, (error / largest.clamp_min(torch.finfo(torch.float32).tiny)).max().item())
+        self.largest = max(self.largest, (error / largest.clamp_min(tiny)).max().item())
         return bool((error <= allowed * (1 + _FLOAT32_ROUNDING)).all())
 
 
 def _largest_of_block(weight: Tensor) -> Tensor:
-    """[R, C]: for each number the largest magnitude in its block."""
+    """Return [R, C]: for each number the largest magnitude in its block."""
     rows, columns = weight.shape
     whole = torch.nn.functional.pad(weight.abs(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
     blocks = whole.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK)).amax(dim=(1, 3))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.checkpoints.stored_weights import open_weights
 from megatron_rl.convert import verification
 from megatron_rl.convert.conversion import Options, convert
-from megatron_rl.convert.sources import open_source
 from megatron_rl.convert.verification import WatchedTensors, check_numbers, check_padding, check_parameters, model_shapes
 from megatron_rl.errors import UserError
 from megatron_rl.models.read_spec import read_model_spec
@@ -35,7 +35,7 @@ def test_parameters_and_rules_are_the_same(tiny_model, family, monkeypatch):
     path = tiny_model(family=family)
     shapes = model_shapes(read_model_spec(path))
     monkeypatch.setattr(verification, "model_shapes", lambda spec: dict(shapes))
-    with closing(open_source(path)) as source:
+    with closing(open_weights(path)) as source:
         check(source)
         table = list(verification.rules(source.spec))
         monkeypatch.setattr(verification, "rules", lambda spec: table[:-2])
@@ -53,10 +53,10 @@ def test_parameters_and_rules_are_the_same(tiny_model, family, monkeypatch):
 @pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
 def test_every_number_is_written_and_every_tensor_read(tiny_model, tmp_path, cheap_model, family, to):
     convert(tiny_model(family=family, tied=False), tmp_path / "made", Options(to=to))
-    with closing(open_source(tmp_path / "made")) as source:
+    with closing(open_weights(tmp_path / "made")) as source:
         tensors = WatchedTensors(source)
         check_parameters(source, tensors)
-        assert tensors.read_names == source.tensors.names()
+        assert tensors.read_names == source.names()
 
 
 def test_a_number_that_nothing_writes_shows(tiny_model, cheap_model, monkeypatch):
@@ -71,14 +71,14 @@ def test_a_number_that_nothing_writes_shows(tiny_model, cheap_model, monkeypatch
 
     monkeypatch.setattr(verification, "load_parameter", load_all_but_a_row)
     words = r"wrote 64 of 24,576 numbers of decoder\.layers\.1\.mlp\.linear_fc1\.weight"
-    with closing(open_source(tiny_model())) as source, pytest.raises(UserError, match=words):
+    with closing(open_weights(tiny_model())) as source, pytest.raises(UserError, match=words):
         check(source)
 
 
 def test_a_tensor_that_goes_nowhere_is_named(tiny_model, cheap_model, monkeypatch):
-    with closing(open_source(tiny_model())) as source:
-        names = source.tensors.names()
-        monkeypatch.setattr(source.tensors, "names", lambda: {*names, "model.more.weight"})
+    with closing(open_weights(tiny_model())) as source:
+        names = source.names()
+        monkeypatch.setattr(source, "names", lambda: {*names, "model.more.weight"})
         with pytest.raises(UserError, match=r"model\.more\.weight in .* goes into no parameter of the model"):
             check(source)
 
@@ -87,7 +87,7 @@ def test_numbers_are_looked_at_also_where_the_model_leaves_them_out(tiny_model, 
     path = tiny_model(family="glm4_moe")
     mtp = {"model.layers.2.eh_proj.weight": torch.full((64, 128), float("inf"))}
     save_file(load_file(path / "model.safetensors") | mtp, path / "model.safetensors")
-    with closing(open_source(path)) as source:
+    with closing(open_weights(path)) as source:
         tensors = WatchedTensors(source)
         check_parameters(source, tensors)
         with pytest.raises(UserError, match=r"eh_proj\.weight in .* has 8,192 of 8,192 numbers not finite"):
@@ -99,7 +99,7 @@ def test_a_number_of_the_file_that_is_not_finite_is_written_all_the_same(tiny_mo
     tensors = load_file(path / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, path / "model.safetensors")
-    with closing(open_source(path)) as source:
+    with closing(open_weights(path)) as source:
         check(source)
 
 
@@ -114,7 +114,7 @@ def test_padded_rows_are_looked_at_as_ranks_load_them(tiny_model, monkeypatch, v
         if rule.megatron.startswith("output_layer") and tp_rank == tp - 1:
             parameter.view(torch.int32)[-1] = value
 
-    with closing(open_source(tiny_model(vocab=vocab, tied=False))) as source:
+    with closing(open_weights(tiny_model(vocab=vocab, tied=False))) as source:
         monkeypatch.setattr(verification, "load_parameter", partial(load_with_padding, 0))
         check_padding(source)
         tp, rows = (3, 11) if vocab == 32 else (2, 17)
@@ -141,7 +141,7 @@ def test_padded_rows_of_a_runs_checkpoint_are_zero(tiny_model, tmp_path, value):
     # Two of the rows that are stored are no token's any more.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 31}))
     words = r"output_layer\.weight of checkpoint .* has 2 numbers that are not zero in its 2 rows behind the vocabulary of 31 tokens"
-    with closing(open_source(tmp_path / "step")) as source:
+    with closing(open_weights(tmp_path / "step")) as source:
         with pytest.raises(UserError, match=words) if value else nullcontext():
             check_padding(source)
         (tmp_path / "step/megatron/manifest.json").unlink()

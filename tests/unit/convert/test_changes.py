@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.convert.changes import quantise_blocks
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
+from megatron_rl.weights.changes import quantise_blocks
 
 QUERY, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 
@@ -43,6 +43,15 @@ def test_a_block_of_zeros_stays_zero():
     codes, scales = quantise_blocks(weight)
     assert torch.isfinite(scales).all() and (scales > 0).all()
     assert torch.equal(codes.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1), weight)
+
+
+@pytest.mark.parametrize("largest", [1.4e-45, 2e-43, 4e-43, 1e-40, 3e-36])
+def test_a_block_of_the_smallest_numbers_stays_near(largest):
+    weight = (torch.linspace(-1, 1, 128 * 128, dtype=torch.float64) * largest).float().view(128, 128)
+    codes, scales = quantise_blocks(weight)
+    error = (codes.double() * scales.double() - weight.double()).abs()
+    # Half of the smallest code's step, in units of the smallest normal scale.
+    assert (error <= torch.clamp_min(weight.double().abs() / 16, 2.0**-126 / 1024) * 1.001).all()
 
 
 def test_a_quantised_target_says_what_it_is_and_is_read_again(tiny_model, tmp_path, read_all):
@@ -184,6 +193,16 @@ def test_a_head_that_is_stored_although_it_is_tied_stays_equal_to_the_embedding(
     convert(path, tmp_path / "rounded", Options(to="hf", dtype=torch.bfloat16))
     found = read_all(tmp_path / "rounded")
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+
+
+def test_layers_that_the_model_does_not_build_keep_their_dtype(tiny_model, tmp_path):
+    path, name = tiny_model(family="glm4_moe"), "model.layers.2.eh_proj.weight"
+    weights = load_file(path / "model.safetensors")
+    save_file(weights | {name: torch.randn(64, 128)}, path / "model.safetensors")
+    convert(path, tmp_path / "rounded", Options(to="hf", dtype=torch.bfloat16))
+    stored = load_file(tmp_path / "rounded/model.safetensors")
+    assert torch.equal(stored[name], load_file(path / "model.safetensors")[name]) and stored[name].dtype is torch.float32
+    assert stored[QUERY + ".weight"].dtype is torch.bfloat16
 
 
 def test_layers_that_a_checkpoint_lacks_although_its_config_promises_them_are_named(tiny_model, tmp_path):

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers.utils.logging import enable_progress_bar
 
 from megatron_rl.cli import main
 from megatron_rl.convert import conversion
-from megatron_rl.convert.comparison import compare
-from megatron_rl.convert.conversion import Options, check_verifiable, convert, parse_options
+from megatron_rl.convert.conversion import parse_options
 from megatron_rl.convert.tensor_comparison import TensorComparison
 from megatron_rl.errors import UserError
 
@@ -53,29 +51,10 @@ def test_sizes_that_are_none(words):
         parse_options(max_shard_size=words, to=None, dtype=None, quantize=None)
 
 
-def test_what_cannot_be_verified_is_known_before_the_conversion(tiny_model, tmp_path, capsys):
-    path = tiny_model(pad_token_id="none")
-    for to in ("hf", "megatron"):
-        assert main(["convert", str(path), str(tmp_path / to), "--to", to, "--verify"]) == 2
-        words = capsys.readouterr().err
-        assert "by which" in words and "does not take its config.json" in words and "pad_token_id" in words
-        assert words.count("\n") == 1 and not (tmp_path / to).exists()
-    convert(path, tmp_path / "ours", Options())
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--verify"]) == 2 and not (tmp_path / "back").exists()
-    # Codes are not run by transformers.
-    check_verifiable(tmp_path / "ours", Options(quantise=True))
-    capsys.readouterr()
-    assert main(["convert", str(path), str(tmp_path / "merged"), "--adapter", "any", "--verify"]) == 2
-    assert "--verify was given with --adapter" in capsys.readouterr().err
-
-
-def test_two_sides_that_differ_end_with_status_2(tiny_model, tmp_path, one_rank, monkeypatch, capsys):
-    path, target = tiny_model(), tmp_path / "ours"
-    capsys.readouterr()
-    enable_progress_bar()
-    assert main(["convert", str(path), str(target), "--verify"]) == 0
-    assert "Loading" not in capsys.readouterr().err
-    found = compare(path, tiny_model(seed=1, name="other"))
-    for both in ((found, TensorComparison(1, ())), (compare(path, path), TensorComparison(1, ("one is wrong",)))):
-        monkeypatch.setattr(conversion, "verify_conversion", lambda *arguments, both=both: both)
-        assert main(["convert", str(path), str(tmp_path / f"again {both[0].same}"), "--verify"]) == 2
+def test_two_sides_that_differ_end_with_status_2(tiny_model, tmp_path, monkeypatch, capsys):
+    path = tiny_model()
+    assert main(["convert", str(path), str(tmp_path / "ours"), "--verify"]) == 0
+    assert "tensors have exactly the numbers that were asked for" in capsys.readouterr().out
+    monkeypatch.setattr(conversion, "verify_conversion", lambda *arguments: TensorComparison(1, ("one is wrong",)))
+    assert main(["convert", str(path), str(tmp_path / "again"), "--verify"]) == 2
+    assert "one is wrong" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """There and back bit by bit for every family, what is kept beside the weights, and targets that are whole or absent."""
 
 import ctypes
-import dataclasses
 import json
 import shutil
 import threading
@@ -15,13 +14,15 @@ import torch
 from layout_table import DENSE_FAMILIES, MIXTURE_FAMILIES
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.convert import conversion, resumable
+from megatron_rl import files
+from megatron_rl.checkpoints import manifest
+from megatron_rl.checkpoints.hugging_face import save_hf
+from megatron_rl.checkpoints.manifest import entry_of
+from megatron_rl.checkpoints.stored_weights import open_weights
+from megatron_rl.convert import conversion
 from megatron_rl.convert.conversion import Options, convert
-from megatron_rl.convert.sources import open_source
 from megatron_rl.errors import UserError
-from megatron_rl.models.hf_files import save_hf
 from megatron_rl.models.read_spec import read_model_spec
-from megatron_rl.models.torch_dist import TorchDist
 from megatron_rl.models.weight_table import tensor_shapes
 
 FAMILIES = {
@@ -144,8 +145,8 @@ def test_a_parameter_of_two_dtypes_has_the_wider(tiny_model, tmp_path):
     tensors[wide] = torch.randn(tensors[wide].shape)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     convert(path, tmp_path / "ours", Options())
-    with closing(open_source(tmp_path / "ours")) as source:
-        assert torch.equal(source.tensors.read(wide, tuple(tensors[wide].shape)), tensors[wide])
+    with closing(open_weights(tmp_path / "ours")) as source:
+        assert torch.equal(source.read(wide), tensors[wide])
 
 
 def test_files_are_filled_to_their_size_and_named_by_an_index(tiny_model, tmp_path):
@@ -160,16 +161,17 @@ def test_files_are_filled_to_their_size_and_named_by_an_index(tiny_model, tmp_pa
     assert [file.name for file in (tmp_path / "one file").glob("*.safetensors*")] == ["model.safetensors"]
 
 
-def test_our_format_is_what_megatron_core_opens_and_numbers_can_be_used_where_they_are(tiny_model, tmp_path):
+def test_our_format_is_what_megatron_core_opens(tiny_model, tmp_path):
     from megatron.core import dist_checkpointing
 
     convert(tiny_model(torch_dtype="bfloat16"), tmp_path / "ours", Options())
     assert dist_checkpointing.check_is_distributed_checkpoint(str(tmp_path / "ours"))
     assert dist_checkpointing.load_common_state_dict(str(tmp_path / "ours")) == {}
-    stored = TorchDist(tmp_path / "ours")
-    starts = [chunk.position for chunks in stored._chunks.values() for chunk in chunks]
-    assert len(starts) > 10 and not any(start % 64 for start in starts)
-    assert not any(stored.read(key).data_ptr() % 64 for key in stored._chunks)
+    keys = dist_checkpointing.load_tensors_metadata(str(tmp_path / "ours"))
+    assert "decoder.layers.1.mlp.linear_fc1.weight" in keys
+    assert {(tmp_path / "ours" / name).stat().st_mode for name in ("__0_0.distcp", "config.json")} == {
+        (tmp_path / "ours/config.json").stat().st_mode
+    }
 
 
 def test_code_is_left_behind_unless_asked_for(tiny_model, tmp_path):
@@ -183,47 +185,16 @@ def test_code_is_left_behind_unless_asked_for(tiny_model, tmp_path):
     assert (tmp_path / "with/config.json").read_bytes() == (path / "config.json").read_bytes()
 
 
-def test_a_killed_conversion_goes_on_where_it_stopped(tiny_model, tmp_path, monkeypatch, read_all):
-    path = tiny_model(layers=4)
-    target, options = tmp_path / "ours", Options(max_shard_bytes=60_000)
-    write, written = resumable._write, []
-
-    def dies(partial, job, report):
-        if len(written) == 3:
-            raise KeyboardInterrupt
-        written.append(job.name)
-        return write(partial, job, report)
-
-    monkeypatch.setattr(resumable, "NUM_THREADS", 1)
-    monkeypatch.setattr(resumable, "_write", dies)
-    with pytest.raises(KeyboardInterrupt):
-        convert(path, target, options)
-    assert not target.exists()
-    # A kill leaves a file without its record, too: that one is written again.
-    (tmp_path / ".ours.partial/__9_0.distcp.unfinished").write_bytes(b"half")
-    again, kept = [], []
-    monkeypatch.setattr(conversion.Progress, "keep", lambda self, num_bytes: kept.append(num_bytes))
-    monkeypatch.setattr(resumable, "_write", lambda partial, job, report: again.append(job.name) or write(partial, job, report))
-    convert(path, target, options)
-    assert len(again) > 1 and not set(again) & set(written)
-    assert len(kept) == len(written)
-    read = read_all(target)
-    assert all(torch.equal(read[name], tensor) for name, tensor in tensors_of(path).items())
-    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".ours")]
-    assert not list(target.rglob("*.unfinished"))
-
-
-def test_progress_has_speed_and_time_left_without_what_was_there(monkeypatch):
+def test_progress_has_speed_and_time_left(monkeypatch):
     clock, said = [100.0], []
     monkeypatch.setattr(conversion.time, "monotonic", lambda: clock[0])
     progress = conversion.Progress(said.append, 100 * 10**9)
-    progress.keep(60 * 10**9)
     clock[0] += 4
     progress.add(4 * 10**9)
     assert said == [], "every few seconds is enough"
     clock[0] += 6
     progress.add(6 * 10**9)
-    assert said == ["70.00 GB of 100.00 GB, 1.00 GB/s, 30 s left"]
+    assert said == ["10.00 GB of 100.00 GB, 1.00 GB/s, 90 s left"]
 
 
 def test_what_is_small_has_a_size_too(monkeypatch):
@@ -235,51 +206,43 @@ def test_what_is_small_has_a_size_too(monkeypatch):
     assert said == ["999.00 MB of 2.00 GB, 99.90 MB/s, 10 s left"]
 
 
-def test_what_an_attempt_with_other_options_left_is_not_used(tiny_model, tmp_path, monkeypatch, read_all):
-    path = tiny_model(layers=4)
-    write = resumable._write
+def test_what_an_ended_attempt_left_is_not_used(tiny_model, tmp_path, monkeypatch, read_all):
+    path, target, hashed = tiny_model(layers=4), tmp_path / "ours", []
+    for name in ("__0_0.distcp", "__99_0.distcp"):
+        (tmp_path / ".ours.partial").mkdir(exist_ok=True)
+        (tmp_path / ".ours.partial" / name).write_bytes(b"half")
 
-    def dies(partial, job, report):
-        if job.name == "__2_0.distcp":
+    def stop(file):
+        if len(hashed) == 3:
             raise KeyboardInterrupt
-        return write(partial, job, report)
+        hashed.append(file)
+        return entry_of(file)
 
-    monkeypatch.setattr(resumable, "_write", dies)
-    with pytest.raises(KeyboardInterrupt):
-        convert(path, tmp_path / "ours", Options(max_shard_bytes=60_000))
-    monkeypatch.setattr(resumable, "_write", write)
-    convert(path, tmp_path / "ours", Options(max_shard_bytes=60_000, dtype=torch.bfloat16))
-    assert {tensor.dtype for tensor in read_all(tmp_path / "ours").values()} == {torch.bfloat16}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(manifest, "entry_of", stop)
+        convert(path, target, Options(max_shard_bytes=60_000))
+    assert not [file for file in tmp_path.iterdir() if "ours" in file.name]
+    convert(path, target, Options(max_shard_bytes=60_000, dtype=torch.bfloat16))
+    assert {tensor.dtype for tensor in read_all(target).values()} == {torch.bfloat16}
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".ours")]
 
 
-def test_an_attempt_is_continued_for_the_same_options_and_files_alone(tiny_model, tmp_path):
-    path, adapter = tiny_model(), tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_model.safetensors").write_bytes(b"one")
-    others = {"dtype": torch.bfloat16, "quantise": True, "adapter": adapter, "max_shard_bytes": 1, "copy_code": True, "drop_mtp": True}
-
-    def identities():
-        with closing(open_source(path)) as source:
-            options = [Options(), *(Options(**{name: value}) for name, value in others.items())]
-            return [json.dumps(conversion._identity(source, one, "hf"), sort_keys=True) for one in options]
-
-    first = identities()
-    assert len({*first}) == 1 + len(others) and identities() == first
-    assert {field.name for field in dataclasses.fields(Options)} == {*others, "to", "config"}, "the last is a directory of the source"
-    (adapter / "adapter_model.safetensors").write_bytes(b"other")
-    changed = [one != other for one, other in zip(first, identities(), strict=True)]
-    assert changed == [False, *(name == "adapter" for name in others)]
-    (path / "tokenizer.json").write_text("{}")
-    assert not {*identities()} & {*first}
+def test_a_target_has_one_writer(tiny_model, tmp_path):
+    path, target = tiny_model(), tmp_path / "ours"
+    with conversion._target_directory(target, 0) as partial:
+        (partial / "file").write_text("of the first")
+        with pytest.raises(UserError, match=f"another process is writing {target}"):
+            convert(path, target, Options())
+    assert [file.name for file in target.iterdir()] == ["file"]
 
 
 def test_a_full_disk_is_seen_before_the_first_byte(tiny_model, tmp_path, monkeypatch):
     path = tiny_model()
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(resumable.shutil, "disk_usage", lambda place: usage._replace(free=100))
-    monkeypatch.setattr(resumable, "_write", lambda *arguments: pytest.fail("a byte was written"))
-    with pytest.raises(UserError, match=r"the target needs 0\.\d+ GB more, but .* has 0\.00 GB free"):
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda place: usage._replace(free=100))
+    with pytest.raises(UserError, match=r"the target needs 0\.\d+ GB, but .* has 0\.00 GB free"):
         convert(path, tmp_path / "ours", Options())
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_target_inside_of_the_source_is_refused(tiny_model, tmp_path):
@@ -314,15 +277,15 @@ def test_weights_of_another_model_are_refused(tiny_model, tmp_path):
     convert(path, tmp_path / "ours", Options())
     (tmp_path / "ours/config.json").write_bytes((other / "config.json").read_bytes())
     with pytest.raises(UserError, match=r"has no decoder\.layers\.2\.self_attention\.linear_qkv\.layer_norm_weight, which the model of"):
-        open_source(tmp_path / "ours")
+        open_weights(tmp_path / "ours")
     fewer = tiny_model(name="fewer", layers=1)
     (tmp_path / "ours/config.json").write_bytes((fewer / "config.json").read_bytes())
     with pytest.raises(UserError, match=r"has 8 tensors that Qwen3ForCausalLM of .* does not, the first is decoder\.layers\.1"):
-        open_source(tmp_path / "ours")
+        open_weights(tmp_path / "ours")
     narrow = tiny_model(name="narrow", intermediate_size=96)
     (tmp_path / "ours/config.json").write_bytes((narrow / "config.json").read_bytes())
     with pytest.raises(UserError, match=r"linear_fc1\.weight of checkpoint .* has shape \(384, 64\), .* needs \(192, 64\)"):
-        open_source(tmp_path / "ours")
+        open_weights(tmp_path / "ours")
     shutil.copyfile(path / "model.safetensors", narrow / "model.safetensors")
     with pytest.raises(UserError, match=r"gate_proj\.weight in .* has shape \(192, 64\), config\.json needs \(96, 64\)"):
         convert(narrow, tmp_path / "never", Options())
@@ -331,9 +294,9 @@ def test_weights_of_another_model_are_refused(tiny_model, tmp_path):
 
 def test_sources_that_are_none_are_refused(tmp_path):
     with pytest.raises(UserError, match="is not a directory"):
-        open_source(tmp_path / "nothing")
+        open_weights(tmp_path / "nothing")
     with pytest.raises(UserError, match="neither a Hugging Face directory"):
-        open_source(tmp_path)
+        open_weights(tmp_path)
 
 
 def test_a_saved_directory_of_a_run_is_converted(tiny_model, tmp_path):

@@ -1,0 +1,434 @@
+"""Hugging Face directories: their safetensors read tensor by tensor under one set of names, and whole directories written."""
+
+import json
+import shutil
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.checkpoints import manifest
+from megatron_rl.checkpoints.quantised import CODE_DTYPES, STORED_DTYPES, Quantised, dequantise, find_quantised, whole_shape
+from megatron_rl.errors import UserError
+from megatron_rl.files import atomic_directory
+from megatron_rl.models.config_json import read_config
+from megatron_rl.models.expert_stacks import part_name
+from megatron_rl.models.families.config_keys import MTP_KEYS
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.read_spec import parse_model_spec
+
+MAX_SHARD_BYTES = 4 * 2**30
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' names of dtypes, as its headers have them."""
+# transformers can write all experts of a layer as one tensor [experts, ...]: the suffix of this
+# tensor, and the tensors of one expert inside, row by row.
+_FUSED_EXPERTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}
+# Everything a model directory holds besides weights. Code files are left behind: nothing here runs code from a checkpoint.
+_COPIED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "tiktoken.model",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One tensor in the files: all of `stored`, or a part of the rows of one `expert`.
+
+    The part is number `part` of `num_parts`.
+    """
+
+    stored: str
+    expert: int | None = None
+    part: int = 0
+    num_parts: int = 1
+
+
+class HuggingFaceWeights:
+    """The safetensors of a directory, read tensor by tensor: one file, or shards with an index.
+
+    Call `close` when done. Experts have their own names, also where a file holds all experts of a
+    layer in one tensor. Quantised weights are read as the numbers meant by the codes.
+    """
+
+    def __init__(
+        self, path: Path, *, dequantised_dtype: torch.dtype | None = torch.float32, only: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        """Find the tensors whose names pass `only`.
+
+        Quantised tensors come in `dequantised_dtype`; None means the dtype of config.json. Raises
+        UserError when no tensor is found, and for codes without scales or scales without codes.
+        """
+        self.path = self.directory = path
+        self.places: tuple[Path, ...] = (path,)
+        self.config = read_config(path) if (path / "config.json").exists() else {}
+        self._dequantised_dtype = dequantised_dtype or config_dtype(self.config)
+        self._stack, self._open = ExitStack(), dict[Path, Any]()
+        self._files = _tensor_files(path)
+        self._quantised, held = find_quantised(self.config, self._files, str(path))
+        self._parts: dict[str, _Part] = {}
+        for name in filter(only, (self._files.keys() - held) | self._quantised.keys()):
+            self._parts |= self._parts_in(name)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stack.close()
+
+    def _parts_in(self, name: str) -> dict[str, _Part]:
+        suffix = next((suffix for suffix in _FUSED_EXPERTS if name.removesuffix("_bias").endswith(suffix)), None)
+        if suffix is None:
+            return {name: _Part(name)}
+        experts = range(self._whole_shape(name)[0])
+        # Only gpt-oss has biases beside the stacks. Rows and columns of its stacks are swapped.
+        if f"{name.removesuffix('_bias')}_bias" in self._files:
+            return {part_name(name, expert): _Part(name, expert) for expert in experts}
+        prefix, parts = name.removesuffix(suffix), _FUSED_EXPERTS[suffix]
+        return {
+            f"{prefix}.mlp.experts.{expert}.{part}.weight": _Part(name, expert, index, len(parts))
+            for expert in experts
+            for index, part in enumerate(parts)
+        }
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The architecture described by config.json. Raises UserError."""
+        return parse_model_spec(self.config, origin=str(self.directory / "config.json"))
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self._parts)
+
+    def check_files(self) -> None:
+        """Raise UserError when a file is missing or cut off, or lacks a tensor of the index. Reads headers alone."""
+        of_file: dict[Path, list[str]] = {}
+        for name, file in self._files.items():
+            of_file.setdefault(file, []).append(name)
+        for file, names in sorted(of_file.items()):
+            try:
+                lacking = sorted(set(names).difference(self._handle(names[0]).keys()))
+            except (OSError, SafetensorError) as error:
+                raise self._damaged(min(names), error) from error
+            if lacking:
+                raise UserError(
+                    f"{file} lacks tensors that the index of {self.path} says it has ({len(lacking)}), the first is {lacking[0]}; "
+                    "download or save the model again"
+                )
+
+    def file(self, name: str) -> Path:
+        """Return the file with the tensor, or with the codes of a quantised tensor."""
+        stored = self._parts[name].stored
+        return self._files[self._quantised[stored].codes if stored in self._quantised else stored]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape [...] of the tensor; for a quantised tensor, the shape of the weight.
+
+        Raises UserError for a damaged file.
+        """
+        part = self._parts[name]
+        shape = self._whole_shape(part.stored)
+        return shape if part.expert is None else (shape[1] // part.num_parts, *shape[2:])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of the tensor returned by `read`.
+
+        Raises UserError for codes without their scale, and for codes or a scale in a dtype of
+        another form.
+        """
+        stored = self._parts[name].stored
+        quantised = self._quantised.get(stored)
+        if quantised is None:
+            told = self._slice(stored).get_dtype()
+            if DTYPES.get(told, torch.int8) in CODE_DTYPES:
+                words = f"{name} in {self.file(name)} is quantised ({told}) and has no scale beside it"
+                raise UserError(f"{words}; download or convert the model again")
+            return DTYPES[told]
+        for part, allowed in zip((quantised.codes, quantised.scales), STORED_DTYPES[quantised.form], strict=True):
+            told = self._slice(part).get_dtype()
+            if DTYPES.get(told) not in allowed:
+                words = f"{part} in {self._files[part]} is stored as {told}, which {quantised.form} is not made of"
+                raise UserError(f"{words}; use the config.json that belongs to these weights, or give them in bfloat16")
+        return self._dequantised_dtype
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor, of any shape, on the CPU.
+
+        Raises UserError as `dtype` does, and for a damaged file.
+        """
+        self.dtype(name)
+        part = self._parts[name]
+        num_rows = 0 if part.expert is None else self.shape(name)[0]
+        rows = slice(part.part * num_rows, (part.part + 1) * num_rows)
+        try:
+            if part.stored in self._quantised:
+                return self._dequantised(self._quantised[part.stored], part.expert, rows)
+            if part.expert is None:
+                return self._stored(part.stored)
+            one: Tensor = self._slice(part.stored)[part.expert : part.expert + 1, rows]
+            return one.squeeze(0)
+        except (OSError, SafetensorError) as error:
+            raise self._damaged(part.stored, error) from error
+
+    def _dequantised(self, weight: Quantised, expert: int | None, rows: slice) -> Tensor:
+        if weight.form == "mxfp4" and expert is not None:
+            codes, scales = (self._slice(part)[expert : expert + 1] for part in (weight.codes, weight.scales))
+            return dequantise(weight, codes, scales, dtype=self._dequantised_dtype)[0][rows]
+        columns = self._whole_shape(weight.name)[-1] if weight.form == "int4" else None
+        codes, scales = self._stored(weight.codes), self._stored(weight.scales)
+        whole = dequantise(weight, codes, scales, dtype=self._dequantised_dtype, columns=columns)
+        return whole if expert is None else whole[expert][rows]
+
+    def _stored(self, stored: str) -> Tensor:
+        tensor: Tensor = self._handle(stored).get_tensor(stored)
+        return tensor
+
+    def _whole_shape(self, stored: str) -> tuple[int, ...]:
+        quantised = self._quantised.get(stored)
+        if quantised is None:
+            return tuple(self._slice(stored).get_shape())
+        shape = whole_shape(quantised, *(tuple(self._slice(part).get_shape()) for part in (quantised.codes, quantised.scales)))
+        if quantised.shape is None:
+            return shape
+        written = tuple(self._slice(quantised.shape)[:].tolist())
+        if len(written) != 2 or written[0] != shape[0] or not shape[1] - 8 < written[1] <= shape[1]:
+            words = f"{quantised.shape} says {written}, but {quantised.codes} holds {shape}"
+            raise UserError(f"{words}; download or convert the model again")
+        return written
+
+    def _handle(self, stored: str) -> Any:
+        file = self._files[stored]
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        return self._open[file]
+
+    def _slice(self, stored: str) -> Any:
+        try:
+            return self._handle(stored).get_slice(stored)
+        except (OSError, SafetensorError) as error:
+            raise self._damaged(stored, error) from error
+
+    def _damaged(self, stored: str, error: Exception) -> UserError:
+        file = self._files.get(stored) or self._files[self._quantised[stored].codes]
+        if not file.exists():
+            return UserError(f"{self.path} lacks the file {file.name}, in which its index says that {stored} is; download the model again")
+        return UserError(f"cannot read {stored} from {file}: {_words(error, file)}; download or save the model again")
+
+
+def config_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype named by a config.json, bfloat16 when none is named."""
+    named = str(config.get("dtype") or config.get("torch_dtype"))
+    return {"float32": torch.float32, "float16": torch.float16}.get(named, torch.bfloat16)
+
+
+def _words(error: Exception, file: Path) -> str:
+    """Describe the fault of a file.
+
+    For a truncated file the library reports metadata "not covered".
+    """
+    if "IncompleteBuffer" not in str(error) and "not fully covered" not in str(error):
+        return str(error)
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    size, needed = file.stat().st_size, 8 + length + max(ends, default=0)
+    what = "the file is cut off" if size < needed else "the file goes on behind its last tensor"
+    return f"{what}: it has {size:,} bytes, its header needs {needed:,}"
+
+
+def _tensor_files(path: Path) -> dict[str, Path]:
+    """Return the file of each stored tensor. Raises UserError when there are none or two sets."""
+    index, single = path / INDEX, path / "model.safetensors"
+    try:
+        if not index.exists():
+            with safe_open(single, framework="pt") as opened:
+                return dict.fromkeys(opened.keys(), single)
+        found = {name: path / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+    except FileNotFoundError as error:
+        raise UserError(f"{path} has no model.safetensors; give a Hugging Face directory with safetensors weights") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError, SafetensorError) as error:
+        raise UserError(f"the safetensors in {path} cannot be read ({_words(error, single)}); download or save the model again") from error
+    if single.exists() and single not in found.values():
+        raise UserError(
+            f"{path} has {single.name}, which transformers reads, and {index.name}, which engines read and which names other files; remove "
+            "the one that is not meant"
+        )
+    return found
+
+
+def write_safetensors(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], *, max_shard_bytes: int, hashed: bool = True
+) -> tuple[dict[str, manifest.Entry], Counter[torch.dtype]]:
+    """Write `tensors` as safetensors files of at most `max_shard_bytes`.
+
+    Tensors are taken one at a time, and only one file is held in memory. Returns the manifest's
+    entries of the files if `hashed`, and the bytes of each dtype.
+    """
+    names: list[list[str]] = []
+    dtype_bytes, entries = Counter[torch.dtype](), list[manifest.Entry]()
+    for shard in _shards(tensors, max_shard_bytes):
+        file = directory / f"shard-{len(names)}.safetensors"
+        save_file(shard, file, metadata={"format": "pt"})
+        # The library's files are readable by their owner only.
+        file.chmod(directory.stat().st_mode & 0o666)
+        if hashed:
+            entries.append(manifest.entry_of(file))
+        names.append(list(shard))
+        for tensor in shard.values():
+            dtype_bytes[tensor.dtype] += tensor.nbytes
+        # Before the next one is gathered.
+        shard.clear()
+    files = [f"model-{index + 1:05d}-of-{len(names):05d}.safetensors" for index in range(len(names))]
+    files = files if len(files) > 1 else ["model.safetensors"]
+    for index, final in enumerate(files):
+        (directory / f"shard-{index}.safetensors").rename(directory / final)
+    if len(files) > 1:
+        weight_map = {name: file for file, inside in zip(files, names, strict=True) for name in inside}
+        content = {"metadata": {"total_size": dtype_bytes.total()}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
+    return dict(zip(files, entries, strict=False)), dtype_bytes
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Divide `tensors` in order into runs of at most `max_bytes` bytes, on the CPU; a larger one is alone."""
+    held: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors:
+        if held and num_bytes + tensor.nbytes > max_bytes:
+            yield held
+            held, num_bytes = {}, 0
+        held[name] = tensor.detach().cpu().contiguous()
+        num_bytes += tensor.nbytes
+    assert held, "a model has tensors"
+    yield held
+
+
+def save_hf(
+    path: Path,
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    *,
+    source: Path,
+    stale: Iterable[tuple[str, Tensor]] = (),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    durable: bool = True,
+) -> None:
+    """Write the model directory `path` from named whole tensors.
+
+    Configuration and tokenizer come from the directory `source`. `stale` are layers of multi-token
+    prediction from before the training; without `stale`, config.json promises no such layers. The
+    directory appears when complete. With `durable` the directory is flushed to the disk and has a
+    manifest. Raises UserError when the disk is full or `path` is not writable, or when `source` has
+    no config.json.
+    """
+    if not (source / "config.json").is_file():
+        raise UserError(f"model directory {source} has no config.json, which a saved model needs; give a Hugging Face model directory")
+    with atomic_directory(path, durable=durable) as directory:
+        copy_model_files(source, directory)
+        old: list[str] = []
+        written = chain(tensors.items() if isinstance(tensors, Mapping) else tensors, _noting(stale, old))
+        entries, dtype_bytes = write_safetensors(directory, written, max_shard_bytes=max_shard_bytes, hashed=durable)
+        # Of most bytes: biases of routers are float32 in any model.
+        state_what_is_written(directory, dtype=dtype_bytes.most_common(1)[0][0], keeps_mtp=bool(old))
+        if durable:
+            write_model_manifest(directory, entries, stale=old)
+
+
+def _noting(tensors: Iterable[tuple[str, Tensor]], names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        names.append(name)
+        yield name, tensor
+
+
+def write_model_manifest(directory: Path, entries: Mapping[str, manifest.Entry], *, stale: Iterable[str]) -> None:
+    """Write the manifest of a model directory: `entries` of the weights, names of `stale` tensors.
+
+    Raises UserError.
+    """
+    spec = parse_model_spec(read_config(directory), origin=str(directory / "config.json"))
+    manifest.write(directory, known=entries, model=asdict(spec), **{manifest.STALE: sorted(stale)})
+
+
+def describe_hf(path: Path, *, source: Path, dtype: torch.dtype, linked: bool = False) -> None:
+    """Write the model directory `path` as `save_hf` for weights of `dtype`, with no weights or with `linked` ones of `source`.
+
+    Raises UserError as `save_hf`.
+    """
+    with atomic_directory(path) as directory:
+        copy_model_files(source, directory)
+        state_what_is_written(directory, dtype=dtype, keeps_mtp=linked)
+        for file in (*source.glob("*.safetensors"), *source.glob("*.safetensors.index.json")) if linked else ():
+            (directory / file.name).symlink_to(file.resolve())
+
+
+def copy_model_files(source: Path, directory: Path, *, code: bool = False) -> None:
+    """Copy configuration, tokenizer and chat templates of a model directory byte for byte.
+
+    With `code`, copy the Python files as well.
+    """
+    for name in (*_COPIED_FILES, *(file.name for file in source.glob("*.py") if code)):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+
+
+def state_what_is_written(
+    directory: Path,
+    *,
+    dtype: torch.dtype | None,
+    keeps_mtp: bool,
+    quantization: Mapping[str, Any] | None = None,
+    keeps_code: bool = False,
+) -> None:
+    """Make config.json in `directory` name the written `dtype`, MTP layers, codes and Python code.
+
+    transformers casts to the dtype in config.json, so a stale dtype would round the weights.
+    Loaders with permission to run code look in the directory for the code of `auto_map` and fail.
+    SGLang imports this code without permission when running a model by transformers' classes. A
+    file with the right values already stays byte for byte. With `dtype` None the dtype in the file
+    stays.
+    """
+    file = directory / "config.json"
+    original = json.loads(file.read_text(encoding="utf-8"))
+    config = {key: value for key, value in original.items() if key != "quantization_config" and (keeps_code or key != "auto_map")}
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    if dtype is not None:
+        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    if not keeps_mtp:
+        config |= {key: 0 for key in MTP_KEYS if config.get(key)}
+    if config != original:
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

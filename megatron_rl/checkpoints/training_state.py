@@ -1,0 +1,279 @@
+"""Checkpoints of the training state in megatron-core's distributed format.
+
+A checkpoint can be loaded under another layout.
+
+A checkpoint directory is complete or absent. The format contains pickles; see
+`checkpoints/pickles.py`.
+"""
+
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch import distributed
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron_rl.checkpoints import manifest
+from megatron_rl.checkpoints.checkpoint_writer import TwoHalves
+from megatron_rl.checkpoints.host_copies import HostCopies
+from megatron_rl.checkpoints.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
+from megatron_rl.checkpoints.pickles import read_metadata, reading_records_only
+from megatron_rl.checkpoints.rank_zero import check_on_ranks, on_rank_zero
+from megatron_rl.errors import DamagedCheckpointError, UserError
+from megatron_rl.files import MANIFEST, commit_partial, disk_errors, partial_path, start_partial
+from megatron_rl.models.build import TrainedModel, complete_parameters
+
+POLICY = "policy"
+"""Name of the model whose weights have no prefix in a checkpoint."""
+HYPERPARAMETERS = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+"""Fields of megatron-core's OptimizerConfig whose values a checkpoint remembers, to say which of them have changed."""
+_MODEL_METADATA = {"non_homogeneous_layers": True}
+"""Each layer has its own names: stacked, all of them would need an optimizer state, which frozen ones do not have."""
+
+
+@contextmanager
+def _without_torch_notices() -> Iterator[None]:
+    """Hide torch's deprecation notices: megatron-core's format uses deprecated parts at every call."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(load_state_dict|ShardedTensor|deprecat).*", category=FutureWarning)
+        yield
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return state | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
+
+
+def _set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _chunk_key(index: int, count: int) -> str:
+    return "model" if count == 1 else f"model{index}"
+
+
+def _prefix(name: str) -> str:
+    """Return the prefix of a model's tensor names.
+
+    Without prefixes, models of one architecture would share one set of names.
+    """
+    return "" if name == POLICY else f"{name}."
+
+
+def _model_state(model: TrainedModel) -> dict[str, Any]:
+    """Return megatron's sharded state of the model without its optimizer."""
+    return {
+        _chunk_key(index, len(model.chunks)): chunk.module.sharded_state_dict(metadata=dict(_MODEL_METADATA))
+        for index, chunk in enumerate(model.chunks)
+    }
+
+
+def _written_state(name: str, model: TrainedModel) -> dict[str, Any]:
+    """Return the weights and the optimizer of the model `name`, to be written."""
+    state = _model_state(model)
+    state["optimizer"] = dict(enumerate(sharded_optimizer(model.optimizer, state)))
+    add_prefix_for_sharding(state, _prefix(name))
+    return state
+
+
+def _rng_object() -> ShardedObject:
+    """Return one random generator state for each rank."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    return ShardedObject("rng", _rng_state(), (world,), (rank,), replica_id=0)
+
+
+@contextmanager
+def _complete(models: Mapping[str, TrainedModel]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for model in models.values():
+            stack.enter_context(complete_parameters(model.chunks))
+        yield
+
+
+def _progress(model: TrainedModel) -> dict[str, Any]:
+    """Return a checkpoint's facts about a model besides tensors.
+
+    The facts are numbers of steps, and settings open to change by the user.
+    """
+    groups = [group for part in parts_of(model.optimizer) for group in part.param_groups]
+    return {
+        "scheduler_steps": model.scheduler.num_steps,
+        "optimizer_steps": max((int(group.get("step", 0)) for group in groups), default=model.scheduler.num_steps),
+        "hyperparameters": _hyperparameters(model),
+    }
+
+
+def _hyperparameters(model: TrainedModel) -> dict[str, float]:
+    config = model.optimizer.config
+    return {name: float(vars(config)[name] or 0.0) for name in HYPERPARAMETERS}
+
+
+class Saving:
+    """A checkpoint in progress. All ranks have to call `finish` before the next checkpoint begins."""
+
+    def __init__(
+        self, directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any], stage: HostCopies | None
+    ) -> None:
+        """Collect everything needed by `load`, with `counters`. Collective.
+
+        `counters` are plain numbers and strings, equal on all ranks. `models` are given by name,
+        the `POLICY` among them. With `stage`, copies in the memory of `stage` are written, and the
+        models may change after `wait_for_copies`; else after `finish`. Raises UserError when the
+        directory cannot be written.
+        """
+        self._directory = directory
+        on_rank_zero(start_partial, directory)
+        self._writer = TwoHalves(stage=stage)
+        with _complete(models), _without_torch_notices(), disk_errors(directory):
+            state: dict[str, Any] = {name: _written_state(name, model) for name, model in models.items()}
+            state["rng"] = _rng_object()
+            state["counters"] = dict(counters)
+            state["progress"] = {
+                "num_ranks": distributed.get_world_size(),
+                "models": {name: _progress(model) for name, model in models.items()},
+            }
+            # torch's planner looks whether the boxes of all ranks fill their tensors; megatron-core's own look knows regular grids alone.
+            dist_checkpointing.save(state, str(partial_path(directory)), sharded_strategy=self._writer, validate_access_integrity=False)
+
+    def wait_for_copies(self) -> None:
+        """Return when this rank has stopped reading its models, or has failed. Not collective.
+
+        `finish` raises the error of a failure.
+        """
+        self._writer.wait_for_copies()
+
+    @property
+    def is_written(self) -> bool:
+        """Return true when this rank's files are written. Not collective."""
+        return self._writer.is_written
+
+    def finish(self) -> None:
+        """Wait for the files of all ranks, then give the directory its final name. Collective.
+
+        Raises UserError when the directory could not be written.
+        """
+        self._writer.finish()
+        on_rank_zero(self._commit, self._directory)
+
+    def _commit(self, directory: Path) -> None:
+        with disk_errors(directory):
+            manifest.write(partial_path(directory), known=self._writer.entries)
+        commit_partial(directory)
+
+
+def save(directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any]) -> None:
+    """Write everything needed by `load`; see `Saving`. Collective.
+
+    Raises UserError when the directory cannot be written.
+    """
+    Saving(directory, models, counters=counters, stage=None).finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The `counters` of a checkpoint, and a sentence for each changed hyperparameter."""
+
+    counters: dict[str, Any]
+    changes: tuple[str, ...]
+
+
+def load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool = False, checked: bool = False) -> Loaded:
+    """Continue from a checkpoint of `save`, under any layout, kind of optimizer or precision.
+
+    Hyperparameters (learning rate, weight decay, betas) stay at the current settings. Models of the
+    checkpoint outside `models` are left alone. With `weights_only` the optimizer starts anew from
+    the checkpoint's weights. Nothing is read from a checkpoint with files different from its
+    manifest. `checked`: `check_files` has been called for every share of the files. Collective.
+    Raises UserError when there is no checkpoint, for a checkpoint without one of the models, and
+    for one without the optimizer's state.
+    """
+    if not checked:
+        check_on_ranks(partial(check_files, directory))
+    # Read now as well: torch reports a failure at this file without the cause.
+    read_metadata(directory)
+    with reading_records_only(directory):
+        return _load(directory, models, weights_only=weights_only)
+
+
+def check_files(directory: Path, *, share: tuple[int, int]) -> None:
+    """Raise DamagedCheckpointError when a file of `share` (index, number) has changed."""
+    missing = [name for name in ("metadata.json", ".metadata", MANIFEST) if not (directory / name).is_file()]
+    if missing:
+        raise DamagedCheckpointError(f"{directory} is not a complete checkpoint: it has no {missing[0]}; copy it again from where it came")
+    manifest.check(directory, "state", share=share)
+
+
+def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool) -> Loaded:
+    progress = dist_checkpointing.load_common_state_dict(str(directory)).get("progress")
+    if progress is None:
+        raise UserError(
+            f"{directory} holds converted weights, without the state of a run; turn them into a Hugging Face directory with megatron-rl "
+            "convert, and start a new run with that as model.path"
+        )
+    for name in models:
+        if name not in progress["models"]:
+            raise UserError(
+                f"checkpoint {directory} has no {name}, which the objective needs; resume a run that trained one, or start a new run from "
+                "the policy's weights"
+            )
+    same_ranks = progress["num_ranks"] == distributed.get_world_size()
+    with _complete(models), _without_torch_notices():
+        keys = dist_checkpointing.load_tensors_metadata(str(directory))
+        weights: dict[str, Any] = {"rng": _rng_object()} if same_ranks else {}
+        optimizers, shards = {}, {}
+        for name, model in models.items():
+            own, state = {key.removeprefix(_prefix(name)) for key in keys if key.startswith(_prefix(name))}, _model_state(model)
+            if not weights_only and not has_optimizer(own):
+                raise UserError(
+                    f"checkpoint {directory} has the weights of {name} alone, without the optimizer's state; give --weights-only to go on "
+                    "with a new optimizer, or resume from another one"
+                )
+            optimizers[name] = OptimizerTarget(model.optimizer, state, keys=own, main_only=weights_only)
+            weights[name], shards[name] = from_main_weights(state, own), dict(enumerate(optimizers[name].shards))
+            add_prefix_for_sharding([weights[name], shards[name]], _prefix(name))
+        state = _read(directory, weights)
+        # Apart, because main weights can come from the model's tensors under the same names.
+        _read(directory, {"optimizers": shards})
+        for name, model in models.items():
+            for index, chunk in enumerate(model.chunks):
+                chunk.module.load_state_dict(state[name][_chunk_key(index, len(model.chunks))])
+            saved = progress["models"][name]
+            optimizers[name].finish(step=0 if weights_only else saved["optimizer_steps"])
+            model.scheduler.num_steps = 0
+            model.scheduler.step(saved["scheduler_steps"])
+    if same_ranks:
+        _set_rng_state(state["rng"])
+    changes = [change for name, model in models.items() for change in _changes(name, model, progress["models"][name]["hyperparameters"])]
+    return Loaded(state["counters"], tuple(changes))
+
+
+def _changes(name: str, model: TrainedModel, saved: Mapping[str, float]) -> Iterator[str]:
+    section = "training.optimizer" if name == POLICY else f"training.{name}.optimizer"
+    for field, value in _hyperparameters(model).items():
+        if value != saved[field]:
+            yield f"{section}.{field} is {value:g} from now on, was {saved[field]:g} in the checkpoint"
+
+
+def _read(directory: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Fill `wanted` from the checkpoint and return `wanted` with the non-tensor values. Collective."""
+    try:
+        state: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
+    except (CheckpointingException, CheckpointException) as error:
+        # torch gathers the errors of all ranks into one, with their tracebacks.
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if isinstance(cause, pickle.UnpicklingError):
+            raise cause from error
+        raise UserError(f"checkpoint {directory} is not one of this model ({cause}); resume with the model it was made from") from error
+    return state
