@@ -1,4 +1,4 @@
-"""Arguments as settings give them, read by the annotations of what takes them: a function or a class."""
+"""Arguments from settings, read by the annotations of a function or a class."""
 
 import difflib
 import functools
@@ -18,10 +18,11 @@ _Record = TypeVar("_Record")
 
 
 def read_arguments(kind: type[_Record], args: Mapping[str, Any], *, owner: str, setting: str) -> _Record:
-    """`args` as a record of the dataclass `kind`, by its annotations, as those of a plug-in are read by the plug-in's.
+    """Return `args` as a record of the dataclass `kind`, by its annotations.
 
-    Raises UserError that names `setting` and whose arguments these are, `owner`, for an unknown name, a wrong type, and whatever the
-    record refuses by a ValueError that begins with `CLASS.`
+    A plug-in's arguments are read the same way. Raises UserError for an unknown name, a wrong type,
+    and refusals by the record in a ValueError that begins with `CLASS.`. The error names `setting`
+    and `owner`, the owner of the arguments.
     """
     own, model = _model_of_record(kind)  # type: ignore[arg-type]  # a class is hashable
     values = _values(model, own, args, owner=owner, setting=setting)
@@ -34,9 +35,10 @@ def read_arguments(kind: type[_Record], args: Mapping[str, Any], *, owner: str, 
 def argument_values(
     own: Mapping[str, inspect.Parameter], args: Mapping[str, Any], *, function: Callable[..., Any], owner: str, setting: str, named: str
 ) -> dict[str, Any]:
-    """`args`, given by `setting`, as the annotations of the `own` parameters read them; defaults stay with the function.
+    """Return `args` as read by the annotations of the `own` parameters; defaults stay away.
 
-    `owner` is whose they are in errors, `named` the setting that names it.
+    `setting` gives `args`, `owner` is the arguments' owner in errors, `named` the setting with the
+    owner's name.
     """
     try:
         model = _own_model(own, function)
@@ -63,19 +65,22 @@ def _values(
 
 @functools.cache
 def _model_of_record(kind: type[Any]) -> tuple[Mapping[str, inspect.Parameter], type[BaseModel]]:
-    """Made once for a class, because making it takes longer than everything else about settings."""
+    """Return the model of a record's class, made once per class.
+
+    Making a model takes longer than everything else about settings.
+    """
     own = inspect.signature(kind).parameters
     return own, _own_model(own, kind)
 
 
 def _own_model(own: Mapping[str, inspect.Parameter], function: Callable[..., Any]) -> type[BaseModel]:
-    # A class that carries the annotations alone: those of the kind's arguments may name what the module imports for type checkers only.
+    # Only the own annotations, because the kind's may name imports for type checkers only.
     holder = type("Own", (), {"__annotations__": {name: parameter.annotation for name, parameter in own.items()}})
     hints = typing.get_type_hints(holder, globalns=vars(sys.modules[function.__module__]), include_extras=True)
     fields: dict[str, Any] = {}
     for name, parameter in own.items():
         required = parameter.default is inspect.Parameter.empty
-        # Named apart from what a model has itself, such as `copy`.
+        # Prefixed to differ from a model's own attributes, such as `copy`.
         fields[f"own_{name}"] = (hints[name], Field(... if required else parameter.default, alias=name))
     return create_model("Own", __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
 
@@ -88,7 +93,7 @@ def _sentence(details: ErrorDetails, own: Mapping[str, inspect.Parameter], *, ow
         meant = f"did you mean {setting}.{close[0]}?" if close else f"its own arguments are: {', '.join(own) or 'none'}"
         return f"{path} is no argument of {owner}; {meant}"
     annotation = own[name].annotation
-    # A string where the module postpones annotations.
+    # A module with postponed annotations has strings.
     wanted = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     if details["type"] == "missing" and len(details["loc"]) == 1:
         return f"{path} is missing, {owner} needs {name}: {wanted}; set {path}=VALUE"

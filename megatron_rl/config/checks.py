@@ -1,10 +1,12 @@
-"""Contradictions between settings, each found by arithmetic, which its sentence shows. Pure: no file, device or upstream is read."""
+"""Contradictions between settings, found by arithmetic and shown in a sentence.
+
+Pure: no file, device or upstream is read.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.algorithms.effects import unread_settings
 from megatron_rl.config.derived import samples_per_prompt
 from megatron_rl.config.settings import (
     MAX_INTEGER,
@@ -20,27 +22,28 @@ from megatron_rl.config.settings import (
 )
 from megatron_rl.errors import counted
 
-NEEDS_SEVERAL_SAMPLES = frozenset(
-    {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gdpo", "pass@k"},
-)
-"""Advantage estimators whose baseline is the rest of the group: with one sample every advantage is zero or undefined."""
-
 _LARGEST_SEED = 2**32 - 1
-"""Of numpy.random.seed, which SGLang calls."""
+"""Largest seed of numpy.random.seed, called by SGLang."""
 
 
 def contradictions(settings: Settings) -> list[str]:
-    """One sentence for each pair of settings that cannot both hold, with the arithmetic and a fix; empty when there is none."""
-    checks = (_numbers, _seed, _topology, _batch, _group, _lengths, _schedule, _critic, _teacher, _evaluation, _colocation)
+    """Return one sentence for each pair of settings in conflict.
+
+    Each sentence has the arithmetic and a fix; the list is empty without conflicts.
+    """
+    checks = (_numbers, _seed, _topology, _batch, _group, _lengths, _schedule, _critic, _teacher, _evaluation, _colocation, _engines)
     return [sentence for check in checks for sentence in check(settings)]
 
 
 _NCCL_ARGUMENTS = {"enable_nccl_nvls": ("NCCL_NVLS_ENABLE",), "enable_symm_mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
-"""Arguments with which SGLang sets these variables to 1 in its own processes, whatever they are (entrypoints/engine.py)."""
+"""Arguments with which SGLang sets these variables to 1 in its processes (entrypoints/engine.py).
+
+Any earlier value is lost.
+"""
 
 
 def gpu_contradictions(settings: Settings, *, environment: Mapping[str, str]) -> list[str]:
-    """As `contradictions`, for what cannot hold where GPUs are used, in a run with this `environment`."""
+    """Do as `contradictions` for conflicts on GPUs only, in a run with this `environment`."""
     if settings.supervised:
         return []
     if not settings.runtime.colocate:
@@ -67,7 +70,10 @@ def gpu_contradictions(settings: Settings, *, environment: Mapping[str, str]) ->
 
 
 def _nccl_ends(settings: Settings, environment: Mapping[str, str]) -> list[str]:
-    """Ranks and engines are in one group for weight syncs, and NCCL fails in one whose ends are set up differently."""
+    """Compare the NCCL settings of ranks and engines.
+
+    Both are in one group for weight syncs, and NCCL fails in a group with unequal ends.
+    """
     return [
         f"rollout.sglang.{name} is true, with which SGLang sets {variable} to 1 in the engines, but the ranks, which NCCL joins with them, "
         f"have {environment.get(variable, '0')}; set {variable}=1 in the environment of the run, or remove it"
@@ -78,30 +84,29 @@ def _nccl_ends(settings: Settings, environment: Mapping[str, str]) -> list[str]:
 
 
 def worth_noting(settings: Settings) -> list[str]:
-    """One sentence for each thing that is allowed, and seldom meant."""
+    """Return one sentence for each allowed but seldom intended setting."""
     staleness = settings.rollout.max_staleness
-    if staleness and settings.objective.trains_by_rewards and settings.objective.off_policy_correction is None:
+    if staleness and settings.objective.trains_by_rewards and settings.objective.off_policy is None:
         return [
-            f"rollout.max_staleness is {staleness} without objective.off_policy_correction: tokens that older weights chose are trained on "
-            f"as if the current ones had chosen them; objective.off_policy_correction={{mode: truncate, high: 2.0}} weighs each by how "
+            f"rollout.max_staleness is {staleness} without objective.off_policy: tokens that older weights chose are trained on "
+            f"as if the current ones had chosen them; objective.off_policy={{mode: truncate, high: 2.0}} weighs each by how "
             f"likely it is now"
         ]
     return []
 
 
 def without_effect(settings: Settings) -> list[str]:
-    """One sentence for each setting that was changed although nothing reads it under the other settings."""
+    """Return one sentence for each changed setting without a reader under the other settings."""
     return [
         *_unused_when_supervised(settings),
         *_unused_critic(settings),
         *_unused_teacher(settings),
         *_unused_interval(settings),
-        *unread_settings(settings.objective),
     ]
 
 
 def _numbers(settings: Settings) -> Iterator[str]:
-    """Numbers in the fields of upstream classes that no upstream class can use."""
+    """Yield numbers in the fields of upstream classes beyond the use of any upstream class."""
     training = settings.training
     mappings = {
         "model.megatron": settings.model.megatron,
@@ -121,7 +126,7 @@ def _numbers(settings: Settings) -> Iterator[str]:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every value inside of mappings and lists, with its dotted path."""
+    """Yield every value inside of mappings and lists, with its dotted path."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(f"{path}.{name}", inner)
@@ -146,8 +151,25 @@ def _topology(settings: Settings) -> Iterator[str]:
     return topology_contradictions(settings.training.topology)
 
 
+def _engines(settings: Settings) -> Iterator[str]:
+    sglang = settings.rollout.sglang
+    if settings.supervised:
+        return
+    if isinstance(stages := sglang.get("pp_size"), int) and stages > 1:
+        yield (
+            f"rollout.sglang.pp_size is {stages}, needs 1: a weight sync finds an engine's ranks by their tensor parallel number, which "
+            "those of two stages share; remove it, and set runtime.num_gpus_per_engine to the GPUs of an engine"
+        )
+    for name in ("quantization", "torchao_config"):
+        if sglang.get(name):
+            yield (
+                f"rollout.sglang.{name} is {sglang[name]}, needs none: a weight sync writes the trainer's weights as they are, not "
+                "quantised; remove it"
+            )
+
+
 def topology_contradictions(topology: TopologySettings) -> Iterator[str]:
-    """One sentence for each pair of sizes of a topology that cannot both hold."""
+    """Yield one sentence for each pair of sizes of a topology in conflict."""
     model_ranks = topology.model_ranks
     product = f"tp {topology.tp} × pp {topology.pp} × cp {topology.cp} = {model_ranks}"
     if topology.num_ranks % model_ranks:
@@ -204,11 +226,11 @@ def _batch(settings: Settings) -> Iterator[str]:
 
 
 def _group(settings: Settings) -> Iterator[str]:
-    estimator = settings.objective.advantage.estimator
-    if not settings.supervised and settings.data.samples_per_prompt == 1 and estimator in NEEDS_SEVERAL_SAMPLES:
+    advantage = settings.objective.advantage
+    if not settings.supervised and settings.data.samples_per_prompt == 1 and advantage.compares_groups:
         yield (
-            f"data.samples_per_prompt is 1, but the advantage estimator {estimator} compares the samples of one prompt with each other, "
-            f"so every advantage would be zero; set data.samples_per_prompt to 2 or more, or choose another objective.advantage.estimator"
+            f"data.samples_per_prompt is 1, but objective.advantage.kind {advantage.kind} compares the samples of one prompt with each "
+            f"other, so every advantage would be zero; set data.samples_per_prompt to 2 or more, or choose another kind"
         )
 
 
@@ -349,8 +371,8 @@ def _unused_when_supervised(settings: Settings) -> Iterator[str]:
 
 def _unused_critic(settings: Settings) -> Iterator[str]:
     if not settings.has_critic and settings.training.critic != CriticSettings():
-        estimator = settings.objective.advantage.estimator
-        yield f"the section training.critic has no effect: objective.advantage.estimator is {estimator}, only ppo trains a critic"
+        kind = settings.objective.advantage.kind
+        yield f"the section training.critic has no effect: objective.advantage.kind is {kind}, only gae trains a critic"
 
 
 def _unused_interval(settings: Settings) -> Iterator[str]:

@@ -1,20 +1,26 @@
-"""Numbers that follow from the settings by arithmetic alone: never stored in them, printed by `train --check`."""
+"""Numbers derived from the settings by arithmetic alone.
+
+No settings file stores them; `train --check` prints them.
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from megatron_rl.config.settings import ModelSettings, Settings
+from megatron_rl.config.settings import ModelSettings, RolloutSettings, Settings, TrainingSettings, WeightSettings
+from megatron_rl.deadlines import MODEL_BYTES_PER_S, REQUEST_S, REQUEST_TOKENS_PER_S, START_S, STEP_S, SYNC_S
 
 AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
-"""What model.dtype auto means, by the kind of device."""
+"""The meaning of model.dtype auto, by the kind of device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """What the settings of a run add up to. Sizes are in ranks, sequences, optimizer steps or tokens, as the names say.
+    """Totals of a run's settings, in ranks, sequences, optimizer steps or tokens as the names say.
 
-    `max_sequence_tokens` and `max_step_tokens` are upper bounds; both are None for supervised training, where the length of
-    a response is only known from its row. `groups_ahead` of later steps may be generated while a step trains.
+    `max_sequence_tokens` and `max_step_tokens` are upper bounds. Both are None for supervised
+    training, because only a row tells the length of a response. `groups_ahead` of later steps may
+    be generated while a step trains.
     """
 
     dp: int
@@ -32,7 +38,7 @@ class Derived:
 
 
 def derive(settings: Settings) -> Derived:
-    """The derived values of settings without contradictions (see `config/checks.py`)."""
+    """Return the derived values of settings without contradictions (see `config/checks.py`)."""
     topology, data, run = settings.training.topology, settings.data, settings.run
     steps_per_batch = settings.training.optimizer_steps_per_batch
     sequences = data.prompts_per_step * samples_per_prompt(settings)
@@ -54,23 +60,55 @@ def derive(settings: Settings) -> Derived:
     )
 
 
+def start_deadline_s(model_path: Path, rollout: RolloutSettings) -> float:
+    """Return the seconds for the start of ranks, or of an engine, on the model directory."""
+    return rollout.startup_timeout_s or START_S + _moving_s(model_path)
+
+
+def sync_deadline_s(model_path: Path, weights: WeightSettings) -> float:
+    """Return the seconds allowed for one weight sync."""
+    return weights.sync_timeout_s or SYNC_S + _moving_s(model_path)
+
+
+def step_deadline_s(model_path: Path, training: TrainingSettings) -> float:
+    """Return the seconds allowed for one training step, or for a collective in the step."""
+    return training.step_timeout_s or STEP_S + _moving_s(model_path)
+
+
+def request_deadline_s(rollout: RolloutSettings) -> float:
+    """Return the seconds allowed for one generation request, retries included."""
+    return rollout.request_timeout_s or REQUEST_S + rollout.sampling.max_response_tokens / REQUEST_TOKENS_PER_S
+
+
+def _moving_s(model_path: Path) -> float:
+    """Return the seconds for reading or sending a model directory's files; 0 without files."""
+    files = model_path.iterdir() if model_path.is_dir() else ()
+    return sum(file.stat().st_size for file in files if file.is_file()) / MODEL_BYTES_PER_S
+
+
 def samples_per_prompt(settings: Settings) -> int:
-    """Sequences made from one row: the samples of a group, or the single target of supervised training."""
+    """Return the number of sequences made from one row.
+
+    The samples of a group, or the single target of supervised training.
+    """
     return 1 if settings.supervised else settings.data.samples_per_prompt
 
 
 def dtype_name(model: ModelSettings, *, device_kind: Literal["cpu", "cuda"]) -> str:
-    """The dtype of parameters, of the ranks' and of the engines', as torch names it."""
+    """Return torch's name of the dtype of the ranks' and the engines' parameters."""
     return AUTO_DTYPES[device_kind] if model.dtype == "auto" else model.dtype
 
 
 def _evaluations(settings: Settings) -> int:
-    """Evaluations of the whole run: before the first step, every `run.eval_interval` steps and after the last."""
+    """Return the number of evaluations in the whole run.
+
+    They are before the first step, every `run.eval_interval` steps and after the last step.
+    """
     if settings.data.eval is None or settings.run.eval_interval == 0:
         return 0
     return 1 + _rounds(settings.run.num_steps, settings.run.eval_interval)
 
 
 def _rounds(steps: int, interval: int) -> int:
-    """How often something happens that is done every `interval` steps (0: never) and at the end of `steps` steps."""
+    """Count actions every `interval` steps (0: never) and after `steps` steps."""
     return 1 if interval == 0 else -(-steps // interval)

@@ -1,19 +1,22 @@
 """From a YAML file and command line overrides to validated settings, and back to text.
 
-Order: file, then overrides (a later one wins), then the objective's preset fills what neither gave, then validation,
-then the cross-checks of `config/checks.py`. Types are strict: an integer is no number in quotes and no boolean. Paths are
+Order: file, then overrides (a later one wins), then the objective's preset fills open values, then
+validation, then decisions on open settings (`config/decided.py`), then the cross-checks of
+`config/checks.py`. Types are strict: an integer is no number in quotes and no boolean. Paths are
 relative to the directory in which the command runs.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_rl.algorithms.presets import expand_preset
+from megatron_rl.algorithms.objective import expand_preset
 from megatron_rl.config.checks import contradictions
+from megatron_rl.config.decided import Decision, decide
 from megatron_rl.config.messages import joined_error, settings_error
 from megatron_rl.config.overrides import apply_overrides
 from megatron_rl.config.settings import Settings
@@ -23,19 +26,47 @@ from megatron_rl.errors import UserError
 _ADAPTER = TypeAdapter(Settings)
 
 
-def load_settings(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
-    """Settings from the YAML file `path` (None: overrides alone), with `key.path=value` overrides set on top.
+def load_settings(path: Path | None, overrides: Sequence[str] = (), *, on_gpus: bool | None = None) -> Settings:
+    """Load settings from the YAML file `path`, with `key.path=value` overrides set on top.
 
-    Raises UserError for an unreadable file, bad YAML, unknown or misspelled settings, wrong types or ranges, and
-    contradictions between settings; several mistakes are reported together, one line each.
+    `path` None takes the overrides alone. Raises UserError for an unreadable file, bad YAML,
+    unknown or misspelled settings, wrong types or ranges, and contradictions between settings.
+    Several mistakes are reported together, one line each.
+    """
+    return load_decided(path, overrides, on_gpus=on_gpus)[0]
+
+
+def load_decided(path: Path | None, overrides: Sequence[str] = (), *, on_gpus: bool | None = None) -> tuple[Settings, tuple[Decision, ...]]:
+    """Return settings as `load_settings`, with the decisions on open settings.
+
+    `on_gpus` None takes GPUs where `runtime.cluster.gpu` names some or this machine has some; False
+    decides nothing about GPUs.
     """
     origin = " and ".join([str(path)] * (path is not None) + ["overrides"] * bool(overrides)) or "settings"
     values = apply_overrides({} if path is None else _read(path), overrides)
-    return validate_settings(values, origin=origin)
+    validated = _validated(values, origin=origin)
+    # Asking torch would take seconds.
+    has_gpus = (validated.runtime.cluster.gpu is not None or Path("/dev/nvidia0").exists()) if on_gpus is None else on_gpus
+    settings, decisions = decide(validated, num_cores=len(os.sched_getaffinity(0)), has_gpus=has_gpus)
+    return _sound(settings, origin=origin), decisions
 
 
 def validate_settings(values: Mapping[str, Any], *, origin: str) -> Settings:
-    """Settings from nested plain values as YAML gives them; `origin` names their source in errors. Raises UserError."""
+    """Return settings from nested plain values as YAML gives them. Raises UserError.
+
+    `origin` names the source of the values in errors.
+    """
+    return _sound(_validated(values, origin=origin), origin=origin)
+
+
+def _sound(settings: Settings, *, origin: str) -> Settings:
+    wrong = contradictions(settings)
+    if wrong:
+        raise joined_error(wrong, origin=origin)
+    return settings
+
+
+def _validated(values: Mapping[str, Any], *, origin: str) -> Settings:
     values = _expanded(values, origin=origin)
     try:
         text = json.dumps(values, ensure_ascii=False).encode("utf-8")
@@ -45,17 +76,16 @@ def validate_settings(values: Mapping[str, Any], *, origin: str) -> Settings:
         ) from None
     try:
         # Through JSON, because pydantic's strict mode takes JSON strings as paths and lists as tuples, but no Python ones.
-        settings = _ADAPTER.validate_json(text, strict=True)
+        return _ADAPTER.validate_json(text, strict=True)
     except ValidationError as error:
         raise settings_error(error, values=values, origin=origin) from None
-    wrong = contradictions(settings)
-    if wrong:
-        raise joined_error(wrong, origin=origin)
-    return settings
 
 
 def dump_settings(settings: Settings) -> str:
-    """All settings, defaults included, as YAML text from which `load_settings` makes equal settings."""
+    """Return all settings, defaults included, as YAML text.
+
+    `load_settings` makes equal settings from the text.
+    """
     return format_yaml(_ADAPTER.dump_python(settings, mode="json"))
 
 
@@ -75,13 +105,14 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _expanded(values: Mapping[str, Any], *, origin: str) -> dict[str, Any]:
-    """`values` with the objective's preset replaced by its fields, and with a section data, which says what is missing from it."""
+    """Return `values` with the objective's preset replaced by fields, and with a section data.
+
+    The section names its missing values.
+    """
     values = {**values, "data": values.get("data", {})}
     objective = values.get("objective")
-    if not isinstance(objective, Mapping) or "preset" not in objective:
+    if not isinstance(objective, Mapping):
         return dict(values)
-    if objective["preset"] is None:
-        return {**values, "objective": {key: value for key, value in objective.items() if key != "preset"}}
     try:
         return {**values, "objective": expand_preset(objective)}
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Pydantic's validation errors as sentences that name the setting, the value got, the value needed and the fix."""
 
 import difflib
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -63,28 +64,43 @@ _ALIASES = {
     "max_new_tokens": "rollout.sampling.max_response_tokens",
     "max_completion_length": "rollout.sampling.max_response_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
-    "kl_coef": "objective.kl_loss_coef",
-    "beta": "objective.kl_loss_coef",
-    "epsilon_high": "objective.clip_high",
-    "lambda": "objective.advantage.args.lam",
+    "kl_coef": "objective.kl.coef",
+    "kl_loss_coef": "objective.kl.coef",
+    "kl_reward_coef": "objective.kl_reward.coef",
+    "beta": "objective.kl.coef",
+    "clip_low": "objective.policy_loss.low",
+    "clip_high": "objective.policy_loss.high",
+    "epsilon_high": "objective.policy_loss.high",
+    "entropy_coef": "objective.entropy.coef",
+    "estimator": "objective.advantage.kind",
+    "loss_args": "objective.policy_loss",
+    "lambda": "objective.advantage.lam",
     "world_size": "training.topology.num_ranks",
     "tensor_model_parallel_size": "training.topology.tp",
     "pipeline_model_parallel_size": "training.topology.pp",
     "context_parallel_size": "training.topology.cp",
     "expert_model_parallel_size": "training.topology.ep",
 }
-"""What other programs call a setting."""
+"""Names of settings in other programs."""
 
 _WHOLE = (
     "tokens are drawn from the whole distribution, whose log-probs are what the trainer learns from; rollout.sampling.temperature shapes it"
 )
 _SURELY = 0.85
-"""Similarity of `topp` and `min_pp` to what they mean, and of no setting's name to these."""
+"""Least similarity of `topp` and `min_pp` to the intended names.
+
+No setting's name is as similar to the intended names.
+"""
 _NEVER = {name: _WHOLE for name in ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")}
 
 
+@functools.cache
+def _settings() -> tuple[SettingField, ...]:
+    return tuple(setting_fields())
+
+
 def settings_error(error: ValidationError, *, values: Mapping[str, Any], origin: str) -> UserError:
-    """One UserError with a line for every setting that is wrong in `values`; `origin` says where they came from."""
+    """Return one UserError with a line for every wrong setting in `values` from `origin`."""
     by_path: dict[str, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         by_path.setdefault(_path(details["loc"], values), []).append(details)
@@ -92,22 +108,24 @@ def settings_error(error: ValidationError, *, values: Mapping[str, Any], origin:
 
 
 def joined_error(sentences: Sequence[str], *, origin: str) -> UserError:
-    """One sentence as it is, several as a headed list with one line each."""
+    """Return an error of one sentence as given, or of several as a headed list of lines."""
     if len(sentences) == 1:
         return UserError(f"{origin}: {sentences[0]}")
     return UserError("\n  - ".join([f"{origin}: {len(sentences)} things are wrong", *sentences]))
 
 
 def closest(name: str, candidates: Iterable[str], *, cutoff: float = 0.7) -> str | None:
-    """The candidate most like `name`, None when the similarity of none reaches `cutoff`."""
+    """Return the most similar candidate to `name`; None when no similarity reaches `cutoff`."""
     matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 
 def unknown_field(path: str, *, owner: str, known: Collection[str], elsewhere: Mapping[str, Collection[str]]) -> str:
-    """The sentence for the setting `path` when its last part is no field of the upstream class `owner`, whose fields are `known`.
+    """Return the sentence for the unknown setting `path`.
 
-    `elsewhere` are the fields of other sections, by the section's path. What the field is called in other programs is looked for too.
+    The last part of `path` is no field of the upstream class `owner`, whose fields are `known`.
+    `elsewhere` are the fields of other sections, by the section's path. Names in other programs are
+    searched too.
     """
     section, _, name = path.rpartition(".")
     homes = [home for home, names in elsewhere.items() if name in names]
@@ -121,25 +139,27 @@ def unknown_field(path: str, *, owner: str, known: Collection[str], elsewhere: M
     return f"{path} is not a field of {owner}; {fix}"
 
 
-def unknown_setting(path: str) -> str:
-    """The sentence for a setting that does not exist, with the closest one that does.
+def unknown_setting(path: str, *, kind: str | None = None) -> str:
+    """Return the sentence for a setting that does not exist, with the closest existing setting.
 
-    A misspelled name is looked for in its own section first, then, by its last part, everywhere: `run.temperature` finds
-    `rollout.sampling.temperature`.
+    `kind` names the choice of the setting. A misspelled name is searched in its own section first,
+    then everywhere by its last part: `run.temperature` finds `rollout.sampling.temperature`.
     """
     section, _, name = path.rpartition(".")
     never = closest(name.lower(), _NEVER, cutoff=_SURELY)
     if never is not None:
         meant = "" if name == never else f", meant as {never}"
         return f"unknown setting {path}{meant}; there is none because {_NEVER[never]}"
-    settings = tuple(setting_fields())
-    for argument in settings:
-        owner = _owner_of(path, argument)
-        if owner is not None:
-            return f"unknown setting {path}; it is an argument of {owner}: set {argument.path}"
-    if path == "objective.entropy_control.actuator":
-        return f"unknown setting {path}; what is moved follows from objective.entropy_control.rule: clip_high, or trl, skywork or paper"
-    paths = [field.path for field in settings if not field.owners] + list(section_names())
+    settings = _settings()
+    others = [other for field in settings if field.path == path for other in field.kinds]
+    if others:
+        return f"unknown setting {path} of {section}.kind {kind}; it is an argument of {', '.join(others)}: set {section}.kind={others[0]}"
+    here = [
+        field.path
+        for field in settings
+        if kind is None or not field.kinds or kind in field.kinds or not field.path.startswith(f"{section}.")
+    ]
+    paths = list(dict.fromkeys([*here, *section_names()]))
     siblings = [known.rpartition(".")[2] for known in paths if known.rpartition(".")[0] == section]
     same_name = [known for known in paths if known.rpartition(".")[2] == name]
     sibling = closest(name, siblings)
@@ -153,28 +173,21 @@ def unknown_setting(path: str) -> str:
         leaf = closest(name, [known.rpartition(".")[2] for known in paths])
         guess = next((known for known in paths if known.rpartition(".")[2] == leaf), None) or closest(path, paths)
     if guess:
-        return f"unknown setting {path}; did you mean {guess}? (`megatron-rl train --help` lists all)"
+        kinds = next((field.kinds for field in settings if field.path == guess and kind is None), ())
+        of_kind = f" of {guess.rpartition('.')[0]}.kind {', '.join(kinds)}" if kinds else ""
+        return f"unknown setting {path}; did you mean {guess}{of_kind}? (`megatron-rl train --help all` lists them)"
     known_names = f"known in {section or 'the settings'}: {', '.join(siblings)}" if siblings else f"there is no section {section}"
     return f"unknown setting {path}; {known_names}"
 
 
-def _owner_of(path: str, argument: SettingField) -> str | None:
-    """Whose `argument` the unknown `path` means: one of its owners by its name in their section, or after the owner's."""
-    home, _, name = argument.path.rpartition(".")
-    section = home.rpartition(".")[0]
-    if path == f"objective.{name}" and section == "objective.advantage":
-        return argument.owners[0]
-    plain = () if name == "value_clip" else argument.owners[:1]
-    spelled = {f"{section}.{name}": owner for owner in plain}
-    spelled |= {f"{section}.{owner.partition(' ')[2]}_{name}": owner for owner in argument.owners}
-    return spelled.get(path)
-
-
 def _path(location: tuple[int | str, ...], values: Any) -> str:
-    """The dotted path of an error's location, without the parts by which pydantic distinguishes the members of a union."""
+    """Return the dotted path of an error's location.
+
+    Pydantic's parts for the members of a union are left out.
+    """
     parts: list[str] = []
     for part in location:
-        inside = isinstance(values, Mapping) and isinstance(part, str)
+        inside = isinstance(values, Mapping) and isinstance(part, str) and values.get("kind") != part
         if isinstance(values, Sequence) and not isinstance(values, str) and isinstance(part, int):
             parts.append(str(part))
             values = values[part] if part < len(values) else None
@@ -185,13 +198,23 @@ def _path(location: tuple[int | str, ...], values: Any) -> str:
 
 
 def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
-    """What is wrong at one path; several details are the alternatives of a union, none of which fits."""
+    """Return the sentence on all errors at one path.
+
+    Several details are the alternatives of a union without a match.
+    """
     first = details[0]
     if first["type"] in _UNKNOWN:
-        return unknown_setting(path)
+        return unknown_setting(path, kind=_kind_of(first["loc"], path))
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        kinds = next(field.type for field in _settings() if field.path == f"{path}.kind").removeprefix("one of ").split(", ")
+        if first["type"] == "union_tag_not_found":
+            return f"{path}.kind is missing, needs one of {', '.join(kinds)}; set {path}.kind={kinds[0]}"
+        guess = closest(first["ctx"]["tag"], kinds)
+        fix = f"; did you mean {path}.kind={guess}?" if guess else ""
+        return f"{path}.kind is {first['ctx']['tag']!r}, needs one of {', '.join(kinds)}{fix}"
     if first["type"] == "missing":
-        # Of a whole section what it cannot do without.
-        needed = [field for field in setting_fields() if field.required and f"{field.path}.".startswith(f"{path}.")]
+        # Of a whole section, name the required fields.
+        needed = [field for field in _settings() if field.required and f"{field.path}.".startswith(f"{path}.")]
         described = {field.path: f" ({field.description.rstrip('.')})" for field in needed} or {path: ""}
         return "; ".join(f"{name} is missing{meaning}; set it in the file, or with {name}=VALUE" for name, meaning in described.items())
     if first["type"] == "value_error":
@@ -199,7 +222,7 @@ def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
         if text.startswith(f"{path}."):
             return text
         owner, dot, rest = text.partition(".")
-        # A record names its field by its class, for those who make it without settings.
+        # Users without a settings file make a record by its class, so the message names the class.
         if dot and owner.isidentifier():
             return f"{path}.{rest}"
         return f"{path} {text}" if text.startswith(("is ", "has ")) else f"{path}: {text}"
@@ -209,13 +232,24 @@ def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
     return f"{path} is {shown}, needs {needs}{_fix(path, details, got)}"
 
 
+def _kind_of(location: tuple[int | str, ...], path: str) -> str | None:
+    """Return the kind that pydantic puts before the last part of an error's `location`.
+
+    None where the setting is in no choice.
+    """
+    known = {kind for field in _settings() if field.path.rpartition(".")[0] == path.rpartition(".")[0] for kind in field.kinds}
+    kinds = [str(part) for part in location[:-1] if part in known]
+    return kinds[-1] if kinds else None
+
+
 def _need(details: ErrorDetails) -> str:
     kind = details["type"]
     if kind in _NEEDS:
         return _NEEDS[kind]
     if kind in _BOUNDS:
         words, key = _BOUNDS[kind]
-        return words.format(details["ctx"][key])
+        bound = details["ctx"][key]
+        return words.format(int(bound) if bound == int(bound) else bound)
     if kind == "literal_error":
         return f"one of {details['ctx']['expected']}"
     message = details["msg"]
@@ -223,7 +257,7 @@ def _need(details: ErrorDetails) -> str:
 
 
 def _fix(path: str, details: Sequence[ErrorDetails], got: Any) -> str:
-    """How to correct it, where that is more than giving the value that is needed."""
+    """Return advice beyond giving a value of the needed kind; empty where there is none."""
     for detail in details:
         if detail["type"] == "literal_error" and isinstance(got, str):
             names = [name.strip(" '") for name in detail["ctx"]["expected"].replace(" or ", ",").split(",")]

@@ -16,17 +16,18 @@ _KEY = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*$")
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What the words of a command line say: the settings file, and overrides in the form `key.path=value`, in their order."""
+    """The settings file, and overrides `key.path=value` in the order of the command line."""
 
     config: Path | None
     overrides: tuple[str, ...]
 
 
 def split_words(words: Sequence[str], *, options: Collection[str]) -> Words:
-    """Separate the settings file from the overrides and bring every spelling of an override into one form.
+    """Separate the settings file from the overrides and bring every override into one form.
 
-    `options` are the command's own options, for the advice on a misspelled one. A word whose part before "=" cannot be the
-    name of a setting is taken as the file. Raises UserError for a second file, an unknown option and one without a value.
+    `options` are the command's own options, for the advice on a misspelled option. A word whose
+    part before "=" cannot be the name of a setting is taken as the file. Raises UserError for a
+    second file, an unknown option and an option without a value.
     """
     config: Path | None = None
     overrides: list[str] = []
@@ -50,10 +51,10 @@ def split_words(words: Sequence[str], *, options: Collection[str]) -> Words:
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of the nested `values` in which every override `key.path=value` is set; a later one wins.
+    """Return a copy of the nested `values` with every override `key.path=value`; a later one wins.
 
-    Raises UserError for a value that is not YAML, for a key without a value and for a path that goes through a value that
-    has no keys.
+    Raises UserError for a value that is not YAML, for a key without a value and for a path through
+    a value without keys.
     """
     result = dict(values)
     for override in overrides:
@@ -65,7 +66,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
 
 
 def _check_option(key: str, *, options: Collection[str]) -> None:
-    """Refuse an option that is neither the command's own nor, by its form, a setting."""
+    """Raise UserError for an option in neither the command's nor a setting's form."""
     if "." in key or key in Settings.model_fields:
         return
     option = closest(key, options)
@@ -74,15 +75,18 @@ def _check_option(key: str, *, options: Collection[str]) -> None:
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set the dotted `key`, copying every mapping on the way so that the caller's values stay as they are."""
+    """Set the dotted `key`; copied mappings leave the caller's values unchanged."""
     *sections, name = key.split(".")
     for depth, section in enumerate(sections):
         inner = values.get(section)
         if inner is not None and not isinstance(inner, Mapping):
             raise UserError(
                 f"Override {key} goes through {'.'.join(sections[: depth + 1])}, which is {inner!r} and has no settings inside; "
-                f"give the name of one of the settings that `megatron-rl train --help` lists"
+                f"give the name of one of the settings that `megatron-rl train --help all` lists"
             )
         values[section] = dict(inner or {})
         values = values[section]
+    if name == "kind" and values.get("kind", value) != value:
+        # The old values are arguments of the kind named before.
+        values.clear()
     values[name] = value

@@ -1,7 +1,7 @@
-"""Every setting that a user can make, one class per component.
+"""All settings for users, one class per component.
 
-Unknown keys are errors. Nothing here is ever rewritten after it was read: derived values are computed where they are used
-and printed by `train --check`. Field descriptions are the help texts of the command line and of the README's table.
+Unknown keys are errors. Settings are never rewritten after reading: derived values are computed at
+their use and printed by `train --check`. Field descriptions are the help texts of the command line.
 """
 
 from pathlib import Path
@@ -12,11 +12,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from megatron_rl.algorithms.objective import Objective
 
 MAX_INTEGER = 2**31 - 1
-"""What torch, numpy, SQLite, SGLang and timers all take."""
+"""Largest integer accepted by torch, numpy, SQLite, SGLang and timers alike."""
 
 
 def _usable_path(value: Any) -> Any:
-    """A path's text with `~` as the home directory that it stands for. Raises ValueError for one that no file can have."""
+    """Return a path's text with `~` as the home directory.
+
+    Raises ValueError for a path that no file can have.
+    """
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -31,7 +34,7 @@ def _usable_path(value: Any) -> Any:
 
 FilePath = Annotated[Path, BeforeValidator(_usable_path)]
 Seconds = Annotated[float, Field(ge=0.001, le=366 * 86400)]
-"""A deadline: at most a year, which every clock and timer takes."""
+"""A deadline of at most a year, within the range of every clock and timer."""
 
 
 class Section(BaseModel):
@@ -42,7 +45,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _sound(cls, value: Any) -> Any:
-        """The value of any field, where no reader of it can fail on its size."""
+        """Return the value of any field after a check of size, so that readers cannot fail."""
         for item in value if isinstance(value, tuple) else (value,):
             if item == "":
                 raise ValueError("has an empty text, needs at least one character")
@@ -62,6 +65,13 @@ class RunSettings(Section):
     )
     save_interval: int = Field(50, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
+    keep_groups: int = Field(
+        4,
+        ge=0,
+        le=64,
+        description="Groups of each step whose tokens, masks, log-probs and versions stay in the buffer (13 bytes a token), for readers; "
+        "of others they go with the last checkpoint that could come back to them.",
+    )
     keep_interval: int = Field(0, ge=0, description="Checkpoints of its multiples are kept for good; 0 keeps the newest alone.")
     export_interval: int = Field(
         0,
@@ -79,7 +89,7 @@ class ModelSettings(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto is float32 on CPU and bfloat16 on GPU.")
     attention: Literal["auto", "transformer_engine", "torch"] = Field(
-        "auto", description="auto takes TransformerEngine where it is installed and a GPU is used, else torch."
+        "auto", description="auto takes TransformerEngine where it is installed and computes the model on the GPU, else torch."
     )
     megatron: dict[str, Any] = Field(default_factory=dict, description="Fields of megatron-core's TransformerConfig, by their own names.")
 
@@ -119,7 +129,7 @@ class DataSettings(Section):
 
 
 class SamplingSettings(Section):
-    """How responses are drawn."""
+    """Sampling of responses."""
 
     temperature: float = Field(
         1.0,
@@ -128,7 +138,7 @@ class SamplingSettings(Section):
         description="Softmax temperature; the trainer divides its logits by the same number. An engine takes the likeliest token, "
         "which is no sample, at temperatures near 0.",
     )
-    max_response_tokens: int = Field(1024, ge=1, description="Token budget of a response.")
+    max_response_tokens: int = Field(1024, ge=1, description="Token budget of one answer of an engine.")
     stop: tuple[str, ...] = Field((), description="Strings that end a response; the tokens that complete one are kept.")
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), description="Tokens that end a response; the end-of-sequence token always does."
@@ -145,11 +155,15 @@ class FilterSettings(Section):
 class RolloutSettings(Section):
     """Generation."""
 
-    num_engines: int = Field(1, ge=1, le=2**14, description="SGLang servers.")
+    num_engines: int = Field(1, ge=1, le=2**14, description="SGLang servers; from runtime.cluster when not set.")
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     max_concurrent_requests: int = Field(256, ge=1, description="Requests in flight at one engine; every sample is one.")
-    request_timeout_s: Seconds = Field(600.0, description="Deadline of one generation request, retries included, in seconds.")
-    startup_timeout_s: Seconds = Field(300.0, description="Deadline of an engine's start, in seconds.")
+    request_timeout_s: Seconds | None = Field(
+        None, description="Deadline of one generation request, retries included, in seconds; by the tokens of a response when not set."
+    )
+    startup_timeout_s: Seconds | None = Field(
+        None, description="Deadline of the start of ranks, and of engines, in seconds; by the bytes of the model when not set."
+    )
     max_staleness: int = Field(
         0,
         ge=0,
@@ -158,6 +172,12 @@ class RolloutSettings(Section):
     )
     function: str | None = Field(None, description="Your own rollout, package.module:function; the default is one turn.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of your own rollout, by the names that it gives them.")
+    timeout_s: Seconds = Field(
+        1800.0, description="Deadline of one attempt at a prompt's samples, waits for an engine not counted, in seconds."
+    )
+    max_error_rate: float = Field(
+        0.25, ge=0, le=1, description="Share of a step's trajectories that the rollout fails to make above which the run stops."
+    )
     filter: FilterSettings | None = Field(None, description="Your own choice of the groups to train on; all of them when not set.")
     sglang: dict[str, Any] = Field(default_factory=dict, description="Arguments of the SGLang server, by their own names.")
 
@@ -168,14 +188,14 @@ class RewardSettings(Section):
     function: str = Field("megatron_rl.rewards.math:score", description="package.module:function, sync or async.")
     args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
     timeout_s: Seconds = Field(30.0, description="Deadline of one call, in seconds; the worker is then killed.")
-    num_workers: int = Field(1, ge=1, le=1024, description="Worker processes.")
+    num_workers: int = Field(1, ge=1, le=1024, description="Worker processes; from the cores of this machine when not set.")
     max_error_rate: float = Field(0.05, ge=0, le=1, description="Share of errors and timeouts in a batch above which the run stops.")
 
 
 class TopologySettings(Section):
-    """How ranks are arranged. num_ranks = tp x pp x cp x dp; dp follows."""
+    """The arrangement of ranks. num_ranks = tp x pp x cp x dp; dp follows."""
 
-    num_ranks: int = Field(1, ge=1, le=2**17, description="Megatron ranks (processes).")
+    num_ranks: int = Field(1, ge=1, le=2**17, description="Megatron ranks (processes); from runtime.cluster when not set.")
     tp: int = Field(1, ge=1, description="Tensor parallel size.")
     pp: int = Field(1, ge=1, description="Pipeline parallel size.")
     vpp: int = Field(1, ge=1, description="Virtual pipeline stages per rank.")
@@ -186,27 +206,27 @@ class TopologySettings(Section):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model between them, the context-parallel ones included."""
+        """Number of ranks with one copy of the model, context parallel ranks included."""
         return self.tp * self.pp * self.cp
 
     @property
     def dp(self) -> int:
-        """Data parallel size: copies of the model."""
+        """Data parallel size: the number of copies of the model."""
         return self.num_ranks // self.model_ranks
 
     @property
     def expert_tp(self) -> int:
-        """Tensor parallel size of experts: `etp`, or tp when that is not set."""
+        """Tensor parallel size of experts: `etp`, or tp where `etp` is not set."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that hold one copy of the experts between them."""
+        """Number of ranks with one copy of the experts."""
         return self.expert_tp * self.ep * self.pp
 
     @property
     def expert_dp(self) -> int:
-        """Copies of the experts."""
+        """Number of copies of the experts."""
         return self.num_ranks // self.expert_ranks
 
 
@@ -224,7 +244,7 @@ class ScheduleSettings(Section):
 
 
 class CriticSettings(Section):
-    """The value model of objective.advantage.estimator ppo: the policy's architecture, initial weights and ranks, with one output."""
+    """The value model of objective.advantage.kind gae: the policy's architecture, initial weights and ranks, with one output."""
 
     optimizer: dict[str, Any] = Field(
         default_factory=dict,
@@ -239,7 +259,12 @@ class TrainingSettings(Section):
 
     topology: TopologySettings = Field(default_factory=TopologySettings)
     optimizer_steps_per_batch: int = Field(1, ge=1, description="Optimizer steps on one rollout batch.")
-    max_tokens_per_micro_batch: int = Field(16384, ge=1, description="Token budget of a packed micro-batch, per context parallel rank.")
+    max_tokens_per_micro_batch: int = Field(
+        16384,
+        ge=1,
+        description="Token budget of a packed micro-batch, per context parallel rank; the longest sequence when not set and "
+        "that is longer.",
+    )
     schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
     optimizer: dict[str, Any] = Field(default_factory=dict, description="Fields of megatron-core's OptimizerConfig, by their own names.")
     ddp: dict[str, Any] = Field(
@@ -267,10 +292,15 @@ class TrainingSettings(Section):
         description="Options of torch's allocator on the ranks' GPUs, such as expandable_segments:True, as PYTORCH_CUDA_ALLOC_CONF has "
         "them. Engines do not get that variable: options that suit ranks keep an engine's memory from being put away.",
     )
-    step_timeout_s: Seconds = Field(3600.0, description="Deadline of one training step and of a collective, in seconds.")
+    step_timeout_s: Seconds | None = Field(
+        None, description="Deadline of one training step and of a collective, in seconds; by the bytes of the model when not set."
+    )
 
     def keeps_reference(self, objective: Objective) -> bool:
-        """True when ranks keep the initial weights, because `objective` reads them or their KL is to be measured."""
+        """Return True when ranks keep the initial weights.
+
+        The `objective` reads the weights, or their KL is to be measured.
+        """
         return objective.needs_reference or (self.reference_interval > 0 and objective.trains_by_rewards)
 
 
@@ -286,10 +316,15 @@ class WeightSettings(Section):
         None,
         gt=0,
         le=1000,
-        description="Largest mean |difference| between engine and trainer log-probs after the first sync, in nats; "
-        "1e-4 in float32 and 0.02 in bfloat16 when not set.",
+        description="Largest median |difference| between engine and trainer log-probs of tokens that the engine sampled after the first "
+        "sync, in nats, with which the other limits scale; when not set 1e-4 in float32; in bfloat16 0.04, and 0.05 for a mixture of "
+        "experts with training.routing_replay, 0.1 without.",
     )
-    sync_timeout_s: Seconds = Field(600.0, description="Deadline of one weight sync, in seconds.")
+    sync_timeout_s: Seconds | None = Field(
+        None,
+        description="Deadline of one weight sync, and of engines that free or take memory, in seconds; by the bytes of the model when not "
+        "set.",
+    )
 
 
 class ClusterSettings(Section):
@@ -303,7 +338,7 @@ class ClusterSettings(Section):
 class RuntimeSettings(Section):
     """Processes."""
 
-    ray_address: str | None = Field(None, description="Address of a running Ray cluster; a local one is started when not set.")
+    ray_address: str | None = Field(None, description="HOST:PORT of a running Ray cluster; a local one is started when not set.")
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
     network_interface: str | None = Field(
         None,
@@ -316,11 +351,18 @@ class RuntimeSettings(Section):
         description="Let engines and Megatron ranks share their GPUs and take turns: who is not at work puts its memory away.",
     )
 
+    @field_validator("ray_address")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        host, _, port = (value or "").rpartition(":")
+        if value not in (None, "auto") and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise ValueError(f"is {value}, needs HOST:PORT as `ray start --head` prints it, or auto; leave it out for a Ray of its own")
+        return value
+
 
 class ObserveSettings(Section):
-    """Metric sinks besides the console and metrics.jsonl."""
+    """Metric sinks besides the console, metrics.jsonl and TensorBoard."""
 
-    tensorboard: bool = Field(False, description="Write TensorBoard events into the run directory.")
     wandb_project: str | None = Field(None, description="Weights & Biases project; honours WANDB_MODE=offline.")
 
 
@@ -340,17 +382,20 @@ class Settings(Section):
 
     @property
     def supervised(self) -> bool:
-        """True when the targets come from the data file, so that no engine and no reward take part."""
-        return self.objective.policy_loss == "sft"
+        """True when targets come from the data file, without an engine or a reward."""
+        return not self.objective.trains_by_rewards
 
     @property
     def weight_transport(self) -> Literal["broadcast", "disk", "ipc"]:
-        """How weights reach the engines: weights.transport, or where it is not set the one that suits runtime.colocate."""
+        """Route of weights to engines: weights.transport, or if unset by runtime.colocate."""
         return self.weights.transport or ("ipc" if self.runtime.colocate else "broadcast")
 
     @property
     def keeps_reference(self) -> bool:
-        """True when ranks keep the initial weights, because the objective reads them or their KL is to be measured."""
+        """True when ranks keep the initial weights.
+
+        The objective reads the weights, or their KL is to be measured.
+        """
         return self.training.keeps_reference(self.objective)
 
     @property

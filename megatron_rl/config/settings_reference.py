@@ -1,4 +1,4 @@
-"""Every setting with its type, default and description, read from the classes that declare them."""
+"""All settings with type, default and description, read from the declaring classes."""
 
 import dataclasses
 import enum
@@ -12,8 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.presets import PRESETS
+from megatron_rl.algorithms.objective import PRESETS, Objective
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
 
@@ -24,77 +23,98 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingField:
-    """One setting: its dotted path, type in words, default as YAML text (None when it must be given) and description.
+    """One setting: dotted path, type in words, default as YAML text and description.
 
-    `owners` have it as an argument that belongs to them alone, such as `("policy_loss sapo",)`; empty for every other setting.
+    The default is None for a required setting. `kinds` of a choice have the setting as an argument,
+    such as `("sapo",)`; `kinds` is empty for every other setting.
     """
 
     path: str
     type: str
     default: str | None
     description: str
-    owners: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
 
     @property
     def meaning(self) -> str:
-        """The description, after whose argument it is."""
-        chosen, _, _ = self.owners[0].partition(" ") if self.owners else ("", "", "")
-        names = ", ".join(owner.partition(" ")[2] for owner in self.owners)
-        return f"({chosen} {names}) {self.description}" if self.owners else self.description
+        """Description, after the kinds with this argument."""
+        return f"({', '.join(self.kinds)}) {self.description}" if self.kinds else self.description
 
     @property
     def required(self) -> bool:
-        """True when there is no default."""
+        """True without a default."""
         return self.default is None
 
 
 def setting_fields(owner: type = Settings, *, prefix: str = "") -> Iterator[SettingField]:
-    """All settings below the class `owner` (a pydantic model or a dataclass), in the order of their declaration.
+    """Yield all settings below the class `owner` (a pydantic model or a dataclass), as declared.
 
-    A section that may be null appears itself too, before what is inside.
+    A section with null as a value appears itself too, before its fields. Of a choice come the kind,
+    then the arguments of each kind.
     """
     for name, annotation, default, description, limits in _declared(owner):
-        path, section = f"{prefix}{name}", _section(annotation)
-        if section is not annotation:
+        path, sections = f"{prefix}{name}", _sections(annotation)
+        if not sections or type(None) in typing.get_args(annotation):
             yield SettingField(path=path, type=_limited(type_in_words(annotation), limits), default=default, description=description)
-        yield from _arguments(owner, name, path)
-        if section is Objective:
+        if len(sections) > 1:
+            yield from _choice(path, sections, default=owner_default(owner, name), description=description)
+            continue
+        if Objective in sections:
             yield _preset_field(f"{path}.preset")
-        if section is not None:
+        for section in sections:
             yield from setting_fields(section, prefix=f"{path}.")
 
 
-def _arguments(owner: type, name: str, path: str) -> Iterator[SettingField]:
-    """What the mapping of arguments `owner.name` at `path` can hold, by whose argument it is; nothing where it is no such mapping."""
-    fields = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
-    metadata: Mapping[str, Any] = next((field.metadata for field in fields if field.name == name), {})
-    found: dict[str, SettingField] = {}
-    for chosen, kind in metadata.get("owners", {}).items():
-        for field in setting_fields(kind, prefix=f"{path}."):
-            owners = found[field.path].owners if field.path in found else ()
-            found[field.path] = dataclasses.replace(field, owners=(*owners, f"{metadata['named_by']} {chosen}"))
-    yield from found.values()
+def owner_default(owner: type, name: str) -> str | None:
+    """Return the default kind of the dataclass field `name` of `owner`; None without one."""
+    field = next(field for field in dataclasses.fields(owner) if field.name == name)
+    return None if field.default_factory is dataclasses.MISSING else str(field.default_factory().kind)
+
+
+def _choice(path: str, members: tuple[type, ...], *, default: str | None, description: str) -> Iterator[SettingField]:
+    """Yield the kind of a choice between `members`, then each argument.
+
+    Kinds with an argument of the same meaning share one entry.
+    """
+    kinds = {kind: member for member in members for kind in typing.get_args(typing.get_type_hints(member)["kind"])}
+    yield SettingField(path=f"{path}.kind", type=f"one of {', '.join(kinds)}", default=default, description=description)
+    found: dict[SettingField, tuple[str, ...]] = {}
+    for kind, member in kinds.items():
+        for field in setting_fields(member, prefix=f"{path}."):
+            if field.path != f"{path}.kind":
+                found[field] = (*found.get(field, ()), kind)
+    yield from (dataclasses.replace(field, kinds=owners) for field, owners in found.items())
 
 
 def section_names(owner: type = Settings, *, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all sections below `owner`, outer ones first."""
+    """Yield the dotted paths of all sections below `owner`, outer sections first."""
     for name, annotation, *_ in _declared(owner):
-        section = _section(annotation)
-        if section is not None:
+        sections = _sections(annotation)
+        if sections:
             yield f"{prefix}{name}"
-            yield from section_names(section, prefix=f"{prefix}{name}.")
+            yield from dict.fromkeys(path for section in sections for path in section_names(section, prefix=f"{prefix}{name}."))
 
 
 def section_description(path: str) -> str:
-    """First sentence of the docstring of the section at the dotted `path`; "" for the settings as a whole."""
+    """Return the first sentence of the docstring of the section at the dotted `path`; "" for "".
+
+    For a choice, return its description, as stated at its kind.
+    """
     owner: type = Settings
     for part in path.split(".") if path else ():
-        owner = next(section for name, annotation, *_ in _declared(owner) if name == part and (section := _section(annotation)))
+        description, sections = next(
+            (description, sections)
+            for name, annotation, _, description, _ in _declared(owner)
+            if name == part and (sections := _sections(annotation))
+        )
+        if len(sections) > 1:
+            return description
+        owner = sections[0]
     return (owner.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
 
 
 def type_in_words(annotation: Any) -> str:
-    """A type as a user of YAML names it: "integer", "one of a, b", "list of string, or null"."""
+    """Return a type in a YAML user's words: "integer", "one of a, b", "list of string, or null"."""
     if annotation in _NAMES:
         return _NAMES[annotation]
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -102,6 +122,8 @@ def type_in_words(annotation: Any) -> str:
         return type_in_words(arguments[0])
     if origin is Literal:
         return "one of " + ", ".join(format_value(argument) for argument in arguments)
+    if _sections(annotation):
+        return "section, or null" if type(None) in arguments else "section"
     if origin in (typing.Union, types.UnionType):
         return ", or ".join(type_in_words(argument) for argument in arguments)
     if origin in (dict,) or annotation is dict or getattr(origin, "__name__", "") == "Mapping":
@@ -112,28 +134,31 @@ def type_in_words(annotation: Any) -> str:
         return f"list of {type_in_words(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return "one of " + ", ".join(format_value(member.value) for member in annotation)
-    if _section(annotation) is not None:
-        return "section"
     raise TypeError(f"Settings have no words for the type {annotation!r}; add them to type_in_words")
 
 
-def _section(annotation: Any) -> type | None:
-    """The class of a section, also of one that may be null; None when the annotation is no section."""
+def _sections(annotation: Any) -> tuple[type, ...]:
+    """Return the classes of a section, also of a section that may be null.
+
+    Several for a choice; none for other annotations.
+    """
     members = [member for member in typing.get_args(annotation) if member is not type(None)] or [annotation]
-    only = members[0] if len(members) == 1 else None
-    if isinstance(only, type) and (issubclass(only, BaseModel) or dataclasses.is_dataclass(only)):
-        return only
-    return None
+    members = [inner for member in members for inner in (typing.get_args(member) if _is_union(member) else (member,))]
+    return tuple(members) if all(isinstance(m, type) and (issubclass(m, BaseModel) or dataclasses.is_dataclass(m)) for m in members) else ()
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
 def _declared(owner: type) -> Iterator[tuple[str, Any, str | None, str, str]]:
-    """Name, annotation, default as text, description and limits of each field that the class itself declares."""
+    """Yield name, annotation, default as text, description and limits of the class's own fields."""
     if issubclass(owner, BaseModel):
         for name, info in owner.model_fields.items():
             yield name, info.annotation, _model_default(info), info.description or "", _limits(info.metadata)
         return
     hints = typing.get_type_hints(owner)
-    for field in dataclasses.fields(owner):  # type: ignore[arg-type]  # known to be a dataclass by _section
+    for field in dataclasses.fields(owner):  # type: ignore[arg-type]  # known to be a dataclass by _sections
         yield (
             field.name,
             hints[field.name],
@@ -162,24 +187,24 @@ def _default_text(value: Any) -> str:
 
 
 def _limits(constraints: list[Any]) -> str:
-    """Bounds as pydantic keeps them, annotated_types records: ">= 1", "> 0, <= 1"."""
+    """Return bounds in pydantic's form, annotated_types records, as text: ">= 1", "> 0, <= 1"."""
     return _stated_limits(
         {name: getattr(bound, name) for bound in constraints for name in _SIGNS if type(bound).__name__.lower() == name},
     )
 
 
 def _stated_limits(bounds: Mapping[str, Any]) -> str:
-    """Bounds by the names that dataclass metadata and pydantic share."""
+    """Return bounds as text, by the names shared by dataclass metadata and pydantic."""
     return ", ".join(f"{sign} {format_value(bounds[name])}" for name, sign in _SIGNS.items() if name in bounds)
 
 
 def _limited(kind: str, limits: str) -> str:
-    """The bounds beside the type that they are for: "number >= 0, or null"."""
+    """Return a kind with the bounds beside its type: "number >= 0, or null"."""
     first, comma, others = kind.partition(", or ")
     return f"{first} {limits}{comma}{others}" if limits else kind
 
 
 def _preset_field(path: str) -> SettingField:
-    """The one key that is no field of its class: it is replaced by fields before validation."""
+    """Return the one key that is no field of a class: validation replaces the key by fields."""
     words = "A published combination; it fills the fields of this section that are not set."
     return SettingField(path=path, type=f"one of {', '.join(PRESETS)}, or null", default="null", description=words)

@@ -1,113 +1,109 @@
-"""YAML text to plain values and back, by the YAML 1.2 core schema.
+"""YAML 1.2 text to plain values and back.
 
-PyYAML follows YAML 1.1, in which `1e-6` is a string, `off` is a boolean and `12:30` is 750. Settings are full of such
-values, so this module reads numbers, booleans and null by the 1.2 core schema and everything else as a string. A key that
-appears twice in one mapping is an error: silently keeping the last one hides half of a merge.
+PyYAML follows YAML 1.1, where `1e-6` is a string, `off` is a boolean and `12:30` is 750. Settings
+are full of such values.
 """
 
+import io
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML, SafeConstructor, SafeRepresenter
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from megatron_rl.errors import UserError
 
-_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-_INT = re.compile(r"^[-+]?[0-9]+$")
-_FLOAT = re.compile(
-    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-)
-_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
-_MERGE = re.compile(r"^<<$")
-_RESOLVERS = (
-    ("tag:yaml.org,2002:bool", _BOOL, "tTfF"),
-    ("tag:yaml.org,2002:int", _INT, "-+0123456789"),
-    ("tag:yaml.org,2002:float", _FLOAT, "-+0123456789."),
-    ("tag:yaml.org,2002:null", _NULL, ("~", "n", "N", "")),
-    ("tag:yaml.org,2002:merge", _MERGE, "<"),
-)
-
-_MOST_DIGITS = 400
-"""Python refuses to read integers of thousands of digits; nothing here has as many."""
+_MOST_VALUES = 10_000
+"""Values in one text, aliases expanded: ten lines of aliases can stand for billions."""
 
 
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML reads a plain class attribute)
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            if key_node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-                raise yaml.MarkedYAMLError(problem=f"key {key_node.value!r} is not a string", problem_mark=key_node.start_mark)
-            if key_node.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key_node.value!r} appears twice in one mapping", problem_mark=key_node.start_mark)
-            seen.add(key_node.value)
-        return node
+class _Constructor(SafeConstructor):
+    """Constructor that leaves a date as text."""
 
 
-class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+class _Representer(SafeRepresenter):
+    """Representer without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    if len(node.value) > _MOST_DIGITS:
-        raise yaml.MarkedYAMLError(problem=f"a number of {len(node.value)} digits", problem_mark=node.start_mark)
-    return int(node.value)
-
-
-def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    text = node.value.lower()
-    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
-
-
-for _tag, _pattern, _first in _RESOLVERS:
-    _Loader.add_implicit_resolver(_tag, _pattern, _first)
-    _Dumper.add_implicit_resolver(_tag, _pattern, _first)
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", lambda constructor, node: node.value)
 
 
 def parse_yaml(text: str, *, origin: str) -> Any:
-    """The value of one YAML document.
+    """Return the value of one YAML document: mappings, lists, texts, numbers, booleans and null.
 
-    `origin` names the text in errors: a path, or the override it came from.
-    Raises UserError with line and column for bad syntax, a key that is not a string, and a key given twice.
+    `origin` names the text in errors: a path, or an override. Raises UserError with line and column
+    for bad syntax and for a repeated key. Raises UserError for a key that is not a string, a value
+    of another kind, and aliases that expand too far.
     """
+    reader = YAML(typ="safe", pure=True)
+    reader.Constructor = _Constructor
     try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
+        value = reader.load(text)
+    except MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{origin}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else origin
         problem = " ".join(str(part) for part in (error.context, error.problem) if part)
-        raise UserError(
-            f"{where}: not valid YAML ({problem}); correct that line, or put quotes around a value with special characters"
-        ) from None
+        fix = "correct that line, or put quotes around a value with special characters"
+        raise UserError(f"{where}: not valid YAML ({problem}); {fix}") from None
     except RecursionError:
         raise UserError(f"{origin}: not valid YAML (nested too deeply); no setting has so many levels") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{origin}: not valid YAML ({error}); save the file as UTF-8 text without control characters") from None
+    except YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{origin}: not valid YAML ({reason}); save the file as UTF-8 text without control characters") from None
+    except ValueError as error:
+        raise UserError(f"{origin}: not valid YAML ({error}); no setting is so long a number") from None
+    _check_plain(value, origin)
+    return value
+
+
+def _check_plain(value: Any, origin: str) -> None:
+    """Raise UserError for a value without a form in JSON, and for too many values."""
+    waiting, count = [value], 0
+    while waiting:
+        value = waiting.pop()
+        count += 1
+        if count > _MOST_VALUES:
+            raise UserError(f"{origin}: has more than {_MOST_VALUES} values, many by aliases; write out what is meant")
+        if isinstance(value, dict):
+            strange = next((key for key in value if not isinstance(key, str)), None)
+            if strange is not None:
+                raise UserError(f"{origin}: the key {strange!r} is not a string; put quotes around it")
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        elif value is not None and not isinstance(value, str | bool | int | float):
+            raise UserError(f"{origin}: {value!r:.60} has the type {type(value).__name__}, which no setting has; write it as text")
+
+
+def _written(value: Any, *, flow: bool, width: int) -> str:
+    writer, text = YAML(typ="safe", pure=True), io.StringIO()
+    writer.Representer, writer.default_flow_style, writer.width, writer.allow_unicode = _Representer, flow, width, False
+    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # ruamel declares None alone
+    writer.dump(value, text)
+    return text.getvalue()
 
 
 def format_yaml(value: Mapping[str, Any]) -> str:
-    """`value` as ASCII YAML text that `parse_yaml` reads back to an equal value; keys keep their order."""
-    return yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=140)
+    """Return `value` as ASCII YAML text; `parse_yaml` returns an equal value.
+
+    Keys keep their order.
+    """
+    return _written(dict(value), flow=False, width=140)
 
 
 def format_value(value: Any) -> str:
-    """One value as it would be written on the command line: `0.2`, `cosine`, `[a, b]`, `null`."""
+    """Return one value as on the command line: `0.2`, `cosine`, `[a, b]`, `null`."""
     if isinstance(value, float) and math.isfinite(value):
         return repr(value)
-    return yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+    return _written(value, flow=True, width=10**6).removesuffix("\n").removesuffix("\n...")
 
 
 def by_path(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values inside of nested mappings, by their dotted paths, such as `rollout.sampling.top_p`."""
+    """Return the values inside of nested mappings by their dotted paths, such as `rollout.sampling.top_p`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         found |= by_path(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}

@@ -19,8 +19,8 @@ ODD = (
     *('""', "[]", "{}", "'~nobodyhere/x'", '"a\\0b"', '"\\ud800"', "true", "null", "é漢", "[[]]", "{a: 1}"),
 )
 FIELDS = [field.path for field in setting_fields()]
-OWNERS = {field.path: field.owners for field in setting_fields()}
-"""Whose argument a setting is, such as "policy_loss sapo", which has to be chosen for it to be taken."""
+KINDS = {field.path: field.kinds for field in setting_fields()}
+"""Kinds of a choice that have a setting as argument, one of which has to be chosen for it to be taken."""
 MAPPINGS = [path for path in FIELDS if path.rpartition(".")[2] in ("megatron", "sglang", "optimizer", "ddp")]
 
 
@@ -35,10 +35,8 @@ def numbers(value: Any) -> list[float]:
 @pytest.mark.parametrize("path", FIELDS)
 def test_odd_values_are_refused_in_words_or_kept(path: str) -> None:
     chosen = []
-    for owner in OWNERS[path][:1]:
-        named_by, _, name = owner.partition(" ")
-        section = path.rpartition(".")[0].rpartition(".")[0]
-        chosen = [f"{section}.{named_by}={name}"]
+    for kind in KINDS[path][:1]:
+        chosen = [f"{path.rpartition('.')[0]}.kind={kind}"]
     for text in ODD:
         try:
             settings = validate_settings(apply_overrides(SMALLEST, [*chosen, f"{path}={text}"]), origin="test")

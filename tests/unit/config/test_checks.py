@@ -2,8 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_rl.algorithms.objective import Estimator
-from megatron_rl.config.checks import NEEDS_SEVERAL_SAMPLES, contradictions, gpu_contradictions, without_effect, worth_noting
+from megatron_rl.config.checks import contradictions, gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 
@@ -20,11 +19,17 @@ MakeSettings = Callable[..., Settings]
         (["training.topology.sequence_parallel=true"], "sequence_parallel is true with tp 1"),
         (["training.topology={num_ranks: 1, tp: 2}"], "1 rank cannot be divided by tp 2 × pp 1 × cp 1 = 2"),
         (["training.topology={num_ranks: 2, ep: 4}"], "2 ranks cannot be divided by etp 1 × ep 4 × pp 1 = 4"),
+        (["training.topology={num_ranks: 2, etp: 4}"], "2 ranks cannot be divided by etp 4 × ep 1 × pp 1 = 4"),
+        (["run.seed=1431655765", "rollout.num_engines=3"], "1431655765 × rollout.num_engines 3 + 2 = 4294967297 is the seed"),
+        (["run.seed=1431655765", "rollout.num_engines=3"], "at most 4294967295; set run.seed to 1431655764 or less"),
         (["training.topology={num_ranks: 4, tp: 2, ep: 2}"], "ep 2 with tp 2 needs sequence_parallel"),
         (["training.optimizer_steps_per_batch=3"], "64 prompts × 8 samples = 512, not divisible by 3 optimizer steps"),
         (["training.optimizer_steps_per_batch=3"], "set training.optimizer_steps_per_batch to 2 or 4"),
         (["objective.policy_loss=sft", "training.optimizer_steps_per_batch=3"], "64 rows, not divisible by 3"),
-        (["data.samples_per_prompt=1"], "compares the samples of one prompt"),
+        *[
+            (["data.samples_per_prompt=1", f"objective.advantage={name}"], f"kind {name} compares the samples of one prompt")
+            for name in ("group", "rloo", "reinforce_plus_plus_baseline", "opo", "gdpo", "pass@k")
+        ],
         (
             ["training.max_tokens_per_micro_batch=1000"],
             "1024 = 2048 tokens, but a micro-batch holds training.max_tokens_per_micro_batch 1000 × cp 1",
@@ -47,6 +52,10 @@ MakeSettings = Callable[..., Settings]
         (["run.eval_interval=5"], "data.eval is not set"),
         (["objective.policy_loss=sft", "data.eval=e.jsonl"], "starts no engine that could generate"),
         (["runtime.colocate=true", "rollout.sglang.enable_memory_saver=false"], "must be able to release their memory"),
+        (["rollout.sglang.pp_size=2"], "rollout.sglang.pp_size is 2, needs 1"),
+        (["rollout.sglang.pp_size=2"], "remove it, and set runtime.num_gpus_per_engine"),
+        (["rollout.sglang.quantization=fp8"], "rollout.sglang.quantization is fp8, needs none"),
+        (["rollout.sglang.torchao_config=int4wo-128"], "rollout.sglang.torchao_config is int4wo-128, needs none"),
         (["runtime.colocate=true", "rollout.max_staleness=2"], "set rollout.max_staleness to 0, or runtime.colocate to false"),
     ],
 )
@@ -63,6 +72,9 @@ def test_contradictions_show_the_arithmetic(settings_with: MakeSettings, overrid
         ["training.topology={num_ranks: 8, tp: 2, pp: 2, cp: 2}"],
         ["training.topology={num_ranks: 8, tp: 2, pp: 2, vpp: 2, sequence_parallel: true}"],
         ["training.topology={num_ranks: 4, ep: 4}"],
+        ["training.topology={num_ranks: 4, etp: 2}"],
+        ["run.seed=1431655764", "rollout.num_engines=3"],
+        ["run.seed=2147483647", "rollout.num_engines=2"],
         ["data.samples_per_prompt=1", "objective.preset=ppo"],
         ["data.samples_per_prompt=1", "objective.policy_loss=sft"],
         ["training.max_tokens_per_micro_batch=1024", "training.topology={num_ranks: 2, cp: 2}"],
@@ -89,24 +101,17 @@ def test_settings_without_effect_are_noted(settings_with: MakeSettings) -> None:
     assert "runtime.colocate true has no effect" in without_effect(settings_with("objective.policy_loss=sft", "runtime.colocate=true"))[0]
 
 
-def test_objective_settings_that_nothing_reads_are_noted(settings_with: MakeSettings) -> None:
-    notes = without_effect(
-        settings_with("objective.preset=gspo", "objective.kl_unbiased=true", "objective.advantage.args={scale: none, std_epsilon: 0.5}")
-    )
-    assert [note.split(" has no effect")[0] for note in notes] == ["objective.kl_unbiased True", "objective.advantage.args.std_epsilon 0.5"]
-
-
 def test_an_interval_of_the_reference_that_nothing_reads_is_noted(settings_with: MakeSettings) -> None:
     interval = "training.reference_interval=5"
     assert without_effect(settings_with(interval)) == []
-    for other in ("objective.kl_loss_coef=0.1", "objective.policy_loss=sft"):
+    for other in ("objective.kl.coef=0.1", "objective.policy_loss=sft"):
         assert "training.reference_interval 5 has no effect" in without_effect(settings_with(interval, other))[0]
 
 
 def test_a_reference_is_kept_where_it_is_read(settings_with: MakeSettings) -> None:
     assert not settings_with().keeps_reference
     assert settings_with("training.reference_interval=5").keeps_reference
-    assert settings_with("objective.kl_loss_coef=0.1").keeps_reference
+    assert settings_with("objective.kl.coef=0.1").keeps_reference
     assert not settings_with("objective.policy_loss=sft", "training.reference_interval=5").keeps_reference
 
 
@@ -161,10 +166,6 @@ def test_memory_is_shared_where_devices_are(settings_with: MakeSettings) -> None
 
 
 def test_staleness_without_a_correction_is_noted(settings_with: MakeSettings) -> None:
-    assert "without objective.off_policy_correction" in worth_noting(settings_with("rollout.max_staleness=1"))[0]
-    corrected = settings_with("rollout.max_staleness=1", "objective.off_policy_correction={mode: truncate, high: 2.0}")
+    assert "without objective.off_policy" in worth_noting(settings_with("rollout.max_staleness=1"))[0]
+    corrected = settings_with("rollout.max_staleness=1", "objective.off_policy={mode: truncate, high: 2.0}")
     assert worth_noting(corrected) == worth_noting(settings_with()) == []
-
-
-def test_estimators_that_need_a_group_exist() -> None:
-    assert set(Estimator.__args__) >= NEEDS_SEVERAL_SAMPLES

@@ -1,7 +1,33 @@
 from collections.abc import Callable
+from pathlib import Path
 
-from megatron_rl.config.derived import derive, dtype_name
+import pytest
+
+from megatron_rl.config.derived import derive, dtype_name, request_deadline_s, start_deadline_s, step_deadline_s, sync_deadline_s
 from megatron_rl.config.settings import Settings
+
+
+def all_deadlines(settings: Settings) -> tuple[float, ...]:
+    """Of a start, a sync, a step and a request."""
+    path = settings.model.path
+    of_bytes = start_deadline_s(path, settings.rollout), sync_deadline_s(path, settings.weights), step_deadline_s(path, settings.training)
+    return *of_bytes, request_deadline_s(settings.rollout)
+
+
+def test_deadlines_follow_from_bytes_and_tokens(settings_with: Callable[..., Settings], tmp_path: Path) -> None:
+    """A model of 470 GB takes 1880 s more at 0.25 GB/s; a response of 12,000 tokens 3000 s at 4 a second."""
+    for number in range(2):
+        with (tmp_path / f"model-{number}.safetensors").open("wb") as file:
+            file.truncate(235 * 10**9)
+    sized = (f"model.path={tmp_path}", "rollout.sampling.max_response_tokens=12000")
+    assert all_deadlines(settings_with(*sized)) == pytest.approx((900 + 1880, 600 + 1880, 3600 + 1880, 600 + 3000))
+    names = ("rollout.startup_timeout_s", "weights.sync_timeout_s", "training.step_timeout_s", "rollout.request_timeout_s")
+    chosen = [f"{name}={number}" for number, name in enumerate(names, start=1)]
+    assert all_deadlines(settings_with(*sized, *chosen)) == (1, 2, 3, 4)
+
+
+def test_a_model_that_is_not_at_hand_adds_no_seconds(settings_with: Callable[..., Settings]) -> None:
+    assert all_deadlines(settings_with("model.path=/nowhere", "rollout.sampling.max_response_tokens=4")) == (900, 600, 3600, 601)
 
 
 def test_sizes_add_up(settings_with: Callable[..., Settings]) -> None:

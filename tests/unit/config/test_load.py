@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.algorithms.policy_loss import Cispo, Clip
 from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
@@ -39,8 +40,8 @@ def test_overrides_alone_are_enough() -> None:
 def test_saved_settings_are_read_back_equal(settings_with: Callable[..., Settings], tmp_path: Path) -> None:
     settings = settings_with(
         "objective.preset=dapo",
-        "objective.clip_high=null",
-        "objective.off_policy_correction={mode: truncate, high: 2.0}",
+        "objective.policy_loss.high=null",
+        "objective.off_policy={mode: truncate, high: 2.0}",
         "rollout.sglang.mem_fraction_static=0.5",
         "rollout.sampling.stop=['1e-6', 'null', '~']",
         "data.eval='3'",
@@ -57,9 +58,17 @@ def test_saved_supervised_settings_are_read_back_equal(settings_with: Callable[.
 
 
 def test_preset_fills_and_explicit_fields_win(settings_with: Callable[..., Settings]) -> None:
-    objective = settings_with("objective.preset=dapo", "objective.clip_low=0.1").objective
-    assert (objective.aggregation, objective.clip_low, objective.clip_high) == ("token_mean", 0.1, 0.28)
+    objective = settings_with("objective.preset=dapo", "objective.policy_loss.low=0.1").objective
+    assert (objective.aggregation, objective.policy_loss) == ("token_mean", Clip(low=0.1, high=0.28))
     assert settings_with("objective.preset=null").objective == settings_with().objective
+
+
+def test_another_kind_starts_from_its_own_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, SMALLEST + "objective: {preset: dapo, policy_loss: {kind: clip, low: 0.1, dual_clip: 3.0}}\n")
+    assert load_settings(path, ["objective.policy_loss.high=0.3"]).objective.policy_loss == Clip(low=0.1, high=0.3, dual_clip=3.0)
+    assert load_settings(path, ["objective.policy_loss.kind=cispo"]).objective.policy_loss == Cispo()
+    again = ["objective.policy_loss.kind=cispo", "objective.policy_loss.high=2.0"]
+    assert load_settings(path, again).objective.policy_loss == Cispo(high=2.0)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +78,7 @@ def test_preset_fills_and_explicit_fields_win(settings_with: Callable[..., Setti
         ("trainig.topology.tp=2", ["unknown setting trainig", "did you mean training?"]),
         ("run.temperature=1", ["unknown setting run.temperature", "did you mean rollout.sampling.temperature?"]),
         ("objective.policy_los=clip", ["did you mean objective.policy_loss?"]),
-        ("objective.advantage.estimater=grpo", ["did you mean objective.advantage.estimator?"]),
+        ("objective.advantage.knid=group", ["did you mean objective.advantage.kind?"]),
         ("rollout.sampling.top_p=0.9", ["unknown setting rollout.sampling.top_p; there is none because tokens are drawn from the whole"]),
         ("rollout.sampling.topp=0.9", ["rollout.sampling.topp, meant as top_p; there is none because tokens are drawn from the whole"]),
         ("rollout.sampling.min_pp=0.9", ["rollout.sampling.min_pp, meant as min_p; there is none because"]),
@@ -86,31 +95,53 @@ def test_preset_fills_and_explicit_fields_win(settings_with: Callable[..., Setti
         ("run=5", ["run is 5 (integer), needs a section"]),
         ("objective=5", ["objective is 5 (integer), needs a section"]),
         ("model.dtype=floatt32", ["needs one of 'auto', 'float32' or 'bfloat16'; did you mean model.dtype=float32?"]),
-        ("objective.advantage.estimator=grp", ["overrides: objective.advantage.estimator is 'grp', needs", "did you mean grpo?"]),
-        ("objective.policy_loss=clp", ["overrides: objective.policy_loss is 'clp', needs one of clip, ", "did you mean clip?"]),
-        ("objective.clip_low=-1", ["objective.clip_low is -1, needs a number >= 0"]),
         (
-            "objective.sapo_tau_positive=2",
-            ["it is an argument of policy_loss sapo: set objective.loss_args.tau_positive"],
+            "objective.advantage=grp",
+            ["overrides: objective.advantage.kind is 'grp', needs one of group, ", "did you mean objective.advantage.kind=group?"],
         ),
-        ("objective.kl_cov_fraction=1", ["it is an argument of policy_loss kl_cov: set objective.loss_args.fraction"]),
-        ("objective.dual_clip=3", ["it is an argument of policy_loss clip: set objective.loss_args.dual_clip"]),
-        ("objective.value_clip=3", ["it is an argument of estimator ppo: set objective.advantage.args.value_clip"]),
-        ("objective.advantage.gamma=1", ["it is an argument of estimator ppo: set objective.advantage.args.gamma"]),
-        ("objective.lam=1", ["it is an argument of estimator ppo: set objective.advantage.args.lam"]),
-        ("objective.entropy_control.max=1", ["it is an argument of rule trl: set objective.entropy_control.args.max"]),
-        ("objective.entropy_control.actuator=clip_high", ["what is moved follows from objective.entropy_control.rule"]),
+        ("objective.policy_loss=clp", ["overrides: objective.policy_loss.kind is 'clp', needs one of clip, ", "kind=clip?"]),
+        ("objective.policy_loss.kind=7", ["objective.policy_loss.kind is '7', needs one of clip, "]),
+        ("objective.policy_loss=7", ["objective.policy_loss is 7 (integer), needs a"]),
+        ("objective.policy_loss=value", ["objective.policy_loss.kind is 'value', needs one of clip, "]),
+        ("objective.policy_loss.low=-1", ["objective.policy_loss.low is -1, needs a number >= 0"]),
+        (
+            "objective.policy_loss.tau_positive=2",
+            [
+                "unknown setting objective.policy_loss.tau_positive of objective.policy_loss.kind clip",
+                "argument of sapo: set objective.policy_loss.kind=sapo",
+            ],
+        ),
+        (
+            "objective.policy_loss={kind: cispo, dual_clip: 3}",
+            ["of objective.policy_loss.kind cispo", "an argument of clip, clip_cov: set"],
+        ),
+        ("objective.policy_loss={kind: cispo, hgih: 3}", ["did you mean objective.policy_loss.high?"]),
+        ("objective.dual_clip=3", ["did you mean objective.policy_loss.dual_clip of objective.policy_loss.kind clip, clip_cov?"]),
+        ("objective.value_clip=3", ["did you mean objective.advantage.value_clip of objective.advantage.kind gae?"]),
+        ("objective.advantage.gamma=1", ["of objective.advantage.kind group", "an argument of reinforce_plus_plus, gae: set"]),
+        ("objective.lam=1", ["did you mean objective.advantage.lam of objective.advantage.kind gae?"]),
+        ("objective.clip_high=0.3", ["did you mean objective.policy_loss.high"]),
+        ("objective.kl_loss_coef=0.3", ["did you mean objective.kl.coef?"]),
+        ("objective.loss_args.dual_clip=3", ["did you mean objective.policy_loss?"]),
+        ("objective.kl.estimator=k2", ["objective.kl.coef is missing (Coefficient of the KL", "with objective.kl.coef=VALUE"]),
+        (
+            "objective.entropy.control.target=1",
+            ["objective.entropy.control.kind is missing, needs one of trl, skywork, paper, clip_high; set"],
+        ),
+        ("objective.entropy.control={kind: trl, initial: 1}", ["of objective.entropy.control.kind trl", "an argument of clip_high: set"]),
+        ("objective.entropy.mode=matched", ["objective.entropy.coef is 0 without a control", "null switches it off"]),
         ("objective.preset=drgpo", ["objective.preset", "did you mean 'dr_grpo'?"]),
-        ("objective.loss_args.dual_clip=0.5", ["objective.loss_args.dual_clip is 0.5, needs a number > 1"]),
-        ("objective.off_policy_correction.mode=mask", ["objective.off_policy_correction: ", "has no bound"]),
+        ("objective.policy_loss.dual_clip=0.5", ["objective.policy_loss.dual_clip is 0.5, needs a number > 1"]),
+        ("objective.off_policy.mode=mask", ["objective.off_policy: ", "has no bound"]),
         ("model.path=3", ["model.path is 3 (integer), needs a string", "model.path='\"3\"'"]),
         ("rollout.sampling.stop=x", ["rollout.sampling.stop is x (string), needs a list"]),
         ("rollout.sampling.stop=[1]", ["rollout.sampling.stop.0 is 1 (integer), needs a string"]),
         ("rollout.sglang=[1]", ["rollout.sglang is [1] (list), needs a mapping"]),
         ("training.topology.etp=x", ["training.topology.etp is x (string), needs an integer"]),
+        ("objective.advantage={kind: gdpo, reward_weights: 2}", ["objective.advantage.reward_weights is 2 (integer), needs a list"]),
         (
-            "objective.advantage={estimator: gdpo, args: {reward_weights: 2}}",
-            ["objective.advantage.args.reward_weights is 2, gdpo needs"],
+            "objective.advantage={kind: group, scale: batc_std}",
+            ["objective.advantage.scale is batc_std", "did you mean objective.advantage.scale=batch_std?"],
         ),
     ],
 )

@@ -3,9 +3,8 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_rl.algorithms.arguments import CONTROL_ARGUMENTS, ESTIMATOR_ARGUMENTS, LOSS_ARGUMENTS
 from megatron_rl.config.settings import Settings
-from megatron_rl.config.settings_reference import SettingField, section_names, setting_fields, type_in_words
+from megatron_rl.config.settings_reference import section_names, setting_fields, type_in_words
 
 BY_PATH = {field.path: field for field in setting_fields()}
 
@@ -16,35 +15,31 @@ def test_every_setting_says_what_it_is() -> None:
 
 def test_there_are_at_most_100_settings_of_our_own() -> None:
     """Without arguments, the mappings that hold them, sections (whose settings are counted) and what upstream classes take."""
-    arguments = {path for path, field in BY_PATH.items() if field.owners or path.rpartition(".")[2] in ("args", "loss_args")}
+    arguments = {path for path, field in BY_PATH.items() if field.kinds or path.rpartition(".")[2] == "args"}
     upstream = {f"{path}" for path in BY_PATH if path.rpartition(".")[2] in ("megatron", "sglang", "optimizer", "ddp")}
     own = BY_PATH.keys() - arguments - upstream - set(section_names())
     assert len(own) <= 100, sorted(own)
     assert len(arguments) > 25 and len(upstream) == 5
 
 
-def test_arguments_say_whose_they_are_and_mean_one_thing() -> None:
-    """The same name has the same type, bounds, default and description for everyone who takes it."""
-    assert BY_PATH["objective.loss_args.ratio_cap"].owners == tuple(
-        f"policy_loss {name}" for name in ("clip", "dppo_tv", "dppo_kl", "clip_cov")
-    )
-    gamma = BY_PATH["objective.advantage.args.gamma"]
+def test_arguments_say_which_kinds_have_them() -> None:
+    by_kinds = {(field.path, field.kinds): field for field in setting_fields()}
+    assert ("objective.policy_loss.dual_clip", ("clip", "clip_cov")) in by_kinds
+    gamma = by_kinds["objective.advantage.gamma", ("reinforce_plus_plus", "gae")]
     assert (gamma.type, gamma.default) == ("number >= 0, <= 1", "1.0")
-    assert gamma.meaning == "(estimator ppo, reinforce_plus_plus) Discount per trainable token."
-    for owners in (LOSS_ARGUMENTS, ESTIMATOR_ARGUMENTS, CONTROL_ARGUMENTS):
-        seen: dict[str, SettingField] = {}
-        for kind in owners.values():
-            for field in setting_fields(kind):
-                assert seen.setdefault(field.path, field) == field
+    assert gamma.meaning == "(reinforce_plus_plus, gae) Discount per trainable token."
+    assert BY_PATH["objective.policy_loss.kind"].type.startswith("one of clip, cispo, ")
+    assert BY_PATH["objective.policy_loss.kind"].default == "clip" and BY_PATH["objective.entropy.control.kind"].required
+    assert by_kinds["objective.entropy.control.delta", ("trl", "skywork", "paper", "clip_high")].default == "0.005"
 
 
 def test_a_few_settings_in_full() -> None:
     seed = BY_PATH["run.seed"]
     assert (seed.type, seed.default, seed.required) == ("integer >= 0", "0", False)
     assert BY_PATH["run.directory"].required
-    assert BY_PATH["objective.clip_low"].type == "number >= 0, or null"
-    assert BY_PATH["objective.off_policy_correction"].default == "null"
-    assert BY_PATH["objective.off_policy_correction.mode"].type == "one of none, truncate, mask"
+    assert BY_PATH["objective.policy_loss.low"].type == "number >= 0, or null"
+    assert BY_PATH["objective.off_policy"].default == "null"
+    assert BY_PATH["objective.off_policy.mode"].type == "one of none, truncate, mask"
     assert BY_PATH["reward.max_error_rate"].type == "number >= 0, <= 1"
     assert "dapo" in BY_PATH["objective.preset"].type
 

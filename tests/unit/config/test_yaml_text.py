@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 from megatron_rl.config.yaml_text import by_path, format_value, format_yaml, parse_yaml
 from megatron_rl.errors import UserError
 
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
+"""Ten billion values in ten lines."""
+
 
 @pytest.mark.parametrize(
     ("text", "value"),
@@ -25,7 +28,6 @@ from megatron_rl.errors import UserError
         ("true", True),
         ("", None),
         ("~", None),
-        ("1_000", "1_000"),
         ("[a, 1, 0.5]", ["a", 1, 0.5]),
     ],
 )
@@ -43,8 +45,13 @@ def test_nan_is_a_number() -> None:
     ("text", "parts"),
     [
         ("run:\n  seed: [1\nmodel: 2\n", ["file.yaml, line 3"]),
-        ("run:\n  seed: 1\n  seed: 2\n", ["file.yaml, line 3", "'seed' appears twice"]),
-        ("1: x\n", ["line 1", "'1' is not a string"]),
+        ("run:\n  seed: 1\n  seed: 2\n", ["file.yaml, line 3", 'duplicate key "seed"']),
+        ("1: x\n", ["file.yaml", "key 1 is not a string", "put quotes"]),
+        ("a: !!set {b}\n", ["file.yaml", "type set", "write it as text"]),
+        ("a: 1\n---\nb: 2\n", ["file.yaml, line 2", "another document"]),
+        ("a: &a [*a]\n", ["file.yaml", "more than 10000 values", "aliases"]),
+        (ALIASES, ["file.yaml", "more than 10000 values", "aliases"]),
+        ("a: " + "9" * 5000, ["file.yaml", "4300 digits"]),
         ("a: !!python/object:os.system x\n", ["line 1", "could not determine a constructor"]),
         ("a: \x00", ["file.yaml", "not valid YAML"]),
         ("a: *x\n", ["line 1", "undefined alias"]),
@@ -70,6 +77,11 @@ _values = st.recursive(
 @given(st.dictionaries(st.text(min_size=1, max_size=6), _values, max_size=4))
 def test_text_is_read_back_to_the_same_value(value: dict[str, object]) -> None:
     assert parse_yaml(format_yaml(value), origin="test") == value
+
+
+def test_keys_keep_their_order_and_shared_values_are_written_out() -> None:
+    shared = [1]
+    assert format_yaml({"b": shared, "a": shared}) == "b:\n- 1\na:\n- 1\n"
 
 
 @settings(deadline=None, max_examples=40)

@@ -1,0 +1,99 @@
+"""What is decided where nobody set it, against arithmetic by hand; what somebody set stays."""
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.decided import decide
+from megatron_rl.config.load import dump_settings, load_settings, validate_settings
+from megatron_rl.config.overrides import apply_overrides
+from megatron_rl.config.settings import Settings
+from megatron_rl.config.yaml_text import by_path, parse_yaml
+
+CLUSTER = ("runtime.cluster={num_nodes: 2, gpus_per_node: 8}",)
+
+
+def settings_of(*overrides: str) -> Settings:
+    words = ["run.directory=runs/x", "model.path=model", "data.train=train.jsonl", *overrides]
+    return validate_settings(apply_overrides({}, words), origin="test")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cores", "decided"),
+    [
+        ((), 2, {"reward.num_workers": 1}),
+        ((), 64, {"reward.num_workers": 16}),
+        ((), 512, {"reward.num_workers": 32}),
+        (("reward.num_workers=1",), 64, {}),
+        (("objective.policy_loss.kind=sft",), 64, {}),
+        (
+            ("rollout.sampling.max_response_tokens=40000", "training.topology={num_ranks: 2, cp: 2}", "reward.num_workers=1"),
+            2,
+            # (1024 + 40000) / 2 tokens.
+            {"training.max_tokens_per_micro_batch": 20512},
+        ),
+        (CLUSTER, 4, {"reward.num_workers": 1, "training.topology.num_ranks": 8, "rollout.num_engines": 8}),
+        (
+            (*CLUSTER, "training.topology={tp: 3, pp: 2}", "runtime.num_gpus_per_engine=4"),
+            4,
+            {"reward.num_workers": 1, "training.topology.num_ranks": 6, "rollout.num_engines": 2},
+        ),
+        (
+            (*CLUSTER, "runtime.colocate=true", "runtime.num_gpus_per_engine=2"),
+            4,
+            {"reward.num_workers": 1, "training.topology.num_ranks": 16, "rollout.num_engines": 8},
+        ),
+        ((*CLUSTER, "rollout.num_engines=4"), 4, {"reward.num_workers": 1, "training.topology.num_ranks": 12}),
+        ((*CLUSTER, "training.topology.num_ranks=4"), 4, {"reward.num_workers": 1, "rollout.num_engines": 12}),
+        ((*CLUSTER, "training.topology.tp=32"), 4, {"reward.num_workers": 1}),
+        ((*CLUSTER, "objective.policy_loss.kind=sft"), 4, {"training.topology.num_ranks": 16}),
+    ],
+)
+def test_open_settings_are_decided_from_the_others(overrides: tuple[str, ...], cores: int, decided: dict[str, Any]) -> None:
+    given = apply_overrides({}, ["run.directory=runs/x", "model.path=model", "data.train=train.jsonl", *overrides])
+    # Before its contradictions are looked for.
+    before = Settings.model_validate_json(json.dumps(given), strict=True)
+    after, made = decide(before, num_cores=cores, has_gpus=False)
+    assert {one.path: one.value for one in made} == decided and all(one.reason for one in made)
+    then, now = by_path(before.model_dump(mode="json")), by_path(after.model_dump(mode="json"))
+    changed = {path: now[path] for path in now if now[path] != then[path]}
+    assert changed == {path: value for path, value in decided.items() if then[path] != value}
+
+
+def test_what_was_decided_is_given_the_next_time() -> None:
+    first = load_settings(None, ["run.directory=runs/x", "model.path=model", "data.train=train.jsonl", *CLUSTER])
+    again, made = decide(validate_settings(parse_yaml(dump_settings(first), origin="dump"), origin="dump"), num_cores=1000, has_gpus=False)
+    assert (again, made) == (first, ())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_gpus", "decided"),
+    [
+        ((), False, {}),
+        (
+            (),
+            True,
+            {"use_distributed_optimizer": True, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        ),
+        (("training.ddp.use_distributed_optimizer=false", "model.megatron.recompute_granularity=null"), True, {}),
+        (("model.megatron.recompute_modules=[mlp]",), True, {"use_distributed_optimizer": True}),
+    ],
+)
+def test_memory_is_saved_where_gpus_are_used(overrides: tuple[str, ...], has_gpus: bool, decided: dict[str, Any]) -> None:
+    before = settings_of("reward.num_workers=1", "training.optimizer.lr=1e-5", *overrides)
+    after, made = decide(before, num_cores=2, has_gpus=has_gpus)
+    assert {one.path.rpartition(".")[2]: one.value for one in made} == decided
+    optimizer = {key: value for key, value in decided.items() if key.startswith("use_")}
+    assert after.training.optimizer == {"lr": 1e-5, **optimizer}
+    assert after.model.megatron == before.model.megatron | {key: value for key, value in decided.items() if key not in optimizer}
+
+
+def test_gpus_are_those_that_the_cluster_names() -> None:
+    words = ["run.directory=runs/x", "model.path=model", "data.train=train.jsonl", "runtime.cluster.gpu=H100-80"]
+    assert load_settings(None, words).model.megatron == {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    assert load_settings(None, words, on_gpus=False).model.megatron == {}
