@@ -6,12 +6,14 @@ from megatron_rl.types import Sample
 
 
 def score(*, sample: Sample) -> float:
-    """1.0 when the last answer in the response (LaTeX or plain) is mathematically equal to the prompt's label, else 0.0.
+    """Return 1.0 when the response's last answer (LaTeX or plain) equals the prompt's label, else
+    0.0.
 
-    math-verify's own timeouts are off: they use signal.alarm, and the worker that this runs in is stopped from outside.
+    Equality is mathematical. math-verify's own timeouts are off: they use signal.alarm, and the
+    worker process is stopped from outside.
 
     Raises:
-        ValueError: there is no label, or it holds no mathematical expression.
+        ValueError: there is no label, or the label holds no mathematical expression.
     """
     label = sample.prompt.label
     if label is None:

@@ -1,6 +1,9 @@
-"""Worker processes that end with everything that they have started: on their time limit, with the run, and when the run is killed."""
+"""Worker processes that end with all their descendants: on a time limit, with the run, after a
+kill.
+"""
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -11,25 +14,32 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
+PR_SET_CHILD_SUBREAPER = 36
+"""Of linux/prctl.h."""
+
 
 class WorkerProcess(SpawnProcess):
-    """A worker that leads a session of its own (`lead_session`), which is killed as a whole, with what has left it for another."""
+    """A worker that leads a session (`lead_session`), killed as a whole, with processes that left
+    the session.
+    """
 
     def terminate(self) -> None:
-        """Kill the worker and its descendants."""
+        """Kill the worker and all descendants."""
         if self.pid is not None:
             _kill_descendants(self.pid)
             _kill_session(self.pid)
-        # It may have been too young to lead a session.
+        # The worker may have been too young to lead a session.
         self.kill()
 
     def is_alive(self) -> bool:
-        """As for any process; what a worker that ended by itself has left in its session is killed.
+        """Return as for any process; kill the rest of a session whose worker ended by itself.
 
-        Its number is not given to another process while its session has members, and hardly within the tenth of a second otherwise.
+        The kernel does not reuse the number while the session has members, and hardly within the
+        tenth of a second otherwise.
         """
         alive = super().is_alive()
         if not alive and self.pid is not None:
@@ -38,17 +48,30 @@ class WorkerProcess(SpawnProcess):
 
 
 class WorkerContext(SpawnContext):
-    """Spawns, because a fork of the driver would inherit its threads and its memory."""
+    """Spawns, because a fork of the driver would inherit the driver's threads and memory."""
 
     Process = WorkerProcess
 
 
-def start_tracker() -> None:
-    """Start Python's tracker of semaphores, if it does not run yet, without its one warning.
-
-    It outlives a driver that is killed, removes the semaphores of its workers, and calls that a leak in two lines on the terminal.
+def worker_states() -> list[tuple[int, str]]:
+    """Return the numbers of this process's workers, each with the psutil name of the state, such as
+    stopped.
     """
-    # The flags of this process, which it hands on.
+    found = []
+    for worker in multiprocessing.active_children():
+        if isinstance(worker, WorkerProcess) and worker.pid is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append((worker.pid, psutil.Process(worker.pid).status()))
+    return found
+
+
+def start_tracker() -> None:
+    """Start Python's tracker of semaphores, if not running yet, without the tracker's one warning.
+
+    The tracker outlives a killed driver, removes the semaphores of the workers, and reports the
+    removal as a leak in two lines on the terminal.
+    """
+    # The flags of this process, inherited by the tracker.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     try:
         resource_tracker.ensure_running()
@@ -57,9 +80,19 @@ def start_tracker() -> None:
 
 
 def lead_session(log_path: Path | None) -> None:
-    """In a worker: begin a session, which ends with the parent, and send what is printed to the file `log_path`, or to standard error."""
+    """Begin a session in a worker; the session ends with the parent.
+
+    Printed output goes to the file `log_path`, or to standard error.
+    """
     os.setsid()
-    # Both, for a worker that is idle ends by itself when the parent is gone, and one at work does not.
+    # A daemon made by the reward function becomes a child of this worker, not of init, and ends
+    # with the worker.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # The driver finishes the step first when a signal is sent to every process of a job. Processes
+    # started by a worker have no such handler.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _go_on)
+    # Both, because an idle worker ends by itself when the parent is gone, and a busy one does not.
     Finalize(None, _end_session, exitpriority=10)
     threading.Thread(target=_follow_parent, daemon=True, name="follow-parent").start()
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -68,9 +101,13 @@ def lead_session(log_path: Path | None) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(log, stream.fileno())
-        # A worker that is killed has no chance to flush.
+        # A killed worker has no chance to flush.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.close(log)
+
+
+def _go_on(number: int, frame: FrameType | None) -> None:
+    """Ignore a signal."""
 
 
 def _follow_parent() -> None:

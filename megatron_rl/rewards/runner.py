@@ -1,7 +1,10 @@
-"""Rewards in isolated worker processes: a call that fails or hangs is an outcome of its own, never a score of zero."""
+"""Rewards in isolated worker processes: a failing or hanging call is an outcome, never a score of
+zero.
+"""
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
@@ -14,11 +17,11 @@ import numpy as np
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from megatron_rl.config.settings import RewardSettings
-from megatron_rl.deadlines import REWARD_IMPORT_S
+from megatron_rl.deadlines import NAMED_S, PLUGIN_IMPORT_S, REWARD_TAKE_S
 from megatron_rl.errors import UserError
 from megatron_rl.files import disk_errors
 from megatron_rl.plugins import KINDS
-from megatron_rl.rewards.processes import WorkerContext, lead_session, start_tracker
+from megatron_rl.rewards.processes import WorkerContext, lead_session, start_tracker, worker_states
 from megatron_rl.rewards.worker import call_all, check_function
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
 
@@ -36,22 +39,28 @@ MAX_CALLS = 64
 class RewardRunner:
     """Worker processes that call `reward.function`; use as a context manager, or call `close`.
 
-    The function is a `plugins.Reward`; of a mapping, the item `reward` counts and the others are recorded. One worker makes one call at
-    a time; a call that runs longer than `timeout_s` loses its worker, with every process that it started, and the worker is replaced.
-    Calls that are asked for in the same moment go to a worker together, as many as take `TASK_S` at the pace of those before. Where one
-    of them stops the worker, or hangs, all are made again, each by itself, so that every call has its own outcome.
-    What the function prints goes to the file `log_path`, where one is given.
+    The function is a `plugins.Reward`; of a mapping, the item `reward` counts and the others are
+    recorded. One worker makes one call at a time. A call longer than `timeout_s` ends the worker
+    and every process started there, and the worker is replaced. Calls requested in the same moment
+    go to a worker together, as many as take `TASK_S` at the recent pace. Where one call stops the
+    worker, or hangs, all are repeated, each alone, so that every call has a separate outcome.
+    Workers are replaced when none takes a call for REWARD_TAKE_S seconds, for example because one
+    was stopped; `note` is called before. Output printed by the function goes to the file
+    `log_path`, where given.
     """
 
-    def __init__(self, settings: RewardSettings, *, log_path: Path | None = None) -> None:
+    def __init__(self, settings: RewardSettings, *, log_path: Path | None = None, note: Callable[[str], None] = print) -> None:
         self._settings = settings
+        self._note = note
         self._log_path = log_path
         if log_path is not None:
             with disk_errors(log_path):
                 log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._noted: set[str] = set()
         self._call_s = TASK_S
-        # The calls that are being collected, and the task that makes them.
+        # Awaited calls, the time when one was last begun or finished, and if a lack of progress was
+        # noted.
+        self._num_calls, self._progress_s, self._noted = 0, 0.0, False
+        # The collected calls, and the task that makes them.
         self._together: tuple[list[Sample], asyncio.Task[list[Reward]]] | None = None
         self._pool = self._make_pool()
 
@@ -62,21 +71,24 @@ class RewardRunner:
         self.close()
 
     def close(self) -> None:
-        """Kill the workers, and every process that they started, and reap them."""
+        """Kill and reap the workers, and every process started by workers."""
         self._pool.stop()
         self._pool.join()
 
     def probe(self, prompt: Prompt, *, response: str = "") -> Reward:
-        """Import the function, check its signature and call it once, for a `prompt` of the data, before anything expensive starts.
+        """Import the function, check the signature and call it once for a `prompt`, before costly
+        starts.
 
         Raises:
-            UserError: the function cannot be imported or called, raises, hangs, or returns something other than finite numbers.
+            UserError: the function cannot be imported or called, raises, hangs, or returns anything
+                except
+                finite numbers.
         """
         path = self._settings.function
         try:
-            problem = self._begin(check_function, timeout_s=REWARD_IMPORT_S).result()
+            problem = self._begin(check_function, timeout_s=PLUGIN_IMPORT_S).result()
         except FutureTimeout as error:
-            raise UserError(f"{SETTING} {path} is not imported after {REWARD_IMPORT_S:.0f} s; move slow work out of its module") from error
+            raise UserError(f"{SETTING} {path} is not imported after {PLUGIN_IMPORT_S:.0f} s; move slow work out of its module") from error
         except ProcessExpired as error:
             raise UserError(f"{SETTING} {path} ended its process while it was imported (exit status {error.exitcode})") from error
         except BrokenProcessPool as error:
@@ -96,20 +108,20 @@ class RewardRunner:
         return reward
 
     async def score(self, sample: Sample) -> Reward:
-        """The reward of one sample. Never raises for what the user's function does."""
+        """Return the reward of one sample. Never raises for what the user's function does."""
         if self._together is None:
             collected: list[Sample] = []
             self._together = collected, asyncio.create_task(self._score_collected(collected))
         samples, task = self._together
         index = len(samples)
-        # Experts are megabytes of a long sample, which no reward needs.
+        # Experts are megabytes of a long sample, and no reward needs experts.
         samples.append(sample if sample.routed_experts is None else replace(sample, routed_experts=None))
         if len(samples) >= MAX_CALLS or len(samples) * self._call_s >= TASK_S:
             self._together = None
         return (await asyncio.shield(task))[index]
 
     async def _score_collected(self, samples: list[Sample]) -> list[Reward]:
-        """The rewards of `samples`, complete when this task has its first turn, after all that is asked for in the same moment."""
+        """Return the rewards of `samples`, collected until this task has its first turn."""
         if self._together is not None and self._together[0] is samples:
             self._together = None
         return await self._score(samples)
@@ -141,22 +153,53 @@ class RewardRunner:
         )
 
     async def _outcome(self, future: ProcessFuture[Any], *, pool: ProcessPool) -> list[Reward] | None:
-        """What became of scheduled calls, as `_read` says it; None when their `pool` broke before they were at work."""
+        """Return the outcomes of scheduled calls as `_read` does; None when their `pool` broke
+        before work began.
+        """
         finished = asyncio.wrap_future(future)
-        # A pool that breaks can forget a call that no worker has taken yet.
-        while not finished.done() and pool.active:
-            await asyncio.wait([finished], timeout=POLL_S)
+        if not self._num_calls:
+            self._progress_s = time.monotonic()
+        self._num_calls += 1
+        try:
+            # A pool that breaks can forget a call that no worker has taken yet.
+            while not finished.done() and pool.active:
+                await asyncio.wait([finished], timeout=POLL_S)
+                self._check_progress(future, pool)
+        finally:
+            self._num_calls -= 1
         if not finished.done():
             finished.cancel()
             return None
-        # Asked for, because asyncio prints the traceback of each failure that nobody has looked at.
+        # Read here, because asyncio prints the traceback of each unread failure.
         finished.exception()
         return self._read(future)
 
-    def _read(self, future: ProcessFuture[Any]) -> list[Reward] | None:
-        """What became of calls, waiting for it where they are not done: a reward each, or one for all where the worker was lost.
+    def _check_progress(self, future: ProcessFuture[Any], pool: ProcessPool) -> None:
+        """Give up a pool where no worker takes a call: one stopped worker blocks the calls to all
+        others.
+        """
+        now_s = time.monotonic()
+        if future.running() or future.done():
+            self._progress_s, self._noted = now_s, False
+            return
+        waited_s = now_s - self._progress_s
+        if waited_s > REWARD_TAKE_S:
+            self._progress_s, self._noted = now_s, False
+            self._note(f"the reward workers are replaced: none has taken a call for {waited_s:.0f} s")
+            pool.stop()
+        elif waited_s > NAMED_S and not self._noted:
+            self._noted = True
+            workers = ", ".join(f"{pid} ({state})" for pid, state in worker_states())
+            self._note(
+                f"no reward worker has taken a call for {waited_s:.0f} s, though some wait; processes: {workers or 'none'}; they are "
+                f"replaced after {REWARD_TAKE_S:.0f} s"
+            )
 
-        None when they were never at work.
+    def _read(self, future: ProcessFuture[Any]) -> list[Reward] | None:
+        """Return the outcomes of calls, waiting until done: a reward each, or one for all of a lost
+        worker.
+
+        None when the calls never began.
         """
         try:
             rewards, self._call_s = future.result()
@@ -169,42 +212,6 @@ class RewardRunner:
             return None
         return list(rewards)
 
-    def note_failures(self, rewards: Sequence[Reward], *, step: int) -> None:
-        """Write into the log how often each cause let a call of `step` fail, with the traceback of one that is new in this run.
-
-        Raises UserError when the disk is full or the log's directory is gone.
-        """
-        if self._log_path is None:
-            return
-        if not self._log_path.parent.is_dir():
-            raise UserError(
-                f"{self._log_path} cannot be written: its directory was deleted or moved while the run was going; start the run again in a "
-                "directory that stays"
-            )
-        with disk_errors(self._log_path), self._log_path.open("a") as log:
-            for cause, failed in _by_cause(rewards).items():
-                log.write(f"step {step}: {len(failed)} of {len(rewards)} reward calls: {cause}\n")
-                if cause not in self._noted:
-                    self._noted.add(cause)
-                    log.write(f"{failed[0].message.strip()}\n")
-
-
-def check_error_rate(rewards: Sequence[Reward], *, max_error_rate: float) -> None:
-    """Check the outcomes of one batch.
-
-    Raises:
-        UserError: the share of errors and timeouts is above `max_error_rate`; with every cause, and the first traceback.
-    """
-    failed = [reward for reward in rewards if reward.outcome is not RewardOutcome.SCORED]
-    if len(failed) > max_error_rate * len(rewards):
-        timeouts = sum(reward.outcome is RewardOutcome.TIMEOUT for reward in failed)
-        causes = "".join(f"\n{len(same)} x {cause}" for cause, same in _by_cause(rewards).items())
-        raise UserError(
-            f"{len(failed) - timeouts} errors and {timeouts} timeouts in {len(rewards)} reward calls = {len(failed) / len(rewards):.1%},"
-            f" more than reward.max_error_rate {max_error_rate:.1%}; mend the reward function{causes}\n"
-            f"the first failure is:\n{failed[0].message}"
-        )
-
 
 def _killed(num_attempts: int) -> Reward:
     return Reward(
@@ -212,17 +219,8 @@ def _killed(num_attempts: int) -> Reward:
     )
 
 
-def _by_cause(rewards: Sequence[Reward]) -> dict[str, list[Reward]]:
-    """The calls that failed, by the last line of what they said, the most frequent cause first."""
-    causes: dict[str, list[Reward]] = {}
-    for reward in rewards:
-        if reward.outcome is not RewardOutcome.SCORED:
-            causes.setdefault(reward.message.strip().rpartition("\n")[2], []).append(reward)
-    return dict(sorted(causes.items(), key=lambda item: -len(item[1])))
-
-
 def probe_sample(prompt: Prompt, response: str) -> Sample:
-    """A sample as a rollout would return it, of a response without tokens."""
+    """Return a sample with the form of a rollout's, of a response without tokens."""
     ids = np.empty(0, np.int64)
     return Sample(
         group_id=prompt.id,

@@ -1,7 +1,7 @@
-"""What runs inside a reward worker process: load the user's function once, call it, and report every outcome as a value.
+"""The inside of a reward worker process: load the user's function once, call it, report outcomes.
 
-Kept light: a worker imports the user's module and nothing of torch, SGLang or Ray. Calls run in the worker's main thread, so
-a reward function may use signals.
+Every outcome is a value. Kept light: a worker imports the user's module and nothing of torch,
+SGLang or Ray. Calls run in the worker's main thread, so a reward function may use signals.
 """
 
 import asyncio
@@ -25,12 +25,15 @@ REWARD_KEY = "reward"
 
 @functools.cache
 def load_score(path: str, args: str) -> Callable[..., Any]:
-    """The reward function at `path` with its own arguments, a JSON text. Raises UserError when it cannot be imported or called."""
+    """Load the reward function at `path` with its arguments, a JSON text.
+
+    Raises UserError when the function cannot be imported or called.
+    """
     return load(path, kind="reward", args=json.loads(args))
 
 
 def check_function(path: str, args: str) -> str | None:
-    """What is wrong with the function at `path` or with its own arguments, None when it can be called."""
+    """Return the fault of the function at `path` or of its arguments, None when callable."""
     try:
         load_score(path, args)
     except UserError as error:
@@ -39,7 +42,7 @@ def check_function(path: str, args: str) -> str | None:
 
 
 def call_all(path: str, args: str, *, samples: Sequence[Sample]) -> tuple[list[Reward], float]:
-    """Score samples one after the other, and the seconds that the slowest call took."""
+    """Score samples one after the other, and measure the seconds of the slowest call."""
     rewards, slowest_s = [], 0.0
     for sample in samples:
         start = time.monotonic()
@@ -48,17 +51,23 @@ def call_all(path: str, args: str, *, samples: Sequence[Sample]) -> tuple[list[R
     return rewards, slowest_s
 
 
+def _first_line(text: str) -> str:
+    """Return the first line of `text` that is not blank, empty where all are."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
 def _call(path: str, args: str, sample: Sample) -> Reward:
     """Score one sample; whatever the user's function does becomes an outcome."""
     try:
         result = load_score(path, args)(sample=sample)
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
-    except Exception:  # the boundary where a user's error becomes an outcome
-        return Reward(outcome=RewardOutcome.ERROR, message=traceback.format_exc())
+    except BaseException as error:  # the boundary where a user's error, exit or interrupt becomes an outcome
+        headline = f"{type(error).__name__}: {_first_line(str(error))}".removesuffix(": ")
+        return Reward(outcome=RewardOutcome.ERROR, message=f"{headline}\n{traceback.format_exc()}")
     try:
         value, components = read_result(result, name=f"reward.function {path}")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         return Reward(outcome=RewardOutcome.ERROR, message=str(error))
     return Reward(outcome=RewardOutcome.SCORED, value=value, components=components)
 
@@ -68,9 +77,10 @@ async def _wait(result: Any) -> Any:
 
 
 def read_result(result: object, *, name: str) -> tuple[float, dict[str, float]]:
-    """Value and components of what the reward function `name` returned: a finite number, or a mapping of them with the key `reward`.
+    """Return value and components of the result of reward function `name`.
 
-    Raises TypeError or ValueError that says what was returned and what is needed.
+    A result is a finite number, or a mapping of finite numbers with the key `reward`. Raises
+    TypeError or ValueError with the returned value and the needed one.
     """
     if not isinstance(result, Mapping):
         return _number(result, f"{name} returned"), {}
@@ -83,6 +93,10 @@ def read_result(result: object, *, name: str) -> tuple[float, dict[str, float]]:
 def _number(value: object, what: str) -> float:
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{what} {value!r} of type {type(value).__name__}, needs a number")
-    if not math.isfinite(value):
+    try:
+        finite = math.isfinite(value)
+    except OverflowError as error:
+        raise ValueError(f"{what} a number that no float holds ({error}), needs a finite number") from error
+    if not finite:
         raise ValueError(f"{what} {value!r}, needs a finite number")
     return float(value)

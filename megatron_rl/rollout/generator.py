@@ -1,85 +1,146 @@
-"""What the rollout of one prompt asks: requests, each of which finds its engine, fails, is repeated and is aborted by itself."""
+"""Requests of one prompt's rollout: each finds an engine, fails, repeats and aborts independently.
+
+Answers for a group in the making are kept in the buffer, so a resumed run requests only the missing
+ones. A repeated rollout sends the same requests in the same order, as far as tools answer alike. So
+an answer is found by the whole request with the seed, and the seed also distinguishes the samples
+of one prompt.
+"""
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Iterable
+import io
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from megatron_rl.errors import DeadlineError, EngineError
-from megatron_rl.rollout.client import SHORT_RESPONSE_TOKENS, EngineClient, Generation
-from megatron_rl.rollout.engine_pool import EnginePool, Urgency
-from megatron_rl.rollout.kept_answers import KeptAnswers
-from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.transport import EngineRefusal
-from megatron_rl.types import Ints, Prompt
+import numpy as np
+
+from megatron_rl.data.buffer import Answer, Buffer
+from megatron_rl.engines.client import SHORT_RESPONSE_TOKENS, EngineClient, Generation
+from megatron_rl.engines.engine_pool import EnginePool, Urgency
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.engines.transport import EngineRefusal
+from megatron_rl.errors import DeadlineError, EngineError, UserError
+from megatron_rl.types import Ints, StopReason
+
+KEEP_AFTER_S = 1.0
+"""An answer is on its way to the disk this long after it came: groups that are finished by then are written once, as a whole."""
 
 
 class PoolGenerator:
-    """The engines of `pool` as the rollout of one prompt sees them; use in an `async with` block, whose end aborts what still runs.
+    """The engines of `pool` for the rollout of one prompt. Use in `async with`; the end aborts
+    requests.
 
-    A request holds slots of an engine from the moment in which it is sent until it is answered, not while the rollout waits for a tool.
+    A request holds engine slots from sending until the answer, not while the rollout waits for a
+    tool.
 
-    The k-th sample that is asked for gets the seed `seed` + k, so that samples differ on an engine that draws by seeds, and come again.
-    Each session counts from a seed of its own: the order in which sessions ask, which depends on how long tools take, changes nothing.
+    The k-th requested sample gets a seed from the text `seed` and k. So samples differ on an engine
+    that draws by seeds, and are reproducible. Each session counts from a separate seed: the order
+    of sessions, which depends on tool latency, changes nothing.
 
-    Answers that are in `kept` are not asked for again, and those that may be long are put there, each as soon as it is finished.
+    `max_tokens` bounds prompt and answer together, as a micro-batch does; `max_answer` bounds one
+    answer. `arrival` is the group's. Answers in `kept` are not requested again. Answers that may be
+    long are added to `kept` as soon as finished.
     """
 
     def __init__(
         self,
         pool: EnginePool,
         *,
-        prompt: Prompt,
-        run_seed: int = 0,
+        seed: str,
+        max_tokens: int,
+        max_answer: int,
         urgency: Urgency = Urgency.TRAINING,
-        kept: KeptAnswers | None = None,
+        arrival: int | None = None,
+        kept: "KeptAnswers | None" = None,
     ) -> None:
-        self._pool, self._urgency, self._arrival, self._kept = pool, urgency, pool.arrival(), kept
-        self._seed_source = f"{run_seed} {prompt.id}"
+        self._pool, self._urgency, self._kept = pool, urgency, kept
+        self._arrival = pool.arrival() if arrival is None else arrival
+        self._seed_source, self._max_tokens, self._max_answer = seed, max_tokens, max_answer
         self._next_seeds: dict[str | None, int] = {}
         self._engines: dict[str, EngineClient] = {}
         self._requests: set[asyncio.Task[tuple[Generation, ...]]] = set()
+        self._closed = False
+        self._num_queued = 0
+        # Seconds on the clock at which `own_s` was 0; None while a request waits for an engine, and
+        # `own_s` stands still.
+        self._own_since_s: float | None = time.monotonic()
+        self._own_before_s = 0.0
+        self.engines_failed: Exception | None = None
+        """Why a request found no engine any more."""
+
+    @property
+    def context(self) -> int:
+        """Limit in tokens of a prompt and response together; see `plugins.Generator`."""
+        address = self._pool.address
+        return min(address.context_length, address.max_total_tokens, self._max_tokens)
+
+    @property
+    def own_s(self) -> float:
+        """Return the seconds since the start without a request waiting for an engine."""
+        return self._own_before_s + (0.0 if self._own_since_s is None else time.monotonic() - self._own_since_s)
 
     async def __aenter__(self) -> "PoolGenerator":
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closed = True
         await cancel(self._requests)
-        if self._kept is not None:
-            self._kept.close(finished=kind is None)
 
     async def generate(
         self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1, session: str | None = None
     ) -> tuple[Generation, ...]:
-        """`num_samples` responses to `token_ids` [P], from one engine; see `plugins.Generator`.
+        """Return `num_samples` responses to `token_ids` [P], from one engine; see
+        `plugins.Generator`.
 
-        A `session` prefers the engine that answered it last, whose cache has its prefix: it waits for a slot there up to
-        `engine_pool.AFFINITY_WAIT_S`, then takes the least busy engine. Without a session each request takes the least busy one.
-        An engine that fails is retired, and the request goes to the next with the same seeds, before others; its tokens may then be of a
-        newer weight version than those before. Cancelling the call aborts this request alone.
+        A `session` prefers the last engine, whose cache has the prefix. The request waits up to
+        `engine_pool.AFFINITY_WAIT_S` for a slot there, then takes the least busy engine. Without a
+        session each request takes the least busy one. A failed engine is retired. The request then
+        goes to the next engine with the same seeds, before other requests; the new tokens may have
+        a newer weight version. Cancelling the call aborts this request alone.
 
         Raises:
-            EngineError, DeadlineError: the last engine failed, with its reason. EngineRefusal: an engine refused the request.
-            UserError: a prompt that no engine can take.
+            EngineError, DeadlineError: the last engine failed, with the engine's reason.
+            EngineRefusal: an engine refused the request.
+            UserError: a request that no engine can take, or an answer that may exceed the settings.
         """
+        self._check(len(token_ids), sampling)
         if session not in self._next_seeds:
             self._next_seeds[session] = _seed(self._seed_source if session is None else f"{self._seed_source}\0{session}")
         seeded = replace(sampling, seed=self._next_seeds[session])
         self._next_seeds[session] += num_samples
-        # A task of its own, so that the end of the rollout ends it, too, where the rollout did not wait for it.
+        # A separate task, so that the end of the rollout also ends requests left without a waiter.
         request = asyncio.create_task(self._request(token_ids, seeded, num_samples, session))
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
         return await request
 
+    def _check(self, length: int, sampling: Sampling) -> None:
+        if self._closed:
+            raise UserError("a rollout asked its generator when it had ended; await every call before it returns")
+        if sampling.max_tokens > self._max_answer:
+            raise UserError(
+                f"a rollout asked for an answer of max_tokens {sampling.max_tokens}, rollout.sampling.max_response_tokens "
+                f"{self._max_answer} bounds one answer; ask for less, or raise it"
+            )
+        if length + sampling.max_tokens > self._max_tokens:
+            raise UserError(
+                f"a prompt of {length} tokens + {sampling.max_tokens} response tokens = {length + sampling.max_tokens}, a micro-batch "
+                f"holds {self._max_tokens} (training.max_tokens_per_micro_batch × cp); stay within generator.context {self.context}, or "
+                "raise it"
+            )
+
     async def _request(self, token_ids: Ints, sampling: Sampling, num_samples: int, session: str | None) -> tuple[Generation, ...]:
         urgency, answers = self._urgency, self._found(token_ids, sampling, num_samples)
         while len(answers) < num_samples:
             preferred = None if session is None else self._engines.get(session)
-            slots = num_samples - len(answers)
-            async with self._pool.slots(slots, urgency=urgency, arrival=self._arrival, preferred=preferred) as client:
+            slots = self._pool.slots(num_samples - len(answers), urgency=urgency, arrival=self._arrival, preferred=preferred)
+            async with AsyncExitStack() as stack:
+                client = await self._enter(stack, slots)
                 try:
                     await self._ask(client, token_ids, sampling, num_samples, answers)
                 except EngineRefusal:
@@ -91,21 +152,47 @@ class PoolGenerator:
             urgency = Urgency.AGAIN
         return tuple(answers[index] for index in range(num_samples))
 
+    async def _enter(self, stack: AsyncExitStack, slots: contextlib.AbstractAsyncContextManager[EngineClient]) -> EngineClient:
+        """Wait for the slots, without counting the time as the rollout's own. Raises why there is no engine any more."""
+        with self._queued():
+            try:
+                return await stack.enter_async_context(slots)
+            except Exception as error:
+                self.engines_failed = error
+                raise
+
+    @contextmanager
+    def _queued(self) -> Iterator[None]:
+        self._num_queued += 1
+        self._own_before_s, self._own_since_s = self.own_s, None
+        try:
+            yield
+        finally:
+            self._num_queued -= 1
+            if not self._num_queued:
+                self._own_since_s = time.monotonic()
+
     def _found(self, token_ids: Ints, sampling: Sampling, num_samples: int) -> dict[int, Generation]:
-        """The answers that are kept, by the numbers of their samples."""
+        """Return the kept answers, by sample number."""
         if self._kept is None:
             return {}
         found = {index: self._kept.find(token_ids, sampling.of_sample(index)) for index in range(num_samples)}
         return {index: answer for index, answer in found.items() if answer is not None and self._has_experts(answer)}
 
     def _has_experts(self, answer: Generation) -> bool:
-        """Whether the answer has a record of experts, where engines make one: it may have been kept before they were asked to."""
+        """Return True when the answer has a record of experts, or when engines make none.
+
+        An answer may have been kept before engines were asked for records.
+        """
         return answer.routed_experts is not None or self._pool.address.mixture is None
 
     async def _ask(
         self, client: EngineClient, token_ids: Ints, sampling: Sampling, num_samples: int, answers: dict[int, Generation]
     ) -> None:
-        """Add the engine's answers, fewer when it leaves the pool before: one that hangs is not waited for until its deadline."""
+        """Add the engine's answers, fewer when the engine leaves the pool first.
+
+        So a hanging engine is not waited for until the deadline.
+        """
         asking = asyncio.create_task(self._fill(client, token_ids, sampling, num_samples, answers))
         try:
             await asyncio.wait((asking, self._pool.departure(client)), return_when=asyncio.FIRST_COMPLETED)
@@ -135,13 +222,84 @@ class PoolGenerator:
             await cancel(each)
 
 
+class KeptAnswers:
+    """Answers for the group `group_id`, in flight in `buffer`; `close` after use.
+
+    Lives on one event loop.
+    """
+
+    def __init__(self, buffer: Buffer, *, group_id: str) -> None:
+        self._buffer, self._group_id = buffer, group_id
+        self._found = buffer.answers(group_id)
+        self._unwritten: list[Answer] = []
+        self._writing: asyncio.TimerHandle | None = None
+
+    def find(self, token_ids: Ints, sampling: Sampling) -> Generation | None:
+        """The answer to the prompt `token_ids` [P] under `sampling`, seed and all, or None."""
+        content = self._found.get(self._request(token_ids, sampling))
+        return None if content is None else _read(content)
+
+    def add(self, token_ids: Ints, sampling: Sampling, generation: Generation) -> None:
+        """Keep a finished answer to the prompt `token_ids` [P] under `sampling`, unless aborted."""
+        made = generation.weight_versions
+        if generation.stop_reason is StopReason.ABORT or not len(made):
+            return
+        request, content = self._request(token_ids, sampling), _written(generation)
+        self._unwritten.append(Answer(request=request, content=content, min_version=int(made.min()), max_version=int(made.max())))
+        if self._writing is None:
+            self._writing = asyncio.get_running_loop().call_later(KEEP_AFTER_S, self._write)
+
+    def close(self, *, finished: bool) -> None:
+        """The group's samples are `finished`, or will be made again by who opens the buffer next."""
+        if self._writing is not None:
+            self._writing.cancel()
+            if not finished:
+                self._write()
+
+    def _write(self) -> None:
+        answers, self._unwritten, self._writing = self._unwritten, [], None
+        # A failed buffer write ends the run when the group is finished; here no caller could be
+        # informed.
+        with contextlib.suppress(UserError):
+            self._buffer.put_answers(self._group_id, answers)
+
+    @staticmethod
+    def _request(token_ids: Ints, sampling: Sampling) -> str:
+        digest = hashlib.blake2b(f"{sampling}\0".encode(), digest_size=16)
+        digest.update(token_ids.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+def _written(generation: Generation) -> bytes:
+    arrays: dict[str, Any] = {
+        "token_ids": generation.token_ids,
+        "log_probs": generation.log_probs,
+        "weight_versions": generation.weight_versions,
+        "stop_reason": np.array(generation.stop_reason.value),
+    }
+    if generation.routed_experts is not None:
+        arrays["routed_experts"] = generation.routed_experts
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def _read(content: bytes) -> Generation:
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        arrays = dict(file)
+    return Generation(stop_reason=StopReason(str(arrays.pop("stop_reason"))), **arrays)
+
+
 def _seed(source: str) -> int:
-    """A seed below 2^56: the same for the same run, prompt (whose id names its epoch) and session, also in a run that is resumed."""
+    """Return a seed below 2^56, equal for the same run, prompt (id with epoch) and session.
+
+    The seed stays equal in a resumed run.
+    """
     return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=7).digest(), "big")
 
 
 async def cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
-    """Cancel tasks and wait until they are gone, so that their aborts reach the engines."""
+    """Cancel tasks and wait for their end, so that their aborts reach the engines."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()

@@ -1,76 +1,68 @@
-"""The rollout side of a run: from prompts to the batch of a step, and to what the weights can do on held-out prompts.
+"""The rollout side of a run: batches of samples for training, and evaluation on held-out prompts.
 
     prompts ──► groups in the making ──► buffer ──► batch of a step
-                GroupMaker: rollout       (SQLite)   `next_batch` takes its groups, and rejects
-                on the pool's engines,               those that teach nothing
+                GroupMaker: rollout       (SQLite)   `next_batch` takes groups, and rejects
+                on the pool's engines,               groups that teach nothing
                 then the reward workers
 
-All of it lives on one event loop, on which every coroutine here has to run. Engines come and go; the rest is there from the start.
+Everything runs on one event loop, and every coroutine here must run there. Engines come and go; the
+rest exists from the start.
 """
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_rl.algorithms.advantage import PlugInAdvantage
+from megatron_rl.config.derived import request_deadline_s, sync_deadline_s
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.baseline import with_baseline
 from megatron_rl.data.batch import make_train_batch
-from megatron_rl.data.buffer import BUFFER_FILE, Buffer, BufferCounts
+from megatron_rl.data.buffer import Buffer
+from megatron_rl.data.position import made_by, position_of, rewind
 from megatron_rl.data.run_prompts import RunPrompts
+from megatron_rl.engines.client import EngineClient, EnginePart
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.console import PhaseProgress
-from megatron_rl.observe.group_metrics import evaluation_metrics, rollout_metrics
+from megatron_rl.observe.failures import FailureLog
+from megatron_rl.observe.group_metrics import evaluation_metrics, failure_metrics, rollout_metrics
 from megatron_rl.observe.metrics import Mean, Metric, Sum, merge_metrics
-from megatron_rl.rewards.runner import RewardRunner, check_error_rate
-from megatron_rl.rollout.client import EngineClient, EnginePart
-from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.engine_pool import EnginePool, Urgency
-from megatron_rl.rollout.group_choice import NO_REWARD, NO_SIGNAL, GroupChoice, check_versions
+from megatron_rl.plugins import load
+from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rollout.generator import cancel
+from megatron_rl.rollout.group_choice import NO_REWARD, NO_SIGNAL, GroupChoice, IdenticalGroups, check_versions, has_failed, load_filter
 from megatron_rl.rollout.groups import GroupMaker, load_rollout, make_groups
-from megatron_rl.rollout.identical_groups import IdenticalGroups
-from megatron_rl.rollout.production import Admission, Production
-from megatron_rl.rollout.sampling import make_sampling
-from megatron_rl.types import Group, Prompt, Sample, TrainBatch, last_samples
+from megatron_rl.types import Failure, Group, Prompt, RewardOutcome, Sample, TrainBatch, last_samples
 
 MAX_RESAMPLING_ROUNDS = 10
 IDLE_POLL_S = 0.02
-_GROUPS, _CONSUMED = "num_groups", "num_consumed"
-"""Keys of a position: the groups in the buffer, and those that steps have taken."""
 
 
-def _made_by(settings: Settings) -> str:
-    """The settings that decide how a prompt becomes a group, as JSON: a group that others have made is not trained on."""
-    rollout, reward = settings.rollout, settings.reward
-    sampling = {f"rollout.sampling.{name}": value for name, value in rollout.sampling.model_dump(mode="json").items()}
-    chosen = {
-        **sampling,
-        "rollout.function": rollout.function,
-        "rollout.args": rollout.args,
-        "data.samples_per_prompt": settings.data.samples_per_prompt,
-        "data.label_key": settings.data.label_key,
-        "reward.function": reward.function,
-        "reward.args": reward.args,
-        # Its groups alone have a baseline.
-        "objective.advantage.estimator is remax": settings.objective.advantage.estimator == "remax",
-    }
-    return json.dumps(chosen, sort_keys=True)
+def num_admitted(*, step: int, missing: int, version: int, groups_per_step: int, max_staleness: int, num_steps: int) -> int:
+    """Return the number of untrained groups, in order, to admit while engines serve `version` or
+    later.
 
-
-def _difference(made_by: str, now: str) -> str:
-    """What differs between two texts of `_made_by`, in words."""
-    then, present = json.loads(made_by), json.loads(now)
-    names = sorted(name for name in then.keys() | present.keys() if then.get(name) != present.get(name))
-    return " and ".join(f"{name} is {present.get(name)} now and was {then.get(name)}" for name in names)
+    `step` is the first step without all groups. The first `missing` groups belong to this step, and
+    every `groups_per_step` behind them to the next step, or to an earlier one where groups before
+    them are left out. Step s trains the weights of version s, of `num_steps` in all. So the last
+    admitted group is trained on at step `version` + `max_staleness` at the latest, and all its
+    tokens have `version` or a later one. With a staleness of 0 no group is made ahead.
+    """
+    last_step = min(version + max_staleness, num_steps - 1)
+    return missing + (last_step - step) * groups_per_step if last_step >= step else 0
 
 
 def reward_log(settings: Settings) -> Path:
-    """The file that gets what reward functions print."""
+    """Return the file for output printed by reward functions."""
     return settings.run.directory / "logs" / "rewards.log"
 
 
@@ -78,73 +70,124 @@ class RolloutManager:
     """Makes the samples of a run on the engines that have joined; made by `open`.
 
     Example:
-        async with RolloutManager.open(settings, prompts=RunPrompts.read(settings), buffer=Path("buffer.sqlite")) as manager:
+        async with RolloutManager.open(
+            settings, prompts=RunPrompts.read(settings), buffer=Path("buffer.sqlite")
+        ) as manager:
             await manager.join(addresses, serve_current=True)
             batch, metrics = await manager.next_batch(0, progress=progress)
     """
 
     def __init__(
-        self, settings: Settings, *, prompts: RunPrompts, rewards: RewardRunner, buffer: Buffer, connections: AsyncExitStack
+        self,
+        settings: Settings,
+        *,
+        prompts: RunPrompts,
+        rewards: RewardRunner,
+        buffer: Buffer,
+        connections: AsyncExitStack,
+        say: Callable[[str], None],
     ) -> None:
         self._settings, self._rewards, self._buffer, self._connections = settings, rewards, buffer, connections
         self.prompts = prompts
         self.pool = EnginePool(max_requests=settings.rollout.max_concurrent_requests)
-        self._rollout = load_rollout(settings.rollout)
-        self._rollout_name = f"rollout.function {settings.rollout.function or 'single_turn'}"
-        self._choice = GroupChoice(settings)
-        self._identical = IdenticalGroups()
-        self._production = Production(prompts.source, buffer, self._make_group)
-        self._admission = Admission(
-            groups_per_step=settings.data.prompts_per_step,
-            max_staleness=settings.rollout.max_staleness,
-            num_steps=settings.run.num_steps,
+        self._maker = GroupMaker(
+            settings.rollout,
+            load_rollout(settings.rollout),
+            pool=self.pool,
+            tokenizer=prompts.tokenizer,
+            score=rewards.score,
+            seed=settings.run.seed,
+            max_tokens=settings.training.max_tokens_per_micro_batch * settings.training.topology.cp,
         )
-        # Seconds of making groups and tokens made, at the end of the last step.
-        self._measured = (0.0, 0)
+        logs, reward, advantage = settings.run.directory / "logs", settings.reward, settings.objective.advantage
+        self._rollout_failures = FailureLog(
+            path=logs / "rollout.log",
+            calls="trajectories",
+            owner=self._maker.name,
+            setting="rollout.max_error_rate",
+            max_error_rate=settings.rollout.max_error_rate,
+            say=say,
+        )
+        self._reward_failures = FailureLog(
+            path=reward_log(settings),
+            calls="reward calls",
+            owner=f"reward.function {reward.function}",
+            setting="reward.max_error_rate",
+            max_error_rate=reward.max_error_rate,
+            say=say,
+        )
+        compares = advantage.compares_groups or isinstance(advantage, PlugInAdvantage)
+        self._choice = GroupChoice(
+            drops=settings.objective.zero_variance in ("drop", "resample"),
+            advantage=advantage.loaded(load) if isinstance(advantage, PlugInAdvantage) else advantage,
+            filter=load_filter(settings.rollout.filter),
+            fewest=min(2 if compares else 1, settings.data.samples_per_prompt),
+        )
+        self._identical = IdenticalGroups()
+        # Groups in the making; the unfinished ones among awaited groups; the reason why a group
+        # failed.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._missing: set[str] = set()
+        self._failure: BaseException | None = None
+        self._finished = asyncio.Event()
+        self._busy_since_s = self._busy_before_s = 0.0
+        self._num_tokens = 0
+        # Seconds of making groups, tokens made and attempts repeated, at the end of the last step.
+        self._measured = (0.0, 0, 0)
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, settings: Settings, *, prompts: RunPrompts, buffer: Path) -> "AsyncIterator[RolloutManager]":
-        """Start the reward workers, try the reward function, open the buffer; needs no engine. At the end what is being made is aborted.
+    async def open(
+        cls, settings: Settings, *, prompts: RunPrompts, buffer: Path, say: Callable[[str], None] = lambda words: None
+    ) -> "AsyncIterator[RolloutManager]":
+        """Start the reward workers, try the reward function and open the buffer, without an engine.
+
+        Unfinished work is aborted at the end. `say` gets a sentence about each step in which
+        plug-ins fail in a new way, and about long waits.
 
         Raises:
-            UserError: the reward function gives no reward for a probe, or another process holds the buffer.
+            UserError: the reward function gives no reward for a probe, or another process holds the
+                buffer.
         """
         async with AsyncExitStack() as stack:
-            rewards = stack.enter_context(RewardRunner(settings.reward, log_path=reward_log(settings)))
+            rewards = stack.enter_context(RewardRunner(settings.reward, log_path=reward_log(settings), note=say))
             for prompt in prompts.for_reward():
                 rewards.probe(prompt)
-            opened = stack.enter_context(Buffer(buffer, made_by=_made_by(settings)))
+            opened = stack.enter_context(Buffer(buffer, made_by=made_by(settings), note=say))
             connections = await stack.enter_async_context(AsyncExitStack())
-            manager = cls(settings, prompts=prompts, rewards=rewards, buffer=opened, connections=connections)
-            stack.push_async_callback(manager._production.stop)
+            manager = cls(settings, prompts=prompts, rewards=rewards, buffer=opened, connections=connections, say=say)
+            stack.push_async_callback(manager._stop)
             yield manager
 
     # Engines
 
     @property
     def clients(self) -> tuple[EngineClient, ...]:
-        """The engines that are members now, in the order in which they joined."""
+        """The present member engines, in the order of joining."""
         return self.pool.membership.members
 
     async def join(self, addresses: Iterable[EngineAddress], *, serve_current: bool = False) -> None:
-        """Open a client to each of these engines, which get requests once their weights are the current ones.
+        """Open a client to each of these engines, which get requests once their weights are
+        current.
 
-        That is after the next weight sync, or at once where they `serve_current` weights.
+        Weights are current after the next weight sync, or at once with `serve_current`.
         """
         for address in addresses:
-            # A weight sync is the one control call that takes long: an engine may read all of a large model in it.
+            # A weight sync is the one long control call: an engine may read all of a large model
+            # during the call.
             client = EngineClient(
                 address,
-                request_timeout_s=self._settings.rollout.request_timeout_s,
-                control_timeout_s=self._settings.weights.sync_timeout_s,
+                request_timeout_s=request_deadline_s(self._settings.rollout),
+                control_timeout_s=sync_deadline_s(self._settings.model.path, self._settings.weights),
             )
             self.pool.join(await self._connections.enter_async_context(client))
             if serve_current:
                 self.pool.admit([client])
 
     async def leave(self, address: EngineAddress, error: Exception) -> bool:
-        """Go on without the engine at `address`, which has died of `error`. False when it is the last, which stays a member."""
+        """Go on without the engine at `address`, dead of `error`; return False for the last, which
+        stays.
+        """
         client = next(client for client in self.clients if client.address == address)
         if len(self.clients) == 1:
             return False
@@ -152,155 +195,146 @@ class RolloutManager:
         return True
 
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
-        """Let every engine free these parts of its memory, whose content is lost; nothing may be generating."""
+        """Let every engine free these parts of memory, losing the content; no generation may be
+        running.
+        """
         await asyncio.gather(*(self.pool.unless_it_leaves(client, client.release_memory(parts)) for client in self.clients))
 
     async def restore_memory(self, parts: Collection[EnginePart]) -> None:
-        """Let every engine take these parts of its memory again."""
+        """Let every engine allocate these parts of memory again."""
         await asyncio.gather(*(self.pool.unless_it_leaves(client, client.restore_memory(parts)) for client in self.clients))
 
-    # Where the run stands
+    # State of the run
 
     async def position(self, *, step: int) -> dict[str, Any]:
-        """Where the prompts continue after `step` steps, as JSON values; the buffer is flushed to the disk first: no checkpoint may know
-        more than it. Groups that the next step has already, which is not trained on any more, do not count as taken.
-        """
-        self._buffer.flush()
-        num_consumed = self._buffer.num_consumed(step=step)
-        return {**self.prompts.source.state(), _GROUPS: self._buffer.counts().total, _CONSUMED: num_consumed}
+        """Return where the prompts continue after `step` steps, as JSON values, once the buffer is on the disk; see `data.position`."""
+        return position_of(self.prompts.source, self._buffer, step=step)
 
     async def rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
-        """Continue where the checkpoint after `step` steps stood, at the first prompt when there is no `position`.
-
-        Groups that were finished since then are kept where their weights still exist and the settings would make them so again. Returns a
-        sentence for each set of other settings whose groups are made anew, and for a buffer that is gone.
-
-        Raises:
-            UserError: the data are others than then, or the buffer is one of an earlier moment.
-        """
-        source = self.prompts.source
-        if position is not None:
-            source.restore(position)
-        others = self._buffer.rewind(step, version=step)
-        counts = self._buffer.counts()
-        num_groups, gone = source.num_taken, tuple[str, ...]()
-        # Checkpoints that were written on the way to 0.2 do not have the numbers.
-        if position is not None and _GROUPS in position:
-            num_groups = position[_GROUPS]
-            gone = self._missing(counts, num_groups=num_groups, num_consumed=position[_CONSUMED], step=step)
-        if not counts.total:
-            # A kill before the next checkpoint comes back to this one, with what is made from now on.
-            self._buffer.begin_behind(num_groups)
-        # Prompts that were taken after the checkpoint are in the buffer: the next ones come behind them.
-        pending = self._buffer.unfinished(among=counts.waiting)
-        self._buffer.add_prompts(source.next_prompts(max(0, counts.total - num_groups)))
-        # Those from before it wait with the labels that the settings of then gave them.
-        self._buffer.add_prompts(source.again(sorted(pending)))
-        now = self._buffer.made_by
-        renewed = (f"{counted(count, 'group')} to be made anew, because {_difference(made_by, now)}" for made_by, count in others.items())
-        return (*gone, *renewed)
-
-    def _missing(self, counts: BufferCounts, *, num_groups: int, num_consumed: int, step: int) -> tuple[str, ...]:
-        """What is lost with a buffer that is gone. Raises UserError for one that lacks something of what it had at the checkpoint."""
-        waiting = num_groups - num_consumed
-        if not counts.total:
-            return (f"the buffer is gone, and with it {counted(waiting, 'prompt')} that waited in it, now left out",) if waiting else ()
-        # One that was begun at this checkpoint has nothing of what was there before.
-        begun_here = self._buffer.num_gone == num_groups
-        if counts.total < num_groups or (counts.consumed != num_consumed and not begun_here):
-            raise UserError(
-                f"{self._settings.run.directory / BUFFER_FILE} is not the buffer of the checkpoint of step {step}: it has {counts.total} "
-                f"groups, of which the steps up to {step} took {counts.consumed}, and had {num_groups} and {num_consumed} then; copy it "
-                f"again with the -wal file beside it, or move it away to go on without the groups that waited in it ({waiting})"
-            )
-        return ()
+        """Continue where the checkpoint after `step` steps stood, at the first prompt when there is no `position`; see `data.position`."""
+        return rewind(self.prompts.source, self._buffer, step=step, position=position)
 
     async def abandon(self) -> None:
         """Abort what is being made, and wait until no engine works any more; no further batch can be asked for."""
-        await self._production.stop()
+        await self._stop()
         while self.pool.num_running:
             await asyncio.sleep(IDLE_POLL_S)
 
     async def forget(self, *, before_step: int) -> None:
-        """Drop the token arrays of groups that the first `before_step` steps consumed, to which no kept checkpoint comes back."""
-        self._buffer.prune(before_step)
+        """Drop the token arrays of groups consumed by the first `before_step` steps.
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds so far in which groups for training were being made. May be asked from any thread."""
-        return self._production.busy_s
+        No kept checkpoint comes back to these groups.
+        """
+        self._buffer.prune(before_step, keep=self._settings.run.keep_groups)
 
     # The batch of a step
 
     async def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
-        """The groups of one step, for which the engines serve weights of version `step`, and what they say of the rollout.
+        """Return the groups of one step, on engines with weights of version `step`, and rollout
+        metrics.
 
-        `step` steps are done, so users know this one, and the buffer notes it, as step `step` + 1. Waits for those that the buffer does
-        not hold yet. Up to `rollout.max_staleness` later steps are generated in the meantime, and go on when this returns.
+        `step` steps are done, so users and the buffer call this one step `step` + 1. Waits for
+        groups not yet in the buffer. Up to `rollout.max_staleness` later steps are generated in the
+        meantime, and continue after the return.
 
         Raises:
-            UserError: too many reward calls failed, resampling found no groups with a signal, tokens are of weights that this step must
-                not train on, or samples of one prompt are copies of each other.
+            UserError: too many reward calls failed, resampling found no groups with a signal,
+                tokens have
+                weights that this step must not train on, or samples of one prompt are copies of
+                    each other.
         """
-        production = self._production
+        maker = self._maker
         self.pool.readmit()
-        busy_before_s, tokens_before = self._measured
-        wanted = self._settings.data.prompts_per_step
+        busy_before_s, tokens_before, retries_before = self._measured
+        wanted, resamples = self._settings.data.prompts_per_step, self._settings.objective.zero_variance == "resample"
         kept: list[Group] = []
         seen: list[Group] = []
-        num_renewed = num_filtered = 0
+        failed: list[Group] = []
+        missing, num_renewed, num_filtered = wanted, 0, 0
         for _ in range(MAX_RESAMPLING_ROUNDS):
-            groups, reasons, renewed = await self._groups(wanted - len(kept), step=step, progress=progress)
+            groups, reasons, renewed = await self._groups(missing, step=step, progress=progress)
+            left = [group for group in groups if not has_failed(reasons[group.id])]
+            failed += [group for group in groups if has_failed(reasons[group.id])]
+            seen += left
+            kept += [group for group in left if self._choice.keeps(reasons[group.id])]
             num_renewed += renewed
-            num_filtered += sum(reason not in (None, NO_REWARD, NO_SIGNAL) for reason in reasons.values())
-            seen += groups
-            kept += [group for group in groups if self._choice.keeps(reasons[group.id])]
-            if len(kept) == wanted or self._settings.objective.zero_variance != "resample":
+            num_filtered += sum(reasons[group.id] not in (None, NO_REWARD, NO_SIGNAL) for group in left)
+            self._check_rollouts(groups, [*seen, *failed], step=step)
+            missing = wanted - len(kept if resamples else seen)
+            if not missing:
                 break
+            progress.advance(-missing)
         else:
             passed = "" if self._settings.rollout.filter is None else f" and passed rollout.filter {self._settings.rollout.filter.function}"
             raise UserError(
-                f"step {step + 1}: {len(kept)} of {len(seen)} groups have different rewards{passed} after {MAX_RESAMPLING_ROUNDS} "
-                f"rounds of resampling, needs {wanted}; use prompts of other difficulty or objective.zero_variance drop"
+                f"step {step + 1}: {len(kept)} of {len(seen)} groups have different rewards{passed}, and the rollout failed for "
+                f"{counted(len(failed), 'other')}, after {MAX_RESAMPLING_ROUNDS} rounds of resampling, needs {wanted}; use prompts of "
+                "other difficulty or objective.zero_variance drop, and mend the rollout where it fails"
             )
-        self._measured = production.busy_s, production.num_tokens
-        speed = Mean(production.num_tokens - tokens_before, self._measured[0] - busy_before_s)
-        metrics = {**rollout_metrics(seen, version=step), "rollout/tokens_per_second": speed, "rollout/renewed_groups": Sum(num_renewed)}
+        self._measured = self.busy_s, self._num_tokens, maker.num_retries
+        metrics = {
+            **rollout_metrics(seen, version=step),
+            **failure_metrics([*seen, *failed], num_left_out=len(failed), num_retries=maker.num_retries - retries_before),
+            "rollout/tokens_per_second": Mean(self._num_tokens - tokens_before, self.busy_s - busy_before_s),
+            "rollout/renewed_groups": Sum(num_renewed),
+        }
         if self._settings.rollout.filter is not None:
             metrics["rollout/filtered_groups"] = Sum(num_filtered)
         return make_train_batch(kept) if kept else _without_signal(make_train_batch(seen)), metrics
 
     async def _groups(self, count: int, *, step: int, progress: PhaseProgress) -> tuple[list[Group], dict[str, str | None], int]:
-        """The next `count` groups, in the order of their prompts, why each is rejected, by its id, and how many had to be made anew.
+        """Return the next `count` groups in the order of prompts, rejections by id, and renewed
+        groups.
 
-        Groups are only ever made when they will be young enough; a run that is resumed with a smaller max_staleness finds others, also,
-        in groups that were not finished, answers and samples that are put to use before the step is known which trains on them.
+        Groups are only made when young enough. A run resumed with a smaller max_staleness may still
+        find older groups, also among answers and samples of unfinished groups, which are used
+        before the training step is known.
         """
-        production, oldest = self._production, self._admission.oldest_version(step)
-        admitted = self._admission.num_admitted(step=step, missing=count, version=step)
+        settings = self._settings
+        max_staleness = settings.rollout.max_staleness
+        oldest = step - max_staleness
+        admitted = num_admitted(
+            step=step,
+            missing=count,
+            version=step,
+            groups_per_step=settings.data.prompts_per_step,
+            max_staleness=max_staleness,
+            num_steps=settings.run.num_steps,
+        )
         renewed = 0
         for last in (False, True):
             found = self._buffer.renew(count, oldest_version=oldest)
             renewed += found
             if last and not found:
                 break
-            # Those that are made anew are counted anew.
+            # Renewed groups are counted again.
             progress.advance(-count if last else 0)
-            production.admit(admitted)
-            await production.wait(count, progress=progress)
-        reasons: dict[str, str | None] = {}
-
-        def rejection(group: Group) -> str | None:
-            reasons[group.id] = self._choice.rejection(group)
-            return reasons[group.id]
-
-        groups = self._buffer.take_done(count, step=step + 1, rejection=rejection)
-        check_versions(groups, step=step, oldest_version=oldest, rollout=self._rollout_name)
+            self._admit(admitted)
+            await self._wait(count, progress=progress)
+        groups = self._buffer.done(count)
+        # In a thread: a filter may be slow, and engines must continue meanwhile.
+        reasons = await asyncio.to_thread(self._choice.rejections, groups)
+        self._buffer.consume(reasons, step=step + 1)
+        check_versions(groups, step=step, oldest_version=oldest, rollout=self._maker.name)
         self._check_independence(groups, step=step)
         rewards = [sample.reward for group in groups for sample in last_samples(group.samples) if sample.reward is not None]
-        self._rewards.note_failures(rewards, step=step + 1)
-        check_error_rate(rewards, max_error_rate=self._settings.reward.max_error_rate)
+        failures = [
+            Failure(reward.outcome.value, reward.message.partition("\n")[0], reward.message)
+            for reward in rewards
+            if reward.outcome is not RewardOutcome.SCORED
+        ]
+        self._reward_failures.note(failures, total=len(rewards), step=step + 1)
+        self._reward_failures.check(failures, total=len(rewards))
         return groups, reasons, renewed
+
+    def _check_rollouts(self, groups: Sequence[Group], all_groups: Sequence[Group], *, step: int) -> None:
+        """Record the failures among `groups`, the newest of `all_groups` of a step.
+
+        Raises UserError when the step has too many failures.
+        """
+        num_samples = self._settings.data.samples_per_prompt
+        self._rollout_failures.note(self._failures_of(groups), total=num_samples * len(groups), step=step + 1)
+        self._rollout_failures.check(self._failures_of(all_groups), total=num_samples * len(all_groups))
 
     def _check_independence(self, groups: Sequence[Group], *, step: int) -> None:
         for group in groups:
@@ -308,53 +342,128 @@ class RolloutManager:
         problem = self._identical.problem()
         if problem is not None:
             raise UserError(
-                f"step {step + 1}: {problem}; look for what gives them one seed in {self._rollout_name}, which has to ask the engine for "
+                f"step {step + 1}: {problem}; look for what gives them one seed in {self._maker.name}, which has to ask the engine for "
                 "every sample, in rollout.sglang and in the engines' logs"
             )
 
     # One group
 
-    async def _make_group(self, prompt: Prompt) -> Group:
-        """A group for training, with the reward of the greedy response where the objective compares with it."""
-        baseline = None
-        if self._settings.objective.advantage.estimator == "remax":
-            baseline = (await self._maker(num_samples=1, greedy=True).make(prompt)).samples[0].reward
-        maker = replace(self._maker(num_samples=self._settings.data.samples_per_prompt), buffer=self._buffer)
-        group = await maker.make(prompt)
-        return group if baseline is None else with_baseline(group, baseline)
+    # Groups in the making, also while the trainer trains
 
-    def _maker(self, *, num_samples: int, greedy: bool = False, urgency: Urgency = Urgency.TRAINING) -> GroupMaker:
-        settings, tokenizer = self._settings, self.prompts.tokenizer
-        return GroupMaker(
-            pool=self.pool,
-            sampling=make_sampling(settings.rollout.sampling, eos_token_ids=[tokenizer.eos_token_id], greedy=greedy),
-            num_samples=num_samples,
-            tokenizer=tokenizer,
-            score=self._rewards.score,
-            rollout=self._rollout,
-            rollout_name=self._rollout_name,
-            urgency=urgency,
-            seed=settings.run.seed,
-        )
+    @property
+    def busy_s(self) -> float:
+        """Return the seconds so far with at least one training group in the making.
+
+        Safe in any thread.
+        """
+        return self._busy_before_s + (time.monotonic() - self._busy_since_s if self._tasks else 0.0)
+
+    def _admit(self, num_groups: int) -> None:
+        """Admit the first `num_groups` untrained groups, in the order of prompts."""
+        lacking = num_groups - self._buffer.counts().waiting
+        if lacking > 0:
+            self._buffer.add_prompts(self.prompts.source.next_prompts(lacking))
+        for prompt in self._buffer.take_pending(num_groups, among=num_groups):
+            if not self._tasks:
+                self._busy_since_s = time.monotonic()
+            task = asyncio.create_task(self._produce(prompt))
+            self._tasks.add(task)
+            task.add_done_callback(self._finish)
+
+    async def _produce(self, prompt: Prompt) -> None:
+        """Make a group, and put the finished group into the buffer, even when no caller waits any
+        more.
+        """
+        group = await self._make_group(prompt)
+        self._buffer.put_done(group)
+        self._missing.discard(group.id)
+        self._num_tokens += sum(len(sample.response_ids) for sample in group.samples)
+
+    def _finish(self, task: "asyncio.Task[None]") -> None:
+        if len(self._tasks) == 1:
+            now_s = time.monotonic()
+            self._busy_before_s += now_s - self._busy_since_s
+            self._busy_since_s = now_s
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # Read the exception of every task, because asyncio prints tracebacks of unread
+            # failures.
+            error = task.exception()
+            self._failure = self._failure or error
+        self._finished.set()
+
+    async def _wait(self, num_groups: int, *, progress: PhaseProgress) -> None:
+        """Wait until the first `num_groups` untrained groups, all admitted, are done.
+
+        Raises the failure.
+        """
+        # Read once: the order in front of the awaited groups does not change meanwhile.
+        self._missing = self._buffer.unfinished(among=num_groups)
+        shown = 0
+        while True:
+            self._finished.clear()
+            if self._failure is not None:
+                raise self._failure
+            ready = num_groups - len(self._missing)
+            progress.advance(ready - shown)
+            shown = ready
+            if not self._missing:
+                return
+            await self._finished.wait()
+
+    async def _stop(self) -> None:
+        """Abort groups in the making; they stay in flight in the buffer, and the next opener makes
+        them again.
+        """
+        await cancel(self._tasks)
+
+    async def _make_group(self, prompt: Prompt) -> Group:
+        """Make a training group, with the greedy reward where the objective compares with it."""
+        num_samples, baseline = self._settings.data.samples_per_prompt, None
+        if self._settings.objective.advantage.needs_greedy:
+            greedy = await self._maker.make(prompt, num_samples=1, greedy=True)
+            if greedy.failures:
+                return replace(greedy, failures=greedy.failures * num_samples)
+            baseline = last_samples(greedy.samples)[0].reward
+        group = await self._maker.make(prompt, num_samples=num_samples, buffer=self._buffer)
+        return group if baseline is None else with_baseline(group, baseline)
 
     # Held-out prompts
 
-    async def evaluate(self, *, progress: PhaseProgress) -> dict[str, Metric]:
-        """Every held-out prompt once at temperature 0 and once at the training temperature, before what is made for training meanwhile."""
-        shares = []
+    async def evaluate(
+        self, *, progress: PhaseProgress, keep: Callable[[str, Sequence[Sample]], None] = lambda kind, samples: None
+    ) -> dict[str, Metric]:
+        """Answer every held-out prompt at temperature 0 and at the training temperature, before what is made for training meanwhile.
+
+        `keep` gets the samples of each kind, greedy and sampled. Returns the metrics.
+        """
+        shares: list[dict[str, Metric]] = []
         for kind in ("greedy", "sampled"):
-            samples: list[Sample] = []
-            maker = self._maker(num_samples=1, greedy=kind == "greedy", urgency=Urgency.EVALUATION)
-            async with aclosing(make_groups(self.prompts.held_out, maker)) as finished:
+            groups: list[Group] = []
+            make = partial(self._maker.make, num_samples=1, greedy=kind == "greedy", urgency=Urgency.EVALUATION)
+            async with aclosing(make_groups(self.prompts.held_out, make)) as finished:
                 async for group in finished:
-                    samples += group.samples
+                    groups.append(group)
                     progress.advance()
-            # In one order, whichever engine was the quicker: a sum of fractions depends on it.
-            samples.sort(key=lambda sample: sample.group_id)
-            shares.append(evaluation_metrics(samples, kind=kind))
+            # In a fixed order, independent of engine speed, because a sum of fractions depends on
+            # the order.
+            groups.sort(key=lambda group: group.id)
+            failures = self._failures_of(groups)
+            self._rollout_failures.check(failures, total=len(groups))
+            samples = [sample for group in groups for sample in group.samples]
+            keep(kind, samples)
+            shares += [evaluation_metrics(samples, kind=kind), {"eval/rollout_failures": Sum(len(failures))}]
         return merge_metrics(shares)
+
+    def _failures_of(self, groups: Iterable[Group]) -> list[Failure]:
+        """Return the failed trajectories, each with prompt and plug-in in the trace."""
+        return [
+            replace(failure, trace=f"{self._maker.name} failed for prompt {group.id}: {failure.headline}\n{failure.trace}".rstrip())
+            for group in groups
+            for failure in group.failures
+        ]
 
 
 def _without_signal(batch: TrainBatch) -> TrainBatch:
-    """The batch with nothing to train on: what is left of a step when every group of it is dropped."""
+    """Return the batch with no training data, the rest of a step when all groups are dropped."""
     return replace(batch, loss_mask=np.zeros(len(batch.tokens), np.bool_))

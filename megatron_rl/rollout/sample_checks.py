@@ -1,4 +1,4 @@
-"""What a rollout returned for one prompt, checked where it enters: each violation names the rollout, the field, got and needed."""
+"""Checks of what a rollout returned for one prompt: each violation names the field, got and needed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,62 +13,57 @@ MAX_LOG_PROB = 1e-3
 
 
 def check_samples(
-    samples: Sequence[Sample],
-    *,
-    prompt: Prompt,
-    num_samples: int,
-    vocab_size: int,
-    need_experts: bool = False,
-    rollout: str = "rollout.function",
+    samples: object, *, prompt: Prompt, num_samples: int, vocab_size: int, max_tokens: int, need_experts: bool = False
 ) -> tuple[Sample, ...]:
-    """The samples that a rollout returned, when they keep the contract; `rollout` names it in messages.
+    """Return the samples that a rollout made of `prompt`, when the samples keep the contract.
 
-    They form `num_samples` trajectories, of a sample or more each.
+    Needed are `num_samples` trajectories of a sample or more each, with at most `max_tokens` tokens
+    including the prompt.
 
     Raises:
-        UserError: something else than samples, another number of trajectories, an index that comes twice, another group, a prompt of
-            another problem, token ids outside the vocabulary, a trainable token that no engine made or with a log-prob above 0, or no
-            experts where they are needed.
+        UserError: something other than samples, another number of trajectories, an index used
+            twice,
+            another group, a prompt of another problem, too many tokens, token ids outside the
+            vocabulary, a trainable token that no engine made or with a log-prob above 0, or no
+                experts
+            where needed.
     """
-    samples = _samples(samples, prompt=prompt, rollout=rollout)
+    if not isinstance(samples, Sequence):
+        raise UserError(f"it returned {samples!r:.60} of type {type(samples).__name__}, needs a list of Sample")
+    strays = [item for item in samples if not isinstance(item, Sample)]
+    if strays:
+        raise UserError(f"it returned a list with {strays[0]!r:.60} of type {type(strays[0]).__name__}, needs Sample")
     num_trajectories = len(trajectories(samples))
     if num_trajectories != num_samples:
         raise UserError(
-            f"{rollout} returned {len(samples)} samples of {num_trajectories} trajectories for prompt {prompt.id}, needs {num_samples} "
-            "trajectories; samples that belong together have the same number in Sample.trajectory"
+            f"it returned {len(samples)} samples of {num_trajectories} trajectories, needs {num_samples} trajectories; samples that belong "
+            "together have the same number in Sample.trajectory"
         )
     indices = [sample.index for sample in samples]
     if sorted(indices) != list(range(len(samples))):
-        raise UserError(
-            f"{rollout} returned samples with the index {indices} for prompt {prompt.id}, needs each of 0 to {len(samples) - 1} once"
-        )
+        raise UserError(f"it returned samples with the index {indices}, needs each of 0 to {len(samples) - 1} once")
     for sample in samples:
-        problem = _problem(sample, prompt=prompt, vocab_size=vocab_size, need_experts=need_experts)
+        problem = _problem(sample, prompt=prompt, vocab_size=vocab_size, max_tokens=max_tokens, need_experts=need_experts)
         if problem is not None:
-            raise UserError(f"{rollout} returned sample {sample.index} of prompt {prompt.id} with {problem}")
-    return samples
+            raise UserError(f"it returned sample {sample.index} with {problem}")
+    return tuple(samples)
 
 
-def _samples(returned: object, *, prompt: Prompt, rollout: str) -> tuple[Sample, ...]:
-    if not isinstance(returned, Sequence):
-        raise UserError(
-            f"{rollout} returned {returned!r:.60} of type {type(returned).__name__} for prompt {prompt.id}, needs a list of Sample"
-        )
-    strays = [item for item in returned if not isinstance(item, Sample)]
-    if strays:
-        raise UserError(
-            f"{rollout} returned a list with {strays[0]!r:.60} of type {type(strays[0]).__name__} for prompt {prompt.id}, needs Sample"
-        )
-    return tuple(returned)
-
-
-def _problem(sample: Sample, *, prompt: Prompt, vocab_size: int, need_experts: bool) -> str | None:
-    """What a sample of `prompt` must not have, what it needs and how to mend it; None when it can be trained on."""
+def _problem(sample: Sample, *, prompt: Prompt, vocab_size: int, max_tokens: int, need_experts: bool) -> str | None:
+    """Return the reason why a sample of `prompt` cannot be trained on, with the fix; None when it
+    can.
+    """
     if sample.group_id != prompt.id:
         return f"group_id {sample.group_id!r}, needs {prompt.id!r}, the prompt's id"
     problem = _prompt_problem(sample.prompt, prompt)
     if problem is not None:
         return problem
+    length = len(sample.prompt.token_ids) + len(sample.response_ids)
+    if length > max_tokens:
+        return (
+            f"{length} tokens, prompt and response together, needs at most {max_tokens} (generator.context: the engines' context and "
+            "training.max_tokens_per_micro_batch × cp); end it before, cut what tools answer, or raise these"
+        )
     for name, ids in (("prompt.token_ids", sample.prompt.token_ids), ("response_ids", sample.response_ids)):
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             return f"token ids {ids.min()} to {ids.max()} in {name}, needs 0 to {vocab_size - 1}"
@@ -90,9 +85,11 @@ def _problem(sample: Sample, *, prompt: Prompt, vocab_size: int, need_experts: b
 
 
 def _prompt_problem(own: Prompt, given: Prompt) -> str | None:
-    """Why `own` is not the problem that was `given`, though it may say it in tokens and text of its own; None when it is.
+    """Return the reason why `own` is another problem than `given`, ignoring tokens and text, or
+    None.
 
-    Trajectories of one group are compared by one label, and the buffer keeps id, label and metadata once for the whole group.
+    Trajectories of one group are compared by one label, and the buffer keeps id, label and metadata
+    once for the whole group.
     """
     if own is given:
         return None
@@ -107,10 +104,12 @@ def _prompt_problem(own: Prompt, given: Prompt) -> str | None:
 
 
 def without_outdated_experts(sample: Sample) -> Sample:
-    """The sample without the record of its experts when weights of several versions made its tokens.
+    """Return the sample, without the record of experts when weights of several versions made the
+    tokens.
 
-    A weight update sends what is being generated back to the prompt phase (as a later turn does with earlier ones), so the engine's
-    record then tells where the last weights would have routed the tokens of all weights before. The trainer routes such a sample itself.
+    A weight update sends running requests back to the prompt phase (as a later turn does with
+    earlier ones). So the engine's record shows the routing of the last weights for tokens of
+    earlier weights. The trainer then routes such a sample itself.
     """
     versions = sample.weight_versions[sample.weight_versions >= 0]
     if sample.routed_experts is None or len(np.unique(versions)) <= 1:

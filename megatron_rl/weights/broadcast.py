@@ -11,16 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_rl.engines.client import EngineClient
 from megatron_rl.errors import EngineError
 from megatron_rl.rendezvous import serve_store
-from megatron_rl.rollout.client import EngineClient
 from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets, num_bucket_bytes
 from megatron_rl.weights.interface import Surroundings, WeightSource, take_all, updating
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastGroup:
-    """Who takes part: the trainer as rank 0 at `address`:`port`, then the ranks of the engines. `backend` is gloo or nccl."""
+    """The members of a group: the trainer as rank 0 at `address`:`port`, then the ranks of the
+    engines.
+
+    `backend` is gloo or nccl.
+    """
 
     address: str
     port: int
@@ -34,20 +38,20 @@ class BroadcastGroup:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastPlan:
-    """What a rank needs to send through `group`, which it has `timeout_s` seconds to join."""
+    """A rank's input for sending through `group`, with `timeout_s` seconds to join."""
 
     group: BroadcastGroup
     buckets: tuple[tuple[WeightSpec, ...], ...]
     timeout_s: float
 
     def open(self, source: WeightSource, *, rank: int) -> "BroadcastSender":
-        """Join the group as rank 0; other ranks are not in it."""
+        """Join the group as rank 0; other ranks stay outside."""
         group = join_as_sender(self.group, timeout_s=self.timeout_s) if rank == 0 else None
         return BroadcastSender(source, self.buckets, group=group)
 
 
 class BroadcastSender:
-    """Gathers the weights for the rank that has the `group`, which sends them."""
+    """The sender of weights: all ranks gather, and the rank with the `group` sends."""
 
     def __init__(self, source: WeightSource, buckets: Sequence[Sequence[WeightSpec]], *, group: dist.ProcessGroup | None) -> None:
         self._source, self._buckets, self._group = source, buckets, group
@@ -66,14 +70,20 @@ class BroadcastSender:
             take_all(weights)
 
     def close(self) -> None:
-        """Leave the group, whose connections end with the last reference to it: engines that wait for what is not sent learn of it so."""
+        """Leave the group. Engines still waiting for weights then see closed connections.
+
+        The connections end with the last reference to the group.
+        """
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
 
 
 def _broadcast(flat: Tensor, group: dist.ProcessGroup) -> str | None:
-    """Send; why it failed. As text, because the traceback of torch's error keeps the group, and with it connections that have to end."""
+    """Send; return the reason of a failure as text, else None.
+
+    The traceback of torch's error would keep the group, and the connections have to end.
+    """
     try:
         dist.broadcast(flat, src=0, group=group)
     except RuntimeError as error:
@@ -84,8 +94,9 @@ def _broadcast(flat: Tensor, group: dist.ProcessGroup) -> str | None:
 def join_as_sender(group: BroadcastGroup, *, timeout_s: float) -> dist.ProcessGroup:
     """Open the group as rank 0 and wait until all engines have joined.
 
-    The engines build their side outside of the trainer's default group, which torch's public `new_group` cannot express,
-    so this uses the function underneath it (torch 2.9 to 2.14 have the same signature).
+    The engines build their side outside of the trainer's default group. torch's public `new_group`
+    cannot express such a group, so this function calls the private one below (the same signature in
+    torch 2.9 to 2.14).
     """
     timeout = timedelta(seconds=timeout_s)
     store = serve_store(group.address, port=group.port, num_clients=group.world_size, timeout_s=timeout_s)
@@ -106,10 +117,10 @@ def join_as_sender(group: BroadcastGroup, *, timeout_s: float) -> dist.ProcessGr
 
 @contextmanager
 def _unbound_default_group() -> Iterator[None]:
-    """Let the default group of the trainer, if there is one, look as if it had no device of its own.
+    """Hide the device of the trainer's default group, if there is one.
 
-    torch makes a group from a bound default group by splitting that one's communicator, for which it would wait for all ranks of the
-    trainer, and the engines' ranks are not among them.
+    torch makes a group from a bound default group by splitting the default communicator. A split
+    would wait for all ranks of the trainer, and the engines' ranks are not members.
     """
     if not dist.is_initialized():
         yield
@@ -167,7 +178,10 @@ class BroadcastTransport:
         await client.leave_group(self._group.name)
 
     async def deliver(self, client: EngineClient, *, version: int) -> None:
-        """Let an engine receive every bucket; the version comes with the last, so that half of the weights never count as new ones."""
+        """Let an engine receive every bucket; the version comes with the last bucket.
+
+        Half of the weights therefore never count as new ones.
+        """
         buckets = self.plan.buckets
         async with updating(client):
             for number, bucket in enumerate(buckets):

@@ -1,6 +1,7 @@
-"""Weights grouped into buckets, so that a sync moves few large messages instead of many small ones.
+"""Weights grouped into buckets: a sync moves few large messages instead of many small ones.
 
-Trainer and engine agree on the buckets before the first byte moves: names, dtypes and shapes follow from the manifest.
+Trainer and engine agree on the buckets before the first byte moves: names, dtypes and shapes follow
+from the manifest.
 """
 
 import itertools
@@ -10,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.weight_table import rules, tensor_shapes
 
 BUCKET_BYTES = 512 * 1024 * 1024
 _FUSED_MODULE = ".self_attn."
@@ -29,23 +33,37 @@ class WeightSpec:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "WeightSpec":
-        """The description of `tensor`, of any shape [...]."""
+        """Describe `tensor`, of any shape [...]."""
         return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
+        """Return torch's dtype."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
+def exported_specs(spec: ModelSpec, *, dtype: str) -> tuple[WeightSpec, ...]:
+    """Return the tensors of `export_hf_weights` for a model with parameters of `dtype`, in its
+    order.
+
+    `dtype` is a name such as "bfloat16". The tensors follow from the architecture alone, without
+    gathering by any rank.
+    """
+    float32 = {name for rule in rules(spec) if rule.float32 for name in rule.hugging_face}
+    return tuple(WeightSpec(name, "float32" if name in float32 else dtype, shape) for name, shape in tensor_shapes(spec))
+
+
 def fused_together(name: str) -> str:
-    """What all tensors have in common that an engine has to receive at once: the attention of a layer, else the tensor's own name."""
+    """Return a common name for all tensors an engine has to receive at once.
+
+    The name is the attention of a layer, else the tensor's own name.
+    """
     module, found, _ = name.partition(_FUSED_MODULE)
     return module + found
 
@@ -53,7 +71,8 @@ def fused_together(name: str) -> str:
 def make_buckets(manifest: Sequence[WeightSpec], *, max_bytes: int = BUCKET_BYTES) -> tuple[tuple[WeightSpec, ...], ...]:
     """Cut the manifest, in order, into runs of at most `max_bytes` bytes.
 
-    What an engine may fuse stays together: the attention of one layer, or a single tensor, gets a larger bucket when it needs one.
+    Tensors possibly fused by an engine stay together: the attention of one layer, or a single
+    tensor, gets a larger bucket when needed.
     """
     buckets: list[tuple[WeightSpec, ...]] = []
     current: list[WeightSpec] = []
@@ -81,7 +100,7 @@ def _check_fused(buckets: Sequence[Sequence[WeightSpec]]) -> None:
 
 
 def num_bucket_bytes(bucket: Sequence[WeightSpec]) -> int:
-    """Size of one bucket in bytes."""
+    """Return the size of one bucket in bytes."""
     return sum(spec.num_bytes for spec in bucket)
 
 
@@ -93,11 +112,12 @@ def fill_buckets(
 ) -> Iterator[Tensor]:
     """Yield each bucket as one flat uint8 tensor [bytes], in the order of the buckets.
 
-    Each is in memory of its own that `allocate`(bytes, device) gives; without it all are in the same, of the size of the largest: who
-    keeps one beyond the next copies it.
+    Each bucket is in separate memory from `allocate`(bytes, device). Without `allocate` all buckets
+    use the same memory, of the size of the largest: copy a bucket to keep the content beyond the
+    next one.
 
     Raises:
-        ValueError: a tensor differs from its entry in the manifest, which would write into the wrong place of the engine.
+        ValueError: a tensor differs from its entry in the manifest, a write to a wrong place of the engine.
     """
     source = iter(weights)
     memory: Tensor | None = None

@@ -1,18 +1,20 @@
-"""Weights through a directory that ranks and engines share: the ranks write a Hugging Face directory, every engine reads it."""
+"""Weights through a shared directory: the ranks write a Hugging Face directory, every engine
+reads.
+"""
 
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.engines.client import EngineClient
 from megatron_rl.files import partial_path
-from megatron_rl.rollout.client import EngineClient
 from megatron_rl.weights.interface import Surroundings, WeightSource
 
 
 @dataclass(frozen=True, slots=True)
 class DiskPlan:
-    """What a rank needs to write below `directory`, in files of at most `bucket_bytes`."""
+    """A rank's input for writing below `directory`, in files of at most `bucket_bytes`."""
 
     directory: Path
     bucket_bytes: int
@@ -22,20 +24,21 @@ class DiskPlan:
         return DiskSender(source, self)
 
     def path(self, version: int) -> Path:
-        """Where the weights of one version are."""
+        """Return the directory of the weights of one version."""
         return self.directory / f"version-{version:06d}"
 
 
 class DiskSender:
-    """Gathers the weights of all ranks; rank 0 writes them."""
+    """The writer of weights: all ranks gather, and rank 0 writes."""
 
     def __init__(self, source: WeightSource, plan: DiskPlan) -> None:
         self._source, self._plan = source, plan
 
     def send(self, *, version: int) -> None:
-        """Write a directory, in files as small as the buckets of other transports, as rank 0 holds a whole one.
+        """Write a directory, in files as small as buckets, because rank 0 holds a whole file.
 
-        Engines read it from the memory of the file system, and it is removed after that: nobody waits for the disk.
+        Engines read the files from the memory of the file system, before the removal of the
+        directory: nobody waits for the disk.
         """
         self._source.save_hf(self._plan.path(version), max_shard_bytes=self._plan.bucket_bytes, durable=False)
 
@@ -44,7 +47,7 @@ class DiskSender:
 
 
 class DiskTransport:
-    """Directs engines to read a directory, which is removed afterwards."""
+    """The engines' end of the directory: engines read, then the directory is removed."""
 
     sends_first = True
 
@@ -52,10 +55,10 @@ class DiskTransport:
         self.plan = DiskPlan(surroundings.directory, surroundings.bucket_bytes)
 
     async def connect(self, clients: Sequence[EngineClient]) -> None:
-        """Nothing connects them."""
+        """Do nothing: there is no connection."""
 
     async def disconnect(self, client: EngineClient) -> None:
-        """Nothing connects them."""
+        """Do nothing: there is no connection."""
 
     async def deliver(self, client: EngineClient, *, version: int) -> None:
         """Let an engine read the directory."""
@@ -65,7 +68,7 @@ class DiskTransport:
         """No rank waits for an engine."""
 
     def finish(self, *, version: int) -> int:
-        """Remove the directory, also one that rank 0 still writes after a deadline."""
+        """Remove the directory, also one still in progress on rank 0 after a deadline."""
         path = self.plan.path(version)
         shutil.rmtree(partial_path(path), ignore_errors=True)
         num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""What a transport of weights is: an end that every rank holds, an end that directs the engines, and what the two are made from."""
+"""The form of a transport of weights: the ranks' end, the engines' end, and the input of both."""
 
 import collections
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -9,8 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_rl.engines.client import EngineClient
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.client import EngineClient
 from megatron_rl.weights.bucket import BUCKET_BYTES, WeightSpec
 
 
@@ -18,16 +18,17 @@ class WeightSource(Protocol):
     """The trainer of one rank. Both methods are collective, because gathering a sharded weight is."""
 
     def weights(self, *, receivers: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, one whole tensor at a time, on the ranks `receivers`, all where None.
+        """Yield every weight under its Hugging Face name, one whole tensor at a time.
 
-        Any other rank takes part as long as it has a part in what they gather, and gets the same or nothing.
+        The ranks `receivers` get all weights; None means all ranks. Any other rank takes part as
+        long as the gathering needs it, and gets the same or nothing.
         """
         ...
 
     def save_hf(self, directory: Path | str, *, max_shard_bytes: int, durable: bool) -> None:
-        """Write the weights as a Hugging Face directory of files of at most `max_shard_bytes`, of which rank 0 holds one at a time.
+        """Write the weights as a Hugging Face directory of files of at most `max_shard_bytes`.
 
-        Only a `durable` one has to survive a power failure.
+        Rank 0 holds one file at a time. Only a `durable` directory has to survive a power failure.
         """
         ...
 
@@ -41,7 +42,7 @@ class WeightSender(Protocol):
     """The rank's end."""
 
     def send(self, *, version: int) -> None:
-        """Send the current weights. Every rank calls it at the same time."""
+        """Send the current weights. Every rank calls `send` at the same time."""
         ...
 
     def close(self) -> None:
@@ -50,7 +51,7 @@ class WeightSender(Protocol):
 
 
 class SenderPlan(Protocol):
-    """What a rank opens its end from; it travels to the ranks, so it can be pickled."""
+    """The plan of a rank's end. The plan travels to the ranks and can be pickled."""
 
     def open(self, source: WeightSource, *, rank: int) -> WeightSender:
         """Open the end of `rank`, while `WeightTransport.connect` runs at the other one."""
@@ -58,16 +59,16 @@ class SenderPlan(Protocol):
 
 
 class WeightTransport(Protocol):
-    """The engines' end, of a fixed number of engines: what the driver asks of each while it is paused."""
+    """The engines' end: the driver's requests to each of a fixed number of engines."""
 
     @property
     def plan(self) -> SenderPlan:
-        """What every rank opens its end from."""
+        """The plan of every rank's end."""
         ...
 
     @property
     def sends_first(self) -> bool:
-        """True when engines read what ranks have finished sending, False when both happen at once."""
+        """Return True when engines read after all sending, False when both happen at once."""
         ...
 
     async def connect(self, clients: Sequence[EngineClient]) -> None:
@@ -75,11 +76,11 @@ class WeightTransport(Protocol):
         ...
 
     async def disconnect(self, client: EngineClient) -> None:
-        """Let an engine that was connected give back what connecting took."""
+        """Release a connected engine's resources of the connection."""
         ...
 
     async def deliver(self, client: EngineClient, *, version: int) -> None:
-        """Let one engine take what the ranks send, and serve it as `version` from the last part of it on."""
+        """Let one engine take the ranks' weights, and serve `version` from the last part on."""
         ...
 
     def give_up(self, client: EngineClient, *, version: int) -> None:
@@ -87,13 +88,16 @@ class WeightTransport(Protocol):
         ...
 
     def finish(self, *, version: int) -> int:
-        """Leave nothing behind of a sync that is over, also one that failed; return the bytes that each engine got."""
+        """Clean up after a sync, also a failed one; return the bytes received by each engine."""
         ...
 
 
 @asynccontextmanager
 async def updating(client: EngineClient) -> AsyncIterator[None]:
-    """Inside, an engine takes buckets. Whether it got all or not, its update is over then: it would refuse another during this one."""
+    """Let an engine take buckets inside the context; end the engine's update in every case.
+
+    An engine refuses a second update during the first.
+    """
     await client.begin_weight_update()
     try:
         yield
@@ -106,11 +110,12 @@ async def updating(client: EngineClient) -> AsyncIterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What transports are made from; each uses its part.
+    """The surroundings of transports; each transport uses a part.
 
-    `manifest` lists the weights in the order in which a rank exports them. `directory` is on storage that ranks and engines share, and for
-    syncs alone. `free_address` gives an address of rank 0's node and a free port on it. `backend` is gloo or nccl, `timeout_s` the
-    deadline for connecting, in seconds. `ranks_beside` has the URL of every engine on the devices of Megatron ranks, and these ranks in
+    `manifest` lists the weights in a rank's export order. `directory` is on storage shared by ranks
+    and engines, and for syncs alone. `free_address` gives an address of rank 0's node and a free
+    port there. `backend` is gloo or nccl, `timeout_s` the deadline for connecting, in seconds.
+    `ranks_beside` has the URL of every engine on the devices of Megatron ranks, and these ranks in
     the order of the engine's own. `bucket_bytes` is the size of a message.
     """
 

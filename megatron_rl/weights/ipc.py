@@ -31,11 +31,11 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.multiprocessing import reductions
 
+from megatron_rl.engines.client import EngineClient
 from megatron_rl.errors import UserError
 from megatron_rl.leftovers import SHARED_MEMORY, Scratch, scratch_directory
 from megatron_rl.process_variables import ALLOCATOR_VARIABLES
 from megatron_rl.rendezvous import join_store, serve_store
-from megatron_rl.rollout.client import EngineClient
 from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets, num_bucket_bytes
 from megatron_rl.weights.interface import Surroundings, WeightSource, take_all, updating
 
@@ -54,11 +54,11 @@ class Seat:
     tp_rank: int
 
     def offer(self, version: int, bucket: int) -> str:
-        """The key of the store under which the seat's rank offers a bucket."""
+        """Return the store's key for a bucket offered by the seat's rank."""
         return f"offer/{version}/{bucket}/{self.url}/{self.tp_rank}"
 
     def taken(self, version: int, bucket: int) -> str:
-        """The key of the store that says that the engine needs a bucket no longer."""
+        """Return the store's key for a bucket no longer needed by the engine."""
         return f"taken/{version}/{bucket}/{self.url}/{self.tp_rank}"
 
 
@@ -67,7 +67,9 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class IpcPlan:
-    """What a rank needs: the store that rank 0 serves at `address`:`port`, and the `seats` of every rank that is beside an engine."""
+    """A rank's input: the store of rank 0 at `address`:`port`, and the `seats` of ranks beside
+    engines.
+    """
 
     address: str
     port: int
@@ -90,13 +92,18 @@ class IpcPlan:
 
 
 class IpcSender:
-    """Gathers the weights for the ranks that have seats; one that has `seats` offers every bucket to each of them."""
+    """The giver of weights: all ranks gather, and a rank with `seats` offers every bucket to each
+    seat.
+    """
 
     def __init__(self, source: WeightSource, plan: IpcPlan, *, seats: Sequence[Seat], store: Store | None) -> None:
         self._source, self._plan, self._seats, self._store = source, plan, tuple(seats), store
 
     def send(self, *, version: int) -> None:
-        """Offer bucket by bucket, of which two exist for each seat at a time: one is filled while engines take the one before."""
+        """Offer bucket by bucket, with two buckets per seat at a time.
+
+        One bucket is filled while engines take the one before.
+        """
         weights = self._source.weights(receivers=tuple(self._plan.seats))
         try:
             if self._seats:
@@ -107,7 +114,7 @@ class IpcSender:
             torch.cuda.ipc_collect()
 
     def close(self) -> None:
-        """Leave the store, or end it."""
+        """Leave the store, or end the store on rank 0."""
         self._store = None
 
     def _offer_all(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> None:
@@ -130,10 +137,11 @@ class IpcSender:
             self._store.set(seat.offer(version, number), handle_of(flat, self._plan.buckets[number]))
 
     def _those_that_took(self, offered: Mapping[Seat, Tensor], *, version: int, number: int) -> tuple[Seat, ...]:
-        """Wait until nobody needs what each seat was `offered`; the seats whose engine took it.
+        """Wait until all users are done with each seat's `offered` bucket; return the seats of
+        takers.
 
-        The others get no further offer. A handle that nobody opens counts as a user for ever: a file has it counted out, on a GPU that one
-        bucket stays until the rank ends.
+        The other seats get no further offer. A handle that nobody opens counts as a user for ever:
+        a file's handle is then counted out, a GPU's bucket stays until the rank ends.
         """
         assert self._store is not None, "a rank with seats joins the store"
         self._store.wait([seat.taken(version, number) for seat in offered], timedelta(seconds=self._plan.timeout_s))
@@ -163,7 +171,7 @@ def check_same_host(url: str, *, rank: int) -> None:
 
 
 def check_allocator() -> None:
-    """Raise UserError for options of torch's allocator whose memory has no handle that another process could open."""
+    """Raise UserError for options of torch's allocator without handles for other processes."""
     for name in ALLOCATOR_VARIABLES:
         options = os.environ.get(name, "")
         if "expandable_segments:true" in options.replace(" ", "").lower():
@@ -174,12 +182,13 @@ def check_allocator() -> None:
 
 
 def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
-    """Memory [num_bytes] uint8 that other processes can open: any of a GPU, a file of /dev/shm on the CPU.
+    """Return memory [num_bytes] uint8 for sharing with other processes.
 
-    Raises UserError where /dev/shm has no room.
+    The memory is any of a GPU, and a file of /dev/shm on the CPU. Raises UserError where /dev/shm
+    has no room.
     """
     if device.type == "cuda":
-        # Buckets that engines have let go of are free only once somebody looks.
+        # Buckets released by engines become free only after a check.
         torch.cuda.ipc_collect()
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     try:
@@ -195,9 +204,10 @@ def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def memory_of_seats(flat: Tensor, seats: Sequence[Seat]) -> dict[Seat, Tensor]:
-    """What each of `seats` is handed of `flat` [bytes] uint8: on the CPU a file for each, of which the first takes `flat` itself.
+    """Return memory for each of `seats` with the content of `flat` [bytes] uint8.
 
-    On a GPU a rank has one seat for each engine beside it, and no two ranks of an engine share a bucket.
+    On the CPU each seat gets a file, and the first seat takes `flat` itself. On a GPU a rank has
+    one seat for each engine beside, and no two ranks of an engine share a bucket.
     """
     offered = dict.fromkeys(seats, flat)
     for seat in seats[1:] if not flat.is_cuda else ():
@@ -206,16 +216,21 @@ def memory_of_seats(flat: Tensor, seats: Sequence[Seat]) -> dict[Seat, Tensor]:
 
 
 def shared_files(flat: Tensor) -> list[Path]:
-    """What a kill of this process and of torch's helper would leave of `flat` [bytes] uint8: its file, and the helper's directory."""
+    """Return the leftovers of `flat` [bytes] uint8 after a kill of this process and of torch's
+    helper.
+
+    The leftovers are the file and the helper's directory.
+    """
     helper, name, _ = flat.untyped_storage()._share_filename_cpu_()
     return [SHARED_MEMORY / name.decode().lstrip("/"), Path(helper.decode()).parent]
 
 
 def handle_of(flat: Tensor, bucket: Sequence[WeightSpec]) -> str:
-    """The handle of `flat` [bytes] uint8, which holds the tensors of `bucket`, as SGLang's `flattened_bucket` has it.
+    """Return the handle of `flat` [bytes] uint8, with the tensors of `bucket`, for SGLang.
 
-    SGLang unpickles it with the functions of torch, and what describes the tensors with plain records: it refuses all else. A handle is
-    for one process, which counts itself as its user.
+    The form is SGLang's `flattened_bucket`. SGLang unpickles the handle with functions of torch,
+    and the description of the tensors with plain records: all else is refused. A handle is for one
+    process, counted as a user.
     """
     metadata, start = [], 0
     for spec in bucket:
@@ -229,9 +244,10 @@ def handle_of(flat: Tensor, bucket: Sequence[WeightSpec]) -> str:
 
 
 class _HandlePickler(ForkingPickler):
-    """Writes handles in place of memory. A GPU goes by its UUID: its number here is another one in the engine.
+    """A pickler with handles in place of memory. A GPU goes by its UUID.
 
-    Of a file torch's own pickler writes the descriptor, for a socket at which no stranger can authenticate himself.
+    The GPU's number is another one in the engine. For a file torch's own pickler writes the
+    descriptor, for a socket with authentication.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -241,7 +257,7 @@ class _HandlePickler(ForkingPickler):
             return function, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
         if isinstance(obj, torch.UntypedStorage):
             place = obj._share_filename_cpu_()
-            # The file is there until everybody has let go of it, and the reader will once more than it has taken.
+            # The file stays until every user has let go, and the reader lets go one time more than it takes.
             obj._shared_incref()
             return reductions.rebuild_storage_filename, (type(obj), *place)
         return NotImplemented
@@ -251,7 +267,7 @@ class _HandlePickler(ForkingPickler):
 
 
 class IpcTransport:
-    """Hands every engine the handles that the ranks beside it offer, bucket by bucket."""
+    """The engines' end: every engine gets the handles of the ranks beside it, bucket by bucket."""
 
     sends_first = False
 
@@ -270,7 +286,7 @@ class IpcTransport:
         self._store: Store
 
     async def connect(self, clients: Sequence[EngineClient]) -> None:
-        """Join the store. Raises UserError for an engine that shares nothing with a rank."""
+        """Join the store. Raises UserError for an engine without a device shared with a rank."""
         for client in clients:
             if client.address.url not in self._engine_seats:
                 raise UserError(
@@ -283,10 +299,13 @@ class IpcTransport:
         )
 
     async def disconnect(self, client: EngineClient) -> None:
-        """An engine keeps nothing that is shared."""
+        """Do nothing: an engine keeps nothing shared."""
 
     async def deliver(self, client: EngineClient, *, version: int) -> None:
-        """Let an engine take every bucket; the version comes with the last, so that half of the weights never count as new ones."""
+        """Let an engine take every bucket; the version comes with the last bucket.
+
+        Half of the weights therefore never count as new ones.
+        """
         seats, num_buckets = self._engine_seats[client.address.url], len(self.plan.buckets)
         async with updating(client):
             for number in range(num_buckets):
@@ -296,7 +315,10 @@ class IpcTransport:
                     self._store.set(seat.taken(version, number), "")
 
     def give_up(self, client: EngineClient, *, version: int) -> None:
-        """Tell the ranks, which go on to whoever else they serve. They read of it at the bucket at which they are."""
+        """Stop the ranks' offers to one engine; the ranks go on to the remaining engines.
+
+        A rank reads the notice at its present bucket.
+        """
         with contextlib.suppress(torch.distributed.DistNetworkError):  # rank 0 is gone, and so is who would wait
             for number in range(len(self.plan.buckets)):
                 for seat in self._engine_seats[client.address.url]:
@@ -316,7 +338,10 @@ class IpcTransport:
 
 
 def _seats_of_ranks(surroundings: Surroundings) -> dict[int, tuple[Seat, ...]]:
-    """The seats of every rank that is beside an engine; on the CPU, where an engine has one slot, one rank has all of them."""
+    """Return the seats of every rank beside an engine.
+
+    On the CPU an engine has one slot, and one rank has all seats.
+    """
     seats: dict[int, tuple[Seat, ...]] = {}
     for url, ranks in surroundings.ranks_beside.items():
         assert surroundings.ranks_per_engine % len(ranks) == 0, f"{surroundings.ranks_per_engine} ranks of {url} beside ranks {ranks}"

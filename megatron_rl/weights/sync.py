@@ -1,4 +1,4 @@
-"""Weights from the trainer to the engines, versioned: pause, move, resume, then ask every engine what it serves now.
+"""Weights from the trainer to the engines, versioned: pause, move, resume, then check the versions.
 
 ranks ---- send ----> transport ---- deliver ----> engines
                       (one of TRANSPORTS)
@@ -10,10 +10,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.engine_pool import EnginePool, Membership
 from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.observe.metrics import Last, Metric, Sum
-from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.engine_pool import EnginePool, Membership
 from megatron_rl.weights.broadcast import BroadcastTransport
 from megatron_rl.weights.disk import DiskTransport
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightTransport
@@ -33,18 +33,18 @@ MakeTransport = Callable[[Sequence[str]], WeightTransport]
 
 
 class Ranks(Protocol):
-    """The trainer's ranks; each call starts something on all of them and returns one future per rank, in order."""
+    """The trainer's ranks; each call starts work on all, and returns a future per rank."""
 
     def begin_open_sender(self, plan: SenderPlan) -> "Sequence[Future[Any]]":
         """Let every rank open its end of the transport."""
         ...
 
     def begin_close_sender(self) -> "Sequence[Future[Any]]":
-        """Let every rank close the end that it has open."""
+        """Let every rank close its open end."""
         ...
 
     def begin_send(self, *, version: int) -> "Sequence[Future[Any]]":
-        """Let every rank send its current weights."""
+        """Let every rank send the current weights."""
         ...
 
 
@@ -57,19 +57,23 @@ class Connection:
 
 
 class WeightSync:
-    """Syncs the members of `pool` with the trainer's `ranks`, through a transport that `make_transport` makes for engines at some URLs.
+    """Syncs of the members of `pool` with the trainer's `ranks`, through a transport of
+    `make_transport`.
 
-    Where the membership has another epoch than at the last connection, the transport is closed at both ends and a new one opened for
-    the present members, before anything is sent: an engine that left is not waited for, and one that joined gets the weights. Only
-    after that, and after it said that it serves them, the pool may give it requests (`EnginePool.admit`). An engine that joins during a
-    sync counts from the next one on.
+    `make_transport` makes a transport for engines at some URLs. After a new epoch of the membership
+    the transport is closed at both ends and a new one opened for the present members, before
+    anything is sent: the sync does not wait for an engine that left, and an engine that joined gets
+    the weights. The pool may give requests to an engine only after the engine got and confirmed the
+    weights (`EnginePool.admit`). An engine that joins during a sync counts from the next sync on.
 
-    When a sync fails and a member leaves, because it is dead, the others get that version once more from the start, over a new transport;
-    one that has got a part of it stays paused until it has all. A sync fails nevertheless where the last engine dies, and where one dies
-    while a process group is joined, which all do or none. Of NCCL it is not known here: engines that wait on their GPUs for the dead one
-    are out of reach of calls, so that the deadline may end the sync. With disk and ipc no engine waits for another.
+    When a sync fails and a dead member leaves, the others get the same version once more from the
+    start, over a new transport; an engine with a part of the weights stays paused until it has all.
+    A sync fails nevertheless where the last engine dies, and where one dies during the joining of a
+    process group, because all join or none. NCCL's behaviour is not known here: engines that wait
+    on their GPUs for the dead one are out of reach of calls, so the deadline may end the sync. With
+    disk and ipc no engine waits for another.
 
-    Connecting and each sync, with all that is repeated, may take `timeout_s` seconds.
+    Connecting and each sync, with all repetitions, may take `timeout_s` seconds.
     """
 
     def __init__(self, make_transport: MakeTransport, *, ranks: Ranks, pool: EnginePool, timeout_s: float) -> None:
@@ -78,7 +82,7 @@ class WeightSync:
         self._connection: Connection | None = None
 
     async def connect(self) -> None:
-        """Connect now, which the first sync would do. Raises what `run` raises."""
+        """Connect now instead of at the first sync. Raises the errors of `run`."""
         await self._connect(self._deadline())
 
     async def disconnect(self) -> None:
@@ -99,7 +103,10 @@ class WeightSync:
         return {"weights/version": Last(version), "weights/bytes": Sum(num_bytes)}
 
     async def _move(self, connection: Connection, *, version: int, deadline: float) -> int | None:
-        """The bytes that every member has got and serves; None when one of them died, and nothing of this attempt goes on any more."""
+        """Return the bytes got and served by every member; None when a member died.
+
+        After None no work of this attempt goes on.
+        """
         try:
             everywhere = await self._deliver(connection, version=version, deadline=deadline)
         finally:
@@ -107,7 +114,7 @@ class WeightSync:
         return num_bytes if everywhere else None
 
     async def _deliver(self, connection: Connection, *, version: int, deadline: float) -> bool:
-        """Whether every member has got the weights and serves them, as `_move` says it."""
+        """Return True when every member serves the weights, False when a member died."""
         transport, members = connection.transport, connection.membership.members
         sending = _named(self._ranks.begin_send(version=version))
         receiving: dict[EngineClient, asyncio.Future[None]] = {}
@@ -124,7 +131,7 @@ class WeightSync:
             asked = {f"version of {client.address.url}": self._pool.while_it_stays(client, client.weight_version()) for client in members}
             served = await self._all_of(asked, what=what, deadline=deadline)
         except RuntimeError:
-            # Of an engine, or of a rank to which the connection broke.
+            # From an engine, or from a rank with a broken connection.
             if not await self._pool.loses_one_of(members):
                 raise
             await self._abandon(sending, receiving, deadline=deadline)
@@ -148,7 +155,7 @@ class WeightSync:
         membership = self._pool.membership
         if not membership.members:
             raise EngineError("no engine is left that weights could be sent to; see the logs of the engines")
-        # In a thread, because it asks a rank for an address and waits for the answer.
+        # In a thread, because the call asks a rank for an address and waits for the answer.
         transport = await asyncio.to_thread(self._make_transport, [client.address.url for client in membership.members])
         connecting = {"engines": transport.connect(membership.members), **_named(self._ranks.begin_open_sender(transport.plan))}
         await self._all_of(connecting, what="joining trainer and engines for weight syncs", deadline=deadline)
@@ -156,7 +163,7 @@ class WeightSync:
         return self._connection
 
     async def _disconnect(self, deadline: float) -> None:
-        """Close both ends where they are open; at the same time, as NCCL wants it."""
+        """Close both ends where open; at the same time, as NCCL requires."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
@@ -170,10 +177,11 @@ class WeightSync:
     async def _abandon(
         self, sending: "Mapping[str, asyncio.Future[Any]]", receiving: "Mapping[EngineClient, asyncio.Future[None]]", *, deadline: float
     ) -> None:
-        """Wait until nothing of a sync that failed goes on, and close both ends.
+        """Wait until all work of a failed sync has ended, and close both ends.
 
-        In a process group each waits for another: what ranks send ends when all engines have left that take no more, and what engines
-        receive when the ranks have closed their end.
+        In a process group each end waits for the other: the ranks' sending ends when all engines
+        that take no more have left, and the engines' receiving ends when the ranks have closed
+        their end.
         """
         connection, self._connection = self._connection, None
         assert connection is not None, "something was sent"
@@ -224,12 +232,12 @@ def _named(futures: "Sequence[Future[Any]]") -> "dict[str, asyncio.Future[Any]]"
 
 
 def _shielded(works: "Mapping[str, asyncio.Future[Any]]") -> "dict[str, asyncio.Future[Any]]":
-    """The same works to be waited for, which go on when the wait is cancelled."""
+    """Return the same works for waiting; cancelling the wait does not cancel the works."""
     return {name: asyncio.shield(work) for name, work in works.items()}
 
 
 def _end(tasks: "Iterable[asyncio.Future[Any]]") -> None:
-    """Cancel what still runs; what failed beside the failure that was raised is no news any more."""
+    """Cancel all unfinished tasks; read other failures silently, because one was raised already."""
     for task in tasks:
         if not task.cancel() and not task.cancelled():
             task.exception()

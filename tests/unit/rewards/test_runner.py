@@ -12,8 +12,7 @@ import pytest
 from pebble import ProcessFuture, ProcessPool
 
 from megatron_rl.config.settings import RewardSettings
-from megatron_rl.errors import UserError
-from megatron_rl.rewards.runner import RewardRunner, check_error_rate, probe_sample
+from megatron_rl.rewards.runner import RewardRunner, probe_sample
 from megatron_rl.types import Prompt, Reward, RewardOutcome
 
 SETTINGS = RewardSettings(function="no_such_module:score")
@@ -31,25 +30,6 @@ def test_workers_that_are_always_killed_give_errors_not_an_endless_loop(monkeypa
         reward = asyncio.run(runner.score(probe_sample(PROMPT, "")))
     assert reward.outcome is RewardOutcome.ERROR
     assert reward.message == "the reward workers were killed before this call was at work, in 3 attempts"
-
-
-def test_a_log_whose_directory_is_gone_is_told_in_a_sentence(tmp_path: Path) -> None:
-    error = Reward(outcome=RewardOutcome.ERROR, message="Traceback: first")
-    with RewardRunner(SETTINGS, log_path=tmp_path / "logs" / "rewards.log") as runner:
-        (tmp_path / "logs").rename(tmp_path / "elsewhere")
-        with pytest.raises(UserError, match=r"logs/rewards\.log cannot be written: its directory was deleted or moved"):
-            runner.note_failures([error], step=1)
-
-
-def test_the_error_rate_counts_errors_and_timeouts_and_shows_the_first() -> None:
-    scored = Reward(outcome=RewardOutcome.SCORED, value=0.0)
-    error = Reward(outcome=RewardOutcome.ERROR, message="Traceback: first")
-    timeout = Reward(outcome=RewardOutcome.TIMEOUT, message="second")
-    check_error_rate([scored] * 18 + [error, timeout], max_error_rate=0.1)
-    check_error_rate([], max_error_rate=0.0)
-    message = r"1 errors and 1 timeouts in 19 reward calls = 10.5%(.|\n)*1 x second\n(.|\n)*is:\nTraceback: first"
-    with pytest.raises(UserError, match=message):
-        check_error_rate([scored] * 17 + [error, timeout], max_error_rate=0.1)
 
 
 def test_what_a_killed_driver_leaves_is_removed_without_a_word() -> None:

@@ -14,14 +14,14 @@ from run_parts import Rewards
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.run_prompts import RunPrompts
+from megatron_rl.engines.client import Generation
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import check_metrics, metric_values
 from megatron_rl.rollout import manager as module
-from megatron_rl.rollout.client import Generation
-from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Ints, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 
 PROMPTS_PER_STEP = 4
@@ -98,6 +98,8 @@ async def opened(settings: Settings, path: Path) -> AsyncIterator[RolloutManager
 def settings_for(directory: Path, model: Path) -> Callable[..., Settings]:
     """`settings_for(..)("key=value")`: the settings of a run in `directory` on NUM_PROMPTS prompts that are written there."""
     rows = [json.dumps({"prompt": f"{number}=", "label": "1", "answer": "2"}) for number in range(NUM_PROMPTS)]
+    # What is noted of failures goes there.
+    (directory / "run" / "logs").mkdir(parents=True)
     (directory / "train.jsonl").write_text("\n".join(rows) + "\n")
 
     def make(*overrides: str) -> Settings:

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.objective import AdvantageSettings
-from megatron_rl.config.load import load_settings
+from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import FilterSettings
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.group_choice import NO_REWARD, NO_SIGNAL, GroupChoice, check_versions, has_signal, load_filter
-from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
+from megatron_rl.rollout.group_choice import NO_REWARD, NO_SIGNAL, GroupChoice, check_versions, has_failed, has_signal, load_filter
+from megatron_rl.types import Failure, Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 
 def group_of(*rewards: Reward) -> Group:
@@ -44,34 +43,34 @@ FAILED = Reward(RewardOutcome.ERROR, message="boom")
 @pytest.mark.parametrize(
     ("advantage", "rewards", "expected"),
     [
-        ({"estimator": "grpo"}, [scored(1), scored(1)], False),
-        ({"estimator": "grpo"}, [scored(1), scored(0)], True),
-        ({"estimator": "grpo"}, [scored(1), FAILED], False),
-        ({"estimator": "grpo"}, [FAILED, FAILED], False),
-        ({"estimator": "pass@k"}, [scored(1), scored(1), scored(0)], False),
-        ({"estimator": "remax"}, [scored(1, greedy_baseline=0.5)], True),
-        ({"estimator": "remax"}, [scored(1, greedy_baseline=0.5), scored(1, greedy_baseline=0.5)], True),
-        ({"estimator": "remax"}, [scored(1, greedy_baseline=1.0), scored(1, greedy_baseline=1.0)], False),
-        ({"estimator": "gdpo"}, [scored(1, a=1, b=0), scored(1, a=1, b=1)], True),
-        ({"estimator": "gdpo"}, [scored(1, a=1), scored(0, a=1)], False),
-        ({"estimator": "gdpo", "args": {"reward_weights": [1.0, 0.0]}}, [scored(1, a=1, b=0), scored(1, a=1, b=1)], False),
-        ({"estimator": "gdpo"}, [scored(1), scored(1)], True),
-        ({"estimator": "gdpo"}, [scored(1, a=1), scored(1, b=1)], True),
-        ({"estimator": "gdpo", "args": {"reward_weights": [1.0, 0.0]}}, [scored(1, a=1), scored(1, a=1)], True),
+        ({"kind": "group"}, [scored(1), scored(1)], False),
+        ({"kind": "group"}, [scored(1), scored(0)], True),
+        ({"kind": "group"}, [scored(1), FAILED], False),
+        ({"kind": "group"}, [FAILED, FAILED], False),
+        ({"kind": "pass@k"}, [scored(1), scored(1), scored(0)], False),
+        ({"kind": "remax"}, [scored(1, greedy_baseline=0.5)], True),
+        ({"kind": "remax"}, [scored(1, greedy_baseline=0.5), scored(1, greedy_baseline=0.5)], True),
+        ({"kind": "remax"}, [scored(1, greedy_baseline=1.0), scored(1, greedy_baseline=1.0)], False),
+        ({"kind": "gdpo"}, [scored(1, a=1, b=0), scored(1, a=1, b=1)], True),
+        ({"kind": "gdpo"}, [scored(1, a=1), scored(0, a=1)], False),
+        ({"kind": "gdpo", "reward_weights": [1.0, 0.0]}, [scored(1, a=1, b=0), scored(1, a=1, b=1)], False),
+        ({"kind": "gdpo"}, [scored(1), scored(1)], True),
+        ({"kind": "gdpo"}, [scored(1, a=1), scored(1, b=1)], True),
+        ({"kind": "gdpo", "reward_weights": [1.0, 0.0]}, [scored(1, a=1), scored(1, a=1)], True),
     ],
 )
 def test_what_a_group_teaches_depends_on_the_estimator(advantage: dict[str, Any], rewards: list[Reward], expected: bool) -> None:
-    assert has_signal(group_of(*rewards), AdvantageSettings(**advantage)) is expected
+    assert has_signal(group_of(*rewards), Objective.of(advantage={**advantage}).advantage) is expected
 
 
 def test_trajectories_are_compared_and_not_their_samples() -> None:
     one, other = group_of(scored(1), scored(1)), group_of(scored(1), scored(1), scored(0))
     alone = replace(one, samples=tuple(replace(sample, trajectory=0) for sample in one.samples))
-    assert not has_signal(alone, AdvantageSettings(estimator="reinforce_plus_plus_baseline"))
+    assert not has_signal(alone, Objective.of(advantage={"kind": "reinforce_plus_plus_baseline"}).advantage)
     both = replace(other, samples=tuple(replace(sample, trajectory=index // 2) for index, sample in enumerate(other.samples)))
-    assert has_signal(both, AdvantageSettings()) and has_signal(both, AdvantageSettings(estimator="pass@k"))
+    assert has_signal(both, Objective.of(advantage={}).advantage) and has_signal(both, Objective.of(advantage={"kind": "pass@k"}).advantage)
     # The best two are one trajectory: there is a second best.
-    assert not has_signal(other, AdvantageSettings(estimator="pass@k"))
+    assert not has_signal(other, Objective.of(advantage={"kind": "pass@k"}).advantage)
 
 
 @pytest.mark.parametrize("versions", [[2, 2, 2], [1, 2, -1], [-1, -1, -1], [1, 1, 1]])
@@ -96,15 +95,30 @@ def made_by(versions: list[int]) -> Group:
     return Group("p", prompt, (Sample(group_id="p", index=0, prompt=prompt, stop_reason=StopReason.STOP, **arrays),))
 
 
-@pytest.mark.parametrize("zero_variance", ["keep", "mask_kl", "drop", "resample"])
-def test_a_group_without_rewards_is_what_was_generated_where_nothing_is_dropped(zero_variance: str) -> None:
-    paths = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
-    choice = GroupChoice(load_settings(None, [*paths, f"objective.zero_variance={zero_variance}"]))
-    drops = zero_variance in ("drop", "resample")
-    failed, constant, different = group_of(FAILED, FAILED), group_of(scored(1), scored(1)), group_of(scored(1), scored(0))
-    assert choice.rejection(failed) == NO_REWARD and choice.keeps(NO_REWARD) is not drops
-    assert choice.rejection(constant) == (NO_SIGNAL if drops else None) and not choice.keeps(NO_SIGNAL)
-    assert choice.rejection(different) is None and choice.keeps(None)
+def choice_of(*, drops: bool, fewest: int = 2) -> GroupChoice:
+    return GroupChoice(drops=drops, advantage=Objective().advantage, filter=lambda group: None, fewest=fewest)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_group_without_rewards_is_kept_where_nothing_is_dropped(drops: bool) -> None:
+    choice = choice_of(drops=drops)
+
+    def rejection(*rewards: Reward) -> str | None:
+        return choice.rejections([group_of(*rewards)])["p"]
+
+    assert rejection(FAILED, FAILED) == NO_REWARD and choice.keeps(NO_REWARD) is not drops
+    assert rejection(scored(1), scored(1)) == (NO_SIGNAL if drops else None) and not choice.keeps(NO_SIGNAL)
+    assert rejection(scored(1), scored(0)) is None and choice.keeps(None)
+
+
+@pytest.mark.parametrize(
+    ("num_left", "num_failed", "fewest", "failed"), [(2, 6, 2, False), (1, 7, 2, True), (1, 7, 1, False), (0, 1, 1, True)]
+)
+def test_a_group_is_left_out_when_too_few_trajectories_are_left(num_left: int, num_failed: int, fewest: int, failed: bool) -> None:
+    group = replace(group_of(*(scored(index) for index in range(num_left))), failures=(Failure("error", "ValueError: no"),) * num_failed)
+    reason = choice_of(drops=False, fewest=fewest).rejections([group])["p"]
+    words = f"the rollout failed for {num_failed} of {num_left + num_failed} trajectories: ValueError: no"
+    assert reason == (words if failed else None) and has_failed(reason) is failed
 
 
 FILTERS = """

@@ -1,85 +1,37 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from buffer_parts import finished_samples
+from maker_parts import FakeClient, make_maker, make_prompts
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.data.buffer import Buffer
+from megatron_rl.engines.engine_pool import EnginePool, Urgency
+from megatron_rl.engines.routing_record import MixtureShape
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.engines.transport import EngineRefusal
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.plugins import Rollout
-from megatron_rl.rollout.client import Generation
-from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.engine_pool import EnginePool, Urgency
-from megatron_rl.rollout.groups import GroupMaker, Score, load_rollout, make_groups
-from megatron_rl.rollout.routing_record import MixtureShape
-from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.single_turn import single_turn
-from megatron_rl.rollout.transport import EngineRefusal
-from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
+from megatron_rl.rollout.generator import PoolGenerator
+from megatron_rl.rollout.groups import Score, load_rollout, make_groups, single_turn
+from megatron_rl.rollout.sample_checks import check_samples
+from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
 
 MIXTURE = MixtureShape(num_layers=2, num_dense_layers=0, num_experts=4, experts_per_token=1)
-
-
-class FakeClient:
-    """An engine that answers with the prompt's tokens; `fail_at` is the call from which on it is dead."""
-
-    def __init__(self, *, delay_s: float = 0.0, fail_at: int | None = None, error: type[EngineError] = EngineError) -> None:
-        self.address = EngineAddress("url", "key", vocab_size=100, context_length=64, max_total_tokens=64, has_tokenizer=False)
-        self.delay_s, self.fail_at, self.error = delay_s, fail_at, error
-        self.calls = self.running = self.most_running = self.cancelled = 0
-        self.samplings: list[Sampling] = []
-
-    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
-        self.calls += 1
-        self.samplings.append(sampling)
-        self.running += num_samples
-        self.most_running = max(self.most_running, self.running)
-        try:
-            await asyncio.sleep(self.delay_s)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        finally:
-            self.running -= num_samples
-        if self.fail_at is not None and self.calls >= self.fail_at:
-            raise self.error("gone", status=400) if self.error is EngineRefusal else self.error("gone")
-        length = len(token_ids)
-        return (Generation(token_ids, np.zeros(length, np.float32), np.full(length, 2), StopReason.STOP),) * num_samples
-
-
-def make_prompts(number: int) -> list[Prompt]:
-    return [Prompt(id=f"{index:03d}", token_ids=np.array([index, 1]), text=str(index)) for index in range(number)]
-
-
-def make_maker(
-    pool: EnginePool,
-    *,
-    score: Score | None = None,
-    rollout: Rollout = single_turn,
-    num_samples: int = 2,
-    urgency: Urgency = Urgency.TRAINING,
-) -> GroupMaker:
-    return GroupMaker(
-        pool=pool,
-        sampling=Sampling(max_tokens=4),
-        num_samples=num_samples,
-        tokenizer=NumberTokenizer(),
-        score=score,
-        rollout=rollout,
-        urgency=urgency,
-    )
 
 
 async def collect(
     prompts: Sequence[Prompt], clients: Sequence[FakeClient], *, limit: int = 8, score: Score | None = None, rollout: Rollout = single_turn
 ) -> list[Group]:
-    maker = make_maker(EnginePool(clients, max_requests=limit), score=score, rollout=rollout)  # type: ignore[arg-type]
-    return [group async for group in make_groups(prompts, maker)]
+    maker = make_maker(EnginePool(clients, max_requests=limit), rollout, score=score)  # type: ignore[arg-type]
+    return [group async for group in make_groups(prompts, partial(maker.make, num_samples=2))]
 
 
 def test_every_prompt_becomes_one_group_with_all_that_is_known_of_its_tokens() -> None:
@@ -137,11 +89,11 @@ def test_what_waits_for_its_rewards_is_not_generated_again_after_a_kill(tmp_path
             await never.wait()
             raise AssertionError
 
-        maker = replace(make_maker(EnginePool([client], max_requests=8), score=score), buffer=buffer)  # type: ignore[list-item]
-        made = [asyncio.create_task(maker.make(prompt)) for prompt in buffer.take_pending(2)]
+        maker = make_maker(EnginePool([client], max_requests=8), score=score)  # type: ignore[list-item]
+        made = [asyncio.create_task(maker.make(prompt, num_samples=2, buffer=buffer)) for prompt in buffer.take_pending(2)]
 
         async def kept_or_done() -> None:
-            while not made[0].done() or not (made[1].done() or buffer.finished_samples(prompts[1])):
+            while not made[0].done() or not (made[1].done() or finished_samples(buffer, prompts[1])):
                 await asyncio.sleep(0.001)
 
         await asyncio.wait_for(kept_or_done(), 5)
@@ -150,7 +102,7 @@ def test_what_waits_for_its_rewards_is_not_generated_again_after_a_kill(tmp_path
     with Buffer(tmp_path / "buffer.sqlite") as buffer:
         buffer.add_prompts(prompts)
         first = asyncio.run(make(buffer, FakeClient(), patient=False))
-        assert first[0].id == "000" and buffer.finished_samples(prompts[0]) == (), "quick rewards need no write"
+        assert first[0].id == "000" and finished_samples(buffer, prompts[0]) == (), "quick rewards need no write"
     with Buffer(tmp_path / "buffer.sqlite") as buffer:
         client = FakeClient()
         again = asyncio.run(make(buffer, client, patient=True))
@@ -159,7 +111,7 @@ def test_what_waits_for_its_rewards_is_not_generated_again_after_a_kill(tmp_path
         assert again[1].samples[1].response_ids.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(("num_samples", "mixture", "calls"), [(2, None, 0), (3, None, 1), (1, None, 1), (2, MIXTURE, 1)])
+@pytest.mark.parametrize(("num_samples", "mixture", "calls"), [(2, None, 0), (3, None, 1), (1, None, 1), (2, MIXTURE, 5)])
 def test_what_was_kept_under_other_settings_is_generated_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_samples: int, mixture: MixtureShape | None, calls: int
 ) -> None:
@@ -172,21 +124,21 @@ def test_what_was_kept_under_other_settings_is_generated_anew(
 
     async def make(buffer: Buffer, client: FakeClient, num_samples: int) -> Group:
         maker = make_maker(EnginePool([client], max_requests=8), score=score)  # type: ignore[list-item]
-        return await replace(maker, buffer=buffer, num_samples=num_samples).make(prompt)
+        return await maker.make(prompt, num_samples=num_samples, buffer=buffer)
 
     with Buffer(tmp_path / "buffer.sqlite") as buffer:
         buffer.add_prompts([prompt])
         buffer.take_pending(1)
         asyncio.run(make(buffer, FakeClient(), 2))
-        assert len(buffer.finished_samples(prompt)) == 2
+        assert len(finished_samples(buffer, prompt)) == 2
         client = FakeClient()
         client.address = replace(client.address, mixture=mixture)
         if mixture is None:
             assert len(asyncio.run(make(buffer, client, num_samples)).samples) == num_samples
-            assert len(buffer.finished_samples(prompt)) == num_samples, "nothing of before is kept beside it"
+            assert len(finished_samples(buffer, prompt)) == num_samples, "nothing of before is kept beside it"
         else:
-            with pytest.raises(UserError, match="no routed_experts"):
-                asyncio.run(make(buffer, client, num_samples))
+            failures = asyncio.run(make(buffer, client, num_samples)).failures
+            assert [failure.cause for failure in failures] == ["contract"] * 2 and "no routed_experts" in failures[0].headline
         assert client.calls == calls
 
 
@@ -202,8 +154,8 @@ def test_the_end_of_a_group_ends_the_calls_for_its_rewards(tmp_path: Path) -> No
                 ended.append(sample.index)
             raise AssertionError
 
-        maker = replace(make_maker(EnginePool([FakeClient()], max_requests=8), score=score), buffer=buffer)  # type: ignore[list-item]
-        task = asyncio.create_task(maker.make(buffer.take_pending(1)[0]))
+        maker = make_maker(EnginePool([FakeClient()], max_requests=8), score=score)  # type: ignore[list-item]
+        task = asyncio.create_task(maker.make(buffer.take_pending(1)[0], num_samples=2, buffer=buffer))
         await began.wait()
         task.cancel()
         await asyncio.wait([task])
@@ -235,16 +187,19 @@ def test_an_engine_that_failed_gets_another_chance_when_asked() -> None:
             if expected == 2:
                 slow.fail_at = None
                 pool.readmit()
-            assert len([group async for group in make_groups(make_prompts(1), make_maker(pool))]) == 1
+            assert len([group async for group in make_groups(make_prompts(1), partial(make_maker(pool).make, num_samples=2))]) == 1
             assert slow.calls == expected
 
     asyncio.run(work())
 
 
-def test_a_refused_request_is_raised_and_kills_no_engine() -> None:
+def test_a_refused_request_is_a_failure_and_kills_no_engine() -> None:
     refusing, other = FakeClient(fail_at=1, error=EngineRefusal), FakeClient(delay_s=0.01)
-    with pytest.raises(EngineRefusal):
-        asyncio.run(collect(make_prompts(4), [refusing, other]))
+    groups = asyncio.run(collect(make_prompts(4), [refusing, other]))
+    assert sum(len(group.failures) for group in groups) > 0 and {failure.headline for group in groups for failure in group.failures} == {
+        "gone"
+    }
+    assert other.calls > 0
 
 
 def test_closing_early_cancels_what_runs() -> None:
@@ -267,14 +222,14 @@ def test_an_evaluation_goes_before_what_is_made_for_training_and_keeps_to_the_sa
     async def work() -> list[str]:
         pool, order = EnginePool([client], max_requests=4), []  # type: ignore[list-item]
 
-        async def consume(name: str, maker: GroupMaker) -> None:
-            async for _ in make_groups(make_prompts(8), maker):
+        async def consume(name: str, num_samples: int, urgency: Urgency) -> None:
+            async for _ in make_groups(make_prompts(8), partial(make_maker(pool).make, num_samples=num_samples, urgency=urgency)):
                 order.append(name)
 
-        training = asyncio.create_task(consume("training", make_maker(pool)))
+        training = asyncio.create_task(consume("training", 2, Urgency.TRAINING))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        await consume("evaluation", make_maker(pool, num_samples=1, urgency=Urgency.EVALUATION))
+        await consume("evaluation", 1, Urgency.EVALUATION)
         await training
         return order
 
@@ -290,7 +245,7 @@ def test_a_slot_that_is_given_up_goes_to_the_next() -> None:
     async def work() -> None:
         pool = EnginePool([client], max_requests=2)  # type: ignore[list-item]
         for cancel_at in range(6):
-            tasks = [asyncio.create_task(make_maker(pool).make(prompt)) for prompt in make_prompts(3)]
+            tasks = [asyncio.create_task(make_maker(pool).make(prompt, num_samples=2)) for prompt in make_prompts(3)]
             for _ in range(cancel_at):
                 await asyncio.sleep(0)
             tasks[0].cancel()
@@ -363,9 +318,9 @@ OTHER_PROMPT = Prompt(id="000", token_ids=np.array([0, 1]), text="0", metadata={
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        (changed(index=0), r"rollout.function returned samples with the index \[0, 0\] for prompt 000, needs each of 0 to 1 once"),
-        (changed(index=2), r"the index \[0, 2\] for prompt 000"),
-        (changed(prompt=OTHER_PROMPT), r"sample 1 of prompt 000 with a prompt whose metadata is {'turn': 2}, needs {}, .*Sample.metadata"),
+        (changed(index=0), r"it returned samples with the index \[0, 0\], needs each of 0 to 1 once"),
+        (changed(index=2), r"the index \[0, 2\]"),
+        (changed(prompt=OTHER_PROMPT), r"sample 1 with a prompt whose metadata is {'turn': 2}, needs {}, .*Sample.metadata"),
         (
             changed(prompt=replace(OTHER_PROMPT, metadata={}, label="1")),
             "a prompt whose label is '1', needs None, that of the prompt which",
@@ -375,17 +330,28 @@ OTHER_PROMPT = Prompt(id="000", token_ids=np.array([0, 1]), text="0", metadata={
         (changed(trajectory=1, index=0), r"the index \[0, 0\]"),
         (changed(weight_versions=[2, -1]), "weight_versions -1 at token 1, which loss_mask trains on, needs the version"),
         (changed(rollout_log_probs=[-1.0, 0.5]), "the rollout log-prob 0.5 at token 1, needs at most 0"),
-        (too_few, "returned 0 samples of 0 trajectories for prompt 000, needs 2 trajectories; samples that belong together"),
-        (one_trajectory, "returned 2 samples of 1 trajectories for prompt 000, needs 2"),
-        (nothing, "rollout.function returned None of type NoneType for prompt 000, needs a list of Sample"),
-        (of_dicts, r"rollout.function returned a list with {'text': '4'} of type dict for prompt 000, needs Sample"),
+        (too_few, "returned 0 samples of 0 trajectories, needs 2 trajectories; samples that belong together"),
+        (one_trajectory, "returned 2 samples of 1 trajectories, needs 2"),
+        (nothing, "it returned None of type NoneType, needs a list of Sample"),
+        (of_dicts, r"it returned a list with {'text': '4'} of type dict, needs Sample"),
         (of_another_group, "group_id 'other', needs '000'"),
         (beyond_the_vocabulary, "token ids 100 to 100 in response_ids, needs 0 to 99"),
+        (
+            changed(prompt=replace(OTHER_PROMPT, metadata={}, token_ids=[5] * 63)),
+            r"sample 1 with 65 tokens, .* needs at most 64 \(generator.context: .* training.max_tokens_per_micro_batch × cp\); end it",
+        ),
     ],
 )
 def test_a_rollout_that_breaks_its_contract_is_one_sentence(rollout: Rollout, message: str) -> None:
+    async def work() -> None:
+        (prompt,), pool = make_prompts(1), EnginePool([FakeClient()], max_requests=8)  # type: ignore[list-item]
+        async with PoolGenerator(pool, seed="0 000", max_tokens=64, max_answer=4) as generator:
+            sampling, tokenizer = Sampling(max_tokens=4), NumberTokenizer()
+            made = await rollout(prompt=prompt, generator=generator, sampling=sampling, num_samples=2, tokenizer=tokenizer)  # type: ignore[arg-type]
+        check_samples(made, prompt=prompt, num_samples=2, vocab_size=100, max_tokens=64)
+
     with pytest.raises(UserError, match=message):
-        asyncio.run(collect(make_prompts(1), [FakeClient()], rollout=rollout))
+        asyncio.run(work())
 
 
 @pytest.mark.parametrize(
@@ -404,8 +370,9 @@ def test_what_is_not_trained_on_and_what_rounding_explains_is_taken(changes: dic
 
 
 def test_a_non_finite_log_prob_of_a_trained_token_says_what_was_got() -> None:
-    with pytest.raises(ValueError, match="Sample 1 of group 000 has the rollout log-prob -inf on a trainable token, needs a finite number"):
-        asyncio.run(collect(make_prompts(1), [FakeClient()], rollout=changed(rollout_log_probs=[-np.inf, np.nan])))
+    (group,) = asyncio.run(collect(make_prompts(1), [FakeClient()], rollout=changed(rollout_log_probs=[-np.inf, np.nan])))
+    words = "ValueError: Sample 0 of group 000 has the rollout log-prob -inf on a trainable token, needs a finite number"
+    assert group.samples == () and [failure.headline for failure in group.failures] == [words] * 2
 
 
 def test_experts_recorded_across_a_weight_update_are_not_replayed() -> None:
@@ -432,11 +399,11 @@ def test_every_sample_of_every_request_is_drawn_with_a_seed_of_its_own_that_come
 
     def seeds(run_seed: int) -> list[int]:
         client = FakeClient()
-        maker = replace(make_maker(EnginePool([client], max_requests=8), rollout=two_requests), seed=run_seed)  # type: ignore[list-item]
+        maker = make_maker(EnginePool([client], max_requests=8), two_requests, seed=run_seed)  # type: ignore[list-item]
 
         async def work() -> None:
             for prompt in make_prompts(20):
-                await maker.make(prompt)
+                await maker.make(prompt, num_samples=2)
 
         asyncio.run(work())
         return [sampling.request(index)["sampling_seed"] for sampling in client.samplings for index in range(2)]
@@ -451,13 +418,13 @@ def test_every_sample_of_every_request_is_drawn_with_a_seed_of_its_own_that_come
 def test_a_rollout_without_experts_is_refused_where_the_engine_records_them() -> None:
     client = FakeClient()
     client.address = replace(client.address, mixture=MIXTURE)
-    with pytest.raises(UserError, match=r"with no routed_experts, which training\.routing_replay needs"):
-        asyncio.run(collect(make_prompts(1), [client]))
+    (group,) = asyncio.run(collect(make_prompts(1), [client]))
+    assert group.samples == () and "with no routed_experts, which training.routing_replay needs" in group.failures[0].headline
 
 
 def test_a_rollout_is_found_by_its_path() -> None:
     assert load_rollout(RolloutSettings()) is single_turn
-    assert load_rollout(RolloutSettings(function="megatron_rl.rollout.single_turn:single_turn")) is single_turn
+    assert load_rollout(RolloutSettings(function="megatron_rl.rollout.groups:single_turn")) is single_turn
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.rollout.identical_groups import LIMIT, IdenticalGroups
+from megatron_rl.rollout.group_choice import LIMIT, IdenticalGroups
 from megatron_rl.types import Group, Ints, Prompt, Sample, StopReason
 
 

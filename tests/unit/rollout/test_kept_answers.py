@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from maker_parts import make_maker
 
 from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.data.buffer import Buffer
+from megatron_rl.engines.client import SHORT_RESPONSE_TOKENS, Generation
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.engines.routing_record import MixtureShape
+from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.plugins import Generator
-from megatron_rl.rollout import kept_answers
-from megatron_rl.rollout.client import SHORT_RESPONSE_TOKENS, Generation
-from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.engine_pool import EnginePool
-from megatron_rl.rollout.groups import GroupMaker
-from megatron_rl.rollout.kept_answers import KeptAnswers
-from megatron_rl.rollout.routing_record import MixtureShape
-from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.single_turn import single_turn
+from megatron_rl.rollout import generator
+from megatron_rl.rollout.generator import KeptAnswers
+from megatron_rl.rollout.groups import single_turn
 from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 PROMPT = Prompt(id="p", token_ids=np.array([1, 2]), text="1 2")
@@ -82,7 +82,7 @@ class Given:
 
 
 async def make(
-    buffer: Buffer, *engines: Engine, num_samples: int = 3, killed: bool = False, due_s: float = 0.0, **changes: Any
+    buffer: Buffer, *engines: Engine, num_samples: int = 3, killed: bool = False, due_s: float = 0.0, greedy: bool = False, **changes: Any
 ) -> Group | None:
     """The group of the prompt, or None when the engine does not answer any more and the run is `killed` `due_s` seconds later."""
 
@@ -92,10 +92,8 @@ async def make(
     pool = EnginePool(engines, max_requests=8)  # type: ignore[arg-type]
     for engine in engines:
         engine.pool = pool
-    maker = GroupMaker(
-        pool=pool, sampling=LONG, num_samples=num_samples, tokenizer=NumberTokenizer(), score=score, buffer=buffer
-    )  # fmt: skip
-    making = asyncio.create_task(replace(maker, **changes).make(PROMPT))
+    maker = make_maker(pool, score=score, **{"max_answer": LONG.max_tokens, **changes})
+    making = asyncio.create_task(maker.make(PROMPT, num_samples=num_samples, greedy=greedy, buffer=buffer))
     if not killed:
         return await asyncio.wait_for(making, 5)
     await asyncio.wait_for(engines[0].silent.wait(), 5)
@@ -126,9 +124,9 @@ def buffer(tmp_path: Path) -> Any:
 def test_only_the_samples_that_a_kill_cut_off_are_asked_for_again(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing that is done at the end of a process counts: a killed one does nothing.
     monkeypatch.setattr(KeptAnswers, "close", lambda self, finished: None)
-    monkeypatch.setattr(kept_answers, "KEEP_AFTER_S", 0.01)
+    monkeypatch.setattr(generator, "KEEP_AFTER_S", 0.01)
     before, after = Engine(limit=2), Engine(limit=9, first=50)
-    asyncio.run(make(buffer, before, killed=True, due_s=kept_answers.KEEP_AFTER_S))
+    asyncio.run(make(buffer, before, killed=True, due_s=generator.KEEP_AFTER_S))
     assert len(buffer.answers("p")) == 2
     group = asyncio.run(make(buffer, after))
     assert len(before.seeds) == before.slots == 3 and after.slots == 1 and after.seeds == before.seeds[2:]
@@ -149,7 +147,7 @@ def test_turns_that_were_finished_are_not_asked_for_again(buffer: Buffer) -> Non
 
 @pytest.mark.parametrize(
     "changes",
-    [{"sampling": replace(LONG, temperature=0.5)}, {"sampling": replace(LONG, max_tokens=40)}, {"seed": 1}],
+    [{"greedy": True}, {"max_answer": 40}, {"seed": 1}],
     ids=["temperature", "length", "seed"],
 )
 def test_an_answer_to_another_request_is_not_taken(buffer: Buffer, changes: dict[str, Any]) -> None:
@@ -171,8 +169,8 @@ def test_a_group_that_is_finished_soon_and_short_answers_cost_no_write(buffer: B
     monkeypatch.setattr(Buffer, "put_answers", lambda self, group_id, answers: written.append(group_id))
     asyncio.run(make(buffer, Engine(limit=9)))
     short = Engine(limit=9)
-    asyncio.run(make(buffer, short, sampling=replace(LONG, max_tokens=SHORT_RESPONSE_TOKENS)))
-    asyncio.run(make(buffer, Engine(limit=2), sampling=replace(LONG, max_tokens=SHORT_RESPONSE_TOKENS), killed=True))
+    asyncio.run(make(buffer, short, max_answer=SHORT_RESPONSE_TOKENS))
+    asyncio.run(make(buffer, Engine(limit=2), max_answer=SHORT_RESPONSE_TOKENS, killed=True))
     assert written == []
 
 
@@ -213,3 +211,14 @@ def test_experts_come_back(buffer: Buffer) -> None:
         np.testing.assert_array_equal(found.routed_experts, experts, strict=True)
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(("version", "oldest", "num_kept"), [(4, 0, 2), (3, 0, 0), (4, 3, 2), (4, 4, 0)])
+def test_an_answer_is_as_new_as_its_newest_token(buffer: Buffer, version: int, oldest: int, num_kept: int) -> None:
+    """Those of this engine are of versions 3 and 4: after a resume from weights of version 3 the newest tokens are of no weights."""
+    asyncio.run(make(buffer, Engine(limit=2), killed=True))
+    assert len(buffer.answers("p")) == 2
+    buffer.recover()
+    buffer.rewind(version, version=version)
+    buffer.renew(0, oldest_version=oldest)
+    assert len(buffer.answers("p")) == num_kept

@@ -28,14 +28,15 @@ from run_parts import Rewards
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.run_prompts import RunPrompts
+from megatron_rl.engines.client import Generation
+from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import check_metrics, metric_values
-from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.group_choice import NO_SIGNAL
+from megatron_rl.rollout.groups import GroupMaker
 from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.types import Ints, Prompt, Reward, RewardOutcome, Sample, TrainBatch
+from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, TrainBatch
 
 
 @pytest.fixture
@@ -146,16 +147,15 @@ def test_rewards_that_keep_failing_end_the_step_with_the_first_traceback(
             await step_of(manager, engine, 0)
 
     monkeypatch.setattr(UnequalRewards, "score", fail)
-    with pytest.raises(UserError, match=r"8 errors and 0 timeouts in 8 reward calls(.|\n)*the grader is broken"):
+    message = r"8 of 8 reward calls failed .* = 100.0%, more than reward.max_error_rate 5.0%; mend (.|\n)*is:\nTraceback: the grader"
+    with pytest.raises(UserError, match=message):
         asyncio.run(run())
 
 
 def test_greedy_baselines_come_with_the_groups_of_later_steps(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     async def run() -> list[TrainBatch]:
         Client.engine = engine = Engine(seed=3)
-        async with opened(
-            make_settings("rollout.max_staleness=1", "objective.advantage.estimator=remax"), tmp_path / "buffer.sqlite"
-        ) as manager:
+        async with opened(make_settings("rollout.max_staleness=1", "objective.advantage=remax"), tmp_path / "buffer.sqlite") as manager:
             batches = [(await step_of(manager, engine, step))[0] for step in range(4)]
             assert sum(greedy for greedy, _ in engine.started) >= 4 * PROMPTS_PER_STEP
             return batches
@@ -213,7 +213,7 @@ def test_evaluation_asks_every_prompt_greedily_and_then_at_the_training_temperat
     monkeypatch.setattr(UnequalRewards, "score", by_tokens)
     values, started = asyncio.run(run(0))
     assert started == [(True, 0)] * 3 + [(False, 0)] * 3
-    assert (values["eval/accuracy_greedy"], values["eval/num_samples"], round(values["eval/accuracy_sampled"], 9)) == (1.0, 6, 0.2)
+    assert (values["eval/accuracy_greedy"], values["eval/num_samples"], round(values["eval/reward_sampled"], 9)) == (1.0, 6, 0.2)
     assert all(asyncio.run(run(seed))[0] == values for seed in range(1, 9)), "whichever answer is the first"
 
 
@@ -316,3 +316,55 @@ def test_an_engine_that_fails_is_told_once(make_settings: Callable[..., Settings
     gc.collect()
     assert told == [], "asyncio prints the traceback of each failure that nobody has asked for"
     assert capsys.readouterr().err == ""
+
+
+def test_a_later_success_hides_no_failure(make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A group of the third step fails while nobody waits, and others are finished before the second step is asked for."""
+    make = GroupMaker.make
+    released, failed = asyncio.Event(), asyncio.Event()
+
+    async def failing(self: GroupMaker, prompt: Prompt, **arguments: Any) -> Group:
+        number = int(prompt.text.rstrip("="))
+        if number == 8:
+            await released.wait()
+            failed.set()
+            raise EngineError("gone")
+        if number > 8:
+            await failed.wait()
+            await asyncio.sleep(0.01)
+        return await make(self, prompt, **arguments)
+
+    async def run() -> None:
+        Client.engine = engine = Engine(seed=0)
+        async with opened(make_settings("rollout.max_staleness=2", "data.shuffle=false"), tmp_path / "buffer.sqlite") as manager:
+            await step_of(manager, engine, 0)
+            released.set()
+            while manager._buffer.counts().done < 7:
+                await asyncio.sleep(0.001)
+            for step in (1, 2):
+                await asyncio.wait_for(step_of(manager, engine, step), 5)
+
+    monkeypatch.setattr(GroupMaker, "make", failing)
+    with pytest.raises(EngineError, match="gone"):
+        asyncio.run(run())
+
+
+def test_no_group_beyond_admission_is_made(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    """The groups of one step are done, those of two more are pending, as after a kill, and the run goes on without any staleness."""
+    path = tmp_path / "buffer.sqlite"
+
+    async def run(max_staleness: int) -> int:
+        Client.engine = engine = Engine(seed=0)
+        async with opened(make_settings(f"rollout.max_staleness={max_staleness}"), path) as manager:
+            batch, _ = await step_of(manager, engine, 0)
+            assert batch.num_sequences == 2 * PROMPTS_PER_STEP
+            while engine.running:
+                await asyncio.sleep(0)
+            return len(engine.started)
+
+    assert asyncio.run(run(2)) == 3 * PROMPTS_PER_STEP
+    with sqlite3.connect(path) as buffer:
+        buffer.execute("UPDATE groups SET state = 'done', consumed_step = NULL, trained = NULL")
+        buffer.execute("UPDATE groups SET state = 'pending' WHERE position > ?", (PROMPTS_PER_STEP,))
+        buffer.execute("DELETE FROM samples WHERE group_id IN (SELECT id FROM groups WHERE state = 'pending')")
+    assert asyncio.run(run(0)) == 0

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from buffer_parts import take_done
 
 from megatron_rl.contracts import NumberTokenizer, ScriptedEngine, scripted_experts
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
+from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.groups import single_turn
 from megatron_rl.rollout.sample_checks import check_samples
-from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.single_turn import single_turn
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, trajectories
 
 PROMPT = Prompt(id="p", token_ids=np.array([1, 2, 3]), text="2+2=", label="4", metadata={"level": 1})
@@ -39,7 +40,7 @@ def two_turns_each(num_trajectories: int) -> list[Sample]:
 
 def test_records_of_own_prompts_reach_the_batch_through_the_buffer(tmp_path: Path) -> None:
     made = two_turns_each(3)
-    checked = check_samples(made, prompt=PROMPT, num_samples=3, vocab_size=50, need_experts=True)
+    checked = check_samples(made, prompt=PROMPT, num_samples=3, vocab_size=50, max_tokens=99, need_experts=True)
     assert checked == tuple(made)
     rewards = {
         sample.index: Reward(RewardOutcome.SCORED, float(number)) for number, parts in enumerate(trajectories(made)) for sample in parts
@@ -49,7 +50,7 @@ def test_records_of_own_prompts_reach_the_batch_through_the_buffer(tmp_path: Pat
         buffer.add_prompts([PROMPT])
         buffer.take_pending(1)
         buffer.put_done(group)
-        batch = make_train_batch(buffer.take_done(1, step=1))
+        batch = make_train_batch(take_done(buffer, 1, step=1))
     assert batch.rewards.tolist() == [0, 0, 1, 1, 2, 2] and batch.trajectory_ids.tolist() == [0, 0, 1, 1, 2, 2]
     assert batch.routed_experts is not None
     for sample, start, end in zip(made, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
@@ -62,7 +63,7 @@ def test_records_of_own_prompts_reach_the_batch_through_the_buffer(tmp_path: Pat
 def test_the_number_of_trajectories_is_what_was_asked_for() -> None:
     samples = two_turns_each(2)
     for wrong in (1, 3, 4):
-        with pytest.raises(UserError, match=rf"returned 4 samples of 2 trajectories for prompt p, needs {wrong} trajectories"):
-            check_samples(samples, prompt=PROMPT, num_samples=wrong, vocab_size=50)
-    with pytest.raises(UserError, match=r"the index \[0, 1, 2, 4\] for prompt p, needs each of 0 to 3 once"):
-        check_samples([*samples[:3], replace(samples[3], index=4)], prompt=PROMPT, num_samples=2, vocab_size=50)
+        with pytest.raises(UserError, match=rf"returned 4 samples of 2 trajectories, needs {wrong} trajectories"):
+            check_samples(samples, prompt=PROMPT, num_samples=wrong, vocab_size=50, max_tokens=99)
+    with pytest.raises(UserError, match=r"the index \[0, 1, 2, 4\], needs each of 0 to 3 once"):
+        check_samples([*samples[:3], replace(samples[3], index=4)], prompt=PROMPT, num_samples=2, vocab_size=50, max_tokens=99)

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.models.read_spec import parse_model_spec
-from megatron_rl.weights.bucket import BUCKET_BYTES, WeightSpec, make_buckets, num_bucket_bytes
-from megatron_rl.weights.manifest import make_manifest
+from megatron_rl.weights.bucket import BUCKET_BYTES, WeightSpec, exported_specs, make_buckets, num_bucket_bytes
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 
 
 @functools.cache
 def manifest_of(name: str) -> tuple[WeightSpec, ...]:
-    return make_manifest(parse_model_spec(json.loads((CONFIGS / f"{name}.json").read_text()), origin=name), dtype="bfloat16")
+    return exported_specs(parse_model_spec(json.loads((CONFIGS / f"{name}.json").read_text()), origin=name), dtype="bfloat16")
 
 
 def cut_attentions(buckets: Sequence[Sequence[WeightSpec]], *, num_layers: int) -> list[int]:

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from megatron_rl.config.settings import WeightSettings
+from megatron_rl.engines import engine_pool
+from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.observe.metrics import metric_values
-from megatron_rl.rollout import engine_pool
-from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.engine_pool import EnginePool, Urgency
 from megatron_rl.weights.bucket import WeightSpec
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightTransport
 from megatron_rl.weights.ipc import IpcPlan

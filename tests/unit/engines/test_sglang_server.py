@@ -6,20 +6,21 @@ import psutil
 import pytest
 from torch import distributed
 
-from megatron_rl.rollout.sglang_server import serve_rendezvous
+from megatron_rl.engines.sglang_server import serve_rendezvous
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes back what is set for SGLang's processes."""
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    """Take back the variables of SGLang's processes."""
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
 
 
 def listening() -> set[tuple[str, int]]:
     return {tuple(link.laddr) for link in psutil.Process().net_connections(kind="tcp") if link.status == psutil.CONN_LISTEN}
 
 
-def test_rank_zero_joins_a_store_on_the_servers_address_instead_of_opening_one() -> None:
+def test_rank_zero_joins_the_servers_store() -> None:
     arguments = {"host": "127.0.0.1", "tp_size": 2}
     before = listening()
     store = serve_rendezvous(arguments)
@@ -27,6 +28,8 @@ def test_rank_zero_joins_a_store_on_the_servers_address_instead_of_opening_one()
     joined, rank, size = next(iter(distributed.rendezvous(f"tcp://127.0.0.1:{arguments['nccl_port']}", 0, 1)))
     joined.set("key", "value")
     assert (rank, size, store.get("key")) == (0, 1, b"value")
+    # torch 2.14 serves a store of its own, at a port in use, unless these name the store that it is to join.
+    assert (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) == ("127.0.0.1", store.port)
     assert listening() - before == {("127.0.0.1", store.port)}
 
 
@@ -34,4 +37,4 @@ def test_where_sglang_wants_the_port_free_nothing_changes() -> None:
     arguments = {"host": "127.0.0.1", "tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
     before = dict(arguments)
     assert serve_rendezvous(arguments) is None
-    assert arguments == before and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert arguments == before and not os.environ["TORCHELASTIC_USE_AGENT_STORE"]

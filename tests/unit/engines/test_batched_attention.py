@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.rollout.batched_attention import attend, make_buckets
+from megatron_rl.engines.on_cpu.batched_attention import attend, make_buckets
 
 HEADS, KV_HEADS, SIZE, CONTEXT = 4, 2, 8, 64
 

@@ -1,7 +1,7 @@
-"""One engine, as the driver sees it: token ids in, token ids and log-probs out, and the calls that change its weights.
+"""Client of one engine: token ids in, token ids and log-probs out, and calls that change weights.
 
-Legend: P prompt tokens, R response tokens, T tokens of a scored sequence.
-What would bring the whole server down (token ids outside the vocabulary, requests beyond its memory) is refused before it is sent.
+Legend: P prompt tokens, R response tokens, T tokens of a scored sequence. Requests that would crash
+the server (token ids outside the vocabulary, too much memory) are refused before sending.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 
 from megatron_rl.deadlines import ENGINE_ABORT_S, ENGINE_CONTROL_S
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.engines.routing_record import MixtureShape, read_routed_experts
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.engines.transport import MAX_ATTEMPTS, EngineRefusal, Transport
 from megatron_rl.errors import DeadlineError, EngineError, UserError
-from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.routing_record import MixtureShape, read_routed_experts
-from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.transport import MAX_ATTEMPTS, EngineRefusal, Transport
 from megatron_rl.types import Experts, Floats, Ints, StopReason
 
 Result = TypeVar("Result")
@@ -37,9 +37,11 @@ MAX_TOGETHER = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """One response. `token_ids`, `log_probs` (nats, of the sampling distribution), `weight_versions` have length R.
+    """One response. `token_ids`, `log_probs` (nats, sampling distribution), `weight_versions` are
+    [R].
 
-    `routed_experts` [P + R - 1, L, K] are the experts of all tokens but the last, from an engine that records them.
+    `routed_experts` [P + R - 1, L, K] are the experts of all tokens but the last, from an engine
+    that records experts.
     """
 
     token_ids: Ints
@@ -49,20 +51,9 @@ class Generation:
     routed_experts: Experts | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scores:
-    """What an engine says of a sequence of T tokens: `log_probs` [T] in nats, 0 for the first token.
-
-    `routed_experts` [T - 1, L, K] are the experts of all tokens but the last, from an engine that records them.
-    """
-
-    log_probs: Floats
-    routed_experts: Experts | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """One sample that is asked for, with the id by which the server aborts it."""
+    """One requested sample, with the id for an abort on the server."""
 
     request_id: str
     prompt: list[int]
@@ -72,8 +63,9 @@ class _Asked:
 class EngineClient:
     """Asynchronous calls to one engine; use in an `async with` block.
 
-    Generation and scoring change nothing on the server, so they are tried again after a lost connection until
-    `request_timeout_s`, retries included. Control calls are made once, each within `control_timeout_s`.
+    Generation and scoring change nothing on the server. So a lost connection is followed by retries
+    until `request_timeout_s`, retries included. Control calls are made once, each within
+    `control_timeout_s`.
     """
 
     def __init__(self, address: EngineAddress, *, request_timeout_s: float, control_timeout_s: float = ENGINE_CONTROL_S) -> None:
@@ -81,7 +73,7 @@ class EngineClient:
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
         self._transport = Transport(address.url, address.api_key)
-        # What is being collected for one HTTP call, and the task that makes the call.
+        # Requests collected for one HTTP call, and the task that makes the call.
         self._together: tuple[list[Sequence[_Asked]], asyncio.Task[list[Any] | None]] | None = None
 
     async def __aenter__(self) -> "EngineClient":
@@ -94,12 +86,16 @@ class EngineClient:
     # Generation
 
     async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
-        """`num_samples` responses to the prompt `token_ids` [P], in one request. Cancelling the call aborts them.
+        """Return `num_samples` responses to the prompt `token_ids` [P], in one request.
+
+        Cancelling the call aborts the samples.
 
         Raises:
-            UserError: an empty prompt, an id outside the vocabulary, a request longer than the context or the KV pool, or stop
-                strings for an engine without a tokenizer.
-            EngineError: the engine refused or could not be reached. DeadlineError: no answer in time.
+            UserError: an empty prompt, an id outside the vocabulary, a request longer than the
+                context or
+                the KV pool, or stop strings for an engine without a tokenizer.
+            EngineError: the engine refused or could not be reached.
+            DeadlineError: no answer in time.
         """
         self._check_request(token_ids, sampling)
         # Of one width, because the server may abort every request whose id begins with the given one.
@@ -110,14 +106,14 @@ class EngineClient:
             answers = await (self._ask_together(asked) if sampling.max_tokens <= SHORT_RESPONSE_TOKENS else self._ask(asked))
         except asyncio.CancelledError:
             aborting = _noted(asyncio.create_task(self.abort(request_ids)))
-            # The caller is told of its cancellation, not of an engine that is gone as well.
+            # The caller sees only the cancellation, not also the error of a lost engine.
             with contextlib.suppress(EngineError, DeadlineError):
                 await asyncio.shield(aborting)
             raise
         return tuple(_read_generation(answer, prompt_length=len(prompt), mixture=self.address.mixture) for answer in answers)
 
     async def _ask(self, asked: Sequence[_Asked]) -> list[Any]:
-        """The server's answers to samples, in one HTTP call."""
+        """Return the server's answers to samples, in one HTTP call."""
         body = {
             "rid": [each.request_id for each in asked],
             "input_ids": [each.prompt for each in asked],
@@ -131,7 +127,9 @@ class EngineClient:
         return answers
 
     async def _ask_together(self, own: Sequence[_Asked]) -> list[Any]:
-        """As `_ask`, in one HTTP call with what others ask for in the same moment; when they are refused together, each asks alone."""
+        """Ask as `_ask`, in one HTTP call with concurrent requests; when refused together, ask each
+        alone.
+        """
         if self._together is None:
             collected: list[Sequence[_Asked]] = []
             self._together = collected, _noted(asyncio.create_task(self._ask_collected(collected)))
@@ -144,9 +142,10 @@ class EngineClient:
         return await self._ask(own) if answers is None else answers[first : first + len(own)]
 
     async def _ask_collected(self, requests: Sequence[Sequence[_Asked]]) -> list[Any] | None:
-        """The answers to `requests`, complete when this task has its first turn, after all that is asked for in the same moment.
+        """Return the answers to `requests`, collected until this task has its first turn.
 
-        None when the server refuses several of them, because what it says need not hold for all.
+        Returns None when the server refuses several requests, because the reason need not hold for
+        all.
         """
         if self._together is not None and self._together[0] is requests:
             self._together = None
@@ -156,25 +155,6 @@ class EngineClient:
             if len(requests) == 1:
                 raise
             return None
-
-    async def score(self, token_ids: Ints) -> Scores:
-        """Log-probs at temperature 1 of the sequence `token_ids` [T] under the current weights. Raises what `generate` raises."""
-        self._check_request(token_ids, Sampling(max_tokens=1))
-        sampling = {**Sampling(max_tokens=1).request(), "max_new_tokens": 0}
-        mixture = self.address.mixture
-        body = {"input_ids": token_ids.tolist(), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        body["return_routed_experts"] = mixture is not None
-        answer = await self._transport.call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
-        scored = answer["meta_info"]["input_token_logprobs"]
-        # The server reports the id of the vocabulary's last row as 0 (it takes it for a placeholder); the log-prob is right.
-        reported = np.where(token_ids < self.address.vocab_size - 1, token_ids, 0)
-        if [entry[1] for entry in scored] != reported.tolist():
-            raise EngineError(f"the engine at {self.address.url} scored other tokens than it was sent")
-        log_probs = np.array([0.0] + [entry[0] for entry in scored[1:]], np.float32)
-        if mixture is None:
-            return Scores(log_probs)
-        # As a response of one token: it is the last one that has no record.
-        return Scores(log_probs, read_routed_experts(answer["meta_info"], mixture, prompt_length=len(token_ids) - 1, response_length=1))
 
     def _check_request(self, token_ids: Ints, sampling: Sampling) -> None:
         address, length = self.address, len(token_ids)
@@ -201,11 +181,18 @@ class EngineClient:
     # Running requests
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort these requests; they answer with what they have. An unknown or finished one is no error."""
+        """Abort these requests; each answers with the tokens so far.
+
+        An unknown or finished request is no error.
+        """
         await asyncio.gather(*(self._control("/abort_request", {"rid": each}, timeout_s=ENGINE_ABORT_S) for each in request_ids))
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
-        """Stop generating. `abort` ends running requests, `retract` recomputes them after `resume`, `in_place` keeps their cache."""
+        """Stop generating.
+
+        `abort` ends running requests, `retract` recomputes running requests after `resume`, and
+        `in_place` keeps their cache.
+        """
         await self._control("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -213,27 +200,34 @@ class EngineClient:
         await self._control("/continue_generation", {})
 
     async def flush_cache(self) -> None:
-        """Forget all cached prefixes; waits a few seconds for running requests. Raises EngineRefusal when they do not end."""
+        """Forget all cached prefixes; waits a few seconds for running requests.
+
+        Raises EngineRefusal when requests do not end in time.
+        """
         await self._control("/flush_cache?timeout=5", {})
 
     # Memory
 
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
-        """Give GPU memory back, content and all; without a GPU cached prefixes are forgotten, nothing else.
+        """Free GPU memory with content; without a GPU only forget cached prefixes.
 
-        The server dies of a release while a request runs, so it is asked to be idle first: EngineRefusal when it is not within seconds.
+        A release during a running request kills the server. So the server must first become idle:
+        EngineRefusal when still busy after seconds.
         """
         await self.flush_cache()
         await self._control("/release_memory_occupation", {"tags": sorted(parts)})
 
     async def restore_memory(self, parts: Collection[EnginePart]) -> None:
-        """Take memory again. Only parts that were released: the server dies of others. Weights come back without their content."""
+        """Allocate released memory again, and only released parts: others kill the server.
+
+        Weights come back without content.
+        """
         await self._control("/resume_memory_occupation", {"tags": sorted(parts)})
 
     # Weights
 
     async def weight_version(self) -> int:
-        """The version of the weights that the engine serves; 0 are those it was started with."""
+        """Return the version of the served weights; 0 are the weights of the start."""
         answer = await self._transport.call("GET", "/model_info", timeout_s=self._control_timeout_s)
         return _read_version(answer["weight_version"])
 
@@ -251,7 +245,10 @@ class EngineClient:
         await self._control("/init_weights_update_group", {**body, "group_name": name, "backend": backend})
 
     async def leave_group(self, name: str) -> None:
-        """Leave the process group `name`. Raises EngineRefusal when the engine is not in it."""
+        """Leave the process group `name`.
+
+        Raises EngineRefusal when the engine is no member of the group.
+        """
         await self._control("/destroy_weights_update_group", {"group_name": name})
 
     async def receive_bucket(
@@ -264,39 +261,49 @@ class EngineClient:
         version: int | None = None,
         flattened: bool = True,
     ) -> None:
-        """Receive tensors that rank 0 of `group` broadcasts during this call; names and shapes are those of the Hugging Face checkpoint.
+        """Receive tensors that rank 0 of `group` broadcasts during this call.
 
-        `dtypes` are torch names such as "float32". `flattened`: one uint8 tensor holds all, else one broadcast each, in order.
-        `version`, given with the last bucket, becomes the engine's weight version, and cached prefixes are then forgotten.
+        Names and shapes are the Hugging Face checkpoint's. `dtypes` are torch names such as
+        "float32". `flattened`: one uint8 tensor holds all, else one broadcast each, in order.
+        `version`, given with the last bucket, becomes the engine's weight version, and cached
+        prefixes are then forgotten.
         """
         body: dict[str, Any] = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
         body |= {"group_name": group, "load_format": "flattened_bucket" if flattened else None, "flush_cache": version is not None}
         await self._control("/update_weights_from_distributed", body | _version(version))
 
     async def take_bucket(self, handles: Sequence[str], *, version: int | None = None) -> None:
-        """Copy tensors from memory that is shared with this engine, by one handle of `weights.ipc` for each tensor parallel rank.
+        """Copy tensors from memory shared with this engine, by handles of `weights.ipc`.
 
-        The server dies of a handle that it cannot open. `version` as in `receive_bucket`.
+        There is one handle for each tensor parallel rank. The server dies of a handle that cannot
+        be opened. `version` as in `receive_bucket`.
         """
         body = {"serialized_named_tensors": list(handles), "load_format": "flattened_bucket", "flush_cache": version is not None}
         await self._control("/update_weights_from_tensor", body | _version(version))
 
-    async def load_weights(self, path: Path, *, version: int) -> None:
-        """Read new weights from a Hugging Face directory that the engine's machine sees; cached prefixes are forgotten.
+    async def load_weights(self, path: Path, *, version: int, timeout_s: float | None = None) -> None:
+        """Read new weights from a Hugging Face directory on the engine's machine; forget cached
+        prefixes.
 
-        The tensors need the shapes of the running model: SGLang dies of others. The format is named, because it would be that of the start:
-        a server that has started without weights would make some up.
+        The tensors need the shapes of the running model: SGLang dies of other shapes. The load
+        format is explicit, because SGLang would reuse the format of the start: a server started
+        without weights would make weights up.
         """
         body = {"model_path": str(path), "load_format": "auto", "flush_cache": True}
-        await self._control("/update_weights_from_disk", body | _version(version))
+        await self._control("/update_weights_from_disk", body | _version(version), timeout_s=timeout_s)
 
-    async def checksum(self) -> str:
-        """A checksum of all weights; equal weights on equally configured engines have equal checksums.
+    async def checksums(self) -> dict[str, str]:
+        """Return the checksum of each weight by engine name, on each tensor parallel rank.
 
-        Raises EngineRefusal on a CPU before SGLang 0.5.22.
+        Equal weights on equally configured engines have equal checksums; q, k and v (gate and up)
+        are one weight of an engine.
         """
-        answer = await self._control("/weights_checker", {"action": "checksum"})
-        return str(answer["per_engine_checksum"])
+        answer = await self._control("/weights_checker", {"action": "checksum", "selector": "target"})
+        return {
+            f"{name} (tp rank {tp_rank})": checksum
+            for tp_rank, rank in enumerate(answer["ranks"])
+            for name, checksum in rank["checksums"].items()
+        }
 
     async def _control(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Any:
         answer = await self._transport.call("POST", path, body, timeout_s=timeout_s or self._control_timeout_s)
@@ -307,7 +314,9 @@ class EngineClient:
 
 
 def _noted(task: "asyncio.Task[Result]") -> "asyncio.Task[Result]":
-    """`task`, whose failure is no news when everybody who waited for it is gone: asyncio prints one at which nobody has looked."""
+    """Return `task`, with the failure marked as read: asyncio prints failures that no waiter has
+    read.
+    """
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
 
@@ -324,7 +333,7 @@ def _read_version(text: str) -> int:
 
 
 def _read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: MixtureShape | None) -> Generation:
-    """A response from one element of the server's answer."""
+    """Return a response from one element of the server's answer."""
     meta = answer["meta_info"]
     finish = meta["finish_reason"]
     if finish["type"] == "abort" and finish.get("status_code") is not None:
@@ -343,7 +352,7 @@ def _read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: Mix
 
 
 def _token_versions(meta: dict[str, Any], length: int) -> Ints:
-    """The weight version of each of `length` tokens, from the spans that the server reports where its release does."""
+    """Return the weight version of each of `length` tokens, from the server's spans if reported."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
     versions = np.full(length, -1, np.int64)
     for span in spans:

@@ -1,7 +1,8 @@
-"""What lets a sample follow from weights, prompt and seed alone where there is no GPU. Pure torch.
+"""Reproducible samples from weights, prompt and seed alone, without a GPU. Pure torch.
 
-A library for matrix products takes another kernel, and with it another order of summation, for another number of rows: what a request
-computes then depends on which requests it meets in a batch. And the hash of a seed, from which SGLang draws tokens, is made for GPUs.
+A library for matrix products chooses a kernel, and with it an order of summation, by the number of
+rows. A request's result then depends on the other requests of the batch. And SGLang's hash of a
+seed, from which SGLang draws tokens, is made for GPUs.
 
 Legend: N rows, K and M features.
 """
@@ -20,7 +21,8 @@ def product(rows: Tensor, columns: Tensor) -> Tensor:
     result = rows.new_empty(len(filled), columns.shape[1])
     for start in range(0, len(filled), BLOCK_ROWS):
         block = slice(start, start + BLOCK_ROWS)
-        # The operator with an output of its own is another one, which `invariant_products` leaves alone.
+        # The operator with an `out` argument is a separate operator, left alone by
+        # `invariant_products`.
         torch.ops.aten.mm.out(filled[block], columns, out=result[block])
     return result[:num_rows]
 
@@ -44,7 +46,7 @@ def murmur_hash(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
     low, high = seeds & _32_BITS, (seeds >> 32) & _32_BITS
     state = torch.zeros(len(seeds), 1, dtype=torch.int64)
     for words in (low[:, None], high[:, None], positions[:, None].to(torch.int64), columns[None].to(torch.int64)):
-        # Integers of 64 bits wrap around, which the low 32 bits do not feel.
+        # 64-bit integers wrap around, without an effect on the low 32 bits.
         mixed = _rotate((words & _32_BITS) * 0xCC9E2D51 & _32_BITS, 15) * 0x1B873593 & _32_BITS
         state = (_rotate(state ^ mixed, 13) * 5 + 0xE6546B64) & _32_BITS
     state = state ^ 16

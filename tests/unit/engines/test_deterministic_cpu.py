@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from megatron_rl.rollout.batched_attention import attend, make_buckets
-from megatron_rl.rollout.deterministic_cpu import invariant_products, murmur_hash, product, sum_and_product
+from megatron_rl.engines.on_cpu.batched_attention import attend, make_buckets
+from megatron_rl.engines.on_cpu.deterministic_cpu import invariant_products, murmur_hash, product, sum_and_product
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.engines import engine_pool
+from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout import engine_pool
-from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.engine_pool import EnginePool, Urgency
 
 
 def make_clients(count: int) -> list[EngineClient]:

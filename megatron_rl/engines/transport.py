@@ -56,7 +56,7 @@ class Transport:
         self._session = self._single_use = None
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, attempts: int = 1) -> Any:
-        """The JSON answer (None for an empty one) to one request.
+        """Return the JSON answer (None for an empty one) to one request.
 
         Raises:
             DeadlineError: no answer within `timeout_s` seconds, all attempts together.
@@ -65,7 +65,7 @@ class Transport:
         """
         try:
             return await asyncio.wait_for(self._attempt_all(method, path, body, attempts=attempts), timeout_s)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise DeadlineError(f"the engine at {self.url} did not answer {path} within {timeout_s:g} s") from error
 
     async def _attempt_all(self, method: str, path: str, body: Mapping[str, Any] | None, *, attempts: int) -> Any:

@@ -1,4 +1,4 @@
-"""The engines of a run as a membership, and their slots: bounded, balanced, given in order, and taken from an engine that fails."""
+"""Membership and slots of a run's engines: bounded, balanced, ordered, and revoked on failure."""
 
 import asyncio
 import heapq
@@ -11,9 +11,9 @@ from enum import IntEnum
 from typing import TypeVar
 
 from megatron_rl.deadlines import DEATH_S
+from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.engine import EngineAddress
 
 AFFINITY_WAIT_S = 1.0
 """How long a request waits for a slot on the engine that it prefers: about what computing a prefix of 10,000 tokens anew takes."""
@@ -22,7 +22,9 @@ Result = TypeVar("Result")
 
 
 class Urgency(IntEnum):
-    """Who gets a free slot first; among equals, the group that came first, then the request."""
+    """Priority for a free slot; among equals, the earlier group comes first, then the earlier
+    request.
+    """
 
     AGAIN = 0
     """What an engine that failed gave back."""
@@ -40,7 +42,7 @@ class Membership:
 
 @dataclass(order=True, slots=True)
 class _Waiter:
-    """Who waits for `num_slots` on one engine; on `preferred` alone as long as that is set and can be used."""
+    """A request waiting for `num_slots` on one engine; only on `preferred` while set and usable."""
 
     urgency: Urgency
     arrival: int
@@ -51,17 +53,18 @@ class _Waiter:
 
 
 class EnginePool:
-    """The slots of all engines. Each sample that is generated takes one; an engine has `max_requests`.
+    """The slots of all engines. Each generated sample takes one; an engine has `max_requests`.
 
-    A request for several samples takes their slots together, on an idle engine also where they are more than `max_requests`. It gets
-    the least busy engine that can be used, which is a member that
+    A request for several samples takes all slots together, on an idle engine also more than
+    `max_requests`. The request gets the least busy usable engine. A usable engine is a member that
 
-    - serves the current weights: the engines given here, which start with them, and those that joined once `admit` is called, which
-      a weight sync does for the members that it has reached, and
+    - serves the current weights: the initial engines, and later members after `admit`, which a
+      weight
+      sync calls for each member reached, and
     - has not failed since the last `readmit`.
 
-    A request waits as long as none can be used because none was ever admitted; once the last one failed or left it raises why. Lives on
-    one event loop.
+    A request waits while no engine was ever admitted. Once the last usable engine has failed or
+    left, the request raises the reason. Lives on one event loop.
     """
 
     def __init__(self, clients: Sequence[EngineClient] = (), *, max_requests: int) -> None:
@@ -81,21 +84,27 @@ class EnginePool:
 
     @property
     def address(self) -> EngineAddress:
-        """The address of an engine, which may have left; what it says of the model holds for all of them, as they serve the same."""
+        """Return the address of an engine, maybe of a former member; model facts hold for all
+        engines.
+        """
         assert self._address is not None, "no engine has joined yet"
         return self._address
 
     def join(self, client: EngineClient) -> None:
-        """Make an open client a member. It gets requests after the next weight sync, before which its weights may be any."""
+        """Make an open client a member.
+
+        The engine gets requests after the next weight sync; before that, any weights may be loaded.
+        """
         assert client not in self.membership.members, f"the engine at {client.address.url} is a member already"
         self._departures.pop(client, None)
         self._address = client.address
         self._set_members((*self.membership.members, client))
 
     def leave(self, client: EngineClient, error: Exception) -> None:
-        """Take an engine out for good; no error when it has left before. The client is not closed.
+        """Remove an engine for good; no error when already removed. The client stays open.
 
-        Who waits gets another engine, or `error` when none can be used; so do the requests that run there, which `departure` tells.
+        Waiting requests get another engine, or `error` when none is usable. So do the engine's
+        running requests, informed by `departure`.
         """
         if client not in self.membership.members:
             return
@@ -106,7 +115,10 @@ class EnginePool:
         self._set_members(tuple(member for member in self.membership.members if member is not client))
 
     def departure(self, client: EngineClient) -> "asyncio.Future[None]":
-        """Done once `client` is no member. Shared: wait for it with `asyncio.wait`, which leaves it alone when the wait is cancelled."""
+        """Return a future that is done once `client` is no member.
+
+        The future is shared: use `asyncio.wait`, which does not cancel the future with the waiter.
+        """
         if client not in self._departures:
             self._departures[client] = asyncio.get_running_loop().create_future()
             if client not in self.membership.members:
@@ -114,16 +126,18 @@ class EnginePool:
         return self._departures[client]
 
     async def loses_one_of(self, clients: Iterable[EngineClient]) -> bool:
-        """Whether one of `clients` has left, or leaves within DEATH_S seconds."""
+        """Return True when one of `clients` has left, or leaves within DEATH_S seconds."""
         departures = [self.departure(client) for client in clients]
         left, _ = await asyncio.wait(departures, timeout=DEATH_S, return_when=asyncio.FIRST_COMPLETED)
         return bool(left)
 
     async def while_it_stays(self, client: EngineClient, call: Awaitable[Result]) -> Result:
-        """The result of a `call` to `client`, which is cancelled when the engine leaves: of a machine that is gone no answer ever comes.
+        """Return the result of a `call` to `client`; cancel the call when the engine leaves.
+
+        A lost machine never answers.
 
         Raises:
-            EngineError: the engine has left. Whatever the call raises.
+            EngineError: the engine has left. Also every error of the call.
         """
         asking = asyncio.ensure_future(call)
         try:
@@ -136,7 +150,9 @@ class EnginePool:
                 await asyncio.wait([asking])
 
     async def unless_it_leaves(self, client: EngineClient, call: Awaitable[Result]) -> Result | None:
-        """The result of a `call` to `client`; None when it fails because the engine is dead, which then is no member any more.
+        """Return the result of a `call` to `client`, or None when the call fails on a dead engine.
+
+        A dead engine is no member any more.
 
         Raises:
             EngineError: the call failed, and the engine stays.
@@ -149,12 +165,17 @@ class EnginePool:
             return None
 
     def admit(self, clients: Iterable[EngineClient]) -> None:
-        """Give requests to these engines, which serve the current weights; one that has left in the meantime is passed over."""
+        """Admit engines that serve the current weights; skip engines that have left in the
+        meantime.
+        """
         self._admitted |= {client for client in clients if client in self.membership.members}
         self._update()
 
     def retire(self, client: EngineClient, error: Exception) -> None:
-        """Give `client`, which stays a member, no more work because of `error`; who waits gets it when no other engine can be used."""
+        """Give `client` no more work because of `error`; the engine stays a member.
+
+        Waiting requests get `error` when no other engine is usable.
+        """
         if client not in self.membership.members:
             return
         self._retired.add(client)
@@ -162,7 +183,7 @@ class EnginePool:
         self._update()
 
     def readmit(self) -> None:
-        """Give every engine that failed another chance: a request that was too slow says little about the next."""
+        """Make every failed engine usable again: one slow request says little about the next."""
         self._retired.clear()
         self._update()
 
@@ -178,21 +199,22 @@ class EnginePool:
 
     @property
     def num_running(self) -> int:
-        """Slots that are taken, on all engines."""
+        """Number of taken slots, on all engines."""
         return self._running.total()
 
     @asynccontextmanager
     async def slots(
         self, count: int, *, urgency: Urgency, arrival: int | None = None, preferred: EngineClient | None = None
     ) -> AsyncIterator[EngineClient]:
-        """Inside, `count` samples may be generated on the engine given.
+        """Yield an engine with slots for `count` samples during the block.
 
-        `arrival` is that of the request's group: later turns of groups that have begun go before the first ones of others, which would
-        push their prefixes out of the engines' caches; a request without a group arrives now. `preferred` is taken where it can be used
-        and has the slots within AFFINITY_WAIT_S; later requests do not get them meanwhile.
+        `arrival` is the group's. Later turns of begun groups precede the first turns of other
+        groups, which would push the prefixes out of the engines' caches. A request without a group
+        arrives now. `preferred` is chosen when usable and free within AFFINITY_WAIT_S; meanwhile
+        later requests do not get these slots.
 
         Raises:
-            Exception: why the last engine that could be used failed or left.
+            Exception: the reason why the last usable engine failed or left.
         """
         number = self.arrival()
         client = await self._take(_Waiter(urgency, number if arrival is None else arrival, number, count, preferred))
@@ -202,7 +224,7 @@ class EnginePool:
             self._give_back(client, count)
 
     def arrival(self) -> int:
-        """The number of a group that comes now, higher than those of all before."""
+        """Return the number of a new group, higher than all numbers before."""
         return next(self._arrivals)
 
     async def _take(self, waiter: _Waiter) -> EngineClient:
@@ -215,10 +237,10 @@ class EnginePool:
             return await waiter.slot
         except asyncio.CancelledError:
             if not waiter.slot.cancelled() and waiter.slot.exception() is None:
-                # The slots were given in the very moment in which nobody wanted them any more.
+                # The slots were granted in the moment of the cancellation.
                 self._give_back(waiter.slot.result(), waiter.num_slots)
             else:
-                # What was kept for this one is free for later ones.
+                # Slots reserved for this request are free for later ones.
                 self._fill()
             raise
         finally:
@@ -236,7 +258,7 @@ class EnginePool:
         self._fill()
 
     def _fill(self) -> None:
-        """Give free slots to those who wait, in order."""
+        """Give free slots to waiting requests, in order."""
         candidates, patient = list(self._usable), []
         failure = self._failure if not self._usable else None
         while self._waiting and (candidates or failure is not None):
@@ -254,7 +276,7 @@ class EnginePool:
                 waiter.slot.set_result(client)
             else:
                 patient.append(waiter)
-                # Later ones do not overtake: they leave alone what this one waits for.
+                # Later requests do not overtake: slots awaited by this request stay reserved.
                 candidates = [client for client in candidates if client not in wanted]
         for waiter in patient:
             heapq.heappush(self._waiting, waiter)

@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 
-from megatron_rl.rollout.batched_attention import Bucket, attend, make_buckets
+from megatron_rl.engines.on_cpu.batched_attention import Bucket, attend, make_buckets
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
@@ -27,12 +27,12 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
     """[H], of the layer that is being computed."""
 
     def forward_extend(self, *args: Any, sinks: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The attention of new tokens [N, H * D]."""
+        """Return the attention of new tokens [N, H * D]."""
         self.sinks = sinks
         return super().forward_extend(*args, **kwargs)
 
     def forward_decode(self, *args: Any, sinks: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The attention of one new token of each request [N, H * D]."""
+        """Return the attention of one new token of each request [N, H * D]."""
         self.sinks = sinks
         return super().forward_decode(*args, **kwargs)
 

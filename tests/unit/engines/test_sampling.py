@@ -2,8 +2,8 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_rl.config.settings import SamplingSettings
+from megatron_rl.engines.sampling import LOWEST_TEMPERATURE, Sampling, make_sampling
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sampling import LOWEST_TEMPERATURE, Sampling, make_sampling
 
 SETTINGS = SamplingSettings(temperature=0.8, max_response_tokens=5, stop=("x",), stop_token_ids=(4, 2))
 

@@ -1,5 +1,6 @@
-"""One SGLang server as a child process: started, waited for, watched, stopped with everything that it started."""
+"""One SGLang server as a child process: start, readiness, watch, and stop with all descendants."""
 
+import errno
 import http.client
 import json
 import math
@@ -13,19 +14,21 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
+from megatron_rl.config.derived import start_deadline_s
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.deadlines import ENGINE_READY_S, ENGINE_STOP_S
-from megatron_rl.errors import DeadlineError, EngineError, EngineKilledError, UserError
+from megatron_rl.engines.routing_record import MixtureShape
+from megatron_rl.engines.server_args import check_environment, server_arguments
+from megatron_rl.errors import DeadlineError, EngineDiedError, EngineError, UserError
 from megatron_rl.leftovers import Scratch, remove_leftovers, shared_memory_of
-from megatron_rl.process_variables import ALLOCATOR_VARIABLES, NCCL_VARIABLES
-from megatron_rl.rollout.routing_record import MixtureShape
-from megatron_rl.rollout.server_args import check_environment, server_arguments
+from megatron_rl.process_variables import ALLOCATOR_VARIABLES, NCCL_VARIABLES, tool_variables
 
 LOG_TAIL_LINES = 25
 POLL_S = 0.1
@@ -35,11 +38,12 @@ FIRST_PORT, LAST_PORT = 20000, 32000
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """What a client needs to know of a running engine.
+    """Facts about a running engine for a client.
 
-    `context_length` and `max_total_tokens` are in tokens: the longest sequence, and the size of the key-value pool that all
-    running requests share. `has_tokenizer` is False when the server takes and gives token ids only (no stop strings). `mixture` is set
-    when the server records to which experts it routes tokens.
+    `context_length` and `max_total_tokens` are in tokens: the longest sequence, and the size of the
+    key-value pool shared by all running requests. `has_tokenizer` is False when the server takes
+    and gives token ids only (no stop strings). `mixture` is set when the server records the experts
+    of tokens.
     """
 
     url: str
@@ -52,14 +56,16 @@ class EngineAddress:
 
 
 class Engine:
-    """One SGLang server. It goes down with the process that made this object, also when that is killed.
+    """One SGLang server. The server ends with the process that made this object, also after a kill.
 
-    Args of the constructor: `model_path` a Hugging Face directory; `dtype` float32 or bfloat16; `seed` of the server's
-    sampling; `log_path` gets everything the server prints; `gpu_ids` the GPUs that it may see, one tensor parallel rank
-    each; `host` the address to bind; `port` a fixed port, or None for a free one; `mixture` the model's experts, when the
-    server is to record to which of them it routes tokens; `colocated` when it shares its GPUs; `max_prompt_tokens` the longest prompt,
-    when all requests are prompts; `has_weights` False when `model_path` has none and the first sync brings them; `serves_text` when it
-    takes and gives text, too, else only where stop strings are asked for.
+    Args of the constructor: `model_path` a Hugging Face directory; `dtype` float32 or bfloat16;
+    `seed` of the server's sampling; `log_path` gets all output of the server; `gpu_ids` the visible
+    GPUs, one tensor parallel rank each; `host` the address to bind; `port` a fixed port, or None
+    for a free one; `mixture` the model's experts, when the server is to record the experts of
+    tokens; `colocated` when GPUs are shared; `max_prompt_tokens` the longest prompt, when all
+    requests are prompts; `has_weights` False when `model_path` has none and the first sync brings
+    weights; `serves_text` when the server takes and gives text, too, otherwise only where stop
+    strings are asked for.
     """
 
     def __init__(
@@ -80,7 +86,7 @@ class Engine:
         has_weights: bool = True,
         serves_text: bool = False,
     ) -> None:
-        self._settings = settings
+        self._startup_timeout_s = start_deadline_s(model_path, settings)
         self._gpu_ids = tuple(gpu_ids)
         self._log_path = log_path
         self._mixture = mixture
@@ -88,6 +94,7 @@ class Engine:
         self._port = free_port(host) if port is None else check_port(host, port)
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Scratch | None = None
+        self._served = False
         self._vocab_size = _vocab_size(model_path)
         self.api_key = secrets.token_urlsafe(24)
         self._arguments = server_arguments(
@@ -114,15 +121,15 @@ class Engine:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server, None when it does not run."""
+        """Process id of the server, None when not running."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> EngineAddress:
-        """Start the server and wait until it serves.
+        """Start the server and wait until requests are served.
 
         Raises:
-            EngineError: the server died; the message ends with the tail of its log.
-            DeadlineError: it does not serve within `startup_timeout_s` (it is then stopped).
+            EngineError: the server died; the message ends with the tail of the log.
+            DeadlineError: no service within rollout.startup_timeout_s (the server is then stopped).
         """
         if self._process is not None:
             raise EngineError(f"the engine at {self.url} was started before; make a new Engine")
@@ -131,7 +138,7 @@ class Engine:
         self._scratch = Scratch.make()
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.rollout.sglang_server"],
+                [sys.executable, "-m", "megatron_rl.engines.sglang_server"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -140,64 +147,68 @@ class Engine:
             )
         assert self._process.stdin is not None, "opened as a pipe"
         try:
-            order = {"arguments": self._arguments, "scratch": str(self._scratch.path)}
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            self._process.stdin.flush()
-            deadline = time.monotonic() + self._settings.startup_timeout_s
+            with self._process.stdin as orders:
+                orders.write(json.dumps(self._arguments).encode())
+            deadline = time.monotonic() + self._startup_timeout_s
             self._wait_for("/ready", deadline=deadline, request_s=ENGINE_READY_S)
             address = self._read_address(deadline)
             self._scratch.note(shared_memory_of(_group_members(self._process.pid)))
+            self._served = True
             return address
         except BaseException:
             self.stop()
             raise
 
     def check(self) -> None:
-        """Raise EngineError with the tail of the server's log when it is not running."""
+        """Raise EngineError with the tail of the server's log when the server is not running."""
         if self._process is None:
             raise EngineError(f"the engine at {self.url} was not started")
         status = self._process.poll()
         if status is not None:
             cause = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-            kind = EngineKilledError if status < 0 else EngineError
+            kind = EngineDiedError if status < 0 or self._served else EngineError
             raise kind(f"the SGLang server at {self.url} died ({cause}); the end of its log {self._log_path}:\n{self.log_tail()}")
 
     def log_tail(self) -> str:
-        """The last lines of the server's log."""
+        """Return the last lines of the server's log."""
         if not self._log_path.exists():
             return ""
         return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
     def stop(self) -> None:
-        """Stop the server and every process of its group, and reap it. Harmless when it does not run."""
-        process = self._process
-        if process is None:
+        """Kill the server with every process of the process group, and reap it. Harmless when not
+        running.
+
+        SGLang's own shutdown takes 5 seconds and saves nothing.
+        """
+        if self._process is None or self._scratch is None:
             return
-        # The end of its standard input ends the server (see sglang_server); a server that is stuck or dead is swept up after.
-        assert process.stdin is not None, "opened as a pipe"
-        process.stdin.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         deadline = time.monotonic() + ENGINE_STOP_S
-        while time.monotonic() < deadline and (process.poll() is None or _group_members(process.pid)):
+        while time.monotonic() < deadline and _group_members(self._process.pid):
             time.sleep(POLL_S / 5)
-        for member in _group_members(process.pid):
-            _kill(member)
-        process.wait()
-        assert self._scratch is not None, "made with the process"
-        self._scratch.remove()
+        self._scratch.remove_all()
 
     def _environment(self) -> dict[str, str]:
-        """Variables of the server. A dying scheduler must not wait a minute for dumps of a GPU that is not there."""
+        """Return the server's variables.
+
+        A dying scheduler must not wait a minute for GPU dumps without GPU.
+        """
         check_environment(os.environ)
         inherited = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
         environment = {**inherited, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
+        environment |= tool_variables(inherited, device_kind=self._arguments["device"])
         if self._arguments["device"] == "cuda":
             environment = NCCL_VARIABLES | environment
-        # Of several addresses of this machine SGLang would take the one that a route to the internet has.
+        # SGLang would choose the address with a route to the internet among the addresses of this
+        # machine.
         environment["SGLANG_HOST_IP"] = self._host
         if self._gpu_ids:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpu_ids)
         if self._arguments["device"] == "cpu":
-            # Two OpenMP threads that spin for shared cores cost up to ten times the throughput.
+            # Two spinning OpenMP threads on shared cores cost up to ten times the throughput.
             environment["OMP_NUM_THREADS"] = "1"
             ranks = self._arguments.get("tp_size", 1)
             if ranks > 1:
@@ -205,9 +216,11 @@ class Engine:
         return environment
 
     def _wait_for(self, path: str, *, deadline: float, request_s: float = math.inf) -> bytes:
-        """Body of a GET that is asked for until it succeeds, each time for at most `request_s` seconds.
+        """Return the body of a GET, repeated until success, each try for at most `request_s`
+        seconds.
 
-        Raises EngineError when the server dies, DeadlineError after `deadline` on the monotonic clock.
+        Raises EngineError when the server dies, DeadlineError after `deadline` on the monotonic
+        clock.
         """
         while True:
             self.check()
@@ -216,7 +229,7 @@ class Engine:
                 return body
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"the SGLang server at {self.url} does not answer {path} after {self._settings.startup_timeout_s:.0f} s"
+                    f"the SGLang server at {self.url} does not answer {path} after {self._startup_timeout_s:.0f} s"
                     f" (rollout.startup_timeout_s); the end of its log {self._log_path}:\n{self.log_tail()}"
                 )
             time.sleep(POLL_S)
@@ -233,7 +246,9 @@ class Engine:
             return None
 
     def _read_address(self, deadline: float) -> EngineAddress:
-        """Ask a server that is ready what it is; on a loaded machine that takes it as long as a generation."""
+        """Ask a ready server for its facts; on a loaded machine the answer takes as long as a
+        generation.
+        """
         models, server = (self._wait_for(path, deadline=deadline) for path in ("/v1/models", "/server_info"))
         return EngineAddress(
             url=self.url,
@@ -247,33 +262,52 @@ class Engine:
 
 
 def free_port(host: str) -> int:
-    """A port of `host` that nobody listens on. Raises EngineError when a hundred tries find none."""
+    """Return a port of `host` without a listener.
+
+    Raises EngineError when a hundred tries find none.
+    """
     for _ in range(100):
         port = FIRST_PORT + secrets.randbelow(LAST_PORT - FIRST_PORT)
-        if _can_bind(host, port):
+        error = _bind_error(host, port)
+        if error is None:
             return port
+        if error.errno != errno.EADDRINUSE:
+            return check_port(host, port)
     raise EngineError(f"no free port between {FIRST_PORT} and {LAST_PORT} on {host}")
 
 
 def check_port(host: str, port: int) -> int:
-    """`port` itself. Raises UserError when it cannot be bound."""
-    if not _can_bind(host, port):
+    """Return `port`.
+
+    Raise UserError for a port in use, or a `host` that is no address of this machine.
+    """
+    error = _bind_error(host, port)
+    if error is None:
+        return port
+    if error.errno == errno.EADDRINUSE:
         raise UserError(f"port {port} on {host} is in use, an engine needs a free one; choose another or let the engine choose")
-    return port
+    if error.errno == errno.EACCES:
+        raise UserError(f"port {port} on {host} is for the system's own services ({error.strerror}); choose one above 1023")
+    raise UserError(
+        f"{host} is no address of this machine ({error.strerror}), needs one that it can listen on, such as 127.0.0.1; choose another"
+    )
 
 
-def _can_bind(host: str, port: int) -> bool:
+def _bind_error(host: str, port: int) -> OSError | None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
 
 
 def _vocab_size(model_path: Path) -> int:
-    """Rows of the embedding by config.json. A token id at or above it would bring the whole server down."""
+    """Return the rows of the embedding by config.json.
+
+    A token id at or above would crash the server.
+    """
     try:
         config: dict[str, Any] = json.loads((model_path / "config.json").read_text())
         return int(config["vocab_size"])
@@ -293,10 +327,3 @@ def _group_members(group: int) -> list[int]:
         except ProcessLookupError:
             continue
     return members
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

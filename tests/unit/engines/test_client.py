@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from megatron_rl.engines import transport
+from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.engines.routing_record import MixtureShape
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.engines.transport import EngineRefusal, refusal
 from megatron_rl.errors import DeadlineError, EngineError, UserError
-from megatron_rl.rollout import transport
-from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.routing_record import MixtureShape
-from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.transport import EngineRefusal, refusal
 from megatron_rl.types import StopReason
 
 Handler = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]

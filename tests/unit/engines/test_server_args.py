@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.errors import UserError
-from megatron_rl.rollout.server_args import (
+from megatron_rl.engines.server_args import (
     OWNED,
     OWNED_ENVIRONMENT,
     OWNED_PREFIXES,
@@ -12,6 +11,7 @@ from megatron_rl.rollout.server_args import (
     server_arguments,
     validate_server_args,
 )
+from megatron_rl.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The arguments of the SGLang server: every field of the installed ServerArgs by its own name, checked before anything starts."""
+"""The SGLang server's arguments: fields of the installed ServerArgs, checked before any start."""
 
 import json
 from collections.abc import Mapping
@@ -59,6 +59,8 @@ OWNED_ENVIRONMENT = {
 }
 """Variables of the environment that change what is drawn, or what is reported of it, with the reason why they may not be set."""
 
+_SIZES = ("tp_size", "pp_size", "dp_size", "ep_size", "context_length", "max_total_tokens", "max_running_requests")
+
 CPU_DEFAULTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else the idle scheduler keeps a core busy
     "disable_overlap_schedule": True,  # nothing to overlap with: half the latency of a lone request
@@ -84,16 +86,19 @@ SHORT_PROMPT_TOKENS = 32
 
 
 def sent_prompt_tokens(settings: Settings) -> int | None:
-    """The longest prompt in tokens, None when a rollout of its own decides what engines are sent."""
+    """Return the longest prompt in tokens, None when a custom rollout decides on the requests."""
     return settings.data.max_prompt_tokens if settings.rollout.function is None else None
 
 
 def keeps_prefixes(*, device_kind: str, max_prompt_tokens: int | None) -> bool:
-    """Whether a server is to keep the cache of finished requests for later ones that begin alike, its radix cache.
+    """Return True when a server should keep its radix cache of finished requests for shared
+    prefixes.
 
-    The samples of a prompt are sent together and computed in one batch, where they find nothing of each other. What is left is
-    the prompt's next visit, by when other weights have emptied the cache. On a CPU the tree then only costs, a seventh of the scheduler's
-    time for prompts of 6 tokens. `max_prompt_tokens` None: a rollout of its own may send what it got back, which is worth keeping.
+    The samples of a prompt are sent together and computed in one batch, without cache hits among
+    each other. Only the prompt's next visit could use the cache, and by then other weights have
+    emptied the cache. On a CPU the tree then only costs, a seventh of the scheduler's time for
+    prompts of 6 tokens. `max_prompt_tokens` None: a custom rollout may resend earlier output, worth
+    keeping.
     """
     return device_kind != "cpu" or max_prompt_tokens is None or max_prompt_tokens > SHORT_PROMPT_TOKENS
 
@@ -116,8 +121,8 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
     """Check `rollout.sglang` against the installed SGLang.
 
     Raises:
-        UserError: a name that does not exist (with the closest one), a value of the wrong type or outside its choices, or a
-            name that the system owns (with the setting to use instead).
+        UserError: an unknown name (with the closest one), a value of the wrong type or outside the
+            choices, or a name owned by the system (with the setting to use instead).
     """
     for name, value in arguments.items():
         reasons = [OWNED[name]] if name in OWNED else [why for prefix, why in OWNED_PREFIXES.items() if name.startswith(prefix)]
@@ -134,6 +139,9 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
         members = value if isinstance(value, list) else [value]
         if choices is not None and value is not None and any(member not in choices for member in members):
             raise UserError(f"rollout.sglang.{name} is {value!r}, needs one of {', '.join(map(str, choices))}")
+    for name in _SIZES:
+        if arguments.get(name) is not None and arguments[name] < 1:
+            raise UserError(f"rollout.sglang.{name} is {arguments[name]}, needs an integer >= 1")
     copies = arguments.get("dp_size", 1)
     if copies > 1 and not arguments.get("enable_dp_attention", False):
         raise UserError(
@@ -146,15 +154,34 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
         raise UserError(f"rollout.sglang.mem_fraction_static is {share}, needs a share of the device's memory, above 0 and at most 1")
 
 
+def check_tensor_parallel(arguments: Mapping[str, Any], config: Mapping[str, Any], *, origin: str) -> None:
+    """Raise UserError for a tp_size that does not divide the heads of a model of `config`.
+
+    `config` is the content of the file `origin`. SGLang reports the fault only after loading
+    everything. Ranks share a key-value head where ranks outnumber such heads.
+    """
+    ranks = arguments.get("tp_size", 1) // (arguments.get("dp_size", 1) if arguments.get("enable_dp_attention") else 1)
+    heads = config.get("num_attention_heads")
+    groups = config.get("num_key_value_heads") or heads
+    for name, count in (("num_attention_heads", heads), ("num_key_value_heads", groups)):
+        if isinstance(count, int) and ranks > 1 and count % ranks and (name == "num_attention_heads" or ranks % count):
+            raise UserError(
+                f"rollout.sglang.tp_size shares {name} {count} of {origin} out to {ranks} ranks, needs a divisor of {count}; change it"
+            )
+
+
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise UserError for a variable, in the environment of an engine, that changes what it draws or reports."""
+    """Raise UserError for an environment variable of an engine that changes draws or reports."""
     for name, why in OWNED_ENVIRONMENT.items():
         if name in environment:
             raise UserError(f"the environment has {name}={environment[name]}, which the engines would follow: {why}; unset it")
 
 
 def check_records_routing() -> None:
-    """Raise UserError when the installed SGLang cannot tell to which experts it routes tokens. Imports SGLang (3 s)."""
+    """Raise UserError when the installed SGLang cannot report the experts of tokens.
+
+    Imports SGLang (3 s).
+    """
     if RECORD_ROUTING not in field_types():
         raise UserError(
             f"training.routing_replay is true, but the installed SGLang has no argument {RECORD_ROUTING}; install 0.5.9 or later, or set "
@@ -169,7 +196,8 @@ def _check_type(name: str, value: Any, declared: Any) -> None:
         reason = str(error)
         raise UserError(f"rollout.sglang.{name} is {value!r}, needs another type: {reason[0].lower()}{reason[1:]}") from error
     except TypeError:
-        # SGLang declares a few unions that no converter can tell apart; the server itself reads those.
+        # SGLang declares a few unions that no converter can tell apart; the server itself reads the
+        # values.
         return
 
 
@@ -190,13 +218,14 @@ def server_arguments(
     max_prompt_tokens: int | None = None,
     has_weights: bool = True,
 ) -> dict[str, Any]:
-    """All fields for one server: defaults, then what the user set, then what the system owns. `num_gpus` is the default tp_size.
+    """Return all fields for one server: defaults, then the user's, then the system's.
 
-    A `colocated` server on GPUs allocates so that its memory can be released. `max_prompt_tokens` is the longest prompt of requests that
-    are all prompts, None when they may be anything. Without `has_weights` the directory describes the model alone.
+    `num_gpus` is the default tp_size. A `colocated` server on GPUs allocates releasable memory.
+    `max_prompt_tokens` is the longest prompt when all requests are prompts, None for any requests.
+    Without `has_weights` the directory describes the model alone.
 
     Raises:
-        UserError: something that JSON cannot carry was set.
+        UserError: a user's value that JSON cannot carry.
     """
     defaults = dict(CPU_DEFAULTS) if device_kind == "cpu" else {**GPU_DEFAULTS, "tp_size": num_gpus}
     if device_kind == "cpu" and user.get("enable_deterministic_inference"):

@@ -1,4 +1,7 @@
-"""How one request draws its tokens. The trainer divides its logits by the same temperature, and nothing else is done to them."""
+"""The drawing of a request's tokens.
+
+The trainer divides logits by the same temperature, no more.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +16,13 @@ LOWEST_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """`temperature` 0 takes the likeliest token; `max_tokens` ends a response; `stop` strings and `stop_token_ids` do too, and are kept.
+    """Sampling of one request: `temperature` 0 takes the likeliest token; `max_tokens` ends a
+    response.
 
-    `seed` is that of a request's first sample, the others count on from it. Only an engine with `enable_deterministic_inference` reads
-    it, and would else draw every sample with the same one.
+    `stop` strings and `stop_token_ids` end a response too, and are kept. `seed` is for the first
+    sample of a request; the others count on from it. Only an engine with
+    `enable_deterministic_inference` reads `seed`; such an engine would otherwise draw every sample
+    with one seed.
     """
 
     temperature: float = 1.0
@@ -37,7 +43,7 @@ class Sampling:
             raise UserError(f"sampling max_tokens is {self.max_tokens}, needs at least 1")
 
     def of_sample(self, index: int) -> "Sampling":
-        """What a request for sample `index` alone has."""
+        """Return the sampling of a request for sample `index` alone."""
         return self if self.seed is None else replace(self, seed=self.seed + index)
 
     def request(self, index: int = 0) -> dict[str, Any]:

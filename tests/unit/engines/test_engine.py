@@ -1,29 +1,33 @@
 """How an engine is waited for. A small HTTP server stands for SGLang's: it takes the same orders on standard input."""
 
 import json
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config.settings import RolloutSettings
-from megatron_rl.errors import DeadlineError, EngineError, EngineKilledError, UserError
-from megatron_rl.rollout import engine as module
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.engines import engine as module
+from megatron_rl.engines.engine import Engine
+from megatron_rl.errors import DeadlineError, EngineDiedError, EngineError, UserError
+from megatron_rl.versions import installed_version
 
 SERVER = '''#!{python} -IS
-"""Ready at once; /server_info fails `failures` times and then takes `seconds`. Ends with its standard input, as the real one."""
-import http.server, json, os, socketserver, sys, threading, time
+"""Ready at once; /server_info fails `failures` times and then takes `seconds`."""
+import http.server, json, os, socketserver, sys, time
 failures, seconds = {failures}, {seconds}
-arguments = json.loads(sys.stdin.readline())["arguments"]
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+arguments = json.load(sys.stdin)
 answers = {{"/ready": {{}}, "/v1/models": {{"data": [{{"max_model_len": 64}}]}}, "/server_info": {{"max_total_num_tokens": 512}}}}
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         global failures
         slow = self.path == "/server_info"
+        if self.path == "/exit" or failures < 0:
+            os._exit(3)
         if slow and failures:
             failures -= 1
             self.send_error(503)
@@ -74,14 +78,25 @@ def test_an_engine_that_never_describes_itself_is_stopped_at_the_deadline(make_e
         engine.check()
 
 
-def test_a_server_that_a_signal_ended_is_told_from_one_that_failed(make_engine: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize(("end", "told"), [("kill", "killed by signal 9"), ("/exit", "exit status 3")])
+def test_a_server_that_ends_in_a_run_is_not_one_that_failed(make_engine: Callable[..., Engine], end: str, told: str) -> None:
+    """The run goes on from its checkpoint; one that fails to start would do so again."""
     engine = make_engine()
     engine.start()
     assert engine._process is not None
-    engine._process.kill()
+    if end == "kill":
+        engine._process.kill()
+    else:
+        assert engine._get(end, timeout_s=10) is None
     engine._process.wait(timeout=10)
-    with pytest.raises(EngineKilledError, match="killed by signal 9"):
+    with pytest.raises(EngineDiedError, match=told):
         engine.check()
+
+
+def test_a_server_that_fails_to_start_is_no_reason_to_start_again(make_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(EngineError, match="exit status 3") as caught:
+        make_engine(failures=-1).start()
+    assert not isinstance(caught.value, EngineDiedError)
 
 
 def environment_of(tmp_path: Path, *, device_kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
@@ -114,6 +129,25 @@ def test_an_engine_does_not_start_with_a_variable_that_changes_what_it_reports(t
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     with pytest.raises(UserError, match="the environment has SGLANG_RETURN_ORIGINAL_LOGPROB=1"):
         environment_of(tmp_path, device_kind="cuda")
+
+
+def test_an_engine_finds_what_was_installed_beside_its_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing activates the environment: SGLang runs ninja from PATH, and its memory saver loads libcudart from the loader's path."""
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/own")
+    assert environment_of(tmp_path, device_kind="cpu")["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+    assert environment_of(tmp_path, device_kind="cpu")["LD_LIBRARY_PATH"] == "/own"
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    libraries = tmp_path / "purelib" / "nvidia" / "cu13" / "lib"
+    libraries.mkdir(parents=True)
+    environment = environment_of(tmp_path, device_kind="cuda")
+    assert (environment["PATH"].split(":")[1:], environment["LD_LIBRARY_PATH"]) == (["/usr/bin"], f"/own:{libraries}")
+
+
+@pytest.mark.skipif(installed_version("torch-memory-saver") is None, reason="a part of the GPU stack")
+def test_the_loader_finds_libcudart_for_an_engine(tmp_path: Path) -> None:
+    load = [sys.executable, "-c", "import ctypes; ctypes.CDLL('libcudart.so.13')"]
+    assert subprocess.run(load, env=environment_of(tmp_path, device_kind="cuda"), check=False, timeout=60).returncode == 0
 
 
 def test_an_engine_sets_up_nccl_as_ranks_do_and_meets_on_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,11 @@ from megatron_rl.types import Experts
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """What the records of a model look like: `num_layers` of which the first `num_dense_layers` have no experts, K experts of a token."""
+    """Shape of a model's records: `num_layers`, the first `num_dense_layers` without experts; K
+    experts.
+
+    K is the number of experts of a token.
+    """
 
     num_layers: int
     num_dense_layers: int
@@ -21,14 +25,18 @@ class MixtureShape:
 
 
 def read_routed_experts(meta: dict[str, Any], shape: MixtureShape, *, prompt_length: int, response_length: int) -> Experts:
-    """The experts [P + R - 1, L, K] of `meta`, the `meta_info` of a response, in each of the L layers that have experts.
+    """Return the experts [P + R - 1, L, K] of `meta`, the `meta_info` of a response, in L expert
+    layers.
 
-    SGLang routes every token of prompt and response but the last, which it has only drawn; for a dense layer it reports zeros. A
-    response that was aborted before its first token has no record: [0, L, K].
+    SGLang routes every token of prompt and response except the last, only drawn and not yet
+    computed. For a dense layer SGLang reports zeros. A response aborted before the first token has
+    no record:
+    [0, L, K].
 
-    Raises EngineError for a record that is missing, of another length, or that names experts which the model does not have.
+    Raises EngineError for a missing record, one of another length, or one with experts unknown to
+    the model.
     """
-    kind = np.uint8 if shape.num_experts <= 256 else np.uint16
+    kind: Any = np.uint8 if shape.num_experts <= 256 else np.uint16
     num_mixture_layers = shape.num_layers - shape.num_dense_layers
     text = meta.get("routed_experts")
     if text is None:

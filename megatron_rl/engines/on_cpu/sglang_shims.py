@@ -1,0 +1,147 @@
+"""Additions to SGLang, mostly to run without a GPU. Called once, in the server's process."""
+
+import functools
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from torch import Tensor
+
+
+def refuse_deadly_requests() -> None:
+    """Register `check_request` as SGLang's hook before SGLang's own checks.
+
+    Without the hook such a request ends the scheduler, and the scheduler ends the server.
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def check(manager: "TokenizerManager", request: object, input_ids: Sequence[int] | None) -> None:
+        if isinstance(request, GenerateReqInput):
+            check_request(manager, request, input_ids)
+
+    target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+    HookRegistry.register(target, check, HookType.BEFORE)
+
+
+def check_request(manager: "TokenizerManager", request: "GenerateReqInput", input_ids: Sequence[int] | None) -> None:
+    """Raise ValueError for tokens and numbers of log-probs beyond the vocabulary (status 400 in
+    SGLang).
+    """
+    size = manager.model_config.vocab_size
+    if input_ids and not 0 <= min(input_ids) <= max(input_ids) < size:
+        raise ValueError(f"the prompt has token ids from {min(input_ids)} to {max(input_ids)}, needs ids from 0 to {size - 1}")
+    stops = (request.sampling_params or {}).get("stop_token_ids") or ()
+    if not all(0 <= token < size for token in stops):
+        raise ValueError(f"stop_token_ids are {list(stops)}, needs ids from 0 to {size - 1}")
+    wanted = request.top_logprobs_num or 0
+    if not isinstance(wanted, int) or not 0 <= wanted <= size:
+        raise ValueError(f"{wanted} log-probs are asked for at each token, needs a number from 0 to {size}")
+    first = request.logprob_start_len
+    if first is not None and (not isinstance(first, int) or first < -1):
+        raise ValueError(f"log-probs are asked for from token {first}, needs a number from 0, or -1 for the answer alone")
+
+
+def provide_vllm_operators() -> None:
+    """Let rotary embeddings be built: without a GPU SGLang imports vllm's kernel and never calls
+    it.
+
+    vllm is 900 MB and has no other use here. SGLang's forward pass on a CPU is native PyTorch.
+    """
+
+    def rotary_embedding(*_: object) -> None:
+        raise NotImplementedError("vllm's rotary kernel is a placeholder here: SGLang on a CPU is expected to use its native layers")
+
+    operators = types.ModuleType("vllm._custom_ops")
+    operators.rotary_embedding = rotary_embedding  # type: ignore[attr-defined]
+    sys.modules[operators.__name__] = operators
+
+
+def compile_nothing() -> None:
+    """Run torch code uncompiled. SGLang compiles the seeded sampling again for each batch size."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+def fork_server_processes() -> None:
+    """Let SGLang fork the scheduler and detokenizer instead of spawning them.
+
+    The start is imports: 10 CPU seconds in each of three processes. A forked child has the imports
+    already, which halves the start and saves 400 MiB. Safe without CUDA only: a CUDA context does
+    not survive a fork.
+    """
+    original = multiprocessing.set_start_method
+
+    def set_start_method(method: str | None, force: bool = False) -> None:
+        original("fork" if method == "spawn" else method, force=force)
+
+    multiprocessing.set_start_method = set_start_method
+
+
+def take_cpu_for_the_device() -> None:
+    """Let `torch.get_device_module` name the CPU where SGLang names no device.
+
+    A CUDA build of torch names CUDA also on a machine without a GPU. The scheduler then dies in a
+    wait for the GPU after a release of memory.
+    """
+    import torch
+
+    original = torch.get_device_module
+
+    # torch.compile looks for what is wrapped.
+    @functools.wraps(original)
+    def get_device_module(device: "torch.device | str | None" = None) -> types.ModuleType:
+        return original(device or "cpu")
+
+    torch.get_device_module = get_device_module  # type: ignore[assignment]
+
+
+def allocate_host_memory_unpinned() -> None:
+    """Let SGLang record experts: SGLang pins the host memory with CUDA even without CUDA."""
+    import torch
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: object) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def gate_shared_experts_in_torch() -> None:
+    """Let Qwen2-MoE run: the shared expert's gate is a Triton kernel on every device.
+
+    Call before the import of SGLang's models.
+    """
+    from sglang.kernels.ops.elementwise import elementwise
+
+    elementwise.fused_gate_sigmoid_mul_add = add_gated
+
+
+def add_gated(hidden: "Tensor", gate: "Tensor", shared: "Tensor", output: "Tensor") -> None:
+    """Add the experts' `shared` [T, C], weighed by the sigmoid of the product of `gate` [C] and `hidden` [T, C], to `output` [T, C]."""
+    output.add_((hidden @ gate).sigmoid()[:, None] * shared)
+
+
+def allow_deterministic_inference() -> None:
+    """Let `enable_deterministic_inference` run without a GPU.
+
+    SGLang has no deterministic kernels, attention or hash without a GPU; `deterministic_cpu` and
+    `sglang_attention` replace all three.
+    """
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
+    from sglang.srt.layers import sampler
+
+    from megatron_rl.engines.on_cpu.deterministic_cpu import murmur_hash
+
+    def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
+        """Nothing is left to do."""
+
+    batch_invariant_ops.enable_batch_invariant_mode = enable_batch_invariant_mode
+    sampler.murmur_hash32 = murmur_hash
+    add_deterministic_attention_backend_choices(["torch_native"])

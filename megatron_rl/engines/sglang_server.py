@@ -1,0 +1,88 @@
+"""`python -m megatron_rl.engines.sglang_server`: the SGLang server, told what to do on standard input.
+
+That is a JSON object of ServerArgs fields by their own names, so that the API key never shows in a process list.
+The kernel kills this process with the one that started it, and SGLang's processes with this one.
+"""
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.deadlines import ENGINE_STORE_S
+from megatron_rl.engines.on_cpu.sglang_shims import (
+    allocate_host_memory_unpinned,
+    allow_deterministic_inference,
+    compile_nothing,
+    fork_server_processes,
+    gate_shared_experts_in_torch,
+    provide_vllm_operators,
+    refuse_deadly_requests,
+    take_cpu_for_the_device,
+)
+from megatron_rl.leftovers import die_with_parent
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+
+def serve_rendezvous(arguments: dict[str, Any]) -> "TCPStore | None":
+    """Serve the ranks' store on the server's own address; rank 0 would open it to every interface.
+
+    The returned object keeps the store alive. Return None and change nothing with a dp_size above 1
+    (of attention): SGLang then checks that nobody listens at the port yet.
+    """
+    if arguments.get("dp_size", 1) > 1:
+        return None
+    from megatron_rl.rendezvous import serve_store
+
+    store = serve_store(arguments["host"], port=arguments.get("nccl_port") or 0, timeout_s=ENGINE_STORE_S)
+    arguments["nccl_port"] = store.port
+    # Rank 0 joins a store like all others instead of serving it. torch 2.14 does so only at the address that MASTER_* name.
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": arguments["host"], "MASTER_PORT": str(store.port)}
+    return store
+
+
+def main() -> None:
+    """Serve until a signal, or until the parent is gone."""
+    die_with_parent()
+    # From a parent that was gone before, nothing comes.
+    arguments = json.load(sys.stdin)
+    on_cpu = arguments["device"] == "cpu"
+    deterministic = on_cpu and bool(arguments.get("enable_deterministic_inference"))
+    if on_cpu:
+        provide_vllm_operators()
+        fork_server_processes()
+        take_cpu_for_the_device()
+    if deterministic:
+        compile_nothing()
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    refuse_deadly_requests()
+    load_plugins()
+    if on_cpu:
+        from megatron_rl.engines.on_cpu.sglang_attention import register
+
+        register(invariant=deterministic)
+        allocate_host_memory_unpinned()
+        gate_shared_experts_in_torch()
+    products = None
+    if deterministic:
+        from megatron_rl.engines.on_cpu.deterministic_cpu import invariant_products
+
+        allow_deterministic_inference()
+        # The scheduler is a fork of this process.
+        products = invariant_products()
+    store = serve_rendezvous(arguments)
+    try:
+        run_server(ServerArgs(**arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+        del store, products
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What takes the place of SGLang's kernels where there is no GPU."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.engines.on_cpu.sglang_shims import add_gated, check_request, take_cpu_for_the_device
+
+
+def test_the_shared_experts_are_weighed_token_by_token() -> None:
+    hidden, shared, before = (torch.randn(3, 4) for _ in range(3))
+    gate, output = torch.randn(4), before.clone()
+    add_gated(hidden, gate, shared, output)
+    for token in range(3):
+        weight = 1 / (1 + math.exp(-sum(hidden[token, channel].item() * gate[channel].item() for channel in range(4))))
+        for channel in range(4):
+            want = before[token, channel].item() + weight * shared[token, channel].item()
+            assert output[token, channel].item() == pytest.approx(want, abs=1e-6)
+
+
+def test_a_cuda_build_of_torch_names_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.get_device_module
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: original(device or "cuda"))
+    take_cpu_for_the_device()
+    assert callable(vars(torch.get_device_module)["__wrapped__"]), "torch.compile looks there"
+    assert torch.get_device_module() is torch.cpu
+    assert torch.get_device_module("cuda") is torch.cuda
+
+
+@pytest.mark.parametrize(
+    ("ids", "num", "parts"),
+    [
+        ([0, 31, 32], None, ["from 0 to 32", "0 to 31"]),
+        ([-1], None, ["-1"]),
+        ([1], 33, ["33 log-probs", "0 to 32"]),
+        ([1], -1, ["-1"]),
+        ([1], [2], ["[2]"]),
+    ],
+)
+def test_a_server_refuses_what_its_scheduler_cannot_hold(ids: list[int], num: Any, parts: list[str]) -> None:
+    manager: Any = SimpleNamespace(model_config=SimpleNamespace(vocab_size=32))
+    with pytest.raises(ValueError) as caught:
+        check_request(manager, SimpleNamespace(top_logprobs_num=num, logprob_start_len=-1, sampling_params={}), ids)  # type: ignore[arg-type]
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+    for odd in ({"logprob_start_len": -2}, {"sampling_params": {"stop_token_ids": [32]}}):
+        whole = {"top_logprobs_num": None, "logprob_start_len": None, "sampling_params": None, **odd}
+        with pytest.raises(ValueError, match=r"-2|32"):
+            check_request(manager, SimpleNamespace(**whole), [1])  # type: ignore[arg-type]
+    check_request(manager, SimpleNamespace(top_logprobs_num=32, logprob_start_len=0, sampling_params={"stop_token_ids": [31]}), [0, 31])  # type: ignore[arg-type]

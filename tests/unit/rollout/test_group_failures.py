@@ -1,0 +1,184 @@
+"""Rollouts that raise, hang or break their contract: what is repeated, what is left out, and what is no fault of theirs."""
+
+import asyncio
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from maker_parts import FakeClient, make_maker, make_prompts
+
+from megatron_rl.data.buffer import Buffer
+from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.errors import EngineError
+from megatron_rl.plugins import Rollout
+from megatron_rl.rollout.groups import GroupMaker, single_turn
+from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
+
+
+async def make_with(
+    rollout: Rollout,
+    *clients: FakeClient,
+    num_samples: int = 4,
+    timeout_s: float = 60.0,
+    max_requests: int = 8,
+    buffer: Buffer | None = None,
+) -> tuple[Group, GroupMaker]:
+    maker = make_maker(EnginePool(clients or [FakeClient()], max_requests=max_requests), rollout, timeout_s=timeout_s)  # type: ignore[arg-type]
+    (prompt,) = make_prompts(1)
+    return await asyncio.wait_for(maker.make(prompt, num_samples=num_samples, buffer=buffer), 10), maker
+
+
+def failing(*whens: int, error: BaseException) -> Rollout:
+    """A rollout of one request per trajectory whose calls of these numbers raise `error`; calls for all trajectories count as well."""
+    calls = itertools.count()
+
+    async def rollout(*, num_samples: int, **arguments: Any) -> list[Sample]:
+        number = next(calls)
+        made = await single_turn(num_samples=num_samples, **arguments)
+        if number in whens:
+            raise error
+        return list(made)
+
+    return rollout
+
+
+def test_a_trajectory_that_fails_is_repeated_alone_with_other_seeds() -> None:
+    client = FakeClient()
+    group, maker = asyncio.run(make_with(failing(0, 2, error=ZeroDivisionError("tool")), client))
+    assert [sample.index for sample in group.samples] == [0, 1, 2, 3] and group.failures == () and maker.num_retries == 5
+    assert [sample.trajectory for sample in group.samples] == [None] * 4
+    seeds = [
+        sampling.request(index)["sampling_seed"]
+        for sampling in client.samplings
+        for index in range(4 if sampling is client.samplings[0] else 1)
+    ]
+    assert len(set(seeds)) == len(seeds) == 4 + 5
+    again = FakeClient()
+    asyncio.run(make_with(failing(0, 2, error=ZeroDivisionError("tool")), again))
+    assert [sampling.seed for sampling in again.samplings] == [sampling.seed for sampling in client.samplings], (
+        "also in a run that is resumed"
+    )
+
+
+def test_a_trajectory_that_fails_again_and_again_is_left_out_and_counted() -> None:
+    """The first call is for all four, calls 1 to 4 are for each alone, 5 and 6 for those of 2 and 4 once more."""
+    group, _ = asyncio.run(make_with(failing(0, 2, 4, 5, 6, error=ZeroDivisionError("tool"))))
+    assert [sample.index for sample in group.samples] == [0, 1]
+    assert [(failure.cause, failure.headline) for failure in group.failures] == [("error", "ZeroDivisionError: tool")] * 2
+    assert "in rollout" in group.failures[0].trace
+
+
+def test_trajectories_of_several_samples_are_numbered_when_made_alone() -> None:
+    async def rollout(*, prompt: Prompt, num_samples: int, **arguments: Any) -> list[Sample]:
+        if num_samples > 1:
+            raise ValueError("all together")
+        made = await single_turn(prompt=prompt, num_samples=2, **arguments)
+        return [replace(sample, trajectory=7, response_text=str(sample.index)) for sample in reversed(made)]
+
+    group, _ = asyncio.run(make_with(rollout, num_samples=3))
+    found = [(sample.index, sample.trajectory, sample.response_text) for sample in group.samples]
+    assert found == [(0, 0, "0"), (1, 0, "1"), (2, 1, "0"), (3, 1, "1"), (4, 2, "0"), (5, 2, "1")]
+
+
+@pytest.mark.parametrize(
+    ("error", "headline"),
+    [
+        (SystemExit(3), "RuntimeError: the rollout raised SystemExit"),
+        (KeyboardInterrupt(), "RuntimeError: the rollout raised KeyboardInterrupt"),
+        (asyncio.CancelledError(), "it was cancelled, but not by the run"),
+        (ValueError("two\nlines"), "ValueError: two lines"),
+    ],
+)
+def test_an_exit_or_a_cancellation_within_a_rollout_is_a_failure(error: BaseException, headline: str) -> None:
+    group, _ = asyncio.run(make_with(failing(*range(9), error=error), num_samples=1))
+    assert [(failure.cause, failure.headline) for failure in group.failures] == [("error", headline)]
+
+
+def test_a_rollout_that_never_returns_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it end when it is cancelled."""
+    monkeypatch.setattr("megatron_rl.rollout.groups.CANCEL_S", 0.01)
+    released: list[bool] = []
+
+    async def rollout(**_: Any) -> list[Sample]:
+        while not released:
+            try:
+                await asyncio.sleep(0.2)
+            except asyncio.CancelledError:
+                continue
+        return []
+
+    async def work() -> None:
+        group, _ = await make_with(rollout, num_samples=2, timeout_s=0.05)
+        headline = "no samples after 0.05 s (rollout.timeout_s)"
+        assert [(failure.cause, failure.headline) for failure in group.failures] == [("timeout", headline)] * 2
+        released.append(True)
+
+    asyncio.run(work())
+
+
+def test_waiting_for_an_engine_does_not_count_as_time_of_the_rollout() -> None:
+    """Six requests of 0.1 s one after the other, with 0.3 s for each."""
+    client = FakeClient(delay_s=0.1)
+
+    async def work() -> list[Group]:
+        maker = make_maker(EnginePool([client], max_requests=1), timeout_s=0.3)  # type: ignore[list-item]
+        return await asyncio.gather(*(maker.make(prompt, num_samples=1) for prompt in make_prompts(6)))
+
+    assert [len(group.samples) for group in asyncio.run(work())] == [1] * 6 and client.calls == 6
+
+
+def test_a_request_beyond_the_room_or_the_answers_limit_is_a_failure() -> None:
+    rooms: list[int] = []
+
+    async def rollout(*, prompt: Prompt, generator: Any, sampling: Sampling, **arguments: Any) -> list[Sample]:
+        rooms.append(generator.context)
+        tokens = np.full(generator.context - sampling.max_tokens + 1, 5)
+        await generator.generate(tokens, sampling=sampling)
+        raise AssertionError
+
+    async def longer(*, sampling: Sampling, **arguments: Any) -> list[Sample]:
+        return list(await single_turn(sampling=replace(sampling, max_tokens=5), **arguments))
+
+    group, _ = asyncio.run(make_with(rollout, num_samples=1))
+    (failure,) = group.failures
+    assert rooms == [64] * 3 and failure.headline.startswith("a prompt of 61 tokens + 4 response tokens = 65, a micro-batch holds 64")
+    group, _ = asyncio.run(make_with(longer, num_samples=1))
+    (failure,) = group.failures
+    assert "max_tokens 5, rollout.sampling.max_response_tokens 4 bounds one answer" in failure.headline
+
+
+def test_the_end_of_the_last_engine_is_no_failure_of_the_rollout() -> None:
+    async def wrapping(**arguments: Any) -> list[Sample]:
+        try:
+            return list(await single_turn(**arguments))
+        except EngineError as error:
+            raise RuntimeError("the turn failed") from error
+
+    with pytest.raises(EngineError, match="gone"):
+        asyncio.run(make_with(wrapping, FakeClient(fail_at=1)))
+
+
+def test_failures_are_kept_with_what_waits_for_its_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.rollout.groups.SLOW_REWARD_S", 0.0)
+
+    async def score(sample: Sample) -> Reward:
+        await asyncio.sleep(0.01)
+        return Reward(outcome=RewardOutcome.SCORED, value=1.0)
+
+    async def make(buffer: Buffer, client: FakeClient) -> Group:
+        rollout = failing(0, 1, 3, error=ValueError("no"))
+        maker = make_maker(EnginePool([client], max_requests=8), rollout, score=score)  # type: ignore[list-item]
+        return await maker.make(make_prompts(1)[0], num_samples=2, buffer=buffer)
+
+    with Buffer(tmp_path / "buffer.sqlite") as buffer:
+        buffer.add_prompts(make_prompts(1))
+        buffer.take_pending(1)
+        first = asyncio.run(make(buffer, FakeClient()))
+        assert (len(first.samples), len(first.failures)) == (1, 1)
+        client = FakeClient()
+        again = asyncio.run(make(buffer, client))
+        assert client.calls == 0 and again.failures == first.failures
