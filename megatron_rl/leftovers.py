@@ -1,13 +1,16 @@
-"""What a process that was killed leaves in the temporary directory and in /dev/shm, and who may remove it.
+"""Processes and files left by a killed process, and permission for removal.
 
-Whoever makes temporary files makes a scratch directory, in which its own process id and start time stand and, as far as they are known,
-the places elsewhere that belong to it. The next start on that machine removes what belongs to a process that is gone, and nothing else:
-neither what another user has made, nor what another container with the same temporary directory has.
+Makers of temporary files make a scratch directory. The directory has the maker's process id and
+start time, and the known places elsewhere. The next start on that machine removes the belongings of
+a dead process, and nothing else: neither another user's files, nor files of another container with
+the same temporary directory.
 """
 
+import ctypes
 import json
 import os
 import shutil
+import signal
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -16,36 +19,69 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PREFIX = "megatron-rl-"
+SHORT = "/tmp"
+"""Fallback for a temporary directory with too long a path for sockets."""
 SHARED_MEMORY = Path("/dev/shm")
 _OWNER, _ELSEWHERE = "owner.json", "elsewhere.json"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send the signal `number` to this process when the parent thread ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Let the kernel make this process the parent of every orphan below."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """The directory `path`, which goes with the process that made it."""
+    """The directory `path`, removed with the process that made the directory."""
 
     path: Path
 
     @classmethod
-    def make(cls) -> "Scratch":
-        """A new directory, which belongs to this process."""
+    def make(cls, *, max_length: int | None = None) -> "Scratch":
+        """Make a directory of this process that only its user can enter.
+
+        The path has `max_length` characters at most.
+        """
         path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        if max_length is not None and len(str(path)) > max_length:
+            path.rmdir()
+            path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHORT))
         (path / _OWNER).write_text(json.dumps(_identity(os.getpid())))
         return cls(path)
 
     def note(self, places: Iterable[Path]) -> None:
-        """Remember these files and directories elsewhere, in place of those noted before: they go with this process, too."""
+        """Remember these files and directories elsewhere, in place of earlier ones.
+
+        All are removed with this process, too.
+        """
         (self.path / _ELSEWHERE).write_text(json.dumps([str(place) for place in places]))
 
     def remove(self) -> None:
         """Remove the directory alone."""
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def remove_all(self) -> list[str]:
+        """Remove the noted places and the directory; return the removed paths."""
+        removed = [str(place) for place in _noted(self.path) if _remove(place)]
+        self.remove()
+        return [*removed, str(self.path)]
+
 
 @contextmanager
-def scratch_directory() -> Iterator[Scratch]:
-    """A scratch directory for the time of the block."""
-    scratch = Scratch.make()
+def scratch_directory(*, max_length: int | None = None) -> Iterator[Scratch]:
+    """Make a scratch directory for the time of the block."""
+    scratch = Scratch.make(max_length=max_length)
     try:
         yield scratch
     finally:
@@ -53,7 +89,7 @@ def scratch_directory() -> Iterator[Scratch]:
 
 
 def shared_memory_of(pids: Iterable[int]) -> list[Path]:
-    """The files in /dev/shm that these processes have mapped; a process that has ended has none."""
+    """Return the files in /dev/shm mapped by these processes; an ended process has none."""
     found: set[Path] = set()
     for pid in pids:
         try:
@@ -65,21 +101,19 @@ def shared_memory_of(pids: Iterable[int]) -> list[Path]:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove what processes that are gone have left behind; each is named by its path."""
-    removed = []
-    for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
-        if not _is_abandoned(path):
-            continue
-        for place in _noted(path):
-            if _remove(place):
-                removed.append(str(place))
-        shutil.rmtree(path, ignore_errors=True)
-        removed.append(str(path))
+    """Remove leftovers of dead processes; return the paths."""
+    removed: list[str] = []
+    for path in sorted(path for place in {tempfile.gettempdir(), SHORT} for path in Path(place).glob(f"{PREFIX}*")):
+        if _is_abandoned(path):
+            removed += Scratch(path).remove_all()
     return removed
 
 
 def _identity(pid: int) -> dict[str, object]:
-    """What tells this process from every other one, of other times and other containers, that has its number."""
+    """Return the identity of a process among all processes with the same number.
+
+    Processes of other times and other containers differ.
+    """
     return {"pid": pid, "started": _state_and_start(pid)[1], "namespace": os.readlink("/proc/self/ns/pid"), "boot": _boot_id()}
 
 
@@ -88,7 +122,10 @@ def _boot_id() -> str:
 
 
 def _is_mine(path: Path, *, open_to_others: bool = False) -> bool:
-    """Whether this is a file or directory of this user, and nobody else can have written what stands there unless `open_to_others`."""
+    """Return True for a file or directory of this user that nobody else can have written.
+
+    `open_to_others` drops the condition on writers.
+    """
     found = path.lstat()
     return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and (open_to_others or not found.st_mode & 0o022)
 
@@ -101,13 +138,16 @@ def _is_abandoned(path: Path) -> bool:
         here = owner["namespace"] == os.readlink("/proc/self/ns/pid") and owner["boot"] == _boot_id()
         return here and not _lives(int(owner["pid"]), started=int(owner["started"]))
     except (OSError, ValueError, KeyError, TypeError):
-        # Being made or removed at this moment, or not what this program writes.
+        # Another process makes or removes the directory at this moment, or the content is not this program's.
         return False
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:
-    """State of a process and when it started, in the kernel's ticks since boot, which no correction of the clock moves (proc(5))."""
-    # The name of the program, in parentheses, may hold anything.
+    """Return a process's state and start time in the kernel's ticks since boot (proc(5)).
+
+    No correction of the clock moves the start time.
+    """
+    # The program's name, in parentheses, may hold anything.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
@@ -126,7 +166,7 @@ def _noted(path: Path) -> list[Path]:
 
 
 def _remove(place: Path) -> bool:
-    """Remove a file or directory if it is there and this user's."""
+    """Remove an existing file or directory of this user."""
     try:
         # Ray makes the directories of a session writable for everybody.
         if not _is_mine(place, open_to_others=True):

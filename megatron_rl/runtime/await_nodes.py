@@ -10,9 +10,10 @@ POLL_S = 2.0
 
 
 def await_nodes(address: str, num_nodes: int, *, timeout_s: float = NODES_START_S) -> None:
-    """Join the Ray cluster at `address` and return when `num_nodes` of its nodes have a GPU; it is printed how many there are.
+    """Join the Ray cluster at `address`; return when `num_nodes` nodes have a GPU, printing the
+    number.
 
-    A head that is still starting is waited for as well. Raises DeadlineError after `timeout_s` seconds.
+    The call also waits for a head still starting. Raises DeadlineError after `timeout_s` seconds.
     """
     import ray
 

@@ -1,12 +1,14 @@
-"""The nodes of a Ray cluster: what they have, and a place on them for every process before any of them starts."""
+"""The nodes of a Ray cluster: their resources, and a reserved place for every process before the
+start.
+"""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_rl.config.gpus import GPUS
 from megatron_rl.config.settings import ClusterSettings
 from megatron_rl.errors import DeadlineError, UserError, counted
 from megatron_rl.runtime.placement import Needs, Placement, count_slots, match_bundles, place
@@ -24,8 +26,25 @@ def cluster_device_kind() -> DeviceKind:
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
 
 
+def cluster_capability() -> tuple[int, int]:
+    """Return the compute capability of the run's GPUs, by Ray's GPU name, this machine, or
+    Hopper's.
+    """
+    import ray
+
+    # torch, whose import an engine's process should not wait for.
+    from megatron_rl.device import local_capability
+
+    names = {name.removeprefix("accelerator_type:") for name in ray.cluster_resources()}
+    named = (gpu.capability for gpu in GPUS.values() if gpu.name.partition("-")[0] in names)
+    return next(named, None) or local_capability() or GPUS["H100-80"].capability
+
+
 def enter_directory(directory: Path) -> None:
-    """Work where the driver does, so that relative paths mean the same on every node. Raises UserError where it does not exist."""
+    """Work in the driver's directory, so that relative paths mean the same on every node.
+
+    Raises UserError for a missing directory.
+    """
     import ray
 
     if not directory.is_dir():
@@ -37,19 +56,22 @@ def enter_directory(directory: Path) -> None:
 
 
 def own_gpus() -> tuple[str, ...]:
-    """The GPUs that Ray gave this process, by what CUDA_VISIBLE_DEVICES calls them: numbers, UUIDs of GPUs or of MIG's parts of one."""
+    """Return the GPUs that Ray gave this process, by their names in CUDA_VISIBLE_DEVICES.
+
+    Names are numbers, or UUIDs of GPUs or of MIG parts of a GPU.
+    """
     import ray
 
     return tuple(map(str, ray.get_gpu_ids()))
 
 
 def gpu_order(gpus: Sequence[str]) -> list[tuple[int, str]]:
-    """A sort key of GPUs: 9 before 10, and UUIDs, which say nothing about places, in an order that is the same each time."""
+    """Return a sort key of GPUs: 9 before 10, and UUIDs, without a place, in a stable order."""
     return [(int(gpu), "") if gpu.isdecimal() else (-1, gpu) for gpu in gpus]
 
 
 def no_gpu(gpu: str, where: str) -> str:
-    """A sentence for a run that was made for GPUs and finds none."""
+    """Return a sentence for a GPU run without a GPU."""
     return (
         f"runtime.cluster.gpu is {gpu}, but {where} has no GPU; start the run on GPU nodes or give the address of their Ray cluster "
         f"(--ray-address), or look at its plan alone with --check --config-only"
@@ -58,9 +80,10 @@ def no_gpu(gpu: str, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A placement on machines: node i of `placement` is bundle `bundles[i]` of the reserved `group`.
+    """A placement on machines: node i of `placement` is bundle `bundles[i]` of the reserved
+    `group`.
 
-    `variables` of the environment are set in every process that is started there.
+    `variables` of the environment are set in every process of the reservation.
     """
 
     placement: Placement
@@ -74,7 +97,7 @@ class Reservation:
         return self._options(node, num_cpus=1, num_gpus=int(self.device_kind == "cuda"))
 
     def engine_options(self, number: int) -> dict[str, Any]:
-        """Ray's options for the actor of this engine. Beside ranks it reserves no slot of its own."""
+        """Return Ray's options for the actor of this engine. Beside ranks no slot is reserved."""
         placement = self.placement
         node = placement.node_of_engine(number)
         own, gpus = not placement.needs.colocated, self.device_kind == "cuda"
@@ -88,38 +111,37 @@ class Reservation:
         return options | ({"runtime_env": {"env_vars": dict(self.variables)}} if self.variables else {})
 
 
-@contextmanager
-def reserved(
+def reserve(
     needs: Needs, *, cluster: ClusterSettings, device_kind: DeviceKind, timeout_s: float, variables: Mapping[str, str] | None = None
-) -> "Iterator[Reservation]":
-    """Place everything on the nodes of the Ray cluster and reserve the slots there; released with the block.
+) -> Reservation:
+    """Place everything on the nodes of the Ray cluster and reserve the slots until the process
+    leaves Ray.
+
+    A call to release them would block where Ray's control service is gone.
 
     `variables` of the environment are set in every process there.
 
     Raises:
         UserError: the cluster has not enough nodes, CPUs or GPUs, with the arithmetic.
-        DeadlineError: somebody else holds them.
+        DeadlineError: other users hold the slots.
     """
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import placement_group
 
     nodes = usable_nodes(_slots_of_nodes(needs.unit), cluster, unit=needs.unit)
     placement = place(needs, nodes=nodes)
     # One bundle for all processes of a node: nothing else could keep groups of ranks together, whatever order Ray fills nodes in.
     group = placement_group([_bundle(placement, node) for node in range(len(placement.nodes))], strategy="STRICT_SPREAD")
-    try:
-        if not group.wait(timeout_seconds=timeout_s):
-            raise DeadlineError(
-                f"Ray could not reserve {' + '.join(str(share.slots) for share in placement.nodes)} {needs.unit}s, each number on a node "
-                f"of its own, within {timeout_s:.0f} s, although the cluster has {count_slots(nodes, needs.unit)}; another job holds some "
-                f"of them: stop it, or wait for it"
-            )
-        yield Reservation(placement, group, match_bundles(placement, _bundle_addresses(group)), device_kind, variables or {})
-    finally:
-        remove_placement_group(group)
+    if not group.wait(timeout_seconds=timeout_s):
+        raise DeadlineError(
+            f"Ray could not reserve {' + '.join(str(share.slots) for share in placement.nodes)} {needs.unit}s, each number on a node "
+            f"of its own, within {timeout_s:.0f} s, although the cluster has {count_slots(nodes, needs.unit)}; another job holds some "
+            f"of them: stop it, or wait for it"
+        )
+    return Reservation(placement, group, match_bundles(placement, _bundle_addresses(group)), device_kind, variables or {})
 
 
 def usable_nodes(slots: list[int], cluster: ClusterSettings, *, unit: str) -> list[int]:
-    """The slots of the nodes to use, largest first, of nodes that have `slots`.
+    """Return the slots of the nodes to use, largest first, of nodes that have `slots`.
 
     Raises UserError when there are fewer than runtime.cluster says.
     """

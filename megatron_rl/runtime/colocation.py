@@ -1,21 +1,23 @@
-"""Who has the devices when ranks and engines share them: one side puts its memory away before the other takes its own back.
+"""Turns on devices shared by ranks and engines: one side frees memory before the other takes
+memory.
 
-The weight sync is in between: it needs the trainer's parameters and the engines' weights at once, but neither the optimizer nor the
-key-value cache, so that the four never add up. A run whose engines have devices of their own has none of this.
+The weight sync is in between. The sync needs the trainer's parameters and the engines' weights at
+once, but neither the optimizer nor the key-value cache, so that the four never add up. A run with
+separate devices for engines has no turns.
 """
 
 from collections.abc import Coroutine
 from enum import Enum
 from typing import Any, Protocol
 
-from megatron_rl.deadlines import ENGINE_MEMORY_S
-from megatron_rl.rollout.client import ENGINE_PARTS, EnginePart
+from megatron_rl.deadlines import SYNC_S
+from megatron_rl.engines.client import ENGINE_PARTS, EnginePart
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.training.offload import PARTS, Part
 
 
 class Turn(Enum):
-    """What is on the devices: parts of the trained models, and parts of the engines' memory."""
+    """Memory on the devices: parts of the trained models, and parts of the engines' memory."""
 
     TRAINING = (PARTS, ())
     """Also for loading and saving a checkpoint."""
@@ -37,11 +39,11 @@ class TrainerMemory(Protocol):
     """The ranks' side of a turn."""
 
     def put_away(self, parts: frozenset[Part]) -> None:
-        """Move these parts of the models to host memory."""
+        """Move the given parts of the models to host memory."""
         ...
 
     def take_back(self, parts: frozenset[Part]) -> None:
-        """Move these parts of the models back to the device."""
+        """Move the given parts of the models back to the device."""
         ...
 
 
@@ -49,28 +51,34 @@ class EngineMemory(Protocol):
     """The engines' side of a turn. No request may be running."""
 
     def release_memory(self, parts: frozenset[EnginePart]) -> Coroutine[Any, Any, None]:
-        """Free these parts of every engine; their content is lost."""
+        """Free the given parts of every engine; the content is lost."""
         ...
 
     def restore_memory(self, parts: frozenset[EnginePart]) -> Coroutine[Any, Any, None]:
-        """Allocate these parts of every engine again; they have been released before."""
+        """Allocate the given parts of every engine again, after a release."""
         ...
 
 
 class SharedDevices:
-    """Turns on shared devices, of which the engines have just been started while the trainer was away."""
+    """Turns on shared devices, on which engines have just been started while the trainer was away.
 
-    def __init__(self, trainers: TrainerMemory, engines: EngineMemory, *, watchdog: Watchdog) -> None:
-        self._trainers, self._engines, self._watchdog = trainers, engines, watchdog
+    Engines have `timeout_s` seconds.
+    """
+
+    def __init__(self, trainers: TrainerMemory, engines: EngineMemory, *, watchdog: Watchdog, timeout_s: float = SYNC_S) -> None:
+        self._trainers, self._engines, self._watchdog, self._timeout_s = trainers, engines, watchdog, timeout_s
         self._trainer_parts: frozenset[Part] = frozenset()
         self._engine_parts: frozenset[EnginePart] = frozenset(ENGINE_PARTS)
 
     def changes(self, turn: Turn) -> bool:
-        """Whether the parts on the devices are others than those of `turn`."""
+        """Return True when the parts on the devices differ from the parts of `turn`."""
         return (self._trainer_parts, self._engine_parts) != (turn.trainer_parts, turn.engine_parts)
 
     def take(self, turn: Turn) -> None:
-        """First everything goes that `turn` does not need, then comes what it does: never more than one side and a half is there."""
+        """Free everything that `turn` does not need, then allocate the needed parts.
+
+        So the devices never hold more than one side and a half.
+        """
         assert turn is not Turn.GENERATION or "weights" in self._engine_parts, "released weights come back empty: a sync goes first"
         if leaving := self._trainer_parts - turn.trainer_parts:
             self._trainers.put_away(leaving)
@@ -83,4 +91,4 @@ class SharedDevices:
         self._trainer_parts, self._engine_parts = turn.trainer_parts, turn.engine_parts
 
     def _wait(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        self._watchdog.wait(work, name=name, owner="the engines", timeout_s=ENGINE_MEMORY_S)
+        self._watchdog.wait(work, name=name, owner="the engines", timeout_s=self._timeout_s)

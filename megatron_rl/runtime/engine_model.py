@@ -1,24 +1,28 @@
-"""The directory that engines are started on: model.path where they can read it, else one that is made for them in the run directory."""
+"""The model directory of the engines: model.path where readable, else made in the run."""
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError
-from megatron_rl.files import partial_path
+from megatron_rl.files import check_room, partial_path
 from megatron_rl.leftovers import scratch_directory
 
 with quiet_megatron_imports():
-    from megatron_rl.convert.conversion import Options, convert
-    from megatron_rl.models.checkpoint_manifest import check_weights_alone
-    from megatron_rl.models.hf_files import describe_hf
-    from megatron_rl.models.stored_weights import engines_read, names_code
+    from megatron_rl.checkpoints import manifest
+    from megatron_rl.checkpoints.hugging_face import describe_hf, save_hf
+    from megatron_rl.checkpoints.stored_weights import check_names, engines_read, in_order, names_code, open_weights
+    from megatron_rl.models.expert_stacks import as_stored
     from megatron_rl.training.trained_model import DTYPES
+    from megatron_rl.weights.changes import Changes
 
 DESCRIPTION, WEIGHTS = "engine-model", "engine-weights"
 """In the run directory: a model without weights or with links to them, and one with weights for the time of an evaluation."""
@@ -26,76 +30,86 @@ DESCRIPTION, WEIGHTS = "engine-model", "engine-weights"
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """What engines are started on: a Hugging Face directory, which has no weights where they come by the first sync."""
+    """The Hugging Face directory of the engines, with weights to load unless `has_weights` is
+    False.
+    """
 
     path: Path
     has_weights: bool = True
 
 
 def planned_model(settings: Settings) -> EngineModel:
-    """What the engines of a training run are started on: model.path, unless they cannot read it or might run code that it names.
+    """Return the model of a training run's engines: model.path, or a description in place of it.
 
-    Raises UserError when the user's own arguments of the server contradict it.
+    A description is needed where engines cannot read model.path, or might run code named there.
+    Engines start without weights, because the first sync replaces all weights. Reading a large
+    model in every engine would take as long as the ranks' start at the same time.
+
+    Raises UserError when the user's own server arguments contradict the choice.
     """
-    if engines_read(settings.model.path):
-        return EngineModel(settings.run.directory / DESCRIPTION if names_code(settings.model.path) else settings.model.path)
     if "load_format" in settings.rollout.sglang:
         raise UserError(
-            f"rollout.sglang.load_format is {settings.rollout.sglang['load_format']}, but engines cannot read the weights in "
-            f"{settings.model.path}: they get the trainer's; remove it, or give model.path plain safetensors (`megatron-rl convert`)"
+            f"rollout.sglang.load_format is {settings.rollout.sglang['load_format']}, but the engines of a training run load no weights: "
+            "the first sync gives them the trainer's; remove it"
         )
-    return EngineModel(settings.run.directory / DESCRIPTION, has_weights=False)
+    plain = engines_read(settings.model.path) and not names_code(settings.model.path)
+    return EngineModel(settings.model.path if plain else settings.run.directory / DESCRIPTION, has_weights=False)
 
 
 def make_model(settings: Settings, *, dtype: str, note: Callable[[str], None]) -> EngineModel:
-    """What the engines of a training run are started on, with weights of `dtype`; made if need be, of which `note` is told.
+    """Return the model of a training run's engines, with weights of `dtype`.
 
-    Where they cannot read model.path they start without weights. The run gives them the trainer's before anything is generated, and the
-    parity probe shows one that was not replaced. Raises UserError.
+    Writes the description if needed, and reports to `note`. Raises UserError.
     """
     model = planned_model(settings)
-    if not model.has_weights:
+    if model.path != settings.model.path:
         describe_hf(model.path, source=settings.model.path, dtype=DTYPES[dtype])
-        note(f"engines cannot read the weights in {settings.model.path}: they start without, from {model.path}, and get the trainer's")
-    elif model.path != settings.model.path:
-        _link(settings, model.path, dtype=dtype, note=note)
+        cause = "run no code (auto_map) of" if engines_read(settings.model.path) else "cannot read the weights in"
+        note(f"engines {cause} {settings.model.path}: they start without, from {model.path}, and get the trainer's")
     return model
 
 
 def _link(settings: Settings, path: Path, *, dtype: str, note: Callable[[str], None]) -> None:
-    """Make `path`, the model of model.path with links to its weights and without the code that its config.json names."""
+    """Make `path`: model.path with links to the weights, without the code named by config.json."""
     describe_hf(path, source=settings.model.path, dtype=DTYPES[dtype], linked=True)
     note(f"config.json in {settings.model.path} names code (auto_map), which is not run: engines start on {path}, the same without it")
 
 
 @contextmanager
 def evaluated_model(settings: Settings, *, dtype: str, note: Callable[[str], None]) -> Iterator[EngineModel]:
-    """What engines without a trainer are started on: the weights that a run would start from. What was made for it goes at the end.
+    """Give engines without a trainer the start weights of a run. A copy is removed at the end.
 
-    Raises UserError when the disk of the run directory has no room for it, or when weights are not those of their manifest.
+    Raises UserError when the disk of the run directory has too little room, or when weights differ
+    from their manifest.
     """
     readable = engines_read(settings.model.path)
-    if readable:
-        # A conversion looks by itself.
-        check_weights_alone(settings.model.path)
+    manifest.check(settings.model.path, "weights")
     if readable and not names_code(settings.model.path):
         yield EngineModel(settings.model.path)
         return
     # Another evaluation may go on in the same directory.
     path = settings.run.directory / f"{WEIGHTS}-{os.getpid()}"
-    partial = partial_path(path)
-    made = (path, partial, partial.with_name(f"{partial.name}.lock"))
+    made = (path, partial_path(path))
     with scratch_directory() as scratch:
-        # Where this process is killed the next start on this machine removes them.
+        # After a kill of this process the next start on this machine removes the copy.
         scratch.note(place.absolute() for place in made)
         try:
             if readable:
                 _link(settings, path, dtype=dtype, note=note)
             else:
                 note(f"engines cannot read the weights in {settings.model.path}: they are converted to {dtype} in {path}")
-                convert(settings.model.path, path, Options(to="hf", dtype=DTYPES[dtype], drop_mtp=True))
+                _write_plain(path, settings.model.path, dtype=DTYPES[dtype])
             yield EngineModel(path)
         finally:
-            for place in made[:2]:
+            for place in made:
                 shutil.rmtree(place, ignore_errors=True)
-            made[2].unlink(missing_ok=True)
+
+
+def _write_plain(path: Path, model: Path, *, dtype: torch.dtype) -> None:
+    """Write the weights of `model`, without layers of multi-token prediction, as plain safetensors of `dtype` in the directory `path`."""
+    with closing(open_weights(model, dequantised_dtype=dtype)) as weights:
+        check_names(weights, weights.spec)
+        built = {name: rule for name, rule in in_order(weights).items() if rule is not None}
+        check_room(path, sum(math.prod(weights.shape(name)) for name in built) * dtype.itemsize)
+        changed = (made for name, rule in built.items() for made in Changes(dtype).apply(name, weights.read(name), rule))
+        save_hf(path, as_stored(changed), source=model, durable=False)

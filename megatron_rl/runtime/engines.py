@@ -1,7 +1,7 @@
-"""All generation engines as one object, seen from the driver, and the Ray actor that starts each of them and watches it.
+"""All generation engines as one object for the driver, and the Ray actor of one engine.
 
-Neither this module nor what it imports knows torch or Megatron: the actor needs none of it, and importing it takes ten times as long as
-everything else that the actor does, and ten times the memory.
+This module imports neither torch nor Megatron. The actor needs neither, and the import takes ten
+times the time and ten times the memory of the actor's other work.
 """
 
 import time
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Literal
 import ray
 from ray.exceptions import GetTimeoutError
 
-from megatron_rl.config.derived import dtype_name
+from megatron_rl.config.derived import dtype_name, start_deadline_s
 from megatron_rl.config.settings import Settings
+from megatron_rl.config.yaml_text import format_value
 from megatron_rl.deadlines import ENGINES_STOP_S
-from megatron_rl.rollout.engine import Engine, EngineAddress
-from megatron_rl.rollout.routing_record import MixtureShape
-from megatron_rl.rollout.server_args import sent_prompt_tokens
+from megatron_rl.engines.engine import Engine, EngineAddress
+from megatron_rl.engines.routing_record import MixtureShape
+from megatron_rl.engines.server_args import sent_prompt_tokens
 from megatron_rl.runtime.cluster import Reservation, enter_directory, own_gpus
 from megatron_rl.runtime.watchdog import ACTOR_DEATHS, Watchdog
 
@@ -30,7 +31,11 @@ HEALTH_INTERVAL_S = 0.5
 
 @ray.remote(concurrency_groups={"watch": 1})
 class EngineWorker:
-    """One SGLang server, a child process of this actor, on the GPUs that Ray gave it or, beside ranks, on `shared_gpus`."""
+    """One SGLang server, a child process of this actor, on the GPUs that Ray gave or on
+    `shared_gpus`.
+
+    `shared_gpus` are those of ranks beside the engine.
+    """
 
     def __init__(self, make_engine: Callable[..., Engine], *, directory: Path, shared_gpus: tuple[str, ...] = ()) -> None:
         enter_directory(directory)
@@ -39,25 +44,30 @@ class EngineWorker:
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Beside the other calls: return when the engine was stopped on purpose; raise with the tail of its log when it died."""
+        """Return when the engine was stopped on purpose; raise with the tail of the log when it
+        died.
+
+        Runs beside the other calls.
+        """
         while not self._stopping:
             self._engine.check()
             time.sleep(HEALTH_INTERVAL_S)
 
     def start(self) -> EngineAddress:
-        """Start the server and wait until it serves."""
+        """Start the server and wait until requests are served."""
         return self._engine.start()
 
     def stop(self) -> None:
-        """Stop the server and reap it."""
+        """Stop and reap the server."""
         self._stopping = True
         self._engine.stop()
 
 
 class EngineGroup:
-    """Starts one actor per engine, each with a server of its own, on `model`.
+    """Starts one actor with one server per engine, on `model`.
 
-    `gpus_of_ranks` are the GPUs of every Megatron rank, of which colocated engines take those of the ranks beside them.
+    `gpus_of_ranks` are the GPUs of every Megatron rank; a colocated engine takes the GPUs of the
+    ranks beside the engine.
     """
 
     def __init__(
@@ -101,18 +111,19 @@ class EngineGroup:
 
     def finish_start(self, refs: list[ray.ObjectRef]) -> list[EngineAddress]:
         """Wait until every engine serves."""
-        addresses: list[EngineAddress] = self._watchdog.wait(
-            refs, name="starting the engines", owner="engine", timeout_s=self._settings.rollout.startup_timeout_s + ENGINES_STOP_S
-        )
+        timeout_s = start_deadline_s(self._settings.model.path, self._settings.rollout) + ENGINES_STOP_S
+        addresses: list[EngineAddress] = self._watchdog.wait(refs, name="starting the engines", owner="engine", timeout_s=timeout_s)
         return addresses
 
     def watch(self, addresses: Sequence[EngineAddress], *, goes_on: Callable[[EngineAddress, Exception], bool]) -> None:
-        """Watch every engine from now on; `goes_on` says whether the run goes on without one that has died."""
+        """Watch every engine from now on; `goes_on` decides if the run continues after an engine's
+        death.
+        """
         for number, (worker, address) in enumerate(zip(self._workers, addresses, strict=True)):
             self._watchdog.watch(f"engine {number}", worker.watch.remote().future(), goes_on=partial(goes_on, address))
 
     def stop(self) -> None:
-        """Stop the servers and reap them. An actor that is dead, or too slow, takes its server down with it when Ray ends."""
+        """Stop and reap the servers. The server of a dead or slow actor ends when Ray ends."""
         self._watchdog.forget()
         stopping = [worker.stop.remote() for worker in self._workers]
         for ref in stopping:
@@ -123,10 +134,10 @@ class EngineGroup:
 
 
 def recorded_mixture(settings: Settings) -> MixtureShape | None:
-    """The experts of the model, when the engines are to record to which of them they route tokens."""
+    """Return the experts of the model when engines are to record the routing of tokens."""
     if not settings.training.routing_replay:
         return None
-    # The driver has imported them already; the actor never does.
+    # Imported here, because the driver has done so already and the actor never does.
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.training.expert_load import check_routing_replay
 
@@ -142,7 +153,20 @@ def recorded_mixture(settings: Settings) -> MixtureShape | None:
 
 
 def ranks_per_engine(settings: Settings, *, device_kind: Literal["cpu", "cuda"]) -> int:
-    """Processes of one engine that hold weights."""
+    """Return the number of processes of one engine that hold weights."""
     if device_kind == "cuda":
         return settings.runtime.num_gpus_per_engine
     return int(settings.rollout.sglang.get("tp_size", 1))
+
+
+def weight_sync(settings: Settings, *, device_kind: Literal["cpu", "cuda"]) -> str:
+    """Return how weights reach the engines, and the setting that decides it."""
+    name = settings.weight_transport
+    means = {
+        "broadcast": "a process group of NCCL" if device_kind == "cuda" else "a process group of gloo",
+        "disk": "files in run.directory",
+        "ipc": "the memory of the shared GPU" if device_kind == "cuda" else "shared memory of the host",
+    }
+    colocate = format_value(settings.runtime.colocate)
+    why = "weights.transport" if settings.weights.transport is not None else f"weights.transport not set, runtime.colocate {colocate}"
+    return f"{name}: {means[name]} ({why})"

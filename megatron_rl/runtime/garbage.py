@@ -1,16 +1,17 @@
-"""What Python's garbage collector looks at while a run goes on."""
+"""Limits on the work of Python's garbage collector during a run."""
 
 import atexit
 import gc
 
 
 def spare_what_is_loaded() -> None:
-    """Leave everything that exists now out of later collections: call it when a process has imported and built what it works with.
+    """Exclude all existing objects from later collections; call after all imports and construction.
 
-    That is 250,000 objects of torch, transformers and Ray. A full collection walks them for 0.15 s, and came in every second or third
-    step; SGLang does the same in its own processes.
+    Torch, transformers and Ray have 250,000 objects. A full collection walks all of them in 0.15 s,
+    in every second or third step; SGLang does the same in its own processes.
     """
     gc.collect()
     gc.freeze()
-    # Triton's binding prints pages of "leaked" functions where the last collection, at the end of Python, does not see them.
+    # Triton's binding prints pages of "leaked" functions when the last collection, at the end of
+    # Python, skips them.
     atexit.register(gc.unfreeze)

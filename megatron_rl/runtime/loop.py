@@ -1,27 +1,29 @@
-"""The training loop. It reads like the sentence it implements.
+"""The training loop, in the words of its algorithm.
 
-       prompts ──► RolloutManager ──(token ids)──► engines, which serve the weights of version v
-                        │    rollout/manager: groups with rewards, kept in the buffer until their step comes
+       prompts ──► RolloutManager ──(token ids)──► engines, serving the weights of version v
+                        │    rollout/manager: groups with rewards, in the buffer until used
        next_batch       ▼
-                   TrainBatch        one flat record: tokens, masks, rewards, log-probs and versions of the engines
+                   TrainBatch        one flat record: tokens, masks, rewards, log-probs, versions
                         │    data/packing: one shard for each data-parallel rank
        train            ▼
-                   TrainerGroup      training/trainer on every Megatron rank: advantages, then training/policy_step
-                        │
+                   TrainerGroup      training/trainer on every Megatron rank: advantages, then
+                        │            training/policy_step
        publish          ▼
                    WeightSync ──(version v + 1)──► engines
 
-Read next: training_run, which has the calls below; rollout_run, what they do with engines; training_run.SupervisedRun, a run without any.
+Read next: training_run, with the calls below; rollout_run, the same calls with engines;
+training_run.SupervisedRun, a run without engines.
 """
 
 from megatron_rl.runtime.training_run import TrainingRun
 
 
 def train_loop(run: TrainingRun, *, first_step: int) -> None:
-    """Next batch, train, save, publish weights, evaluate, log, until the run's last step.
+    """Run batch, train, save, publish weights, evaluate and log until the run's last step.
 
-    `first_step` is 0 or where a checkpoint left off. The weights that s steps have made carry version s. With a `max_staleness` above 0
-    the samples of later steps are made meanwhile: `next_batch` then finds them ready.
+    `first_step` is 0 or the step of the checkpoint. The weights after s steps carry version s. With
+    a `max_staleness` above 0 the samples of later steps are made meanwhile, and `next_batch` finds
+    these samples ready.
     """
     run.begin(step=first_step)
     for step in range(first_step, run.num_steps):

@@ -1,11 +1,14 @@
-"""Which Megatron rank and which engine sits on which node, as a value. Pure: no process, no Ray, no GPU is asked.
+"""The node of every Megatron rank and engine, as a value. Pure: no process, no Ray, no GPU is
+asked.
 
-A slot is what one rank needs: a GPU, or a CPU where there is no GPU. Ranks fill the nodes in Megatron's own order, in which the
-tensor parallel rank changes fastest, then context, data and pipeline parallel rank, so that the groups that talk most lie closest.
-Engines come behind them, each on one node; colocated ones sit on the slots of ranks instead.
+A slot is the need of one rank: a GPU, or a CPU where there is no GPU. Ranks fill the nodes in
+Megatron's own order: the tensor parallel rank changes fastest, then context, data and pipeline
+parallel rank. So the groups with the most traffic lie closest. Engines come behind the ranks, each
+on one node; colocated engines sit on the slots of ranks instead.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +29,9 @@ class Needs:
 
     @classmethod
     def of(cls, settings: Settings, *, device_kind: Literal["cpu", "cuda"], trains: bool = True) -> "Needs":
-        """What a run of these settings needs; an evaluation does not train, so that it has no ranks."""
+        """Return the needs of a run of these settings; an evaluation does not train and has no
+        ranks.
+        """
         return cls(
             num_ranks=settings.training.topology.num_ranks if trains else 0,
             num_engines=0 if trains and settings.supervised else settings.rollout.num_engines,
@@ -51,7 +56,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class EngineSeat:
-    """Engine `number` and the slots of its node that it has."""
+    """Engine `number` and the engine's slots on the node."""
 
     number: int
     slots: range
@@ -59,14 +64,14 @@ class EngineSeat:
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """What one node holds: `ranks`, one on each slot from the first, and engines."""
+    """Content of one node: `ranks`, one on each slot from the first, and engines."""
 
     ranks: range
     engines: tuple[EngineSeat, ...]
 
     @property
     def slots(self) -> int:
-        """Slots that are taken."""
+        """Number of taken slots."""
         return max([len(self.ranks), *(seat.slots.stop for seat in self.engines)])
 
     @property
@@ -77,22 +82,26 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The nodes in order, those without a process left out."""
+    """The nodes in order, without nodes that have no process."""
 
     needs: Needs
     nodes: tuple[NodeShare, ...]
 
     def nodes_of_block(self, first: int, size: int) -> range:
-        """The nodes on which the consecutive ranks from `first` lie."""
+        """Return the nodes of the consecutive ranks from `first`."""
         touched = [number for number, share in enumerate(self.nodes) if share.ranks and _overlap(share.ranks, range(first, first + size))]
         return range(touched[0], touched[-1] + 1)
 
+    def spans(self, size: int) -> Counter[int]:
+        """Count the blocks of `size` consecutive ranks by the number of nodes on which they lie."""
+        return Counter(len(self.nodes_of_block(first, size)) for first in range(0, self.needs.num_ranks, size))
+
     def node_of_engine(self, engine: int) -> int:
-        """The node of engine number `engine`."""
+        """Return the node of engine number `engine`."""
         return next(node for node, share in enumerate(self.nodes) for seat in share.engines if seat.number == engine)
 
     def ranks_beside(self, engine: int) -> tuple[int, ...]:
-        """The ranks that share their slots with a colocated engine, in the order of the slots."""
+        """Return the ranks that share slots with a colocated engine, in the order of the slots."""
         share = self.nodes[self.node_of_engine(engine)]
         seat = next(seat for seat in share.engines if seat.number == engine)
         return tuple(share.ranks[slot] for slot in seat.slots)
@@ -101,7 +110,7 @@ class Placement:
 def place(needs: Needs, *, nodes: Sequence[int]) -> Placement:
     """Place everything on nodes with so many slots each.
 
-    Raises UserError, with the arithmetic, when it has no room or when an engine is larger than a node.
+    Raises UserError, with the arithmetic, for too few slots or an engine larger than a node.
     """
     _check_room(needs, nodes)
     shares, rank, engine = [], 0, 0
@@ -123,7 +132,10 @@ def place(needs: Needs, *, nodes: Sequence[int]) -> Placement:
 
 
 def nodes_needed(needs: Needs, *, slots_per_node: int) -> int:
-    """The fewest equal nodes that hold everything. Raises UserError when an engine is larger than a node."""
+    """Return the fewest equal nodes for everything.
+
+    Raises UserError for an engine larger than a node.
+    """
     _check_engine_size(needs, slots_per_node)
     if needs.colocated or not needs.num_engines:
         return -(-needs.num_ranks // slots_per_node)
@@ -134,17 +146,18 @@ def nodes_needed(needs: Needs, *, slots_per_node: int) -> int:
 
 
 def count_slots(nodes: Sequence[int], unit: str) -> str:
-    """The slots of these nodes as arithmetic: `15 nodes × 8 = 120 GPUs`."""
+    """Return the slots of these nodes as arithmetic: `15 nodes × 8 = 120 GPUs`."""
     if len(set(nodes)) == 1:
         return f"{counted(len(nodes), 'node')} × {nodes[0]} = {counted(sum(nodes), unit)}"
     return f"{len(nodes)} nodes with {' + '.join(map(str, nodes)) or 0} = {counted(sum(nodes), unit)}"
 
 
 def match_bundles(placement: Placement, addresses: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-    """Which Ray bundle is which node: bundle i was asked for with the slots of node i and lies at `addresses[i]` (IP, node id).
+    """Return the Ray bundle of every node.
 
-    Ray puts equal bundles onto any nodes. Nodes with equal shares are told apart by address, so that neighbours in rank are neighbours
-    in the network, where machines are numbered as they are cabled. The result holds the bundle of every node.
+    Bundle i was requested with the slots of node i and lies at `addresses[i]` (IP, node id). Ray
+    puts equal bundles onto any nodes. Nodes with equal shares are ordered by address, so that
+    neighbours in rank are neighbours in the network, where machines are numbered as cabled.
     """
     assert len(addresses) == len(placement.nodes), f"{len(addresses)} bundles for {len(placement.nodes)} nodes"
     order = sorted(range(len(addresses)), key=lambda bundle: _natural(addresses[bundle]))
@@ -154,7 +167,7 @@ def match_bundles(placement: Placement, addresses: Sequence[tuple[str, str]]) ->
 
 
 def _natural(address: tuple[str, str]) -> tuple[list[tuple[int, str]], str]:
-    """A sort key under which 10.0.0.9 and node9 come before 10.0.0.10 and node10."""
+    """Return a sort key with 10.0.0.9 and node9 before 10.0.0.10 and node10."""
     parts = re.findall(r"\d+|\D+", address[0])
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts], address[1]
 

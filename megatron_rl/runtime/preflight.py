@@ -1,45 +1,48 @@
-"""Everything about a run that can be known before it starts a process: asked here, so that it does not fail an hour later.
+"""Checks of a run before any process starts, so that failures come at once and not an hour later.
 
-Nothing is written and no process of the run is started. Upstream libraries are asked what they accept, so importing them is
-the greatest cost: a few seconds.
+Nothing is written and no process of the run is started. Upstream libraries are asked for their
+accepted values, so importing them is the greatest cost: a few seconds.
 """
 
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from math import prod
 from pathlib import Path
 
-from megatron_rl.algorithms.objective import POLICY_LOSSES
+from megatron_rl.algorithms.advantage import PlugInAdvantage
+from megatron_rl.algorithms.unclipped_losses import PlugInLoss
 from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import DataSettings, RuntimeSettings, Settings
 from megatron_rl.contracts import RolloutTrial, require
 from megatron_rl.data.row_files import check_is_data_file
 from megatron_rl.data.source import PromptSource
-from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.tokenizer import check_ends, load_tokenizer, vocabulary_size
 from megatron_rl.device import Device, local_device, quiet_megatron_imports
-from megatron_rl.errors import UserError, counted
+from megatron_rl.engines.server_args import check_environment, check_records_routing, check_tensor_parallel, validate_server_args
+from megatron_rl.errors import UserError, counted, sized
 from megatron_rl.files import MANIFEST
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins import load
 from megatron_rl.process_variables import interface_names
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.groups import load_rollout
-from megatron_rl.rollout.server_args import check_environment, check_records_routing, validate_server_args
 from megatron_rl.runtime.cluster import no_gpu
 from megatron_rl.runtime.engine_model import planned_model
+from megatron_rl.runtime.placement import Placement
+from megatron_rl.runtime.ray_session import check_answers
 from megatron_rl.runtime.resources import available_memory_bytes
 
 with quiet_megatron_imports():
-    from megatron_rl.models.checkpoint_manifest import changed_texts
-    from megatron_rl.models.hf_weights import check_complete
+    from megatron_rl.checkpoints.manifest import changed_texts
+    from megatron_rl.checkpoints.stored_weights import check_stored, open_weights
+    from megatron_rl.models.config_json import read_config
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.models.stored_weights import open_weights
     from megatron_rl.models.weight_table import tensor_shapes
-    from megatron_rl.runtime.launch_plan import crossing_notes
     from megatron_rl.runtime.resumption import (
         check_checkpoint_files,
         check_has_checkpoint,
@@ -68,11 +71,12 @@ ENGINE_BYTES = int(1.6 * GIB)
 
 
 def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -> list[str]:
-    """Check model, layout, upstream fields, reward function, data, run directory and resources; return what is worth noting.
+    """Check the run before the start, and return notes.
 
-    `probe` False leaves it at finding the data files and the reward function, and neither reads the files nor calls the function on a
-    row of them, for a caller that does both anyway before it starts anything expensive.
-    Raises UserError with one line for every problem found.
+    Checked are model, layout, upstream fields, reward function, data, run directory and resources.
+    With `probe` False the data files and the reward function are only found: no file is read and
+    the function is not called. This is for a caller that does both anyway before any expensive
+    start. Raises UserError with one line for every problem found.
     """
     if settings.runtime.cluster.gpu is not None and settings.runtime.ray_address is None and local_device().kind == "cpu":
         raise UserError(no_gpu(settings.runtime.cluster.gpu, "this machine"))
@@ -86,14 +90,23 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         partial(check_interface, settings.runtime),
         *_data_checks(settings, probe=probe),
         partial(_check_resources, settings),
+        *([] if probe else [partial(_check_cluster, settings.runtime)]),
     ]
     if settings.rollout.function is not None and not settings.supervised:
         checks.append(partial(_check_rollout_function, settings))
     return _run_checks(checks, settings)
 
 
+def _check_cluster(runtime: RuntimeSettings) -> list[str]:
+    if runtime.ray_address is not None:
+        check_answers(runtime.ray_address)
+    return []
+
+
 def check_interface(runtime: RuntimeSettings) -> list[str]:
-    """Raise UserError for a network interface that this machine does not have, or that a run on one machine would not use."""
+    """Raise UserError for a network interface that is missing here, or unused by a run on one
+    machine.
+    """
     name = runtime.network_interface
     if name is None:
         return []
@@ -110,7 +123,9 @@ def check_interface(runtime: RuntimeSettings) -> list[str]:
 
 
 def preflight_config(settings: Settings) -> list[str]:
-    """The checks of `preflight` that need of the model only its config.json, and neither data nor the machines of the run."""
+    """Run the checks of `preflight` that need only config.json of the model, no data and no
+    machines.
+    """
     checks = _config_checks(settings, find_target(settings, config_only=True))
     if not settings.supervised:
         checks.append(partial(_check_reward, settings))
@@ -143,7 +158,9 @@ def _run_checks(checks: Sequence[Callable[[], list[str]]], settings: Settings) -
 
 
 def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
-    """Refuse a directory that cannot be written, or that holds another run; a note when there is nothing to resume."""
+    """Refuse an unwritable directory or one with another run; return a note without a run to
+    resume.
+    """
     for folder in (directory, *directory.absolute().parents):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"run.directory is {directory}, but {folder} is a file; choose another directory")
@@ -164,17 +181,19 @@ def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
 
 def _check_model(settings: Settings, target: Target) -> list[str]:
     dtype = model_dtype(settings.model, target.device)
-    check_model(settings, read_model_spec(settings.model.path), dtype=dtype, attention=target.attention)
+    spec = read_model_spec(settings.model.path)
+    check_model(settings, spec, dtype=dtype, attention=target.attention(settings, spec))
     if settings.model.teacher is not None:
         teacher = read_teacher_spec(settings.model.teacher)
         check_layout(Topology.of(settings.training.topology), teacher, settings.model.megatron)
-        teacher_config(settings.model, settings.training.topology, teacher, dtype=dtype, attention=target.attention)
+        attention = target.attention(settings, teacher)
+        teacher_config(settings.model, settings.training.topology, teacher, dtype=dtype, attention=attention)
     return []
 
 
 def _check_teacher(settings: Settings) -> list[str]:
     teacher = settings.model.teacher
-    # Another check says that the directory is not there.
+    # Another check reports a missing directory.
     if teacher is None or not teacher.is_dir():
         return []
     check_vocabulary(settings.model.path, teacher)
@@ -183,19 +202,19 @@ def _check_teacher(settings: Settings) -> list[str]:
 
 def _check_weights(path: Path) -> list[str]:
     spec = read_model_spec(path)
-    with open_weights(path, spec) as weights:
+    with closing(open_weights(path)) as weights:
         weights.check_files()
-        check_complete(weights, spec)
+        check_stored(weights, spec)
     return [f"{path / name} is not the file of its {MANIFEST}: it is used as it is" for name in changed_texts(path)]
 
 
 def _check_objective(settings: Settings) -> list[str]:
     resolve_objective(settings)
-    path = settings.objective.policy_loss
-    if path not in POLICY_LOSSES:
-        require(path, "policy_loss", settings.objective.loss_args)
-    if settings.objective.advantage.is_own:
-        require(settings.objective.advantage.estimator, "advantage", settings.objective.advantage.args)
+    loss, advantage = settings.objective.policy_loss, settings.objective.advantage
+    if isinstance(loss, PlugInLoss):
+        require(loss.path, "policy_loss", loss.args)
+    if isinstance(advantage, PlugInAdvantage):
+        require(advantage.path, "advantage", advantage.args)
     return []
 
 
@@ -226,7 +245,7 @@ def _data_checks(settings: Settings, *, probe: bool) -> list[Callable[[], list[s
 
 
 def _check_tokenizer(settings: Settings) -> list[str]:
-    load_tokenizer(settings.model.path)
+    check_ends(load_tokenizer(settings.model.path), settings.model.path)
     return []
 
 
@@ -251,8 +270,9 @@ def _check_source(data: DataSettings) -> list[str]:
 def _check_rows(settings: Settings) -> list[str]:
     """Every row of the data files, and the reward function on the first row."""
     tokenizer, data, seed = load_tokenizer(settings.model.path), settings.data, settings.run.seed
-    train = PromptSource(data.train, tokenizer, settings=data, seed=seed, need_response=settings.supervised)
-    sources = [train] + ([] if data.eval is None else [PromptSource(data.eval, tokenizer, settings=data, seed=seed)])
+    open_source = partial(PromptSource, tokenizer=tokenizer, settings=data, seed=seed, vocab_size=vocabulary_size(settings.model.path))
+    train = open_source(data.train, need_response=settings.supervised)
+    sources = [train] + ([] if data.eval is None else [open_source(data.eval)])
     repeats = [note for note in [train.repeat_note()] if note is not None]
     if settings.supervised:
         return repeats
@@ -275,6 +295,7 @@ def _check_rollout(settings: Settings) -> list[str]:
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")
         # Seconds of imports when arguments were given, nothing when there are none.
         validate_server_args(settings.rollout.sglang)
+        check_tensor_parallel(settings.rollout.sglang, read_config(settings.model.path), origin=str(settings.model.path / "config.json"))
         check_environment(os.environ)
         if settings.training.routing_replay:
             check_records_routing()
@@ -310,8 +331,21 @@ def _check_placement(settings: Settings, target: Target) -> list[str]:
     return crossing_notes(placement, Topology.of(settings.training.topology))
 
 
+def crossing_notes(placement: Placement, topology: Topology) -> list[str]:
+    """Return a sentence for tensor parallel groups that no node holds whole: every layer then waits for the network."""
+    spans = placement.spans(topology.tp)
+    if topology.tp == 1 or max(spans) == 1:
+        return []
+    crossing = sum(count for nodes, count in spans.items() if nodes > 1)
+    return [
+        f"{crossing} of {spans.total()} tensor parallel groups of tp {topology.tp} ranks lie on {max(spans)} nodes of "
+        f"{placement.nodes[0].slots} {placement.needs.unit}s, so that every layer waits for the network; choose a tp that divides "
+        f"{placement.nodes[0].slots}, and more pp or cp instead"
+    ]
+
+
 def _idle_nodes(settings: Settings, *, asked: int, filled: int) -> str:
-    """That nodes would stay idle, and the ranks and engines that fill the number asked for, or the nearest one that can be filled."""
+    """Return the error text for idle nodes, with ranks and engines that fill all or most nodes."""
     factor = max(1, asked // filled)
     fix = f"set runtime.cluster.num_nodes to {filled}"
     if factor > 1:
@@ -324,13 +358,13 @@ def _idle_nodes(settings: Settings, *, asked: int, filled: int) -> str:
 
 
 def _check_engine_gpus(settings: Settings) -> None:
-    """Refuse an engine that would leave GPUs of its own unused, or ask for those of others."""
+    """Refuse an engine that would leave GPUs of its own unused, or use GPUs of others."""
     sglang, num_gpus = settings.rollout.sglang, settings.runtime.num_gpus_per_engine
-    tp, pp = sglang.get("tp_size", num_gpus), sglang.get("pp_size", 1)
-    if tp * pp != num_gpus:
+    tp = sglang.get("tp_size", num_gpus)
+    if tp != num_gpus:
         raise UserError(
-            f"rollout.sglang asks for tp_size {tp} × pp_size {pp} = {counted(tp * pp, 'GPU')}, but an engine has "
-            f"runtime.num_gpus_per_engine {num_gpus}; set one to the other, or leave tp_size out"
+            f"rollout.sglang.tp_size is {tp}, but an engine has runtime.num_gpus_per_engine {num_gpus}; set one to the other, or leave "
+            "tp_size out"
         )
 
 
@@ -341,7 +375,7 @@ def _check_resources(settings: Settings) -> list[str]:
     if settings.runtime.ray_address is not None or local_device().kind == "cuda":
         return notes
     teacher = settings.model.teacher if settings.objective.distillation_coef else None
-    # Another check says that the directory is not there.
+    # Another check reports a missing directory.
     asked = _num_parameters(teacher) if teacher is not None and teacher.is_dir() else 0
     return notes + check_cpu_memory(settings, parameters=parameters, teacher_parameters=asked, available=available_memory_bytes())
 
@@ -351,7 +385,10 @@ def _num_parameters(model: Path) -> int:
 
 
 def check_disk(directory: Path, *, checkpoint_bytes: int, keep: int) -> list[str]:
-    """Refuse a disk on which not even one checkpoint has room; a note when the `keep` newest and one being written have none."""
+    """Refuse a disk without room for one checkpoint.
+
+    Return a note without room for the `keep` newest and one in progress.
+    """
     present = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.is_dir())
     usage = shutil.disk_usage(present)
     free = usage.free
@@ -359,14 +396,12 @@ def check_disk(directory: Path, *, checkpoint_bytes: int, keep: int) -> list[str
         raise UserError(f"run.directory is {directory}, but {present} is not writable: it is no place for files; choose another directory")
     if free < checkpoint_bytes:
         raise UserError(
-            f"{present} has {free / GIB:.1f} GiB free, a checkpoint of this model takes about {checkpoint_bytes / GIB:.1f} GiB; "
+            f"{present} has {sized(free)} free, a checkpoint of this model takes about {sized(checkpoint_bytes)}; "
             f"free space, or set run.directory to another disk"
         )
     needed = checkpoint_bytes * (keep + 1)
     if free < needed:
-        return [
-            f"{present} has {free / GIB:.1f} GiB free, run.keep_checkpoints {keep} and one being written take about {needed / GIB:.1f} GiB"
-        ]
+        return [f"{present} has {sized(free)} free, run.keep_checkpoints {keep} and one being written take about {sized(needed)}"]
     return []
 
 
@@ -376,12 +411,12 @@ def check_cpu_memory(settings: Settings, *, parameters: int, teacher_parameters:
     engines = 0 if settings.supervised else settings.rollout.num_engines
     model_copies = topology.num_ranks // (topology.tp * topology.pp)
     per_parameter = (OPTIMIZER_BYTES + 4 + 4) * (2 if settings.has_critic else 1) + (4 if settings.keeps_reference else 0)
-    # A teacher rests in a copy of its own while it is asked, too.
+    # A teacher keeps a copy of its own while answering, too.
     models = model_copies * (parameters * per_parameter + teacher_parameters * (4 + 4))
     needed = topology.num_ranks * RANK_BYTES + engines * (ENGINE_BYTES + 4 * parameters) + models
     if needed <= available:
         return []
     return [
-        f"{counted(topology.num_ranks, 'rank')} and {counted(engines, 'engine')} take at least {needed / GIB:.1f} GiB of memory, "
-        f"{available / GIB:.1f} GiB are available; fewer ranks or engines, or a smaller model, avoid that the system ends one of them"
+        f"{counted(topology.num_ranks, 'rank')} and {counted(engines, 'engine')} take at least {sized(needed)} of memory, "
+        f"{sized(available)} are available; fewer ranks or engines, or a smaller model, avoid that the system ends one of them"
     ]

@@ -1,4 +1,4 @@
-"""What this machine has left for a run. Imports nothing heavy: `doctor` must work where little is installed."""
+"""Resources left on this machine. Imports nothing heavy: `doctor` must work with few packages."""
 
 from pathlib import Path
 
@@ -6,7 +6,10 @@ import psutil
 
 
 def available_memory_bytes() -> int:
-    """Memory that this process may still use: the machine's available memory, or what its control group leaves when that is less."""
+    """Return the bytes of memory that this process may still use.
+
+    The limit is the machine's available memory, or the rest of the control group when lower.
+    """
     available = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     for limit_file, usage_file in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):

@@ -1,4 +1,7 @@
-"""What `--resume` would go on from, and what is wrong with it as far as names, sizes and settings tell: nothing is hashed or started."""
+"""The checkpoint for `--resume`, and faults visible by names, sizes and settings.
+
+Nothing is hashed or started.
+"""
 
 import dataclasses
 import os
@@ -23,7 +26,7 @@ from megatron_rl.runtime.run_checkpoint import (
 )
 
 with quiet_megatron_imports():
-    from megatron_rl.models.checkpoint_manifest import check_sizes
+    from megatron_rl.checkpoints import manifest
     from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.weight_table import parameter_shape, rules
@@ -33,7 +36,7 @@ _OF_FILES = {"names", "num_mtp_layers"}
 
 
 def resume_rows(settings: Settings) -> dict[str, str]:
-    """The checkpoint that the run would go on from, and every setting that is another one now. Raises UserError."""
+    """Return the checkpoint to resume from, and every changed setting. Raises UserError."""
     directory = settings.run.directory
     found = newest_checkpoint(directory)
     skipped = {f"passed over, not complete ({number})": str(path) for number, path in enumerate(incomplete_checkpoints(directory), start=1)}
@@ -45,14 +48,14 @@ def resume_rows(settings: Settings) -> dict[str, str]:
 
 
 def _changes(file: Path, settings: Settings) -> Iterator[tuple[str, str]]:
-    """A row for each setting that is not that of the `file` which the run's last start has written."""
+    """Return a row for each setting that differs from the `file` of the run's last start."""
     if not file.exists():
         yield "settings of the last start", f"not known: {file} is gone"
         return
     saved = parse_yaml(file.read_text(encoding="utf-8", errors="replace"), origin=str(file))
     then = by_path(saved) if isinstance(saved, Mapping) else {}
     now = by_path(parse_yaml(dump_settings(settings), origin="the settings"))
-    # Where the run lies may have another name than it had.
+    # The run's directory may have a new name.
     changed = [name for name in (now | then) if now.get(name) != then.get(name) and name != "run.directory"]
     for name in changed:
         yield name, f"{_value(now, name)}, was {_value(then, name)}"
@@ -65,13 +68,17 @@ def _value(values: Mapping[str, Any], name: str) -> str:
 
 
 def check_is_not_a_copy(config: Path | None, settings: Settings) -> None:
-    """Raise UserError when `config`, which the settings came from, lies in a run's directory and names another: this one was copied."""
+    """Raise UserError when `config` lies in a run's directory and names another: this one was
+    copied.
+
+    The settings came from `config`.
+    """
     if config is None or config.name != SETTINGS_FILE or not checkpoint_paths(config.parent):
         return
     named, place = settings.run.directory, config.parent
     values = parse_yaml(config.read_text(encoding="utf-8"), origin=str(config))
     given = by_path(values).get("run.directory") if isinstance(values, Mapping) else None
-    # Where the command line gives another directory, that one is meant.
+    # A directory on the command line has priority.
     if given is not None and Path(given) == named and named.resolve() != place.resolve():
         raise UserError(
             f"--resume was given with {config}, which lies in a run's directory and names another as run.directory, {named}; add "
@@ -93,7 +100,7 @@ def check_has_checkpoint(settings: Settings) -> list[str]:
 
 
 def check_steps_left(settings: Settings) -> list[str]:
-    """Refuse to go on with a run that has done its steps."""
+    """Refuse to resume a run whose steps are all done."""
     found = newest_checkpoint(settings.run.directory)
     if found is not None and found[1].step >= settings.run.num_steps:
         raise UserError(
@@ -104,17 +111,20 @@ def check_steps_left(settings: Settings) -> list[str]:
 
 
 def check_checkpoint_files(settings: Settings) -> list[str]:
-    """Refuse a checkpoint that lacks a file or has one of another size than its manifest says."""
+    """Refuse a checkpoint with a missing file, or a file of another size than in the manifest."""
     found = newest_checkpoint(settings.run.directory)
     if found is None:
         return []
     with naming_the_way_around(settings.run.directory):
-        check_sizes(found[0] / "megatron")
+        manifest.check(found[0] / "megatron", "sizes")
     return []
 
 
 def check_same_model(settings: Settings) -> list[str]:
-    """Refuse a model.path whose parameters are not those of the checkpoint; a note where it computes something else with them."""
+    """Refuse a model.path with other parameters than the checkpoint.
+
+    Return a note where equal parameters are used in another computation.
+    """
     found = newest_checkpoint(settings.run.directory)
     if found is None or not (found[0] / "hf" / "config.json").is_file():
         return []
@@ -135,9 +145,11 @@ def _parameters(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def check_written_files(settings: Settings) -> list[str]:
-    """Refuse metrics.jsonl with a line that is none, but for a torn last one, which is dropped, and a buffer that is no database.
+    """Refuse unusable output of the run: metrics.jsonl with an invalid line, a buffer that is no
+    database.
 
-    Also a directory where the link to the policy belongs, which a copy that follows links leaves.
+    A torn last line is dropped. Also refuse a directory in place of the link to the policy, left by
+    a copy that follows links.
     """
     link = settings.run.directory / POLICY_LINK
     if link.is_dir() and not link.is_symlink():

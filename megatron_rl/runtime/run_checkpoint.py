@@ -30,7 +30,8 @@ from megatron_rl.files import (
 )
 
 if TYPE_CHECKING:
-    # Ray must not be imported before the environment that it reads is set, and preflight looks at checkpoints earlier.
+    # The environment that Ray reads must be set before the import, and preflight looks at
+    # checkpoints earlier.
     from megatron_rl.runtime.trainers import TrainerGroup
 
 SETTINGS_FILE = "settings.yaml"
@@ -43,9 +44,10 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What the driver itself must remember: `step`, the rollout batches trained on, where the prompts continue, the first evaluation.
+    """State of the driver: `step`, prompt position, first evaluation.
 
-    `metrics` are those of the step as far as they were measured before the save, for a run that is killed before it logs them.
+    `step` counts the rollout batches trained on. `metrics` are the step's metrics measured before
+    the save, for a run that is killed before logging them.
     """
 
     step: int
@@ -55,7 +57,10 @@ class RunState:
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
-    """Complete checkpoints of the run in `directory`, oldest first; of two of one step the one that was written later comes last."""
+    """Return complete checkpoints of the run in `directory`, oldest first.
+
+    Two checkpoints of one step are in the order of writing.
+    """
     return sorted((path for path in _named(directory) if _is_complete(path)), key=lambda path: (_step(path), path.stat().st_mtime_ns))
 
 
@@ -64,12 +69,19 @@ def _named(directory: Path) -> list[Path]:
 
 
 def _is_complete(path: Path) -> bool:
-    """A directory gets its name when all of it is on the disk, but somebody may have copied or deleted a part of it since."""
+    """Return True for a complete checkpoint directory.
+
+    A directory gets its name once all files are on the disk. A user may still have copied or
+    deleted a part since.
+    """
     return (path / "run.json").is_file() and (path / "megatron" / MANIFEST).is_file()
 
 
 def incomplete_checkpoints(directory: Path) -> list[Path]:
-    """What is no checkpoint or export, because its writing, copying or deleting ended half-way: it is never resumed from."""
+    """Return checkpoints and exports left incomplete by an interrupted write, copy or deletion.
+
+    A run never resumes from an incomplete checkpoint.
+    """
     partial = (path for folder in ("checkpoints", "exports") for path in (directory / folder).glob(".step-*"))
     return sorted([*partial, *(path for path in _named(directory) if not _is_complete(path))])
 
@@ -79,7 +91,7 @@ def _step(path: Path) -> int:
 
 
 def oldest_step(directory: Path) -> int:
-    """Steps done at the oldest checkpoint that the run in `directory` still has, 0 when it has none."""
+    """Return the steps of the oldest checkpoint kept in `directory`, 0 without a checkpoint."""
     return min(map(_step, checkpoint_paths(directory)), default=0)
 
 
@@ -87,7 +99,7 @@ class CheckpointWriter:
     """Writes the checkpoints and exports of the run in `directory`, one at a time, while the run goes on."""
 
     def __init__(self, directory: Path, *, trainers: "TrainerGroup", keep: int, keep_interval: int) -> None:
-        """The `keep` newest checkpoints are kept, and those of every `keep_interval`-th step, 0 for none of them."""
+        """Keep the `keep` newest checkpoints, and every `keep_interval`-th step's (0: none)."""
         self._directory, self._trainers = directory, trainers
         self._keep, self._keep_interval = keep, keep_interval
         self._begun: Path | None = None
@@ -95,13 +107,16 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint or an export has begun that `finish` has not put in its place."""
+        """Return True while a checkpoint or an export has begun and `finish` has not put it in
+        place.
+        """
         return self._begun is not None
 
     def begin(self, state: RunState, *, exports: bool = False) -> None:
-        """Begin the checkpoint of `state.step`: when this returns, training may go on. Nothing may be on its way.
+        """Begin the checkpoint of `state.step`; training may go on when this call returns.
 
-        Its policy stays for good where it is one that the run `exports`, too.
+        No other save may be pending. The policy stays for good where the run `exports` this step,
+        too.
         """
         path = self._begin(self._directory / "checkpoints" / f"step-{state.step:06d}")
         self._exports = exports
@@ -130,25 +145,30 @@ class CheckpointWriter:
         return self._directory / "exports" / f"step-{step:06d}"
 
     def is_written(self) -> bool:
-        """Whether `finish` would not wait for the disk."""
+        """Return True when `finish` would not wait for the disk."""
         return self._trainers.saves_are_written()
 
     def finish(self) -> Path | None:
-        """Wait until what has begun is on the disk. The path of a checkpoint, which `prune` may follow, else None."""
+        """Wait until the pending save is on the disk.
+
+        Return the path of a checkpoint, after which `prune` may follow, else None.
+        """
         assert self._begun is not None, "nothing has begun"
         path, export = self._begun, self._export(_step(self._begun))
         with self._nothing_left_of(path):
             self._trainers.finish_saves()
             if path != export:
                 if self._exports:
-                    # Before the checkpoint: what goes on behind that does not come back to this step.
+                    # Before the checkpoint: work after the link does not come back to this step.
                     _copy_files(partial_path(path) / "hf", export)
                 commit_partial(path)
         self._begun = None
         return None if path == export else path
 
     def prune(self) -> list[str]:
-        """Delete the checkpoints that newer ones supersede. A sentence for each that cannot be deleted, which is no harm to the run."""
+        """Delete superseded checkpoints; return a sentence for each failed deletion (harmless to
+        the run).
+        """
         kept = []
         for old in checkpoint_paths(self._directory)[: -self._keep]:
             if not self._keep_interval or _step(old) % self._keep_interval:
@@ -160,7 +180,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _nothing_left_of(self, path: Path) -> Iterator[None]:
-        """When the body raises, that checkpoint is given up."""
+        """Give up the checkpoint in progress when the body raises."""
         try:
             yield
         except BaseException:
@@ -170,7 +190,7 @@ class CheckpointWriter:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Give the files of `source` names in the directory `target` as well, or copy them where the file system has no such links."""
+    """Hard-link the files of `source` into the directory `target`, or copy without hard links."""
 
     def link(file: str, name: str) -> None:
         try:
@@ -183,10 +203,10 @@ def _copy_files(source: Path, target: Path) -> None:
 
 
 def newest_checkpoint(directory: Path) -> tuple[Path, RunState] | None:
-    """The newest complete checkpoint of the run in `directory`, or None.
+    """Return the newest complete checkpoint of the run in `directory`, or None.
 
     Raises:
-        UserError: its run.json cannot be read.
+        UserError: the checkpoint's run.json cannot be read.
     """
     paths = checkpoint_paths(directory)
     if not paths:
@@ -199,7 +219,10 @@ def newest_checkpoint(directory: Path) -> tuple[Path, RunState] | None:
 
 @contextmanager
 def naming_the_way_around(directory: Path) -> Iterator[None]:
-    """Say of a damaged checkpoint of the run in `directory`, which the body reads, how to go on without it. Raises CheckpointError."""
+    """Add to the error of a damaged checkpoint in `directory` how to go on without it.
+
+    The body reads the checkpoint. Raises CheckpointError.
+    """
     try:
         yield
     except DamagedCheckpointError as error:
@@ -207,7 +230,9 @@ def naming_the_way_around(directory: Path) -> Iterator[None]:
 
 
 def way_around(directory: Path) -> str:
-    """How to go on without the newest checkpoint of the run in `directory`, which has one."""
+    """Return advice on going on without the newest checkpoint of the run in `directory`, which must
+    exist.
+    """
     *earlier, newest = checkpoint_paths(directory)
     if earlier:
         return f"delete {newest} to go on from {earlier[-1]} (step {_step(earlier[-1])})"

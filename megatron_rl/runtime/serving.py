@@ -1,4 +1,4 @@
-"""An engine that serves a model directory to people: `megatron-rl serve`."""
+"""An engine that serves a model directory to users: `megatron-rl serve`."""
 
 import json
 import time
@@ -8,30 +8,37 @@ from typing import Any
 
 from megatron_rl.config.derived import AUTO_DTYPES
 from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import local_device, quiet_megatron_imports
+from megatron_rl.engines.engine import Engine, EngineAddress
+from megatron_rl.engines.server_args import check_tensor_parallel, validate_server_args
 from megatron_rl.errors import UserError
 from megatron_rl.leftovers import scratch_directory
-from megatron_rl.rollout.engine import Engine, EngineAddress
-from megatron_rl.rollout.server_args import validate_server_args
 
 with quiet_megatron_imports():
-    from megatron_rl.models.stored_weights import names_code
-    from megatron_rl.models.torch_dist import is_torch_dist
+    from megatron_rl.checkpoints.megatron import is_torch_dist
+    from megatron_rl.checkpoints.stored_weights import names_code
+    from megatron_rl.models.config_json import read_config
 
 POLL_S = 1.0
 
 
 def serve(model: Path, arguments: Mapping[str, Any], *, host: str, port: int) -> None:
-    """Serve the Hugging Face directory `model`, of any number format that SGLang reads, until a signal ends this process.
+    """Serve the Hugging Face directory `model` until a signal ends this process.
 
-    `arguments` are the server's own.
+    `model` has any number format that SGLang reads. `arguments` are the server's own.
 
     Raises:
-        UserError: SGLang cannot read `model`, or might run code that it names; an argument that it does not take; a port that is in use.
+        UserError: SGLang cannot read `model`, or might run code named there; an argument unknown to
+            the server; a port in use.
         EngineError: the server died.
     """
     _check(model)
+    if not host:
+        raise UserError("--host is empty, needs an address of this machine, such as 127.0.0.1")
     validate_server_args(arguments)
+    check_tensor_parallel(arguments, read_config(model), origin=str(model / "config.json"))
+    chats = load_tokenizer(model).chat_template is not None
     kind = local_device().kind
     with scratch_directory() as scratch:
         engine = Engine(
@@ -47,7 +54,7 @@ def serve(model: Path, arguments: Mapping[str, Any], *, host: str, port: int) ->
         )
         print(f"starting SGLang on {model} ...", flush=True)
         try:
-            print(_how_to_ask(engine.start(), model), flush=True)
+            print(_how_to_ask(engine.start(), model, chats=chats), flush=True)
             while True:
                 time.sleep(POLL_S)
                 engine.check()
@@ -68,9 +75,13 @@ def _check(model: Path) -> None:
         raise UserError(f"config.json in {model} names code (auto_map), which SGLang might run; take auto_map out of it")
 
 
-def _how_to_ask(address: EngineAddress, model: Path) -> str:
-    body = json.dumps({"model": str(model), "prompt": "12+39=", "max_tokens": 16, "temperature": 0})
+def _how_to_ask(address: EngineAddress, model: Path, *, chats: bool) -> str:
+    path: str = "completions"
+    asked: dict[str, Any] = {"prompt": "12+39="}
+    if chats:
+        path, asked = "chat/completions", {"messages": [{"role": "user", "content": "What is 12+39?"}]}
+    body = json.dumps({"model": str(model), **asked, "max_tokens": 16, "temperature": 0})
     return (
-        f"{model} is served at {address.url}/v1, by OpenAI's API, until Ctrl-C. For example:\n"
-        f"curl {address.url}/v1/completions -H 'Authorization: Bearer {address.api_key}' -H 'Content-Type: application/json' -d '{body}'"
+        f"{model} is served at {address.url}/v1, by OpenAI's API, until Ctrl-C, to whoever has its key. For example:\n"
+        f"curl {address.url}/v1/{path} -H 'Authorization: Bearer {address.api_key}' -H 'Content-Type: application/json' -d '{body}'"
     )

@@ -1,9 +1,12 @@
-"""From settings to a finished run: everything is checked, then placed, then started, and stopped whatever happens.
+"""The way from settings to a finished run: check, place, start, and always stop.
 
-Ray reads its environment when it is imported, which this module does: `ray_session.prepare_environment` comes before its import.
+Ray reads the environment at import, and this module imports Ray:
+`ray_session.prepare_environment` comes before the import of this module.
 """
 
+import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,34 +19,33 @@ from typing import Any
 import ray
 
 from megatron_rl.config.checks import gpu_contradictions
-from megatron_rl.config.derived import dtype_name
+from megatron_rl.config.derived import dtype_name, sync_deadline_s
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.run_prompts import RunPrompts
 from megatron_rl.data.source import PromptSource
-from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.tokenizer import load_tokenizer, vocabulary_size
 from megatron_rl.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_START_S
 from megatron_rl.device import chosen_row_maths, quiet_megatron_imports
+from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import CheckpointError, MegatronRLError, ResumableError, UserError, WorkerDiedError
-from megatron_rl.files import claim, write_atomic
+from megatron_rl.files import claim, disk_errors, write_atomic
 from megatron_rl.leftovers import remove_leftovers, scratch_directory
 from megatron_rl.observe.console import RL_COLUMNS, RL_COLUMNS_WITHOUT_REFERENCE, SUPERVISED_COLUMNS, Column, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.observe.sinks import Sinks
-from megatron_rl.observe.summary import SUMMARY_FILE, asked_to_end
+from megatron_rl.observe.summary import SUMMARY_FILE, asked_to_end, signal_of
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.process_variables import shared_variables
-from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.rollout.manager import RolloutManager, reward_log
-from megatron_rl.runtime.cluster import Reservation, cluster_device_kind, no_gpu, reserved
+from megatron_rl.runtime.cluster import Reservation, cluster_capability, cluster_device_kind, no_gpu, reserve
 from megatron_rl.runtime.colocation import SharedDevices, Turn
 from megatron_rl.runtime.engine_model import evaluated_model, make_model
-from megatron_rl.runtime.engines import EngineGroup, ranks_per_engine
+from megatron_rl.runtime.engines import EngineGroup, ranks_per_engine, weight_sync
 from megatron_rl.runtime.garbage import spare_what_is_loaded
-from megatron_rl.runtime.launch_plan import weight_sync
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
@@ -52,17 +54,22 @@ from megatron_rl.runtime.run_checkpoint import LOCK_FILE, SETTINGS_FILE, naming_
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.training_run import RunRecords, SupervisedRun, TrainingRun
 from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.types import Sample
 from megatron_rl.weights.interface import Surroundings, WeightTransport
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
 with quiet_megatron_imports():
     from megatron_rl.models.megatron_config import attention_name, resolve_attention
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.weights.manifest import make_manifest
+    from megatron_rl.weights.bucket import exported_specs
+
+
+EVALUATION_FILE = "evaluation.json"
+"""Of `eval`, in the run directory: its metrics; the samples stand beside it in evaluation.jsonl."""
 
 
 def _columns(settings: Settings) -> tuple[Column, ...]:
-    """The console's columns of what a run with `settings` measures."""
+    """Return the console's columns for the metrics of a run with `settings`."""
     if settings.supervised:
         return SUPERVISED_COLUMNS
     return RL_COLUMNS if settings.training.keeps_reference(settings.objective) else RL_COLUMNS_WITHOUT_REFERENCE
@@ -101,14 +108,14 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
 
 
 def _clean_up(console: RunConsole) -> None:
-    """Remove what runs that were killed have left on this machine, and say so."""
+    """Remove the leftovers of killed runs on this machine, and report the removal."""
     removed = remove_leftovers()
     if removed:
         console.say(f"removed what a run that was killed had left: {', '.join(removed)}")
 
 
 def _open_sinks(settings: Settings, *, resume: bool) -> Sinks:
-    """The sinks, at the step at which the run goes on."""
+    """Open the sinks at the step of resumption."""
     found = newest_checkpoint(settings.run.directory) if resume else None
     step, row = (found[1].step, found[1].metrics) if found is not None else (0, {})
     return Sinks(settings.run.directory, settings.observe, first_step=step, row=row, config=settings.model_dump(mode="json"))
@@ -116,7 +123,9 @@ def _open_sinks(settings: Settings, *, resume: bool) -> Sinks:
 
 @contextmanager
 def _keeping_what_it_has(run: TrainingRun, console: RunConsole) -> Iterator[None]:
-    """When the body raises, let the run write what it has; that this fails as well must not hide why the run ended."""
+    """Let the run write the results so far when the body raises; a failure here must not hide the
+    cause.
+    """
     try:
         yield
     except BaseException as error:
@@ -128,13 +137,15 @@ def _keeping_what_it_has(run: TrainingRun, console: RunConsole) -> Iterator[None
 
 
 def _attention(settings: Settings) -> str:
-    """The attention of the ranks, and of Transformer Engine's the one that it may take."""
-    model = settings.model
-    return attention_name(resolve_attention(model.attention, device_kind=cluster_device_kind()), model.megatron)
+    """Return the attention of the ranks, and the attention that Transformer Engine may choose."""
+    model, cp = settings.model, settings.training.topology.cp
+    spec, capability = read_model_spec(model.path), cluster_capability() if cluster_device_kind() == "cuda" else None
+    attention = resolve_attention(model.attention, spec, overrides=model.megatron, cp=cp, capability=capability)
+    return attention_name(attention, model.megatron)
 
 
 def _row_maths(settings: Settings) -> str:
-    """What the ranks make log-probs and entropies with, and why."""
+    """Return the method of the ranks for log-probs and entropies, with the reason."""
     kind = cluster_device_kind()
     dtype = dtype_name(settings.model, device_kind=kind)
     return f"{chosen_row_maths(kind, dtype)}, for {dtype} on {kind}"
@@ -142,10 +153,10 @@ def _row_maths(settings: Settings) -> str:
 
 @contextmanager
 def _announcing_failure(console: RunConsole, settings: Settings) -> Iterator[None]:
-    """When the body raises, say at once that everything is being stopped, and from where the run can go on.
+    """When the body raises, announce at once the stop of everything and the step to resume from.
 
     Raises:
-        ResumableError: SIGTERM or the death of a process ended a run that has a checkpoint.
+        ResumableError: a signal or the death of a process ended a run that has a checkpoint.
     """
     try:
         yield
@@ -154,13 +165,25 @@ def _announcing_failure(console: RunConsole, settings: Settings) -> Iterator[Non
         rest = f"; --resume continues after step {found[1].step}" if found is not None else ""
         console.say(f"stopping every process of the run{rest}")
         if found is not None and (asked_to_end(error) or isinstance(error, WorkerDiedError)):
-            cause = "ended by SIGTERM" if asked_to_end(error) else str(error)
-            raise ResumableError(f"{cause}; the same command with --resume continues after step {found[1].step}") from error
+            cause = f"ended by {signal_of(error).name}" if asked_to_end(error) else str(error)
+            interrupted = asked_to_end(error) and signal_of(error) == signal.SIGINT
+            sentence = f"{cause}; the same command with --resume continues after step {found[1].step}"
+            raise ResumableError(sentence, interrupted=interrupted) from error
         raise
 
 
 def evaluate(settings: Settings) -> None:
-    """Evaluate the model at model.path on data.eval with engines alone, and print the result. Raises as `train`."""
+    """Evaluate the model at model.path on data.eval with engines alone; print and keep the result.
+
+    The result is kept with the samples in run.directory. Raises as `train`.
+    """
+    result, lines = settings.run.directory / EVALUATION_FILE, list[str]()
+
+    def keep(kind: str, samples: Sequence[Sample]) -> None:
+        lines.extend(json.dumps(_sample_record(sample, kind=kind), ensure_ascii=False) for sample in samples)
+
+    with disk_errors(result):
+        result.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(1))
         _clean_up(console)
@@ -169,40 +192,72 @@ def evaluate(settings: Settings) -> None:
         with console.phase("start"):
             # Nothing is trained on, so nothing has to be kept.
             buffer = stack.enter_context(scratch_directory()).path / BUFFER_FILE
-            manager = _open_manager(settings, stack, watchdog, start, buffer=buffer)
-            reservation = _reserve(settings, stack, start, trains=False)
+            manager = _open_manager(settings, stack, watchdog, start, buffer=buffer, trains=False)
+            reservation = _reserve(settings, stack, start, watchdog, trains=False)
             dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
             model = stack.enter_context(evaluated_model(settings, dtype=dtype, note=start.note))
             engines = EngineGroup(settings, model=model, reservation=reservation, watchdog=watchdog)
             stack.callback(engines.stop)
             with start.part("engines"):
-                # What they have started with is what is evaluated.
+                # The engines evaluate the weights of their start.
                 _join(manager, engines, engines.begin_start(), watchdog, start, serve_current=True)
         console.say(str(start))
         num_prompts = len(manager.prompts.held_out)
         with console.phase("eval", total=2 * num_prompts, unit="prompts") as progress:
             timeout_s = 2 * generation_deadline_s(settings, num_prompts)
-            metrics = watchdog.wait(manager.evaluate(progress=progress), name="evaluation", owner="the engines", timeout_s=timeout_s)
-        for name, value in metric_values(metrics).items():
+            evaluation = manager.evaluate(progress=progress, keep=keep)
+            metrics = watchdog.wait(evaluation, name="evaluation", owner="the engines", timeout_s=timeout_s)
+        values = metric_values(metrics)
+        for name, value in values.items():
             console.say(f"{name:<28} {value:.4f}")
+        write_atomic(result.with_suffix(".jsonl"), "".join(f"{line}\n" for line in lines))
+        about = {"model": str(settings.model.path), "data": str(settings.data.eval), "seed": settings.run.seed, "metrics": values}
+        write_atomic(result, json.dumps(about, indent=2) + "\n")
+        console.say(f"result   {result}\nsamples  {result.with_suffix('.jsonl')}")
+
+
+def _sample_record(sample: Sample, *, kind: str) -> dict[str, Any]:
+    """Return what a line of evaluation.jsonl says of a sample; `kind` is greedy or sampled."""
+    reward = sample.reward
+    return {
+        "kind": kind,
+        "prompt_id": sample.prompt.id,
+        "prompt": sample.prompt.text,
+        "label": sample.prompt.label,
+        "response": sample.response_text,
+        "num_tokens": len(sample.response_ids),
+        "stop_reason": sample.stop_reason.value,
+        **({} if reward is None else {"outcome": reward.outcome.value, "reward": reward.value, "components": dict(reward.components)}),
+        **({"message": reward.message} if reward is not None and reward.message else {}),
+    }
 
 
 def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport", *, resume: bool) -> Callable[..., TrainingRun]:
-    """Check what is cheap to check, then start the ranks and wait for them. What is returned makes the run from its `records`."""
+    """Do the cheap checks, then start the ranks and wait.
+
+    The returned function makes the run from `records`.
+    """
     _claim_directory(settings.run.directory, stack, start)
     tokenizer = load_tokenizer(settings.model.path)
-    source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed, need_response=True)
+    source = PromptSource(
+        settings.data.train,
+        tokenizer,
+        settings=settings.data,
+        seed=settings.run.seed,
+        need_response=True,
+        vocab_size=vocabulary_size(settings.model.path),
+    )
     if (note := source.repeat_note()) is not None:
         start.note(note)
     watchdog = stack.enter_context(Watchdog())
-    trainers = TrainerGroup(settings, reservation=_reserve(settings, stack, start), watchdog=watchdog)
+    trainers = TrainerGroup(settings, reservation=_reserve(settings, stack, start, watchdog), watchdog=watchdog)
     with start.part("ranks"):
         _start_ranks(trainers, settings, resume=resume)
     return partial(SupervisedRun, settings, source=source, trainers=trainers)
 
 
 def _claim_directory(directory: Path, stack: ExitStack, start: "StartReport") -> None:
-    """Let no second run write in `directory`; of runs with engines the buffer sees to that."""
+    """Let no second run write in `directory`; in runs with engines the buffer is the lock."""
     try:
         stack.enter_context(closing(claim(directory / LOCK_FILE, what=f"run.directory {directory}")))
     except OSError as error:
@@ -210,10 +265,11 @@ def _claim_directory(directory: Path, stack: ExitStack, start: "StartReport") ->
 
 
 def _start_ranks(trainers: TrainerGroup, settings: Settings, *, resume: bool) -> None:
-    """Wait for the ranks, which look at all of a checkpoint that is resumed first: engines take longer to start, and the load is as much
-    shorter.
+    """Wait for the ranks, which first check all of a resumed checkpoint.
+
+    Engines take longer to start, and the load gets shorter by the same time.
     """
-    # Not before the directory is claimed: a run that is asked to end writes another one.
+    # Not before the claim of the directory: a run that is asked to end writes a checkpoint.
     if resume and (found := newest_checkpoint(settings.run.directory)) is not None:
         with naming_the_way_around(settings.run.directory):
             trainers.check(found[0] / "megatron")
@@ -221,13 +277,14 @@ def _start_ranks(trainers: TrainerGroup, settings: Settings, *, resume: bool) ->
 
 
 def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartReport", *, resume: bool) -> Callable[..., TrainingRun]:
-    """Check what is cheap to check, then start every process and wait for all: at once, or in turns on shared devices.
+    """Do the cheap checks, then start every process and wait: at once, or in turns on shared
+    devices.
 
-    What is returned makes the run from its `records`.
+    The returned function makes the run from `records`.
     """
     watchdog = stack.enter_context(Watchdog())
     manager = _open_manager(settings, stack, watchdog, start, buffer=settings.run.directory / BUFFER_FILE)
-    reservation = _reserve(settings, stack, start)
+    reservation = _reserve(settings, stack, start, watchdog)
     if reservation.device_kind == "cuda" and (wrong := gpu_contradictions(settings, environment=os.environ)):
         raise joined_error(wrong, origin="on GPUs")
     dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
@@ -237,7 +294,7 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
     engines = EngineGroup(settings, model=model, reservation=reservation, watchdog=watchdog, gpus_of_ranks=gpus_of_ranks)
     stack.callback(engines.stop)
     if settings.runtime.colocate:
-        # An engine sizes its cache by what is free when it starts.
+        # An engine sizes the cache by the memory that is free at the start.
         with start.part("ranks"):
             _start_ranks(trainers, settings, resume=resume)
             trainers.put_away(Turn.TRAINING.trainer_parts)
@@ -249,20 +306,24 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
         with start.part("ranks"):
             _start_ranks(trainers, settings, resume=resume)
         addresses = _join(manager, engines, engines_starting, watchdog, start)
-    devices = SharedDevices(trainers, manager, watchdog=watchdog) if settings.runtime.colocate else None
-    if devices is not None:
-        # The group of a transport takes memory on the devices, which is there in no other turn.
+    devices = None
+    if settings.runtime.colocate:
+        timeout_s = sync_deadline_s(settings.model.path, settings.weights)
+        devices = SharedDevices(trainers, manager, watchdog=watchdog, timeout_s=timeout_s)
+        # The group of a transport takes device memory that is free in no other turn.
         devices.take(Turn.SYNC)
     with start.part("weight transport"):
         sync = _open_sync(settings, manager, trainers, watchdog, reservation=reservation, addresses=addresses)
     return partial(RolloutRun, settings, manager=manager, sync=sync, dtype=dtype, watchdog=watchdog, devices=devices, trainers=trainers)
 
 
-def _open_manager(settings: Settings, stack: ExitStack, watchdog: Watchdog, start: "StartReport", *, buffer: Path) -> RolloutManager:
-    prompts = RunPrompts.read(settings)
+def _open_manager(
+    settings: Settings, stack: ExitStack, watchdog: Watchdog, start: "StartReport", *, buffer: Path, trains: bool = True
+) -> RolloutManager:
+    prompts = RunPrompts.read(settings, trains=trains)
     for note in prompts.notes:
         start.note(note)
-    opening = RolloutManager.open(settings, prompts=prompts, buffer=buffer)
+    opening = RolloutManager.open(settings, prompts=prompts, buffer=buffer, say=start.note)
     with start.part("reward workers"):
         name = "checking the reward function and opening the buffer"
         return stack.enter_context(watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=REWARDS_START_S))
@@ -277,9 +338,10 @@ def _join(
     *,
     serve_current: bool = False,
 ) -> list[EngineAddress]:
-    """Wait for the engines that are `starting`, give them to the manager, and let it lose those that die, but not the last.
+    """Wait for the engines that are `starting`, and give them to the manager, which may lose all
+    but one.
 
-    Returns the engines' addresses, by number.
+    Return the engines' addresses, by number.
     """
     addresses = engines.finish_start(starting)
     joining = manager.join(addresses, serve_current=serve_current)
@@ -305,37 +367,39 @@ def _open_sync(
     reservation: Reservation,
     addresses: Sequence[EngineAddress],
 ) -> WeightSync:
-    timeout_s = settings.weights.sync_timeout_s
-    make_transport = partial(_make_transport, settings, trainers, reservation, addresses)
-    sync = WeightSync(make_transport, ranks=trainers, pool=manager.pool, timeout_s=timeout_s)
+    timeout_s = sync_deadline_s(settings.model.path, settings.weights)
+    transport = partial(make_transport, settings, trainers, reservation, addresses)
+    sync = WeightSync(transport, ranks=trainers, pool=manager.pool, timeout_s=timeout_s)
     name = "joining trainer and engines"
     watchdog.wait(sync.connect(), name=name, owner="the weight transport", timeout_s=timeout_s + ENGINE_CONTROL_S)
     return sync
 
 
-def _make_transport(
+def make_transport(
     settings: Settings, trainers: TrainerGroup, reservation: Reservation, addresses: Sequence[EngineAddress], urls: Sequence[str]
 ) -> WeightTransport:
-    """To the engines at `urls`, among those at `addresses`."""
+    """Return the transport to the engines at `urls`, among those at `addresses`."""
     device_kind, placement = reservation.device_kind, reservation.placement
     colocated = addresses if placement.needs.colocated else ()
     surroundings = Surroundings(
-        manifest=make_manifest(read_model_spec(settings.model.path), dtype=dtype_name(settings.model, device_kind=device_kind)),
+        manifest=exported_specs(read_model_spec(settings.model.path), dtype=dtype_name(settings.model, device_kind=device_kind)),
         directory=settings.run.directory / "weights",
         free_address=trainers.free_address,
         backend="nccl" if device_kind == "cuda" else "gloo",
         num_engines=len(urls),
         ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
-        timeout_s=settings.weights.sync_timeout_s,
+        timeout_s=sync_deadline_s(settings.model.path, settings.weights),
         ranks_beside={address.url: placement.ranks_beside(number) for number, address in enumerate(colocated) if address.url in urls},
     )
     return TRANSPORTS[settings.weight_transport](surroundings)
 
 
-def _reserve(settings: Settings, stack: ExitStack, start: "StartReport", *, trains: bool = True) -> Reservation:
+def _reserve(settings: Settings, stack: ExitStack, start: "StartReport", watchdog: Watchdog, *, trains: bool = True) -> Reservation:
     on_cpu, runtime = Needs.of(settings, device_kind="cpu", trains=trains), settings.runtime
     with start.part("Ray"):
-        stack.enter_context(ray_cluster(address=runtime.ray_address, num_processes=on_cpu.num_ranks + on_cpu.num_engines))
+        num_processes, logs = on_cpu.num_ranks + on_cpu.num_engines, settings.run.directory / "logs" / "ray"
+        lost = stack.enter_context(ray_cluster(address=runtime.ray_address, num_processes=num_processes, logs=logs))
+    watchdog.watch("Ray", lost)
     device_kind = cluster_device_kind()
     if device_kind == "cpu" and runtime.cluster.gpu is not None:
         raise UserError(no_gpu(runtime.cluster.gpu, "the Ray cluster"))
@@ -344,13 +408,14 @@ def _reserve(settings: Settings, stack: ExitStack, start: "StartReport", *, trai
     if variables:
         start.note(f"every rank and engine has {' '.join(f'{name}={value}' for name, value in variables.items())}")
     with start.part("reservation"):
-        return stack.enter_context(
-            reserved(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACEMENT_S, variables=variables)
-        )
+        return reserve(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACEMENT_S, variables=variables)
 
 
 class StartReport:
-    """Shows every part as a phase of its own and measures it as `start_PART`. Parts may overlap; `str` gives the seconds of all."""
+    """Shows and measures every part as a separate phase, `start_PART`.
+
+    Parts may overlap; `str` gives the seconds of all.
+    """
 
     def __init__(self, console: RunConsole, timer: PhaseTimer) -> None:
         self._console, self._timer = console, timer
@@ -366,7 +431,7 @@ class StartReport:
         self._ended(name, time.perf_counter() - start_s)
 
     def follow(self, name: str, futures: "Sequence[Future[Any]]") -> None:
-        """Somebody waits for all of `futures`, which make up `name`; returns at once."""
+        """Show the wait for all of `futures`, together called `name`; return at once."""
         phase = self.part(name)
         phase.__enter__()
         waiting = set(futures)

@@ -1,8 +1,9 @@
-"""Waiting with a name, owners and a deadline, while watching that every process lives that must.
+"""Waits with a name, owners and a deadline, and the watch over the processes that must live.
 
-The loop of a run is plain code in the main thread. What it waits for are calls of Ray's actors and coroutines of the rollout side, which
-run on an event loop in a thread of its own. Ray reports the death of an actor only to who asks it something. So every actor has one call
-that never returns; when it does, the actor is dead, and any wait for anything at all ends at once.
+The loop of a run is plain code in the main thread. The loop waits for calls of Ray's actors and for
+coroutines of the rollout side, which run on an event loop in a separate thread. Ray reports the
+death of an actor only to a caller. So every actor has one call that never returns. When this call
+does return, the actor is dead and every wait ends at once.
 """
 
 import asyncio
@@ -36,18 +37,21 @@ ACTOR_DEATHS = (RayActorError, OutOfMemoryError)
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """An actor: its name, and what says whether the run goes on without it."""
+    """An actor: a name, and the decision to go on without the actor."""
 
     name: str
     goes_on: GoesOn | None
 
 
 class Watchdog:
-    """Waits for work; the death of a watched actor ends every wait with that actor's own error. Use in a `with` block."""
+    """Waits for work; a watched actor's death ends every wait with the actor's error.
+
+    Use in a `with`.
+    """
 
     def __init__(self) -> None:
         self._vital: dict[Future, Watched] = {}
-        # Also the making of a transport, in a thread of its own, waits.
+        # The making of a transport, in a separate thread, waits as well.
         self._lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Event()
@@ -58,7 +62,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Cancel the coroutines that still run, and end their thread."""
+        """Cancel the running coroutines, and end their thread."""
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=LOOP_STOP_S)
         self._closing.set()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -67,19 +71,21 @@ class Watchdog:
 
     def _run_loop(self) -> None:
         while not self._closing.is_set():
-            # A plug-in that calls sys.exit() ends `run_forever`. The wait for it must not outlast that, and ends with this exception.
+            # A plug-in that calls sys.exit() ends `run_forever`. Waits for the plug-in end with
+            # this exception, not later.
             with suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
 
     def watch(self, name: str, future: Future, *, goes_on: GoesOn | None = None) -> None:
         """Watch an actor through the future of a call that returns only when the actor fails.
 
-        `goes_on` is asked with the actor's error when it has died before any work failed: True ends no wait, and the actor is forgotten.
+        `goes_on` is asked with the actor's error when the actor has died before any work failed.
+        True ends no wait, and the actor is forgotten.
         """
         self._vital[future] = Watched(name, goes_on)
 
     def forget(self) -> None:
-        """Watch nobody any more, because they are about to be stopped on purpose."""
+        """Watch no actor any more, because all are about to be stopped on purpose."""
         self._vital.clear()
 
     @overload
@@ -99,14 +105,16 @@ class Watchdog:
         timeout_s: float,
         meanwhile: Callable[[], None] | None = None,
     ) -> Any:
-        """Wait for a coroutine and return its result, or for several pieces of work and return their results in order.
+        """Wait for a coroutine and return the result, or for several pieces of work, results in
+        order.
 
-        `name` says what is waited for, `owner` who does it: of several, each has its number behind that. A coroutine may take long, so
-        that every MEANWHILE_S seconds something is done `meanwhile`.
+        `name` describes the work, `owner` the worker; several owners are numbered. Every
+        MEANWHILE_S seconds of a long wait `meanwhile` is called.
 
         Raises:
-            DeadlineError: `timeout_s` seconds went by; the message names who is still missing.
-            Exception: whatever the first failing piece of work or watched actor raised, or what is done meanwhile.
+            DeadlineError: `timeout_s` seconds went by; the message names the missing owners.
+            Exception: raised by the first failing piece of work or watched actor, or by
+                `meanwhile`.
         """
         if isinstance(work, Sequence):
             owners = {self._begin(item): f"{owner} {number}" for number, item in enumerate(work)}
@@ -116,14 +124,16 @@ class Watchdog:
         try:
             self._wait({future: owner}, name=name, timeout_s=timeout_s, meanwhile=meanwhile)
         except (SystemExit, KeyboardInterrupt):
-            # Nobody takes its result any more.
+            # The result has no reader any more.
             future.cancel()
             raise
         return future.result()
 
     @contextmanager
     def entered(self, context: AbstractAsyncContextManager[Result], *, name: str, owner: str, timeout_s: float) -> Iterator[Result]:
-        """The block inside an asynchronous context, which is entered within `timeout_s` seconds, and left whatever happens."""
+        """Enter an asynchronous context within `timeout_s` seconds for the block; always leave the
+        context.
+        """
         value = self.wait(_enter(context), name=name, owner=owner, timeout_s=timeout_s)
         try:
             yield value
@@ -131,7 +141,7 @@ class Watchdog:
             self._begin(_leave(context)).result(timeout=CLOSE_S)
 
     def _begin(self, work: Work) -> Future:
-        """Start the work, where it is a coroutine; the future is cancelled to abandon it."""
+        """Start the work, if a coroutine; the caller cancels the future to abandon the work."""
         if isinstance(work, concurrent.futures.Future):
             return work
         if isinstance(work, Coroutine):
@@ -161,7 +171,8 @@ class Watchdog:
                     done |= concurrent.futures.wait(self._vital, timeout=CAUSE_S, return_when=concurrent.futures.FIRST_COMPLETED).done
                 else:
                     done = {item for item in done if item in pending or not self._goes_on_without(item)}
-                # What another thread has gone on without in the meantime is no longer watched.
+                # Actors that another thread has gone on without in the meantime are no longer
+                # watched.
                 done &= pending | set(self._vital)
                 for item in sorted(done, key=lambda item: item in pending):
                     self._check(item, owner=owners[item] if item in pending else self._vital[item].name)
@@ -169,11 +180,13 @@ class Watchdog:
 
     @staticmethod
     def _has_consequence(item: Future) -> bool:
-        """Whether `item` failed in a way that the death of an actor may have caused; a user's mistake is its own cause."""
+        """Return True when the death of an actor may have caused `item` to fail, False for a user's
+        mistake.
+        """
         return item.exception() is not None and not _is_user_error(item.exception())
 
     def _goes_on_without(self, item: Future) -> bool:
-        """Whether no wait ends because of this watched actor, which has ended."""
+        """Return True when the end of this watched actor ends no wait."""
         watched = self._vital.pop(item, None)
         if watched is None:
             return True
@@ -210,7 +223,11 @@ async def _cancel_all() -> None:
 
 
 def _own_error(error: BaseException, *, owner: str) -> BaseException:
-    """What an actor raised as itself where it is ours, so that a user's mistake prints as one sentence; `owner` names the actor."""
+    """Return an actor's own error where the class is ours, so that a user's mistake prints as one
+    sentence.
+
+    `owner` names the actor.
+    """
     if isinstance(error, ACTOR_DEATHS):
         return WorkerDiedError(f"{owner} died: its process {_exit_of(error)}")
     if isinstance(error, RayTaskError) and isinstance(error.cause, MegatronRLError):
@@ -223,7 +240,7 @@ def _is_user_error(error: BaseException | None) -> bool:
 
 
 def _exit_of(error: RayActorError | OutOfMemoryError) -> str:
-    """Why the process of an actor ended, from Ray's long account of it."""
+    """Return the reason why an actor's process ended, from Ray's long account."""
     if isinstance(error, OutOfMemoryError):
         used = re.search(r"[\d.]+\s?GB used / [\d.]+\s?GB", str(error))
         return f"was ended by Ray, because the machine runs out of memory{f' ({used[0]})' if used else ''}"

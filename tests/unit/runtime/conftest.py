@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +8,7 @@ from run_parts import Calls, MakeRun, Manager, Ranks, Sync
 
 from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.observe.console import RunConsole
+from megatron_rl.observe.report import report_run
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.rollout_run import RolloutRun
@@ -18,8 +19,9 @@ from megatron_rl.runtime.watchdog import Watchdog
 
 @pytest.fixture(autouse=True)
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the second that each picture takes."""
+    """Make reports in this process, without the seconds that a process and its picture take."""
     monkeypatch.setattr("megatron_rl.observe.report.draw_curves", lambda steps, *, title: b"picture")
+    monkeypatch.setattr("megatron_rl.runtime.training_run.run_command", lambda command, directory: report_run(directory))
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def watchdog() -> Iterator[Watchdog]:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog) -> MakeRun:
+def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Callable[..., Path]) -> MakeRun:
     """`make_run("run.num_steps=3", resume=True)`, in the directory tmp_path/run; with `source` a supervised one of its rows."""
 
     def make(
@@ -52,7 +54,9 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog) -> MakeRun:
     ) -> TrainingRun:
         directory = tmp_path / "run"
         directory.mkdir(exist_ok=True)
-        settings = load_settings(None, [f"run.directory={directory}", "model.path=model", "data.train=train.jsonl", *overrides])
+        model = tmp_path / "model"
+        words = (f"run.directory={directory}", f"model.path={model if model.exists() else tiny_model()}", "data.train=train.jsonl")
+        settings = load_settings(None, [*words, "rollout.sampling.temperature=0.8", *overrides])
         (directory / SETTINGS_FILE).write_text(dump_settings(settings))
         found = newest_checkpoint(directory) if resume else None
         step, row = (found[1].step, found[1].metrics) if found else (0, {})

@@ -1,37 +1,46 @@
 """Stand-ins of what a run asks: engines and ranks that note the calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from megatron_rl.engines.client import Generation
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.engines.transport import EngineRefusal
 from megatron_rl.errors import DeadlineError
 from megatron_rl.observe.metrics import Last, Metric, Sum
-from megatron_rl.rollout.client import Scores
-from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.runtime.colocation import Turn
 from megatron_rl.runtime.training_run import TrainingRun
-from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, TrainBatch
+from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 
 Calls = list[tuple[Any, ...]]
 
 
 class Manager:
-    """Engines that generate; they score a probe as `Ranks` do. `fails_at` is the step whose rollout raises `error`."""
+    """Engines that generate; they sample a probe with log-probs of `Ranks`. `fails_at` is the step whose rollout raises `error`.
+
+    `weights` are their checksums, `read` those after they read a checkpoint themselves, None where they refuse.
+    """
 
     busy_s = 0.0
     renewed_at = -1
+    read: str | None = "synced"
 
     def __init__(self, calls: Calls, *, held_out: int, fails_at: int | None, error: BaseException | None) -> None:
         self.calls = calls
         prompt = Prompt(id="p", token_ids=np.array([1, 2, 3]), text="abc")
-        self.prompts = SimpleNamespace(held_out=(prompt,) * held_out, tokenizer=range(30), for_parity=lambda count: [prompt])
+        self.prompts = SimpleNamespace(
+            held_out=(prompt,) * held_out, tokenizer=SimpleNamespace(eos_token_id=1), for_parity=lambda count: [prompt]
+        )
         self.address = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
         self.pool = EnginePool([self], max_requests=1)  # type: ignore[list-item]
         self._fails_at, self._error = fails_at, error
+        self._head = "made up"
 
     async def next_batch(self, step: int, *, progress: object) -> tuple[str, dict[str, Metric]]:
         self.calls.append(("rollout", step))
@@ -39,10 +48,19 @@ class Manager:
             raise self._error
         return f"batch {step}", {"rollout/reward": Last(step / 10), "rollout/renewed_groups": Sum(3 * (step == self.renewed_at))}
 
-    async def score(self, token_ids: Ints) -> Scores:
-        if ("probe",) not in self.calls:
-            self.calls.append(("probe",))
-        return Scores(np.zeros(len(token_ids), np.float32))
+    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int) -> tuple[Generation, ...]:
+        self.calls.append(("probe",))
+        return (Generation(np.array([2]), np.zeros(1, np.float32), np.zeros(1, np.int64), StopReason.STOP),) * num_samples
+
+    async def checksums(self) -> dict[str, str]:
+        # As many answers as there may be questions: before the first sync, after it, after the reading.
+        self._head, head = {"made up": "synced"}.get(self._head, str(self.read)), self._head
+        return {"head": head}
+
+    async def load_weights(self, path: Path, *, version: int, timeout_s: float) -> None:
+        self.calls.append(("read", path.name))
+        if self.read is None:
+            raise EngineRefusal("cannot read while quantized", status=400)
 
     async def evaluate(self, *, progress: object) -> dict[str, Metric]:
         trained = sum(call[0] == "train" for call in self.calls)
@@ -88,7 +106,7 @@ class Ranks:
         return [{"train/loss": Last(1.0 - step / 10), "train/num_tokens": Sum(8)}]
 
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
-        assert temperature == 1.0
+        assert temperature == 0.8
         self.calls.append(("parity",))
         return np.zeros(len(batch.tokens), np.float32)
 
@@ -120,7 +138,7 @@ class Ranks:
 class Rewards:
     """Rewards in place of worker processes: the first token of the response."""
 
-    def __init__(self, _: object, *, log_path: Path) -> None:
+    def __init__(self, _: object, *, log_path: Path, note: object) -> None:
         pass
 
     def __enter__(self) -> "Rewards":
@@ -130,9 +148,6 @@ class Rewards:
         return None
 
     def probe(self, prompt: Prompt) -> None:
-        return None
-
-    def note_failures(self, rewards: Sequence[Reward], *, step: int) -> None:
         return None
 
     async def score(self, sample: Sample) -> Reward:

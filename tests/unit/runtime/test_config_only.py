@@ -9,7 +9,8 @@ from megatron_rl.cli import main
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
-from megatron_rl.runtime.launch_plan import launch_plan
+from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.planning.launch_plan import launch_plan
 from megatron_rl.runtime.preflight import preflight, preflight_config
 from megatron_rl.runtime.target import find_target
 
@@ -38,7 +39,8 @@ def test_config_only_needs_neither_gpus_nor_weights_nor_data(elsewhere: Callable
     settings = elsewhere()
     assert preflight_config(settings) == []
     target = find_target(settings, config_only=True)
-    assert (target.device.kind, target.attention, target.nodes) == ("cuda", "transformer_engine", (8, 8))
+    attention = target.attention(settings, read_model_spec(settings.model.path))
+    assert (target.device.kind, attention, target.nodes) == ("cuda", "transformer_engine", (8, 8))
     tables = launch_plan(settings, target)
     assert tables["Where it would be placed"] == {
         "node 0": "ranks 0-7 on GPUs 0-7",
@@ -55,7 +57,7 @@ def test_config_only_needs_neither_gpus_nor_weights_nor_data(elsewhere: Callable
         ("runtime.cluster.gpu=H100-8", "did you mean H100-80?"),
         ("runtime.cluster.num_nodes=1", "8 ranks + 2 engines × 4 GPUs = 16 GPUs, 1 node × 8 = 8 GPUs"),
         ("runtime.num_gpus_per_engine=16", "16 / 8 = 2 nodes of 8"),
-        ("rollout.sglang.tp_size=2", "tp_size 2 × pp_size 1 = 2 GPUs, but an engine has runtime.num_gpus_per_engine 4"),
+        ("rollout.sglang.tp_size=2", "rollout.sglang.tp_size is 2, but an engine has runtime.num_gpus_per_engine 4"),
         ("model.megatron.num_layers=3", "model.megatron.num_layers is 3"),
         ("reward.function=reward_elsewhere:scoer", "scoer"),
         ("training.optimizer.learning_rate=1", "training.optimizer.learning_rate"),
@@ -66,6 +68,28 @@ def test_config_only_still_finds_problems(elsewhere: Callable[..., Settings], ov
     with pytest.raises(UserError) as caught:
         preflight_config(elsewhere(override))
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["apply_rope_fusion", "moe_permute_fusion", "moe_grouped_gemm", "gradient_accumulation_fusion"])
+def test_kernels_are_not_looked_for_where_a_run_is_planned(elsewhere: Callable[..., Settings], name: str) -> None:
+    assert preflight_config(elsewhere(f"model.megatron.{name}=true")) == []
+    with pytest.raises(
+        UserError, match=rf"model\.megatron\.{name} is True, (which needs a GPU with Transformer Engine|but .* needs False)"
+    ):
+        preflight_config(elsewhere(f"model.megatron.{name}=true", "runtime.cluster.gpu=A100-80"))
+
+
+@pytest.mark.parametrize(("gpu", "attention"), [("A100-80", "torch"), ("H100-80", "transformer_engine, fused")])
+def test_the_attention_of_the_gpus_is_printed(elsewhere: Callable[..., Settings], gpu: str, attention: str) -> None:
+    settings = elsewhere(f"runtime.cluster.gpu={gpu}")
+    assert preflight_config(settings) == []
+    assert launch_plan(settings, find_target(settings, config_only=True))["What it would run on"]["attention"] == attention
+    asked = elsewhere(f"runtime.cluster.gpu={gpu}", "model.attention=transformer_engine")
+    if attention == "torch":
+        with pytest.raises(UserError, match=r"heads of 16 .* 8\.0; set model\.attention=torch, or .*attention_backend=flash"):
+            preflight_config(asked)
+    else:
+        assert preflight_config(asked) == []
 
 
 def test_crossing_groups_are_noted(elsewhere: Callable[..., Settings]) -> None:

@@ -3,48 +3,86 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.runtime.grace import finishing_first
+from megatron_rl.runtime.grace import ENDING, PASSED_ON, Grace, finishing_first
 
-
-class Asked(Exception):
-    """What the handler makes of SIGTERM."""
+TERM, AGAIN = signal.SIGTERM, PASSED_ON[signal.SIGTERM]
 
 
 @pytest.fixture(autouse=True)
-def handler() -> Iterator[None]:
-    def leave(*_: object) -> None:
-        raise Asked
+def grace() -> Iterator[Grace]:
+    before = [signal.getsignal(number) for number in (*ENDING, *PASSED_ON.values())]
+    with Grace() as handler:
+        yield handler
+    assert [signal.getsignal(number) for number in (*ENDING, *PASSED_ON.values())] == before
 
-    before = signal.signal(signal.SIGTERM, leave)
-    yield
-    signal.signal(signal.SIGTERM, before)
+
+def raised(*numbers: int) -> int | str | None:
+    """The status with which these signals end what goes on, one after the other; None when none does."""
+    try:
+        for number in numbers:
+            signal.raise_signal(number)
+    except SystemExit as error:
+        return error.code
+    return None
+
+
+@pytest.mark.parametrize("number", [*ENDING, *PASSED_ON.values()])
+def test_a_signal_ends_what_nothing_defers(number: int) -> None:
+    asked = {passed: number for number, passed in PASSED_ON.items()}.get(number, number)
+    assert raised(number) == 128 + asked
 
 
 def test_a_signal_waits_for_the_end_of_what_is_being_done() -> None:
     done = []
-    with pytest.raises(Asked), finishing_first():
-        signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught, finishing_first():
+        with finishing_first():
+            assert raised(TERM) is None
         done.append(True)
-    assert done == [True]
-    with pytest.raises(Asked):
-        signal.raise_signal(signal.SIGTERM)
+    assert done == [True] and caught.value.code == 128 + TERM
 
 
-def test_a_second_signal_does_not_wait() -> None:
-    with pytest.raises(Asked), finishing_first():
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
+def test_a_request_that_comes_by_both_ways_is_one() -> None:
+    assert raised(TERM) == 128 + TERM
+    with finishing_first():
+        assert raised(AGAIN) is None
+    assert raised(AGAIN) == 128 + TERM
+
+
+@pytest.mark.parametrize("second", [(TERM,), (signal.SIGINT,), (AGAIN, TERM), (AGAIN, AGAIN)])
+def test_a_second_request_does_not_wait(second: tuple[int, ...]) -> None:
+    with pytest.raises(SystemExit), finishing_first():
+        assert raised(TERM) is None
+        for number in second:
+            signal.raise_signal(number)
         pytest.fail("went on")
+
+
+def test_a_third_request_leaves_the_end_alone() -> None:
+    assert raised(TERM) == raised(TERM) == 128 + TERM
+    assert raised(TERM, signal.SIGINT, AGAIN, AGAIN, AGAIN) is None
 
 
 def test_a_failure_is_not_hidden_by_the_signal_that_came_before_it() -> None:
     with pytest.raises(ValueError, match="broken"), finishing_first():
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(TERM)
         raise ValueError("broken")
-    with pytest.raises(Asked):
-        signal.raise_signal(signal.SIGTERM)
 
 
-def test_nothing_happens_without_a_signal() -> None:
-    with finishing_first():
-        pass
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As nohup does it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Grace():
+            assert raised(signal.SIGHUP) is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_nothing_is_deferred_without_a_grace() -> None:
+    before = signal.signal(TERM, lambda *_: pytest.fail("at once"))
+    try:
+        with pytest.raises(pytest.fail.Exception, match="at once"), finishing_first():
+            signal.raise_signal(TERM)
+            raise AssertionError("deferred")
+    finally:
+        signal.signal(TERM, before)

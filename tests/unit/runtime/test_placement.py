@@ -8,9 +8,10 @@ from ray.util.placement_group import PlacementGroup
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import ClusterSettings, TopologySettings
 from megatron_rl.errors import UserError
+from megatron_rl.planning.launch_plan import placement_rows
 from megatron_rl.runtime.cluster import Reservation, gpu_order, own_gpus, usable_nodes
-from megatron_rl.runtime.launch_plan import crossing_notes, placement_rows
 from megatron_rl.runtime.placement import Needs, NodeShare, Placement, match_bundles, nodes_needed, place
+from megatron_rl.runtime.preflight import crossing_notes
 from megatron_rl.training.topology import Topology
 
 

@@ -12,17 +12,18 @@ from typing import Any, Literal
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.checkpoints.hugging_face import save_hf
+from megatron_rl.checkpoints.manifest import entry_of
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import RewardSettings, RuntimeSettings, Settings
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
-from megatron_rl.models.checkpoint_manifest import entry_of
-from megatron_rl.models.hf_files import save_hf
+from megatron_rl.planning.launch_plan import launch_plan
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.runtime import preflight as module
-from megatron_rl.runtime.launch_plan import launch_plan, weight_sync
+from megatron_rl.runtime.engines import weight_sync
 from megatron_rl.runtime.preflight import (
     GIB,
     check_cpu_memory,
@@ -142,7 +143,6 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("training.ddp.overlap_grad_reduc=true", ["overlap_grad_reduce"]),
         ("training.routing_replay=true", ["training.routing_replay is true", "has no experts"]),
         ("rollout.sglang.enable_return_routed_experts=true", ["training.routing_replay sets it"]),
-        ("objective.policy_loss=value", ["policy_loss is value", "beside a policy"]),
         ("objective.policy_loss=nowhere:nothing", ["objective.policy_loss nowhere:nothing cannot be imported"]),
         ("objective.policy_loss=preflight_reward:score", ["objective.policy_loss preflight_reward:score has the signature"]),
         ("model.megatron.fp8=hybrid", ["model.megatron.fp8 is 'hybrid', which needs a GPU"]),
@@ -156,12 +156,12 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("rollout.function=preflight_reward:roll", ["rollout.args.budget is missing", "needs budget: int"]),
         (
             "rollout={function: preflight_reward:roll, args: {budget: 3}, sampling: {max_response_tokens: 8}}",
-            ["roll returned 0 samples"],
+            ["preflight_reward:roll", "returned 0 samples"],
         ),
         ("rollout.filter.function=preflight_reward:keep", ["rollout.filter.function preflight_reward:keep returned True", "needs None"]),
         ("rollout.filter={function: preflight_reward:keep, args: {x: 1}}", ["rollout.filter.args.x is no argument"]),
-        ("objective.advantage.estimator=preflight_reward:advantages", ["objective.advantage.args.power is missing"]),
-        ("objective.advantage={estimator: preflight_reward:advantages, args: {power: 2}}", ["advantages returned type NoneType"]),
+        ("objective.advantage=preflight_reward:advantages", ["objective.advantage.args.power is missing"]),
+        ("objective.advantage={kind: plug_in, path: preflight_reward:advantages, args: {power: 2}}", ["advantages returned type NoneType"]),
         ("reward.args={weight: 2}", ["reward.args.weight is no argument of preflight_reward:score"]),
         ("reward.function=preflight_reward:scoer", ["scoer"]),
         ("reward.function=preflight_reward:broken", ["gave no reward for a probe", "ZeroDivisionError"]),
@@ -281,7 +281,7 @@ def test_our_own_format_is_a_model_whose_engines_get_their_weights_later(check: 
     path = Path(words[1].partition("=")[2])
     convert(path, path.with_name("ours"), Options())
     check(f"model.path={path.with_name('ours')}")
-    with pytest.raises(UserError, match=r"load_format is auto, but engines cannot read the weights"):
+    with pytest.raises(UserError, match=r"load_format is auto, but the engines of a training run load no weights.*; remove it"):
         check(f"model.path={path.with_name('ours')}", "rollout.sglang.load_format=auto")
 
 
@@ -391,6 +391,12 @@ def test_a_file_system_without_room_for_files_is_not_called_full() -> None:
         check_disk(Path("/proc/run"), checkpoint_bytes=1, keep=2)
 
 
+def test_a_small_disk_has_the_space_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30, 45 * 2**20))  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"has 45 MiB free, a checkpoint of this model takes about 1\.5 GiB"):
+        check_disk(tmp_path, checkpoint_bytes=3 * 2**29, keep=2)
+
+
 def test_disk(tmp_path: Path) -> None:
     assert check_disk(tmp_path / "run", checkpoint_bytes=1, keep=2) == []
     with pytest.raises(UserError, match="a checkpoint of this model takes about"):
@@ -408,7 +414,7 @@ def test_memory_is_added_up(words: list[str]) -> None:
     with_critic = load_settings(None, [*words, "training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2", "objective.preset=ppo"])
     needed += 2 * 0.25 * 20
     assert f"at least {needed:.1f} GiB" in check(with_critic, available=int((needed - 0.1) * GIB))[0]
-    wanted = ["training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2", "objective.preset=ppo", "objective.kl_loss_coef=0.1"]
+    wanted = ["training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2", "objective.preset=ppo", "objective.kl.coef=0.1"]
     needed += 2 * 0.25 * 4
     with_reference = load_settings(None, [*words, *wanted])
     assert f"at least {needed:.1f} GiB" in check(with_reference, available=int((needed - 0.1) * GIB))[0]

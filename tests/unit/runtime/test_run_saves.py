@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,6 +15,7 @@ from run_parts import Calls, Devices, MakeRun, Manager, Ranks, Sync
 from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.runtime import watchdog
+from megatron_rl.runtime.grace import Grace
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.run_checkpoint import CheckpointWriter, checkpoint_paths
 from megatron_rl.runtime.watchdog import Watchdog
@@ -35,6 +35,34 @@ def test_a_run_that_is_asked_to_end_leaves_a_checkpoint_of_its_last_step(make_ru
     assert again.resume() == 2
     again.break_off(SystemExit(143))
     assert sum(call[0] == "save" for call in calls) == 1
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+@pytest.mark.parametrize("error", [UserError("4 of 8 trajectories failed"), DeadlineError("rollout of step 3 did not finish")])
+def test_samples_that_cannot_be_made_leave_a_checkpoint(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, error: Exception, colocated: bool
+) -> None:
+    devices = Devices(calls) if colocated else None
+    run = make_run("run.num_steps=9", "run.save_interval=0", fails_at=2, error=error, devices=devices)
+    with pytest.raises(type(error)):
+        train_loop(run, first_step=0)
+    run.break_off(error)
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000002"] and (("abandon",) in calls) is colocated
+
+
+def test_a_step_that_cannot_be_trained_on_leaves_no_checkpoint(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights may be those of a part of it."""
+
+    def fail(self: Ranks, batch: str, *, step: int) -> None:
+        if step == 2:
+            raise UserError("the loss has no gradient")
+
+    monkeypatch.setattr(Ranks, "train", lambda self, batch, step: fail(self, batch, step=step) or [])
+    run = make_run("run.num_steps=9", "run.save_interval=0")
+    with pytest.raises(UserError) as caught:
+        train_loop(run, first_step=0)
+    run.break_off(caught.value)
+    assert checkpoint_paths(tmp_path / "run") == []
 
 
 def test_a_checkpoint_that_cannot_be_written_at_the_end_does_not_cost_the_summary(
@@ -65,20 +93,36 @@ def test_sigterm_waits_for_an_optimizer_step_and_for_a_checkpoint(
         return own(self, *arguments, **keywords)
 
     monkeypatch.setattr(Ranks, asked, interrupted)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        run = make_run("run.num_steps=9", "run.save_interval=1")
-        with pytest.raises(SystemExit) as left:
-            train_loop(run, first_step=0)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        begun = [call for call in calls if call[0] == "save"]
-        assert len(begun) == (0 if phase == "train" else 1), "it is not begun again"
-        assert calls.count(("saved",)) == (1 if phase == "saved" else 0), "what has begun is finished"
-        run.break_off(left.value)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    run = make_run("run.num_steps=9", "run.save_interval=1")
+    with Grace(), pytest.raises(SystemExit) as left:
+        train_loop(run, first_step=0)
+    monkeypatch.setattr(Ranks, asked, own)
+    begun = [call for call in calls if call[0] == "save"]
+    assert len(begun) == (0 if phase == "train" else 1), "it is not begun again"
+    assert calls.count(("saved",)) == (1 if phase == "saved" else 0), "what has begun is finished"
+    run.break_off(left.value)
     assert [call[0] for call in calls if call[0] in ("train", "save")] == ["train", "save"]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_a_second_signal_does_not_wait_for_the_checkpoint(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Ranks, directory: Path) -> None:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("went on")
+
+    run = make_run("run.num_steps=9", "run.save_interval=0", fails_at=2)
+    with Grace():
+        run.begin(step=0)
+        run.train(run.next_batch(0), step=0)
+        with pytest.raises(SystemExit) as first:
+            signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr(Ranks, "begin_save", interrupted)
+        with pytest.raises(SystemExit) as second:
+            run.break_off(first.value)
+    assert first.value.code == second.value.code == 130
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and (summary.status, summary.steps, summary.checkpoint) == ("interrupted: SIGINT", 1, None)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_a_save_that_takes_long_is_waited_for_by_the_next_and_by_the_end(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
@@ -240,11 +284,7 @@ def test_a_swap_and_a_weight_sync_are_not_cut_short(make_run: MakeRun, calls: Ca
                 return own(*arguments, **keywords)
 
             patch.setattr(owner, name, interrupted)
-            before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-            try:
-                run = make_run("run.num_steps=9", devices=Devices(calls))
-                with pytest.raises(SystemExit):
-                    train_loop(run, first_step=0)
-            finally:
-                signal.signal(signal.SIGTERM, before)
+            run = make_run("run.num_steps=9", devices=Devices(calls))
+            with Grace(), pytest.raises(SystemExit):
+                train_loop(run, first_step=0)
         assert calls[-1][0] == {"take": "turn", "run": "publish"}[name], "it was done before the run ended"

@@ -15,12 +15,12 @@ from run_parts import Rewards
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.data.buffer import Buffer
+from megatron_rl.engines.client import EngineClient, EnginePart
+from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import EngineError
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.rollout import manager as manager_module
-from megatron_rl.rollout.client import EngineClient, EnginePart
-from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.runtime import session
 from megatron_rl.runtime.session import StartReport, _columns, _join, _open_manager
 from megatron_rl.runtime.watchdog import Watchdog
@@ -30,7 +30,7 @@ PATHS = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
 
 @pytest.mark.parametrize(
     ("override", "shown"),
-    [("run.seed=0", False), ("objective.kl_loss_coef=0.1", True), ("training.reference_interval=2", True)],
+    [("run.seed=0", False), ("objective.kl.coef=0.1", True), ("training.reference_interval=2", True)],
 )
 def test_the_console_has_a_column_of_the_kl_where_there_is_a_reference(override: str, shown: bool) -> None:
     columns = [column.title for column in _columns(load_settings(None, [*PATHS, override]))]

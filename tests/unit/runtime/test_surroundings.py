@@ -19,7 +19,7 @@ WORDS += ["training.topology.num_ranks=4", "rollout.num_engines=2", "runtime.num
 def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mapping[str, Sequence[int]]]:
     """`beside(urls, colocate=True)`: the ranks beside the engines at `urls`, of two engines at a and b."""
     monkeypatch.setattr(session, "read_model_spec", lambda path: None)
-    monkeypatch.setattr(session, "make_manifest", lambda spec, dtype: ())
+    monkeypatch.setattr(session, "exported_specs", lambda spec, dtype: ())
 
     def run(urls: Sequence[str], *, colocate: bool) -> Mapping[str, Sequence[int]]:
         settings = load_settings(None, [*WORDS, f"runtime.colocate={str(colocate).lower()}"])
@@ -28,7 +28,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mapping[str, Sequen
         placement = place(Needs.of(settings, device_kind="cuda"), nodes=[8])
         reservation: Any = SimpleNamespace(device_kind="cuda", placement=placement)
         addresses: Any = [SimpleNamespace(url=url) for url in ("a", "b")]
-        session._make_transport(settings, SimpleNamespace(free_address=None), reservation, addresses, urls)  # type: ignore[arg-type]
+        session.make_transport(settings, SimpleNamespace(free_address=None), reservation, addresses, urls)  # type: ignore[arg-type]
         assert made[0].num_engines == len(urls) and made[0].ranks_per_engine == 2
         return made[0].ranks_beside
 

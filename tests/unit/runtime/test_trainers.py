@@ -80,7 +80,10 @@ class Worker:
     def address(self) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    def train(self, shard: Shard) -> list[dict[str, Metric]]:
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(self, method)(*arguments, **keywords)
+
+    def train_shard(self, shard: Shard) -> list[dict[str, Metric]]:
         self.shards.append(shard)
         return [{"train/loss": Sum(float(int(self.gpus[0]) + 10 * step))} for step in range(len(shard.steps))]
 
@@ -91,7 +94,7 @@ def call(method: Callable[..., Any]) -> types.SimpleNamespace:
 
 def make_actor() -> types.SimpleNamespace:
     worker = Worker()
-    methods = {name: call(getattr(worker, name)) for name in ("take_place", "check", "start", "address", "train")}
+    methods = {name: call(getattr(worker, name)) for name in ("take_place", "check", "start", "address", "call")}
     return Actor(worker=worker, hold=types.SimpleNamespace(remote=Endless), **methods)
 
 
@@ -143,7 +146,7 @@ def test_each_rank_compares_a_share_of_a_checkpoint_of_its_own(group: TrainerGro
 
 def test_a_rank_compares_only_a_checkpoint_that_it_has_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[tuple[Path, bool]] = []
-    monkeypatch.setattr(module.sharded_checkpoint, "check_files", lambda *_, **__: None)
+    monkeypatch.setattr(module.training_state, "check_files", lambda *_, **__: None)
     worker = module.TrainerWorker.__ray_metadata__.modified_class()
     worker._trainer = types.SimpleNamespace(load=lambda path, *, weights_only, checked: loaded.append((path, checked)))
     worker.check(Path("one"), share=0, num_shares=1)
@@ -171,8 +174,8 @@ def test_a_rank_trains_on_the_sequences_of_its_data_parallel_rank(group: Trainer
 def test_a_rank_that_takes_no_call_is_named_soon(group: TrainerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RANK_ANSWER_S", 0.05)
     for actor in group.workers:
-        actor.saves_are_written = call(lambda: False)
+        actor.call = call(lambda method: False)
     group.check_answers()
-    group.workers[2].saves_are_written = types.SimpleNamespace(remote=Endless)
+    group.workers[2].call = types.SimpleNamespace(remote=lambda method: Endless())
     with pytest.raises(DeadlineError, match="still waiting for: Megatron rank 2"):
         group.check_answers()

@@ -2,6 +2,9 @@
 
 import json
 import re
+import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from megatron_rl.observe.metrics import Metric
 from megatron_rl.observe.report import report_run
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
+from megatron_rl.runtime import rollout_run
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.rollout_run import generation_deadline_s
 from megatron_rl.types import Floats, Group, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
@@ -24,11 +28,14 @@ def steps_of(directory: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (directory / METRICS_FILE).read_text().splitlines()]
 
 
-def test_the_order_of_a_run(make_run: MakeRun, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_order_of_a_run(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/an environment/python")
     run = make_run("run.num_steps=3", "run.save_interval=2", "run.eval_interval=2", "data.eval=held_out.jsonl", held_out=4)
     train_loop(run, first_step=0)
     assert calls == [
-        ("publish", 0), ("probe",), ("parity",), ("evaluate",),
+        ("publish", 0), ("read", "model"), ("probe",), ("parity",), ("evaluate",),
         ("rollout", 0), ("train", "batch 0", 0), ("publish", 1),
         ("rollout", 1), ("train", "batch 1", 1), ("save", ".step-000002.partial"), ("publish", 2), ("evaluate",),
         ("saved",), ("forget", 2),
@@ -49,6 +56,7 @@ def test_the_order_of_a_run(make_run: MakeRun, calls: Calls, tmp_path: Path, cap
     assert (tmp_path / "run" / "curves.png").exists()
     *_, last, policy, report, metrics, go_on = capsys.readouterr().out.splitlines()
     assert last == "finished after 3 steps" and go_on == f"go on    {summary.go_on}"
+    assert shlex.split(summary.go_on)[:4] == ["/an environment/python", "-m", "megatron_rl", "train"]
     assert [line.split() for line in (policy, report, metrics)] == [
         [name, str(tmp_path / "run" / file)]
         for name, file in (("policy", "huggingface"), ("report", "report.html"), ("metrics", "metrics.jsonl"))
@@ -56,21 +64,21 @@ def test_the_order_of_a_run(make_run: MakeRun, calls: Calls, tmp_path: Path, cap
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "status", "saved"),
     [
-        (EngineError("gone\nlog"), "failed: EngineError: gone"),
-        (KeyboardInterrupt(), "interrupted: SIGINT"),
-        (SystemExit(129), "interrupted: SIGHUP"),
+        (EngineError("gone\nlog"), "failed: EngineError: gone", False),
+        (SystemExit(130), "interrupted: SIGINT", True),
+        (SystemExit(129), "interrupted: SIGHUP", True),
     ],
     ids=["error", "SIGINT", "SIGHUP"],
 )
-def test_a_run_that_ends_early_keeps_what_it_has(make_run: MakeRun, tmp_path: Path, error: BaseException, status: str) -> None:
+def test_a_run_that_ends_early_keeps_what_it_has(make_run: MakeRun, tmp_path: Path, error: BaseException, status: str, saved: bool) -> None:
     run = make_run("run.num_steps=9", fails_at=2, error=error)
     with pytest.raises(type(error)):
         train_loop(run, first_step=0)
     run.break_off(error)
     summary = read_summary(tmp_path / "run")
-    assert summary is not None and (summary.status, summary.steps, summary.checkpoint) == (status, 2, None)
+    assert summary is not None and (summary.status, summary.steps, summary.checkpoint is not None) == (status, 2, saved)
     assert summary.go_on.endswith("settings.yaml --resume")
     assert steps_of(tmp_path / "run") == [0, 1, 2]
     assert status in (tmp_path / "run" / "report.html").read_text()
@@ -122,7 +130,7 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(
     assert "5 groups to be made anew, because of a setting" in printed
     assert ".step-000006.partial is not complete and is passed over; it can be deleted" in printed
     assert (step, calls) == (4, [("load", "step-000004", False), ("rewind", 4, {"cursor": 7})])
-    again.break_off(KeyboardInterrupt())
+    again.break_off(SystemExit(130))
     summary = read_summary(tmp_path / "run")
     assert summary is not None and summary.steps == 4
     train_loop(again, first_step=step)
@@ -161,17 +169,26 @@ def test_groups_that_are_too_old_after_a_resume_are_said_to_be_made_anew(
     assert found == ["step 2: 3 groups made anew, because rollout.max_staleness is 1 now"]
 
 
-@pytest.mark.parametrize("call", ["next_batch", "save"])
-def test_a_deleted_run_directory_is_noticed_at_once(make_run: MakeRun, calls: Calls, tmp_path: Path, call: str) -> None:
+@pytest.mark.parametrize("call", ["next_batch", "save", "finish"])
+@pytest.mark.parametrize("happened", ["deleted or moved", "replaced by another directory"])
+def test_a_run_directory_that_goes_is_noticed_at_once(make_run: MakeRun, calls: Calls, tmp_path: Path, call: str, happened: str) -> None:
     run = make_run("run.num_steps=3")
     run.begin(step=0)
+    if call == "finish":
+        run.save(step=1)
     (tmp_path / "run").rename(tmp_path / "elsewhere")
+    if happened != "deleted or moved":
+        make_run("run.num_steps=3")
+    before = sorted((tmp_path / "run").rglob("*"))
     calls.clear()
-    with pytest.raises(UserError, match=r"run\.directory \S+/run was deleted or moved while the run was going") as caught:
-        run.next_batch(0) if call == "next_batch" else run.save(step=1)
+    calling: dict[str, Callable[[], object]] = {
+        "next_batch": lambda: run.next_batch(0), "save": lambda: run.save(step=1), "finish": run.finish
+    }  # fmt: skip
+    with pytest.raises(UserError, match=rf"run\.directory \S+/run was {happened} .* start it again in a directory that stays") as caught:
+        calling[call]()
     assert calls == []
     run.break_off(caught.value)
-    assert not (tmp_path / "run").exists()
+    assert sorted((tmp_path / "run").rglob("*")) == before
 
 
 def test_a_report_can_be_made_at_any_time(make_run: MakeRun, tmp_path: Path) -> None:
@@ -212,16 +229,39 @@ def test_the_parity_that_is_needed_is_the_one_that_was_set(make_run: MakeRun, mo
         return np.full(len(batch.tokens), 1e-3, np.float32)
 
     monkeypatch.setattr(Ranks, "log_probs", log_probs)
-    with pytest.raises(ParityError, match="needs a mean of at most 1e-04"):
-        make_run().begin(step=0)
+    with pytest.raises(ParityError, match=r"needs a median of at most 1e-04 .* a mean of at most 1e-04"):
+        make_run("rollout.sampling.temperature=1.0").begin(step=0)
     make_run("weights.parity_threshold=2e-3").begin(step=0)
+
+
+def test_weights_are_compared_bit_by_bit_at_the_first_sync(
+    make_run: MakeRun, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def begun(step: int = 0) -> list[str]:
+        calls.clear()
+        make_run().begin(step=step)
+        return [call[0] for call in calls if call[0] in ("publish", "read")]
+
+    def said() -> str:
+        return " ".join(capsys.readouterr().out.split())
+
+    assert begun() == ["publish", "read"] and "1 weights of each engine came by the first sync, bit for bit as an engine reads" in said()
+    assert begun(step=3) == ["publish"] and "not compared with a file, because the run is resumed" in said()
+    monkeypatch.setattr(Manager, "read", None)
+    assert begun() == ["publish", "read", "publish"] and "an engine cannot read" in said()
+    monkeypatch.setattr(Manager, "read", "of another file")
+    with pytest.raises(ParityError, match=r"got other bits by the first sync than it reads from .*model: 1 of 1 weight, needs 0: head"):
+        begun()
+    monkeypatch.setattr(rollout_run, "engines_read", lambda path: False)
+    assert begun() == ["publish"] and "because engines cannot read" in said()
 
 
 def test_shared_devices_are_taken_before_who_needs_them(make_run: MakeRun, calls: Calls) -> None:
     run = make_run("run.num_steps=1", "data.eval=held_out.jsonl", held_out=1, devices=Devices(calls))
     train_loop(run, first_step=0)
     assert calls == [
-        ("publish", 0), ("turn", "GENERATION"), ("probe",), ("turn", "SYNC"), ("parity",), ("turn", "GENERATION"), ("evaluate",),
+        ("publish", 0), ("read", "model"), ("turn", "GENERATION"), ("probe",), ("turn", "SYNC"), ("parity",),
+        ("turn", "GENERATION"), ("evaluate",),
         ("rollout", 0), ("turn", "TRAINING"), ("train", "batch 0", 0), ("save", ".step-000001.partial"),
         # The devices stay with whom they are while files are waited for.
         ("turn", "SYNC"), ("publish", 1), ("turn", "GENERATION"), ("evaluate",), ("saved",), ("forget", 1),
@@ -279,9 +319,17 @@ def test_a_supervised_run_without_checkpoint_starts_at_its_first_row(make_run: M
 
 def test_a_batch_of_many_waves_gets_the_time_of_all_its_waves() -> None:
     paths = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
-    limits = ("rollout.max_concurrent_requests=256", "rollout.request_timeout_s=600.0", "reward.timeout_s=2.0", "reward.num_workers=4")
+    limits = (
+        "rollout.max_concurrent_requests=256",
+        "rollout.request_timeout_s=600.0",
+        "reward.timeout_s=2.0",
+        "reward.num_workers=4",
+        "rollout.timeout_s=60",
+    )
     one = load_settings(None, [*paths, *limits])
     assert generation_deadline_s(one, 256) == 2 * 600 + 64 * 2
     assert generation_deadline_s(one, 2048) == 9 * 600 + 512 * 2
     two = load_settings(None, [*paths, *limits, "rollout.num_engines=2"])
     assert generation_deadline_s(two, 2048) == 5 * 600 + 512 * 2
+    slow = load_settings(None, [*paths, *limits, "rollout.timeout_s=700"])
+    assert generation_deadline_s(slow, 256) == 2 * 3 * (700 + 5) + 64 * 2, "three attempts, each with the time until it is left to itself"

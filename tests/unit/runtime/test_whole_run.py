@@ -8,7 +8,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +21,17 @@ from run_parts import Rewards
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import Buffer
-from megatron_rl.errors import DamagedCheckpointError, EngineError, EngineKilledError, ResumableError, UserError, WorkerDiedError
+from megatron_rl.engines.client import Generation
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.errors import DamagedCheckpointError, EngineDiedError, EngineError, ResumableError, UserError, WorkerDiedError
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.rollout import manager as manager_module
-from megatron_rl.rollout.client import Generation, Scores
-from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.engine_pool import EnginePool
-from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import session
-from megatron_rl.types import Floats, Ints, Prompt, Reward, Sample, StopReason, TrainBatch
+from megatron_rl.types import Floats, Group, Ints, Reward, Sample, StopReason, TrainBatch
 
 ADDRESS = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
 
@@ -95,10 +96,11 @@ class Engines:
 class Client:
     """An engine that gives token 2 + k as the k-th response, and log-prob -1 to everything."""
 
-    version = 0
+    version, weights = 0, ""
 
     def __init__(self, address: EngineAddress, **_: object) -> None:
         self.address = address
+        Client.weights = "made up"
 
     async def __aenter__(self) -> "Client":
         return self
@@ -110,8 +112,11 @@ class Client:
         made = np.array([Client.version])
         return tuple(Generation(np.array([2 + k]), np.full(1, -1.0, np.float32), made, StopReason.STOP) for k in range(num_samples))
 
-    async def score(self, token_ids: Ints) -> Scores:
-        return Scores(np.full(len(token_ids), -1.0, np.float32))
+    async def checksums(self) -> dict[str, str]:
+        return {"head": Client.weights}
+
+    async def load_weights(self, path: Path, *, version: int, timeout_s: float) -> None:
+        assert path.name == "model"
 
 
 class Sync:
@@ -124,7 +129,7 @@ class Sync:
         return None
 
     async def run(self, *, version: int) -> dict[str, Metric]:
-        Client.version = version
+        Client.version, Client.weights = version, "synced"
         self._pool.admit(self._pool.membership.members)
         return {"weights/version": Last(version)}
 
@@ -136,9 +141,9 @@ def make_settings(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(session, "EngineGroup", Engines)
     monkeypatch.setattr(session, "WeightSync", Sync)
     monkeypatch.setattr(session, "cluster_device_kind", lambda: "cpu")
-    monkeypatch.setattr(session, "ray_cluster", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(session, "ray_cluster", lambda **_: contextlib.nullcontext(Future()))
     reservation = SimpleNamespace(device_kind="cpu", placement=SimpleNamespace(needs=SimpleNamespace(colocated=False)))
-    monkeypatch.setattr(session, "reserved", lambda needs, **_: contextlib.nullcontext(reservation))
+    monkeypatch.setattr(session, "reserve", lambda needs, **_: reservation)
     monkeypatch.setattr(session, "remove_leftovers", lambda: [])
     monkeypatch.setattr(manager_module, "EngineClient", Client)
     monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
@@ -180,6 +185,42 @@ def test_a_run_with_engines(make_settings: Callable[..., Settings], tmp_path: Pa
     assert Engines.stopped == 1
 
 
+def test_sides_of_shared_devices_take_turns_at_the_start(make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that starts beside a rank's memory has a tiny cache, a transport that opens beside both has none left."""
+    order: list[str] = []
+
+    def noted(words: str, answer: Any = None) -> Callable[..., Any]:
+        return lambda _self, *arguments: order.append(" ".join([words, *(part for parts in arguments for part in sorted(parts))])) or answer
+
+    def noted_later(words: str) -> Callable[..., Any]:
+        note = noted(words)
+
+        async def call(self: object, *arguments: Any) -> None:
+            note(self, *arguments)
+
+        return call
+
+    for owner, name, function in (
+        (Ranks, "finish_start", noted("ranks start")),
+        (Ranks, "put_away", noted("ranks put away")),
+        (Ranks, "take_back", noted("ranks take back")),
+        (Engines, "begin_start", noted("engines start", [])),
+        (Client, "release_memory", noted_later("engines release")),
+        (Client, "restore_memory", noted_later("engines restore")),
+        (Sync, "connect", noted_later("transport opens")),
+    ):
+        monkeypatch.setattr(owner, name, function, raising=False)
+    session.train(make_settings("runtime.colocate=true"), resume=False)
+    assert order[: order.index("transport opens") + 1] == [
+        "ranks start",
+        "ranks put away gradients optimizer parameters",
+        "engines start",
+        "engines release cuda_graph kv_cache",
+        "ranks take back parameters",
+        "transport opens",
+    ]
+
+
 def test_a_supervised_run_starts_no_engine(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     session.train(make_settings("objective.policy_loss=sft"), resume=False)
     rows = read_metrics(tmp_path / "run" / METRICS_FILE)
@@ -218,21 +259,30 @@ def test_a_supervised_run_says_that_a_step_takes_more_rows_than_there_are(
     assert "has 8 rows, and a step takes data.prompts_per_step 9" in " ".join(capsys.readouterr().out.split())
 
 
-def test_an_evaluation_leaves_nothing_in_the_run_directory(
+def test_an_evaluation_leaves_its_result_and_its_samples(
     make_settings: Callable[..., Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session.evaluate(make_settings(f"data.eval={tmp_path}/rows.jsonl"))
-    assert "eval/num_samples" in capsys.readouterr().out
-    assert not (tmp_path / "run").exists() and Engines.stopped == 1
+    """And asks for no training rows: those of the settings need not be there."""
+    session.evaluate(make_settings(f"data.eval={tmp_path}/rows.jsonl", f"data.train={tmp_path}/gone.jsonl"))
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    samples = [json.loads(line) for line in (tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()]
+    assert f"{tmp_path}/run/evaluation.json" in printed and f"eval/num_samples             {len(samples)}" in printed
+    assert result["metrics"]["eval/num_samples"] == len(samples) == 16
+    assert [sample["kind"] for sample in samples] == ["greedy"] * 8 + ["sampled"] * 8
+    assert {sample["prompt"] for sample in samples} == set("12345678")
+    assert {(sample["label"], sample["outcome"], sample["reward"]) for sample in samples} == {("1", "scored", 2.0)}
+    assert result["metrics"]["eval/reward_greedy"] == 2.0 and "eval/accuracy_greedy" not in result["metrics"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"evaluation.json", "evaluation.jsonl"} and Engines.stopped == 1
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
         (SystemExit(143), ResumableError, "ended by SIGTERM; the same command with --resume continues after step 1"),
-        (EngineKilledError("the server died"), ResumableError, "the server died; the same command with --resume continues after step 1"),
+        (EngineDiedError("the server died"), ResumableError, "the server died; the same command with --resume continues after step 1"),
         (WorkerDiedError("Megatron rank 1 died"), ResumableError, "Megatron rank 1 died; the same command with --resume continues after"),
-        (SystemExit(129), SystemExit, "129"),
+        (SystemExit(129), ResumableError, "ended by SIGHUP; the same command with --resume continues after step 1"),
         (EngineError("refused"), EngineError, "refused"),
     ],
     ids=["SIGTERM", "server", "rank", "SIGHUP", "engine"],
@@ -360,9 +410,9 @@ def test_a_run_keeps_what_waits_for_its_rewards(make_settings: Callable[..., Set
     kept: list[str] = []
     own_put, own_score = Buffer.put_samples, Rewards.score
 
-    def put_samples(self: Buffer, samples: Sequence[Sample], *, prompt: Prompt) -> None:
-        kept.append(prompt.id)
-        own_put(self, samples, prompt=prompt)
+    def put_samples(self: Buffer, group: Group) -> None:
+        kept.append(group.id)
+        own_put(self, group)
 
     async def late(self: Rewards, sample: Sample) -> Reward:
         await asyncio.sleep(0.01)

@@ -5,8 +5,8 @@ import string
 from pathlib import Path
 from typing import Any
 
-# What sets tiny models of other families than Qwen3 apart. Few and narrow experts, but every feature: groups of experts to choose from,
-# a bias that decides the choice, shared experts, a dense first layer.
+# Tiny models of families beyond Qwen3 have few and narrow experts, but every feature: groups of experts to choose
+# from, a bias that decides the choice, shared experts, a dense first layer.
 SIGMOID_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 4,
@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16,
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
+        "v_head_dim": 8,
         "head_dim": 8,
         **SIGMOID_EXPERTS,
     },
@@ -100,7 +100,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "intermediate_size": 48,
         "sliding_window": 6,
-        # Small, so that some of what comes to it is cut off.
+        # Small, so that some inputs are cut off.
         "swiglu_limit": 0.5,
         "rope_scaling": {
             "rope_type": "yarn",
@@ -128,10 +128,11 @@ def write_tiny_model(
     tied: bool = True,
     **config: Any,
 ) -> Path:
-    """Make the directory `path`: config.json, model.safetensors, a tokenizer of characters with <pad> 0 and <eos> 1. Returns `path`.
+    """Make the directory `path` and return `path`.
 
-    Weights are float32 of standard deviation 0.1, so that outputs depend on everything. `config` overrides keys of config.json. Two calls
-    with the same arguments give the same files.
+    Files are config.json, model.safetensors and a tokenizer of characters with <pad> 0 and <eos> 1.
+    Weights are float32 of standard deviation 0.1, so that outputs depend on everything. `config`
+    overrides keys of config.json. Two calls with the same arguments give the same files.
     """
     path.mkdir()
     values = {
@@ -166,7 +167,7 @@ def write_tiny_model(
 
 
 def _write_weights(path: Path, seed: int) -> None:
-    # Imported here: whoever needs no model should not wait for megatron-core.
+    # Imported here, because callers without a model should not wait for megatron-core.
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""What a device does in bare work of a model's shapes: the rates from which `planning.step_time` foretells a step."""
+"""Rates of a device in bare work of a model's shapes, for forecasts by `planning.step_time`."""
 
 import math
 import time
@@ -19,13 +19,14 @@ with quiet_megatron_imports():
 
 TURNS, CALLS = 5, 3
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**26}
-"""More than any cache holds."""
+"""Bytes beyond the size of any cache."""
 
 
 def device_rates(spec: ModelSpec, *, num_tokens: int, length: int, dtype: str, device: Device) -> Rates:
-    """The rates of `device` at micro-batches of `num_tokens` tokens in sequences of `length`.
+    """Return the rates of `device` at micro-batches of `num_tokens` tokens, sequences of `length`.
 
-    Collective over the default group: its ranks sum a buffer, and share in all of it what they share in a step.
+    Collective over the default group: its ranks sum a buffer, and share all parts of the device
+    that a step shares.
     """
     options = {"dtype": getattr(torch, dtype), "device": device.torch_device}
     source = torch.ones(COPIED_BYTES[device.kind] // 4, device=device.torch_device)
@@ -44,7 +45,10 @@ def device_rates(spec: ModelSpec, *, num_tokens: int, length: int, dtype: str, d
 
 
 def now(device: Device) -> float:
-    """Seconds when the work of `device` so far is done; on a CPU, which others share, those that it gave to this process."""
+    """Return the seconds when the work of `device` so far is done.
+
+    On a CPU shared with other programs, return the CPU seconds of this process.
+    """
     if device.kind == "cpu":
         return time.process_time()
     torch.cuda.synchronize(device.torch_device)
@@ -52,7 +56,7 @@ def now(device: Device) -> float:
 
 
 def _seconds(work: Callable[[], object], device: Device) -> float:
-    """Seconds of a call in the fastest turn, after one to warm up."""
+    """Return the seconds of a call in the fastest turn, after one call to warm up."""
 
     def turn() -> float:
         start = now(device)
@@ -64,7 +68,10 @@ def _seconds(work: Callable[[], object], device: Device) -> float:
 
 
 def _product_rate(spec: ModelSpec, num_tokens: int, device: Device, options: dict[str, Any]) -> float:
-    """Operations a second of the products of the first layer, forward and backward, one matrix after the other."""
+    """Return the rate of the products of the first layer, in operations a second.
+
+    Forward and backward, one matrix after the other.
+    """
     found = [rule.tensors for rule in rules(spec) if rule.megatron.startswith("decoder.layers.0.") and len(rule.tensors[0].shape) > 1]
     matrices = [(sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]) for tensors in found]
     cases = [(torch.randn(num_tokens, columns, **options), torch.randn(rows, columns, **options)) for rows, columns in matrices]
@@ -80,7 +87,7 @@ def _product_rate(spec: ModelSpec, num_tokens: int, device: Device, options: dic
 
 
 def _attention_rate(spec: ModelSpec, count: int, length: int, device: Device, options: dict[str, Any]) -> float:
-    """Operations a second of torch's own causal attention, forward and backward."""
+    """Return operations a second of torch's causal attention, forward and backward."""
     shapes = [(spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.value_dim)]
     query, key, value = (torch.randn(count, heads, length, channels, **options).requires_grad_() for heads, channels in shapes)
 

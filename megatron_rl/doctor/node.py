@@ -1,0 +1,275 @@
+"""The node under trial: models, settings, batches, and a run's own ranks and engines.
+
+Sizes suit the devices of the node.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from megatron_rl.config.derived import AUTO_DTYPES
+from megatron_rl.config.settings import Settings
+from megatron_rl.deadlines import PLACEMENT_S
+from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.doctor import on_rank
+from megatron_rl.doctor.tiny_models import write_tiny_model
+from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.process_variables import shared_variables
+from megatron_rl.runtime.ray_session import ray_cluster
+from megatron_rl.types import Sample, TrainBatch
+
+with quiet_megatron_imports():
+    from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.runtime.cluster import Reservation, reserve
+    from megatron_rl.runtime.engine_model import EngineModel
+    from megatron_rl.runtime.engines import EngineGroup
+    from megatron_rl.runtime.placement import Needs
+    from megatron_rl.runtime.session import make_transport
+    from megatron_rl.runtime.trainers import TrainerGroup
+    from megatron_rl.runtime.watchdog import Watchdog
+    from megatron_rl.training.offload import PARTS
+    from megatron_rl.weights.bucket import exported_specs
+    from megatron_rl.weights.sync import WeightSync
+
+Result = TypeVar("Result")
+
+VOCAB = 512
+RUN_STEPS, RUN_TIMEOUT_S, ENGINE_TIMEOUT_S = 3, 900.0, 300.0
+LOG_TAIL_LINES = 12
+_MLA_OF_KERNELS = {
+    "q_lora_rank": 512,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
+"""The heads of DeepSeek-V3, the target of attention kernels of GPUs."""
+_DEEPSEEK = {
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+"""Keys read by SGLang without a default, and the rotary embedding for latent attention on a CPU."""
+
+
+def even_sum(*, sample: Sample) -> float:
+    """Return the trial's reward: 1 for an even sum of ids, so that groups have a signal."""
+    return float(sample.response_ids.sum() % 2 == 0)
+
+
+class TrialRanks(TrainerGroup):
+    """The ranks of a run, whose processes build one model after another: no second import."""
+
+    _in_use: int | None = None
+
+    @property
+    def workers(self) -> list[Any]:
+        """The actors of the present layout, by rank."""
+        return super().workers[: self._in_use]
+
+    def open(self, settings: Settings) -> None:
+        """Build the model of `settings` on the first ranks, in place of the last model."""
+        if self._in_use is not None:
+            self.apply(on_rank.close)
+        self._settings, self._in_use = settings, settings.training.topology.num_ranks
+        self.finish_start(self.begin_start())
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Ranks and an engine of a run, their `sync`, and `wait` for requests to the engine."""
+
+    ranks: TrialRanks
+    client: EngineClient
+    pool: EnginePool
+    sync: WeightSync
+    watchdog: Watchdog
+
+    def wait(self, work: Coroutine[Any, Any, Result], *, name: str) -> Result:
+        """Return the result of `work`. Raises DeadlineError, and the errors of dying processes."""
+        return self.watchdog.wait(work, name=name, owner="the engine", timeout_s=ENGINE_TIMEOUT_S)
+
+
+class Node:
+    """`num_gpus` GPUs, or with kind "cpu" as many processes instead; all files below `directory`.
+
+    Close the node in the end.
+    """
+
+    def __init__(self, kind: Literal["cpu", "cuda"], *, num_gpus: int, directory: Path) -> None:
+        self.kind, self.num_gpus, self.directory = kind, num_gpus, directory
+        self._stack = ExitStack()
+        self._ranks: TrialRanks | None = None
+
+    @property
+    def dtype(self) -> str:
+        """dtype of the parameters, at both ends."""
+        return AUTO_DTYPES[self.kind]
+
+    @property
+    def tolerance(self) -> float:
+        """Largest mean |difference| of log-probs allowed between layouts of one model, nats."""
+        return 2e-2 if self.kind == "cuda" else 1e-5
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return 4096 if self.kind == "cuda" else 64
+
+    @property
+    def ranks(self) -> TrialRanks:
+        """A rank for every GPU; a layout takes the first ranks. New ranks after `close`."""
+        if self._ranks is None:
+            settings = self.settings(self.directory, num_ranks=self.num_gpus)
+            reservation, watchdog = self._stack.enter_context(self.reserving(settings))
+            self._ranks = TrialRanks(settings, reservation=reservation, watchdog=watchdog)
+        return self._ranks
+
+    @contextmanager
+    def reserving(self, settings: Settings) -> Iterator[tuple[Reservation, Watchdog]]:
+        """Start Ray and reserve a run's resources for `settings`: a separate GPU for each rank."""
+        needs = Needs.of(settings, device_kind=self.kind)
+        variables = shared_variables(os.environ, device_kind=self.kind, interface=None)
+        cluster = settings.runtime.cluster
+        with (
+            ray_cluster(address=None, num_processes=needs.num_ranks + needs.num_engines, logs=self.directory / "logs" / "ray") as lost,
+            Watchdog() as watchdog,
+        ):
+            watchdog.watch("Ray", lost)
+            yield reserve(needs, cluster=cluster, device_kind=self.kind, timeout_s=PLACEMENT_S, variables=variables), watchdog
+
+    @contextmanager
+    def ranks_and_engine(self, settings: Settings) -> Iterator[Joined]:
+        """Start ranks and one engine without weights, in place of earlier ranks.
+
+        Ranks beside an engine have put their memory away.
+        """
+        self.close()
+        with self.reserving(settings) as (reservation, watchdog):
+            ranks = TrialRanks(settings, reservation=reservation, watchdog=watchdog)
+            ranks.open(settings)
+            if settings.runtime.colocate:
+                # A first step loads kernels and opens communicators, and their memory is not the engine's.
+                ranks.apply(on_rank.step, batch=self.batch())
+                ranks.put_away(frozenset(PARTS))
+            model = EngineModel(settings.model.path, has_weights=False)
+            gpus = ranks.gpus if settings.runtime.colocate else ()
+            group = EngineGroup(settings, model=model, reservation=reservation, watchdog=watchdog, gpus_of_ranks=gpus)
+            try:
+                addresses = group.finish_start(group.begin_start())
+                client = EngineClient(addresses[0], request_timeout_s=ENGINE_TIMEOUT_S, control_timeout_s=ENGINE_TIMEOUT_S)
+                with watchdog.entered(client, name="connecting", owner="the engine", timeout_s=ENGINE_TIMEOUT_S):
+                    pool, transport = EnginePool([client], max_requests=8), partial(make_transport, settings, ranks, reservation, addresses)
+                    yield Joined(ranks, client, pool, WeightSync(transport, ranks=ranks, pool=pool, timeout_s=ENGINE_TIMEOUT_S), watchdog)
+            finally:
+                group.stop()
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._ranks = None
+        self._stack.close()
+
+    def model(self, name: str, *, family: str = "qwen3", seed: int = 0, **config: Any) -> Path:
+        """Make a tiny model of a family; with GPUs, the heads suit kernels of GPUs."""
+        on_gpu: Mapping[str, Any] = {"hidden": 512, "num_attention_heads": 8, "head_dim": 64, "num_key_value_heads": 4}
+        sizes: dict[str, Any] = dict(on_gpu) if self.kind == "cuda" else {"num_key_value_heads": 4}
+        if family == "deepseek_v3":
+            sizes = {**_DEEPSEEK, **({"hidden": 512, **_MLA_OF_KERNELS} if self.kind == "cuda" else {})}
+        # Not tied: SGLang's mixtures of experts have a separate head whatever config.json says.
+        options = {"tied": False, "max_position_embeddings": 8192, **sizes, **config}
+        return write_tiny_model(self.directory / name.replace(" ", "-"), family=family, seed=seed, vocab=VOCAB, **options)
+
+    def settings(
+        self, model: Path, *, attention: str = "auto", training: Mapping[str, Any] | None = None, sections: Mapping[str, Any] | None = None,
+        **topology: Any,
+    ) -> Settings:  # fmt: skip
+        """Return settings for training `model` on answers, in the layout `topology`.
+
+        Tensor parallel ranks have sequence parallelism. `sections` replace sections of the
+        settings.
+        """
+        topology["sequence_parallel"] = topology.get("tp", 1) > 1
+        return Settings.model_validate(
+            {
+                "run": {"directory": self.directory / "run"},
+                "model": {"path": model, "dtype": self.dtype, "attention": attention},
+                "data": {"train": "unused.jsonl"},
+                "objective": {"policy_loss": {"kind": "sft"}, "aggregation": "token_mean"},
+                "training": {
+                    "topology": topology,
+                    "max_tokens_per_micro_batch": self.longest,
+                    "optimizer": {"lr": 1e-3},
+                    "step_timeout_s": 300.0,
+                    **(training or {}),
+                },
+                **(sections or {}),
+            }
+        )
+
+    def run_settings(
+        self, name: str, model: Path, *, engines: Mapping[str, Any], temperature: float = 1.0, **training: Any
+    ) -> dict[str, Any]:
+        """Return settings of a run in a directory `name`, on rewarded answers of `model`.
+
+        `engines` are the run's rollout and runtime sections.
+        """
+        rows = self.directory / "rows.jsonl"
+        rows.write_text("".join(json.dumps({"prompt": f"{number}+{number % 7}=", "label": ""}) + "\n" for number in range(64)))
+        return {
+            "run": {"directory": str(self.directory / name), "num_steps": RUN_STEPS, "save_interval": 0, "eval_interval": 0},
+            "model": {"path": str(model), "dtype": self.dtype},
+            "data": {"train": str(rows), "prompts_per_step": 8, "samples_per_prompt": 4, "max_prompt_tokens": 16},
+            "reward": {"function": f"{__name__}:even_sum"},
+            "training": {"max_tokens_per_micro_batch": self.longest, "optimizer": {"lr": 1e-4}, **training},
+            **engines,
+            "rollout": {
+                "num_engines": 1,
+                **engines.get("rollout", {}),
+                "sampling": {"max_response_tokens": 24, "temperature": temperature},
+            },
+        }
+
+    def run(self, settings: Mapping[str, Any]) -> list[dict[str, float]]:
+        """Run `megatron-rl train` with `settings` as a user; return the metrics of each step.
+
+        Raises MegatronRLError.
+        """
+        directory = Path(settings["run"]["directory"])
+        file, log = directory.with_suffix(".yaml"), directory.with_suffix(".log")
+        # YAML reads JSON.
+        file.write_text(json.dumps(settings))
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "megatron_rl", "train", str(file)]
+            status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_S, check=False).returncode
+        if status:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+            raise MegatronRLError(f"a run ended with status {status}, needs 0; the end of {log}:\n{tail}")
+        return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+    def batch(self, lengths: Sequence[int] | None = None) -> TrainBatch:
+        """Return random sequences of a prompt token and `lengths` more (1, 17 and longest)."""
+        rng = np.random.default_rng(0)
+        lengths = (1, 17, self.longest - 1) if lengths is None else lengths
+        return TrainBatch.from_sequences(
+            prompts=[rng.integers(2, VOCAB, 1) for _ in lengths],
+            responses=[rng.integers(2, VOCAB, length) for length in lengths],
+            rewards=np.zeros(len(lengths)),
+        )
+
+    def weight_bytes(self, model: Path) -> int:
+        """Return the bytes moved by a sync."""
+        return sum(spec.num_bytes for spec in exported_specs(read_model_spec(model), dtype=self.dtype))

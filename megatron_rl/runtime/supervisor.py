@@ -1,0 +1,155 @@
+"""The processes above a command. When one of the three ends, all started processes are ended.
+
+    process known to the user           passes requests to end on, returns the command's status
+    └ the supervisor                    kills every process below when child or parent has ended
+      └ the command                     and below Ray, ranks, engines, reward workers and children
+
+The supervisor is a sub-reaper (prctl(2)): the kernel makes the supervisor the parent of every
+orphan below. So no process escapes: neither a stopped process nor one that leads a session or hides
+the command line. Only processes on other nodes escape.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_rl.errors import UserError
+from megatron_rl.leftovers import adopt_orphans, die_with_parent
+from megatron_rl.runtime.grace import ENDING, PASSED_ON
+
+_PARENT_DIED = signal.SIGUSR1
+_PATIENCE = 2
+"""Ctrl-C so many times waits for the command; the next one kills it."""
+
+
+def supervise() -> None:
+    """Return in a new process below a supervisor. Call while this process has one thread.
+
+    The present process exits with the new process's status when no descendant is left.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    heard = {number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*heard, signal.SIGCHLD})
+    front = os.getpid()
+    supervisor = os.fork()
+    if supervisor:
+        _stand_in_front(supervisor, heard)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    die_with_parent(_PARENT_DIED)
+    adopt_orphans()
+    command = os.fork()
+    if command:
+        # A signal to the command's process group, also SIGKILL, must not end the process that
+        # cleans up.
+        os.setsid()
+        _guard(command, front=front, heard=heard)
+    die_with_parent()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def run_command(*words: object) -> None:
+    """Run another command of this program in a process of its own.
+
+    Raises UserError with its sentence when it fails.
+    """
+    done = subprocess.run([sys.executable, "-m", "megatron_rl", *map(str, words)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError((done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1].removeprefix("megatron-rl: "))
+
+
+def _stand_in_front(supervisor: int, heard: Collection[int]) -> NoReturn:
+    """Pass the signals in `heard` on to the supervisor until the supervisor ends; exit with its
+    status.
+    """
+    while True:
+        number = signal.sigwait({*heard, signal.SIGCHLD})
+        if number != signal.SIGCHLD:
+            os.kill(supervisor, number)
+            continue
+        ended, status = os.waitpid(supervisor, os.WNOHANG)
+        if ended:
+            os._exit(_exit_status(status))
+
+
+def _guard(command: int, *, front: int, heard: Collection[int]) -> NoReturn:
+    """Pass on signals of `front` until `front` or the command ends; then kill all below, exit."""
+    code, sentence = 1, ""
+    try:
+        status, interrupts = _until_one_ends(command, front=front, heard=heard)
+        code = 0 if status is None else _exit_status(status)
+        if interrupts > _PATIENCE:
+            code, sentence = 128 + signal.SIGINT, "interrupted"
+        elif status is not None and os.WIFSIGNALED(status):
+            sentence = f"the main process was killed by {signal.Signals(os.WTERMSIG(status)).name}; every other one has been stopped"
+    finally:
+        _kill_all()
+        if sentence:
+            # The reader may be gone.
+            with suppress(OSError):
+                print(f"megatron-rl: {sentence}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+
+def _until_one_ends(command: int, *, front: int, heard: Collection[int]) -> tuple[int | None, int]:
+    """Return the status of the command, None where `front` ended first, and the SIGINT count."""
+    status, interrupts = None, 0
+    while status is None and os.getppid() == front:
+        found = signal.sigwaitinfo({*heard, signal.SIGCHLD, _PARENT_DIED})
+        if found.si_signo == signal.SIGCHLD:
+            status = _reap(command)
+        elif found.si_signo in heard and found.si_pid == front:
+            interrupts += found.si_signo == signal.SIGINT
+            os.kill(command, PASSED_ON[signal.Signals(found.si_signo)] if interrupts <= _PATIENCE else signal.SIGKILL)
+    return status, interrupts
+
+
+def _reap(command: int) -> int | None:
+    """Reap ended children; return the status of the command when the command is among them."""
+    status = None
+    while True:
+        try:
+            ended, found = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if not ended:
+            return status
+        if ended == command:
+            status = found
+
+
+def _kill_all() -> None:
+    """Kill and reap every process below this one.
+
+    Orphans of killed processes become children here.
+    """
+    while True:
+        for child in _children():
+            os.kill(child, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name of the program, in parentheses, may hold anything.
+            parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == os.getpid():
+            found.append(int(path.parent.name))
+    return found
+
+
+def _exit_status(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
