@@ -2,5 +2,5 @@
 
 from megatron_rl.device import import_megatron
 
-# Before any module here does it: megatron-core warns five times about optional packages when it is imported.
+# Import megatron-core here first: its import warns five times about optional packages.
 import_megatron()

@@ -3,12 +3,18 @@
 Legend: T tokens on this rank, N chosen positions, H hidden channels, V padded vocabulary, tp tensor parallel size.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,11 +34,13 @@ from megatron_rl.models.packed_sequences import PackedSequences
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel whose language model head can run later, at chosen positions only and without all their logits at once.
+    """A GPTModel with a language model head able to run later.
 
-    Called as `model(input_ids [1, T], position_ids [1, T], None, packed_seq_params=packed)`. The last pipeline stage answers logits
-    [1, T, V / tp]; or, when `packed.logit_positions` names N positions, their hidden states [N, H], for `token_statistics`. Other
-    stages answer hidden states.
+    The head can run at chosen positions only, and without all logits at once. Called as
+    `model(input_ids [1, T], position_ids [1, T], None, packed_seq_params=packed)`. The last
+    pipeline stage answers logits [1, T, V / tp]. When `packed.logit_positions` names N positions,
+    the last stage answers their hidden states [N, H], for `token_statistics`. Other stages answer
+    hidden states.
     """
 
     output_layer: nn.Module
@@ -43,7 +51,10 @@ class PolicyModel(GPTModel):
             self.output_layer = LanguageModelHead.in_place_of(self.output_layer)
 
     def _set_attention_backend(self) -> None:
-        """Upstream sets variables of the environment that other processes inherit, whatever the layers are."""
+        """Let upstream set environment variables for Transformer Engine's layers only.
+
+        Upstream would set the variables for any layers, and other processes inherit the variables.
+        """
         if self.config.transformer_impl == "transformer_engine":
             super()._set_attention_backend()
 
@@ -68,8 +79,9 @@ class PolicyModel(GPTModel):
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
     def token_statistics(self, hidden_states: Tensor, question: TokenQuestion) -> TokenStatistics:
-        """What `question` asks of the next tokens [N] behind the last stage's `hidden_states` [N, H], the same on every tp rank.
+        """Return the answer to `question` about the next tokens [N] on every tensor parallel rank.
 
+        `hidden_states` [N, H] come from the last stage. The answer is the same on every rank.
         Collective over tensor parallel ranks.
         """
         statistics: TokenStatistics = self.output_layer(hidden_states, self._tied_weight(), question=question)
@@ -77,9 +89,10 @@ class PolicyModel(GPTModel):
 
 
 def build_model(spec: ModelSpec, config: TransformerConfig, *, attention: Attention) -> list[PolicyModel]:
-    """Build this rank's model chunks, one per virtual pipeline stage, on its device, not wrapped in DDP.
+    """Build this rank's model chunks, one per virtual pipeline stage, on its device.
 
-    `config` comes from `transformer_config`. megatron's parallel state must be initialised. The weights are zero: load them.
+    The chunks are not wrapped in DDP. `config` comes from `transformer_config`. megatron's parallel
+    state must be initialised. The weights are zero until loaded.
     """
     num_stages = config.virtual_pipeline_model_parallel_size or 1
     chunks = [_build_chunk(spec, config, attention, stage if num_stages > 1 else None) for stage in range(num_stages)]
@@ -115,12 +128,15 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, attention: Attentio
 
 
 def _scaled(_module: nn.Module, _inputs: Any, embedded: Tensor, *, scale: float) -> Tensor:
-    """The embedding times `scale`, rounded to its dtype as transformers does."""
+    """Return the embedding times `scale`, rounded to its dtype as transformers does."""
     return embedded * torch.tensor(scale, dtype=embedded.dtype).item()
 
 
 def _set_rotary(chunk: PolicyModel, spec: ModelSpec) -> None:
-    """Give attention the checkpoint's frequencies and windows. Upstream's own scaling has Llama 3.1's constants written into it."""
+    """Give attention the checkpoint's frequencies and windows.
+
+    Upstream's own scaling has the constants of Llama 3.1 hard-coded.
+    """
     for module in chunk.modules():
         if isinstance(module, PackedAttention):
             windowed = module.layer_number - 1 in spec.sliding_layers
@@ -149,3 +165,30 @@ def forward_selected(model: torch.nn.Module, input_ids: Tensor, position_ids: Te
             "flash-attn is installed, or model.attention to torch"
         ) from error
     return output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedModel:
+    """`chunks`, one for each virtual pipeline stage of this rank, and what changes their weights."""
+
+    chunks: Sequence[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the coming optimizer step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+@contextmanager
+def complete_parameters(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Inside, every parameter is gathered and stays so: needed to read or replace weights while their gather overlaps the forward."""
+    overlapping = [chunk for chunk in chunks if chunk.use_forward_hook]
+    for chunk in overlapping:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for chunk in overlapping:
+            chunk.enable_forward_pre_hook()

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `config.json`: the file, and single keys of it with errors that name the file."""
+"""Reading of a Hugging Face `config.json`: the file and single keys, with errors naming the file."""
 
 import json
 import sys
@@ -10,7 +10,10 @@ from megatron_rl.errors import UserError
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of config.json in the Hugging Face directory `path`. Raises UserError when it is missing or malformed."""
+    """Return the content of config.json in the Hugging Face directory `path`.
+
+    Raises UserError when the file is missing or malformed.
+    """
     file = path / "config.json"
     if not path.is_dir():
         raise UserError(f"model.path is {path}, which is not a directory; give a Hugging Face model directory")
@@ -20,7 +23,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"model directory {path} has no config.json; {_what_to_give(path)}") from error
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error}); give a Hugging Face model directory with a readable config.json") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON ({error}); download or save the model again") from error
     if not isinstance(config, dict):
         raise UserError(f"{file} holds a {type(config).__name__}, needs a JSON object; download or save the model again")
@@ -28,7 +31,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _what_to_give(path: Path) -> str:
-    """What was meant by a directory that is no model's: that of a run, of one of its checkpoints, or of another program's."""
+    """Suggest the intended model when `path` is no model directory.
+
+    `path` may be a run, a checkpoint of a run, or another program's checkpoint.
+    """
     for name in ("hf", "huggingface"):
         if (path / name / "config.json").is_file():
             return f"give {path / name}"
@@ -38,7 +44,10 @@ def _what_to_give(path: Path) -> str:
 
 
 def positive_int(config: Mapping[str, Any], key: str, origin: str, *, default: int | None = None) -> int:
-    """The value of `key`, or `default` where it is absent or null. Raises UserError, naming `origin`, for anything else."""
+    """Return the value of `key`, or `default` when absent or null.
+
+    Raises UserError, naming `origin`, for anything else.
+    """
     value = config.get(key)
     if value is None:
         value = default
@@ -48,7 +57,10 @@ def positive_int(config: Mapping[str, Any], key: str, origin: str, *, default: i
 
 
 def count(config: Mapping[str, Any], key: str, origin: str, *, default: int | None = None) -> int:
-    """The integer >= 0 at `key`, or `default` where it is absent or null. Raises UserError, naming `origin`, for anything else."""
+    """Return the integer >= 0 at `key`, or `default` when absent or null.
+
+    Raises UserError, naming `origin`, for anything else.
+    """
     value = config.get(key)
     if value is None:
         value = default
@@ -58,9 +70,9 @@ def count(config: Mapping[str, Any], key: str, origin: str, *, default: int | No
 
 
 def positive_number(config: Mapping[str, Any], key: str, origin: str, *, default: float | None = None, or_zero: bool = False) -> float:
-    """The finite number above 0 (at least 0 with `or_zero`) at `key`, or `default` where it is absent or null.
+    """Return the finite number above 0 at `key`, or `default` when absent or null.
 
-    Raises UserError, naming `origin`, for anything else.
+    With `or_zero` the number is at least 0. Raises UserError, naming `origin`, for anything else.
     """
     value = config.get(key)
     if value is None:
@@ -73,7 +85,10 @@ def positive_number(config: Mapping[str, Any], key: str, origin: str, *, default
 
 
 def positive_numbers(config: Mapping[str, Any], key: str, origin: str) -> tuple[float, ...]:
-    """The list of finite numbers above 0 at `key`. Raises UserError, naming `origin`, for anything else."""
+    """Return the list of finite numbers above 0 at `key`.
+
+    Raises UserError, naming `origin`, for anything else.
+    """
     value = config.get(key)
     if not isinstance(value, list):
         raise UserError(f"{origin} has {key} = {value!r}, needs a list of positive numbers; correct the file")
@@ -81,9 +96,9 @@ def positive_numbers(config: Mapping[str, Any], key: str, origin: str) -> tuple[
 
 
 def boolean(config: Mapping[str, Any], key: str, origin: str, *, default: bool = False) -> bool:
-    """The JSON boolean at `key`, or `default` where it is absent. null is false, as it is to transformers.
+    """Return the JSON boolean at `key`, or `default` when absent.
 
-    Raises UserError, naming `origin`, for anything else.
+    null is false, as in transformers. Raises UserError, naming `origin`, for anything else.
     """
     value = config.get(key, default)
     if value is not None and not isinstance(value, bool):
@@ -92,7 +107,10 @@ def boolean(config: Mapping[str, Any], key: str, origin: str, *, default: bool =
 
 
 def names(config: Mapping[str, Any], key: str, origin: str) -> list[str]:
-    """The list of strings at `key`, empty where it is absent or null. Raises UserError, naming `origin`, for anything else."""
+    """Return the list of strings at `key`, empty when absent or null.
+
+    Raises UserError, naming `origin`, for anything else.
+    """
     value = config.get(key)
     if value is None:
         return []
@@ -102,7 +120,10 @@ def names(config: Mapping[str, Any], key: str, origin: str) -> list[str]:
 
 
 def section(config: Mapping[str, Any], key: str, origin: str) -> dict[str, Any]:
-    """The JSON object at `key`, empty where it is absent or null. Raises UserError, naming `origin`, for anything else."""
+    """Return the JSON object at `key`, empty when absent or null.
+
+    Raises UserError, naming `origin`, for anything else.
+    """
     value = config.get(key)
     if value is None:
         return {}

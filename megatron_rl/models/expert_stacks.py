@@ -1,7 +1,8 @@
-"""Tensors that hold all experts of a layer, as the files of some families have them.
+"""Tensors with all experts of a layer, as in the files of some families.
 
-Everywhere else an expert's part has a name of its own, that of the stack with the expert's number in it: `...experts.3.down_proj_bias` of
-`...experts.down_proj_bias`. Tensors of single experts in other families end in `.weight`.
+Everywhere else an expert's part has a name of its own: the name of the stack with the expert's
+number inside, such as `...experts.3.down_proj_bias` for `...experts.down_proj_bias`. Tensors of
+single experts in other families end in `.weight`.
 """
 
 import itertools
@@ -9,24 +10,42 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 Value = TypeVar("Value")
 _PART = re.compile(r"(.+\.experts)\.\d+\.((?:gate_up|down)_proj(?:_bias)?)")
 
 
 def part_name(stack: str, expert: int) -> str:
-    """The name of what is one expert's in the tensor `stack`."""
+    """Return the name of one expert's part of the tensor `stack`."""
     module, _, own = stack.rpartition(".")
     return f"{module}.{expert}.{own}"
 
 
 def stored_name(name: str) -> str:
-    """The name of the tensor in the files that holds the tensor `name`: that of the stack for a part of one, else its own."""
+    """Return the name, in the files, of the tensor holding `name`.
+
+    For a part of a stack this is the name of the stack, else `name` itself.
+    """
     part = _PART.fullmatch(name)
     return name if part is None else f"{part[1]}.{part[2]}"
 
 
+def as_stored(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield `tensors`, of any shape, in the form of the files.
+
+    The consecutive parts of a stack become one tensor.
+    """
+    for name, parts, stacked in stored_tensors(tensors):
+        yield name, torch.stack(parts) if stacked else parts[0]
+
+
 def stored_tensors(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, list[Value], bool]]:
-    """The names of the files' tensors with what belongs to each, and whether it is a stack, whose parts come one after another."""
+    """Yield each tensor name in the files, with all values of the tensor and a flag for stacks.
+
+    The parts of a stack come one after another.
+    """
     for name, members in itertools.groupby(tensors, key=lambda member: stored_name(member[0])):
         parts = list(members)
         yield name, [value for _, value in parts], parts[0][0] != name

@@ -1,4 +1,4 @@
-"""Weights that training leaves as they are, chosen by patterns over Hugging Face tensor names."""
+"""Weights left unchanged by training, chosen by patterns over Hugging Face tensor names."""
 
 import difflib
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from megatron_rl.models.weight_table import Rule, rules, tensor_shapes
 
 
 def frozen_rules(spec: ModelSpec, patterns: Sequence[str]) -> list[Rule]:
-    """The parameters that `patterns` (of fnmatch, over Hugging Face names) freeze.
+    """Return the parameters frozen by `patterns` (of fnmatch, over Hugging Face names).
 
-    Raises UserError for a pattern that matches no tensor, for patterns that match only some of the tensors that one Megatron parameter
-    is made of, and when nothing is left to train.
+    Raises UserError for a pattern without a matching tensor, for patterns matching only some of the
+    tensors of one Megatron parameter, and when nothing is left to train.
     """
     for pattern in patterns:
         _check_matches(spec, pattern)
@@ -50,7 +50,7 @@ def _frozen_names(rule: Rule, patterns: Sequence[str]) -> list[str]:
 
 
 def freeze(chunks: Sequence[PolicyModel], spec: ModelSpec, patterns: Sequence[str]) -> None:
-    """Let the weights that `patterns` match take no gradient. Raises UserError as `frozen_rules`.
+    """Turn off gradients of the weights matching `patterns`. Raises UserError as `frozen_rules`.
 
     `chunks` are not wrapped in DDP yet and still have the heads of a language model.
     """
@@ -74,6 +74,7 @@ def freeze(chunks: Sequence[PolicyModel], spec: ModelSpec, patterns: Sequence[st
 def _start_graph(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
     """Let frozen embeddings [T, 1, H] take a gradient.
 
-    Recomputed layers train their weights only if their input takes one: megatron's checkpoint would leave them without, silently.
+    Recomputed layers train their weights only if their input takes a gradient. Otherwise megatron's
+    checkpoint would leave the weights without one, silently.
     """
     return output.requires_grad_() if module.training else output

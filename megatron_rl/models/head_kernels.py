@@ -1,17 +1,23 @@
-"""Statistics and gradients of rows of logits as Triton kernels: each reads the logits once, and the gradient takes their place.
+"""Statistics and gradients of rows of logits as Triton kernels.
 
-What the language model head costs, as arithmetic and not as a measurement (N = 8,192 tokens, V = 151,936, H = 4,096, bfloat16, one H100
-with 989 TFLOP/s and 3.35 TB/s by its data sheet):
+Each kernel reads the logits once, and the gradient overwrites the logits.
 
-- A product of the head is 2 N V H = 10.2 TFLOP. Forward, logits again, gradients of hidden states and weight: 4 of them, 40.8 TFLOP. The
-  published 42 ms of three make 56 ms of four. Keeping the logits instead would take 2.3 GiB.
-- Logits are 2.49 GB. The kernels read them twice and write them once: 7.5 GB, about 2.8 ms at 80 % of the bandwidth. That is all that a
-  product with these kernels as its epilogue could save, and it would have to be within 5 % of cuBLAS to save anything; backward it
-  would need atomics or the logits a third time, because the gradients of hidden states and of the weight sum over different dimensions.
-- 3 chunks of at most 3,072 rows: the float32 sum of the weight's gradient is read and written twice in products (7.5 GB more than a
-  bfloat16 result) and once in megatron's own addition of the last chunk (6.2 GB): about 5 ms. Sum: about 64 ms.
-- Memory: weight 1.16, float32 gradient 2.32, the last chunk's gradient 1.16, hidden states and their gradient 0.12, logits of a chunk
-  0.87 GiB: 5.6 GiB. In the kernels' place the torch path works in three float32 planes of 0.25 GiB.
+Cost of the language model head, as arithmetic and not as a measurement (N = 8,192 tokens,
+V = 151,936, H = 4,096, bfloat16, one H100 with 989 TFLOP/s and 3.35 TB/s by the data sheet):
+
+- A product of the head is 2 N V H = 10.2 TFLOP. Forward, logits again, gradients of hidden states
+  and weight make 4 products, 40.8 TFLOP. The published 42 ms of three products make 56 ms of four.
+  Keeping the logits instead would take 2.3 GiB.
+- Logits are 2.49 GB. The kernels read the logits twice and write once: 7.5 GB, about 2.8 ms at 80 %
+  of the bandwidth. A product with the kernels as an epilogue could save no more than this time, and
+  only when within 5 % of cuBLAS. The backward product would need atomics or the logits a third
+  time, because the gradients of hidden states and of the weight sum over different dimensions.
+- 3 chunks of at most 3,072 rows: the float32 sum of the weight's gradient is read and written twice
+  in products (7.5 GB more than a bfloat16 result) and once in megatron's own addition of the last
+  chunk (6.2 GB): about 5 ms. Sum: about 64 ms.
+- Memory: weight 1.16, float32 gradient 2.32, the last chunk's gradient 1.16, hidden states and
+  their gradient 0.12, logits of a chunk 0.87 GiB: 5.6 GiB. The torch path instead works in three
+  float32 planes of 0.25 GiB.
 
 Legend: T rows, V vocabulary columns of this rank.
 """
@@ -25,10 +31,11 @@ from torch import Tensor
 
 from megatron_rl.algorithms.log_prob import RowMaths, Shard, gradient_polynomial
 
-# exp() of this is exactly 0 in float32, so that p s is 0 and not NaN where a logit is -inf.
+# exp() of the floor is exactly 0 in float32, so p s is 0 and not NaN for a logit of -inf.
 _FLOOR = tl.constexpr(-1e4)
-# Columns of a tile and its warps: 32 columns of a row in each thread's registers, of which the kernels then take at most 96. So five
-# programs share a multiprocessor of an H100 and have 40 KiB under way; its share of the bandwidth times 0.7 us of latency is 18 KiB.
+# Columns of a tile, and its warps: each thread has 32 columns of a row in registers, and the
+# kernels then take at most 96 registers. So five programs share a multiprocessor of an H100, with
+# 40 KiB under way. A multiprocessor's share of the bandwidth times 0.7 us of latency is 18 KiB.
 _TILE = 4096
 # Without fused multiply-add z - maximum is exactly 0 at the maximum, as in torch and in Triton's interpreter.
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -38,17 +45,17 @@ _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 def _partials_kernel(  # type: ignore[no-untyped-def]
     logits, row_stride, targets, out, columns, start, inverse_temperature, WITH_ENTROPY: tl.constexpr, TILE: tl.constexpr
 ):
-    """One program for each row: every tile's five numbers are exact by themselves, and merge like those of ranks."""
+    """Reduce one row per program: each tile gives five exact numbers, merged like those of ranks."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     maximum, normaliser, mean, square = float("-inf"), 0.0, 0.0, 0.0
     for first in range(0, columns, TILE):
         column = first + tl.arange(0, TILE)
-        # What is not there is -inf and has no mass; also padding columns, whatever they hold.
+        # Masked columns are -inf and have no mass; so are padding columns, with any content.
         z = tl.load(logits + column, mask=column < columns, other=float("-inf")).to(tl.float32) * inverse_temperature
         tile_maximum = tl.max(z, 0)
         joint = tl.maximum(maximum, tile_maximum)
-        # A maximum of -inf has no weight, and the distance from it is no number.
+        # A maximum of -inf has no weight, and the distance from -inf is no number.
         shifted = z - tl.where(tile_maximum == float("-inf"), 0.0, tile_maximum)
         weight = tl.exp(shifted)
         tile_normaliser = tl.sum(weight, 0)
@@ -165,14 +172,15 @@ def _gradient(
 
 
 def _row_numbers(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], shard: Shard) -> tuple[Tensor, int]:
-    """What the gradient of a row needs [T, 6]: maximum, 1 / normaliser, the gradient at its target and the polynomial; and its degree.
+    """Return the numbers [T, 6] needed by the gradient of a row, and the degree of the polynomial.
 
-    A row without a finite logit on this rank gets zeros, as do its gradients.
+    The numbers are maximum, 1 / normaliser, the gradient at the target and the polynomial. A row
+    without a finite logit on this rank gets zeros, as do its gradients.
     """
-    maximum, log_normaliser, _, _, share = saved
+    maximum, log_normaliser, _, _, _, has_mass = saved
     at_target, coefficients = gradient_polynomial(saved, gradients, shard.temperature)
     zero = torch.zeros_like(maximum)
-    known = [torch.where(share > 0, number, 0.0) for number in (at_target, *coefficients)]
+    known = [torch.where(has_mass, number, 0.0) for number in (at_target, *coefficients)]
     empty = maximum == float("-inf")
     inverse_normaliser = torch.where(empty, 0.0, (-log_normaliser).exp())
     rows = [torch.where(empty, 0.0, maximum), inverse_normaliser, *known, *[zero] * (3 - len(coefficients))]

@@ -1,6 +1,7 @@
-"""The policy's end of a model: a distribution over tokens, given by a few numbers for each position and not by its logits.
+"""The policy's end of a model: a distribution over tokens, as a few numbers for each position.
 
-Legend: N positions, H hidden channels, V padded vocabulary, tp tensor parallel size.
+The logits are not returned. Legend: N positions, H hidden channels, V padded vocabulary, tp tensor
+parallel size.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from megatron_rl.device import chosen_row_maths
 
 
 def row_maths(hidden: Tensor) -> RowMaths:
-    """What `chosen_row_maths` names for the logits of `hidden` [N, H]."""
+    """Return the maths named by `chosen_row_maths` for the logits of `hidden` [N, H]."""
     if chosen_row_maths(hidden.device.type, str(hidden.dtype).removeprefix("torch.")) == "torch":
         return TORCH_ROWS
-    # Where there is no GPU there may be no Triton, whose import takes a second.
+    # Machines without a GPU may lack Triton, and importing Triton takes a second.
     from megatron_rl.models.head_kernels import TRITON_ROWS
 
     return TRITON_ROWS
@@ -26,7 +27,7 @@ def row_maths(hidden: Tensor) -> RowMaths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenQuestion:
-    """What is asked about next tokens: `targets` [N] are their ids, among the first `vocab_size` of the vocabulary."""
+    """A question about next tokens: `targets` [N] are ids among the first `vocab_size` tokens."""
 
     targets: Tensor
     temperature: float
@@ -35,14 +36,18 @@ class TokenQuestion:
 
 
 class LanguageModelHead(ColumnParallelLinear):
-    """megatron-core's output layer, which answers logits when called as usual, and token statistics when given a question.
+    """megatron-core's output layer with an answer for token questions.
 
-    The statistics are made of whole sequences' hidden states, the same on every tensor parallel rank.
+    An ordinary call returns logits, a call with a question returns token statistics. The statistics
+    cover whole sequences' hidden states and are the same on every tensor parallel rank.
     """
 
     @classmethod
     def in_place_of(cls, layer: ColumnParallelLinear) -> "LanguageModelHead":
-        """A head with the weight of `layer`, not a copy; None where it is tied to the embeddings of the same model chunk."""
+        """Return a head with the weight of `layer`, not a copy.
+
+        The weight is None when tied to the embeddings of the same model chunk.
+        """
         head = cls(
             layer.input_size,
             layer.output_size,
@@ -55,7 +60,8 @@ class LanguageModelHead(ColumnParallelLinear):
             tp_group=layer.tp_group,
         )
         head.weight = layer.weight
-        # Choosing positions needs the gathered sequence, so the head must not gather again; it sums its input's gradient over ranks.
+        # Choosing positions needs the gathered sequence, so the head must not gather again. The head sums
+        # its input's gradient over ranks.
         head.sequence_parallel = False
         return head
 
@@ -88,7 +94,8 @@ class LanguageModelHead(ColumnParallelLinear):
             vocab_start=self.tp_group.rank() * len(weight),
             group=group,
             with_entropy=question.with_entropy,
-            # megatron's mark of a parameter whose gradients it sums; a weight that is not trained or not wrapped has none.
+            # The attribute is megatron's mark of a parameter with summed gradients; a frozen or unwrapped
+            # weight has no mark.
             gradient_buffer=vars(weight).get("main_grad"),
             rows=row_maths(hidden),
         )

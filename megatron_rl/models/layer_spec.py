@@ -16,16 +16,17 @@ from megatron_rl.models.experts.biased import with_expert_biases
 from megatron_rl.models.experts.moe_fields import has_experts
 from megatron_rl.models.experts.router import with_packed_router
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.module_specs import with_submodules
 from megatron_rl.models.norms import RMSNorm, with_norms
 
 
 def layer_specs(spec: ModelSpec, config: TransformerConfig, *, attention: Attention, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers that this pipeline rank builds for one of its virtual stages, and the norm after them."""
+    """Return the layers of one virtual stage of this pipeline rank, and the norm after the layers."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     layers = [_layer(spec, config, attention, experts=has_experts(config, layer)) for layer in here]
     if attention == "transformer_engine":
-        # Transformer Engine is not importable everywhere, and its names exist only where it is.
+        # Transformer Engine is not importable everywhere, and its names exist only after an import.
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules(layers, layer_norm=TENorm)
@@ -54,18 +55,14 @@ def _torch_layer(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     attention = layer.submodules.self_attention
     names = ("q_layernorm", "kv_layernorm" if config.multi_latent_attention else "k_layernorm")
     norms = dict.fromkeys(names, RMSNorm) if config.qk_layernorm else {}
-    attention = dataclasses.replace(
-        attention, submodules=dataclasses.replace(attention.submodules, core_attention=PackedAttention, **norms)
-    )
-    submodules = dataclasses.replace(layer.submodules, self_attention=attention, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
-    return _with_latent_attention(dataclasses.replace(layer, submodules=submodules))
+    attention = with_submodules(attention, core_attention=PackedAttention, **norms)
+    return _with_latent_attention(with_submodules(layer, self_attention=attention, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm))
 
 
 def _with_latent_attention(layer: ModuleSpec) -> ModuleSpec:
-    """Put this project's latent attention in the place of upstream's, where the layer has it."""
+    """Replace upstream's latent attention, where present, by this project's."""
     attention = layer.submodules.self_attention
     if not issubclass(attention.module, MultiLatentAttention):
         return layer
     assert attention.module is MLASelfAttention, f"megatron-core builds latent attention as {attention.module.__name__}"
-    attention = dataclasses.replace(attention, module=LatentAttention)
-    return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, self_attention=attention))
+    return with_submodules(layer, self_attention=dataclasses.replace(attention, module=LatentAttention))

@@ -9,12 +9,18 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_rl.device import chosen_backends, local_device
+from megatron_rl.device import local_device
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.attention_fields import Attention, attention_fields
+from megatron_rl.models.attention.attention_fields import Attention, Capability, attention_fields, lacking_in_transformer_engine
 from megatron_rl.models.experts.moe_fields import BALANCED_BY, check_expert_layout, check_routing, default_moe_fields, moe_fields
 from megatron_rl.models.model_spec import Activation, ModelSpec
-from megatron_rl.models.unavailable_fields import check_attention_backend, check_available, check_recompute
+from megatron_rl.models.unavailable_fields import (
+    check_attention_backend,
+    check_available,
+    check_recompute,
+    transformer_engine_here,
+    without_kernels,
+)
 from megatron_rl.models.upstream_fields import checked_fields
 
 if TYPE_CHECKING:
@@ -29,7 +35,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """megatron-core's own is compiled at its first call."""
+    """Compute quick GELU without the compilation at the first call of megatron-core's version."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -41,26 +47,49 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def resolve_attention(
-    choice: Literal["auto", "torch", "transformer_engine"], *, device_kind: Literal["cpu", "cuda"] | None = None
+    choice: Literal["auto", "torch", "transformer_engine"],
+    spec: ModelSpec,
+    *,
+    overrides: Mapping[str, Any],
+    cp: int,
+    capability: Capability | None,
+    installed: bool | None = None,
 ) -> Attention:
-    """The attention to build for the setting `model.attention`, on a device of this kind, by default the one here.
+    """Return the attention for the setting `model.attention` on GPUs of this capability.
 
-    Raises UserError for Transformer Engine that is not installed.
+    A capability of None is a CPU. `overrides` are the fields of `model.megatron`; `installed` is
+    about Transformer Engine, by default on this machine. Raises UserError when Transformer Engine
+    is requested, by name or by `attention_backend`, and is not installed or does not compute
+    `spec`.
     """
-    installed = chosen_backends()["transformer-engine"] != "not installed"
-    if choice == "transformer_engine" and not installed:
+    if installed is None:
+        installed = transformer_engine_here()
+    if choice == "torch" or (choice == "auto" and (capability is None or not installed)):
+        return "torch"
+    if not installed:
         raise UserError("model.attention is transformer_engine, which is not installed; install it or set model.attention=torch")
-    if choice == "auto":
-        return "transformer_engine" if installed and (device_kind or local_device().kind) == "cuda" else "torch"
-    return choice
+    fused = chosen_backend(overrides) is AttnBackend.fused
+    lacking = None if capability is None else lacking_in_transformer_engine(spec, cp=cp, capability=capability, fused=fused)
+    if lacking is None:
+        return "transformer_engine"
+    if choice == "auto" and "attention_backend" not in overrides:
+        return "torch"
+    raise UserError(lacking)
+
+
+def chosen_backend(overrides: Mapping[str, Any]) -> AttnBackend:
+    """Return Transformer Engine's attention chosen by `overrides`, the fields of `model.megatron`."""
+    given = {name: value for name, value in overrides.items() if name == "attention_backend"}
+    backend: AttnBackend = checked_fields("model.megatron", given, TransformerConfig).get("attention_backend", DEFAULT_BACKEND)
+    return backend
 
 
 def attention_name(attention: Attention, overrides: Mapping[str, Any]) -> str:
-    """The attention as runs and `--check` print it; `overrides` are the fields of `model.megatron`."""
-    if attention == "torch":
-        return "torch"
-    chosen = checked_fields("model.megatron", overrides, TransformerConfig).get("attention_backend", DEFAULT_BACKEND)
-    return f"transformer_engine, {chosen.name}"
+    """Return the attention's name as printed by runs and `--check`.
+
+    `overrides` are the fields of `model.megatron`.
+    """
+    return "torch" if attention == "torch" else f"transformer_engine, {chosen_backend(overrides).name}"
 
 
 def transformer_config(
@@ -71,31 +100,38 @@ def transformer_config(
     overrides: Mapping[str, Any],
     attention: Attention = "torch",
 ) -> TransformerConfig:
-    """megatron-core's configuration of this model in this layout, with the user's `overrides` by megatron's own field names.
+    """Return megatron-core's configuration of this model in this layout.
 
-    Raises UserError for a field that the installed release does not have (with the closest name), a value of the wrong type,
-    an override that contradicts the checkpoint, the topology or the dtype (naming both values), and for combinations that megatron refuses.
+    The user's `overrides` have megatron's own field names. Raises UserError for a field absent from
+    the installed release (with the closest name), a value of the wrong type, an override
+    contradicting the checkpoint, the topology or the dtype (naming both values), and for
+    combinations refused by megatron.
     """
     check_expert_layout(spec.moe, topology)
-    checkpoint = _checkpoint_fields(spec) | attention_fields(spec, attention=attention, cp=topology.cp)
+    checkpoint = _checkpoint_fields(spec) | attention_fields(spec, attention=attention)
     fixed = checkpoint | _topology_fields(topology, dtype)
     if attention == "torch":
         # The torch layers have one module for each expert.
         fixed["moe_grouped_gemm"] = False
     config_class = MLATransformerConfig if spec.mla is not None else TransformerConfig
     checked = checked_fields("model.megatron", overrides, config_class)
-    check_available(checked, attention=attention, bf16=dtype is torch.bfloat16)
     for name, value in checked.items():
         if name in fixed and fixed[name] != value:
             owner = "checkpoint" if name in checkpoint else "trainer, with this topology, dtype and device,"
             raise UserError(f"model.megatron.{name} is {value!r}, but the {owner} needs {fixed[name]!r}; remove this override")
+    check_available(checked, attention=attention, bf16=dtype is torch.bfloat16)
+    # megatron-core looks for kernels on this machine, but the run's machine is another one with the
+    # kernels.
+    elsewhere = attention == "transformer_engine" and not transformer_engine_here()
+    given = without_kernels(checked) if elsewhere else checked
     try:
         with warnings.catch_warnings():
-            # megatron-core 0.16 warns about its own default of a field that is not set.
+            # megatron-core 0.16 warns about its own default of an unset field.
             warnings.filterwarnings("ignore", message="full scope is deprecated.*")
-            config = config_class(**(_default_fields(spec, attention) | checked | fixed))
+            config = config_class(**(_default_fields(spec, attention) | given | fixed))
     except (ValueError, AssertionError, TypeError, ImportError, KeyError) as error:
         raise UserError(f"megatron-core refuses this model configuration: {error}; change model.megatron or training.topology") from error
+    vars(config).update({name: checked[name] for name in checked.keys() - given.keys()})
     check_routing(config)
     check_recompute(config)
     if attention == "transformer_engine":
@@ -125,7 +161,8 @@ def _checkpoint_fields(spec: ModelSpec) -> dict[str, Any]:
         "glu_linear_offset": 1.0 if spec.activation == "clamped_swiglu" else 0.0,
         "activation_func_clamp_value": spec.activation_limit,
         "mtp_num_layers": None,
-        # Its absence leaves tensor-parallel marks off, by which the gradient norm is summed: parameter_marks would be their only source.
+        # Without this field the tensor-parallel marks are off. The gradient norm is summed by the marks,
+        # and parameter_marks would be the only source.
         "perform_initialization": True,
         "init_method": torch.nn.init.zeros_,
         "output_layer_init_method": torch.nn.init.zeros_,
@@ -134,7 +171,7 @@ def _checkpoint_fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _topology_fields(topology: "TopologySettings", dtype: torch.dtype) -> dict[str, Any]:
-    """What the layout, the dtype, the device and the trainer's loss contract leave no choice about."""
+    """Return the fields fixed by the layout, the dtype, the device and the trainer's loss contract."""
     values: dict[str, Any] = {
         "tensor_model_parallel_size": topology.tp,
         "pipeline_model_parallel_size": topology.pp,
@@ -148,19 +185,19 @@ def _topology_fields(topology: "TopologySettings", dtype: torch.dtype) -> dict[s
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": False,
-        # The trainer's losses are shares of a sum that is already normalised.
+        # The trainer's losses are shares of an already normalised sum.
         "calculate_per_token_loss": True,
         "num_microbatches_with_partial_activation_checkpoints": None,
-        # It needs a build of torch of NVIDIA's own.
+        # Ring exchange needs NVIDIA's own build of torch.
         "use_ring_exchange_p2p": False,
     }
     if topology.vpp > 1:
         # Two messages between the same pair of stages in one batch give wrong gradients.
         values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False, "overlap_p2p_comm_warmup_flush": False}
-        # The trainer fills up the micro-batches of a step to a multiple of it.
+        # The trainer fills up the micro-batches of a step to a multiple of this size.
         values["microbatch_group_size_per_vp_stage"] = topology.pp
     elif topology.pp > 1:
-        # Schedules without virtual stages refuse it in their first pass.
+        # Schedules without virtual stages refuse the overlap in their first pass.
         values["overlap_p2p_comm"] = False
     if local_device().kind == "cpu":
         # Freed outputs give wrong gradients with interleaved stages under gloo.
@@ -169,7 +206,10 @@ def _topology_fields(topology: "TopologySettings", dtype: torch.dtype) -> dict[s
 
 
 def _default_fields(spec: ModelSpec, attention: Attention) -> dict[str, Any]:
-    """What megatron leaves to its scripts. Fused kernels are on where they exist: with Transformer Engine on a GPU."""
+    """Return the fields left by megatron to its scripts.
+
+    Fused kernels are on when available: with Transformer Engine on a GPU.
+    """
     fused = local_device().kind == "cuda" and attention == "transformer_engine"
     return {
         "transformer_impl": "transformer_engine" if attention == "transformer_engine" else "local",

@@ -1,4 +1,4 @@
-"""What a model is: the record that everything else here is built from."""
+"""The architecture of a model, as the record used to build everything else in this room."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,16 +14,19 @@ Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model's architecture. Sizes are whole-model sizes, before any parallel split; `vocab_size` is without padding.
+    """One model's architecture, in whole-model sizes before any parallel split.
 
-    `head_dim` are channels of a query and of a key head; `rotary_fraction` of them are rotated, the first ones (with latent attention,
-    `mla`, all of its rotary part is). Layers in `sliding_layers`, counted from 0, see the last `sliding_window` tokens only, the querying
-    one included. `num_mtp_layers` layers of multi-token prediction may stand behind the last one in a checkpoint; they are not built.
-    With `qk_norm_over_heads` the norm of queries (and of keys) is over the channels of all heads together. `names` are of its files.
-    Layers with a window are rotated by `window_rotary` where that is given. The embedding is multiplied by `embedding_scale`, scores by
-    `softmax_scale` (None is 1 / sqrt(`head_dim`)); norms multiply by 1 + weight where `zero_centered_norms`. With `linear_bias` every
-    linear layer but the head has a bias. `attention_sinks` are logits, one for each head, that have a share in every
-    softmax of attention and no value.
+    `vocab_size` is without padding. `head_dim` are channels of a query and of a key head. The first
+    `rotary_fraction` of these channels are rotated; with latent attention, `mla`, all of the rotary
+    part is. Layers in `sliding_layers`, counted from 0, see only the last `sliding_window` tokens,
+    the querying one included. `num_mtp_layers` layers of multi-token prediction may stand behind
+    the last layer in a checkpoint and are not built. With `qk_norm_over_heads` the norm of queries
+    (and of keys) is over the channels of all heads together. `names` are the names in the files.
+    Layers with a window are rotated by `window_rotary` when given. The embedding is multiplied by
+    `embedding_scale`, scores by `softmax_scale` (None is 1 / sqrt(`head_dim`)). Norms multiply by 1
+    + weight with `zero_centered_norms`. With `linear_bias` every linear layer but the head has a
+    bias. `attention_sinks` are logits, one for each head; sinks have a share in every softmax of
+    attention and no value.
     """
 
     architecture: str
@@ -59,12 +62,12 @@ class ModelSpec:
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that are rotated."""
+        """Number of rotated channels of a head."""
         return self.mla.qk_rope_head_dim if self.mla is not None else int(self.head_dim * self.rotary_fraction)
 
     @property
     def value_dim(self) -> int:
-        """Channels of a value head, as many as attention hands to its output projection per head."""
+        """Channels of a value head, as passed by attention to the output projection per head."""
         return self.mla.v_head_dim if self.mla is not None else self.head_dim
 
     def padded_vocab_size(self, tp: int) -> int:

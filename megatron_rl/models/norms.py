@@ -1,4 +1,4 @@
-"""Root mean square norms, and where a layer has them.
+"""Root mean square norms, and their places in a layer.
 
 Legend: T tokens on this rank, H heads on this rank, D channels of a head, tp tensor parallel size.
 """
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,13 +19,15 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.module_specs import with_submodules
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root mean square norm over the last dimension that works under sequence parallelism.
+    """Root mean square norm over the last dimension, usable under sequence parallelism.
 
-    megatron-core's torch norm refuses sequence parallelism. The attribute `sequence_parallel` on the weight is all that is missing:
-    it makes megatron sum the weight's gradient over tensor parallel ranks.
+    megatron-core's torch norm refuses sequence parallelism. Only the attribute `sequence_parallel`
+    on the weight is missing: with this mark megatron sums the weight's gradient over tensor
+    parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
@@ -34,21 +37,21 @@ class RMSNorm(torch.nn.RMSNorm):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - a mark that megatron reads, no attribute of Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, 1, width] times the weight, or 1 + the weight, over its root mean square."""
+        """Return x [T, 1, width] times the weight, or 1 + the weight, over its root mean square."""
         if not self.zero_centered:
             return super().forward(x)
         return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class NormOverHeads(torch.nn.Module):
-    """Norm over the channels of all heads together, of which each tensor parallel rank has its own: [T, 1, H, D] to the same.
+    """Norm over the channels of all heads together: [T, 1, H, D] to the same.
 
-    megatron-core builds it as the norm of one head, `hidden_size` wide, so the number of heads is said by `with_norms`.
+    Each tensor parallel rank has its own channels.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int) -> None:
+    def __init__(self, config: TransformerConfig, *, num_heads: int) -> None:
         super().__init__()
-        self.eps, self.width = eps, num_heads * hidden_size
+        self.eps, self.width = config.layernorm_epsilon, num_heads * config.kv_channels
         self.group = parallel_state.get_tensor_model_parallel_group()
         device = None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
         local = self.width // self.group.size()
@@ -65,14 +68,28 @@ class NormOverHeads(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """As megatron-core's modules give it for a checkpoint: split over tensor parallel ranks."""
+        """Return megatron-core's checkpoint entry, split over tensor parallel ranks."""
         state = self.state_dict(prefix="", keep_vars=True)
         sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
         return sharded
 
 
+class AttentionWithNormsOverHeads(SelfAttention):
+    """Self-attention with norms of queries and keys over all heads.
+
+    The layer's specification and config name no such norms. megatron-core would build norms one
+    head wide and sum their gradients over tensor parallel ranks. Here each rank has its own
+    channels.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.q_layernorm = NormOverHeads(config, num_heads=config.num_attention_heads)
+        self.k_layernorm = NormOverHeads(config, num_heads=config.num_query_groups)
+
+
 class _SumOverRanks(torch.autograd.Function):
-    """A sum of which every rank uses the whole: its gradient is the sum of theirs."""
+    """A sum used as a whole by every rank: its gradient is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -93,7 +110,7 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """The last projection of attention or an MLP, whose output is normalised before it is added to the residual stream."""
+    """The last projection of attention or an MLP, with a norm before the residual stream."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)
@@ -107,23 +124,18 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 
 def with_norms(layer: ModuleSpec, spec: ModelSpec) -> ModuleSpec:
-    """The torch layer `layer` with norms where this model has them; those before attention and MLP, and of single heads, it has already."""
-    names, submodules = spec.names, layer.submodules
-    attention, mlp = submodules.self_attention, submodules.mlp
+    """Return the torch layer `layer` with this model's norms.
+
+    Norms before attention and MLP, and norms of single heads, are in `layer` already.
+    """
+    names = spec.names
+    attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
     if spec.qk_norm_over_heads:
-        heads = {"q_layernorm": spec.num_heads, "k_layernorm": spec.num_kv_heads}
-        norms = {name: ModuleSpec(NormOverHeads, params={"num_heads": count}) for name, count in heads.items()}
-        attention = dataclasses.replace(attention, submodules=dataclasses.replace(attention.submodules, **norms))
+        attention = dataclasses.replace(attention, module=AttentionWithNormsOverHeads)
     if names.attention_output_norm is not None:
-        attention = dataclasses.replace(
-            attention, submodules=dataclasses.replace(attention.submodules, linear_proj=NormedRowParallelLinear)
-        )
+        attention = with_submodules(attention, linear_proj=NormedRowParallelLinear)
     if names.mlp_output_norm is not None:
-        mlp = dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, linear_fc2=NormedRowParallelLinear))
-    absent = {"input_layernorm": names.attention_input_norm, "pre_mlp_layernorm": names.mlp_input_norm}
-    return dataclasses.replace(
-        layer,
-        submodules=dataclasses.replace(
-            submodules, self_attention=attention, mlp=mlp, **{name: IdentityOp for name, given in absent.items() if given is None}
-        ),
-    )
+        mlp = with_submodules(mlp, linear_fc2=NormedRowParallelLinear)
+    before = {"input_layernorm": names.attention_input_norm, "pre_mlp_layernorm": names.mlp_input_norm}
+    absent = {name: IdentityOp for name, norm in before.items() if norm is None}
+    return with_submodules(layer, self_attention=attention, mlp=mlp, **absent)

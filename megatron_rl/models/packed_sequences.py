@@ -1,7 +1,8 @@
-"""One micro-batch of packed sequences, as the layers of the model get it.
+"""One micro-batch of packed sequences, as received by the layers of the model.
 
-Legend: T tokens on this rank. The plan travels with the micro-batch, so index arrays and rotary angles are made once, not once per layer;
-the index arrays are made when a layer of torch's first asks for them, as Transformer Engine's never do, and the lengths for longrope alone.
+Legend: T tokens on this rank. The plan travels with the micro-batch, so index arrays and rotary
+angles are made once, not once per layer. The index arrays are made at the first request of a torch
+layer; Transformer Engine's layers never ask. The lengths are made for longrope alone.
 """
 
 import dataclasses
@@ -26,8 +27,9 @@ from megatron_rl.models.experts.routed_tokens import Routing
 class PackedSequences(PackedSeqParams):
     """megatron-core's packed sequence parameters with this project's attention plan.
 
-    `positions` [T] are those of each local token in its sequence; `make_lengths` gives the tokens of that sequence [T]. `logit_positions`
-    [N], when given, are the local tokens at which the language model head runs; None runs it on all. `routing` is for the routers of a
+    `positions` [T] are the positions of local tokens in their sequences; `make_lengths` gives the
+    tokens of each token's sequence [T]. `logit_positions` [N], when given, are the local tokens for
+    the language model head; None runs the head on all tokens. `routing` is for the routers of a
     mixture of experts.
     """
 
@@ -59,17 +61,23 @@ class PackedSequences(PackedSeqParams):
         return self._angles[key]
 
     def windowed(self, window: int) -> AttentionPlan:
-        """The plan in which each query sees the last `window` tokens of its sequence only, itself included; made once."""
+        """Return the plan for queries seeing only the last `window` tokens of their sequence.
+
+        The plan is made once. The window includes the querying token.
+        """
         if window not in self._plans:
             self._plans[window] = with_window(self.plan, window)
         return self._plans[window]
 
     def at(self, positions: Tensor) -> "PackedSequences":
-        """The same sequences, with the language model head run at the local tokens `positions` [N] only."""
+        """Return the same sequences, with the head at the local tokens `positions` [N] only.
+
+        The head is the language model head.
+        """
         return dataclasses.replace(self, logit_positions=positions)
 
     def routed(self, routing: Routing | None) -> "PackedSequences":
-        """The same sequences, for a pass whose routers get `routing`."""
+        """Return the same sequences, for a pass with `routing` for the routers."""
         return dataclasses.replace(self, routing=routing)
 
 
@@ -83,10 +91,11 @@ def packed_sequences(
 ) -> PackedSequences:
     """Describe one micro-batch to the model.
 
-    `cu_seqlens` [sequences + 1] are the offsets of whole sequences, padding included, before context parallelism; every token
-    of the input belongs to one of them. `lengths` [sequences] are their tokens without padding, None where there is none. Raises
-    ValueError for lengths that context parallelism cannot split, and when there is no token: megatron-core's layers cannot run on none,
-    so a rank without sequences runs on padding.
+    `cu_seqlens` [sequences + 1] are the offsets of whole sequences, padding included, before
+    context parallelism. Every input token belongs to a sequence. `lengths` [sequences] are the
+    tokens of each sequence without padding, None for no padding. Raises ValueError for lengths not
+    divisible by context parallelism, and for an input without a token. megatron-core's layers need
+    a token, so a rank without sequences runs on padding.
     """
     offsets = np.asarray(cu_seqlens, np.int64)
     if offsets[-1] < 1:

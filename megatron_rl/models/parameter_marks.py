@@ -1,9 +1,10 @@
-"""The marks on parameters by which megatron-core sums gradients and their norm over ranks, set and checked by the weight table.
+"""The marks on parameters for megatron-core's sums of gradients and gradient norm over ranks.
 
-Which rank counts a parameter in the gradient norm, by which gradients are clipped, follows from `tensor_model_parallel`: every tensor
-parallel rank counts one that has it, rank 0 alone one that has it not. With Transformer Engine the marks are set by whoever builds a
-layer, and releases differ: megatron-core 0.16 leaves it on the replicated down projections of latent attention, Transformer Engine 2.18
-leaves it off the weights of experts.
+The weight table sets and checks the marks. Gradients are clipped by the gradient norm, and
+`tensor_model_parallel` decides the ranks counting a parameter: every tensor parallel rank with the
+mark, rank 0 alone without. With Transformer Engine the builder of a layer sets the marks, and
+releases differ. megatron-core 0.16 leaves the mark on the replicated down projections of latent
+attention; Transformer Engine 2.18 leaves the mark off the weights of experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,16 +18,18 @@ from megatron_rl.models.weight_table import Rule, Sharding, rules
 
 
 def mark_parameters(chunks: Sequence[PolicyModel], spec: ModelSpec) -> None:
-    """Give every parameter of this rank's chunks, not wrapped in DDP yet, the mark that its layout has.
+    """Give every parameter of this rank's chunks the mark of its layout.
 
-    Of the other marks it is asserted that they fit: `sequence_parallel` on what is replicated over ranks that have different tokens, and
-    `allreduce` false on the experts of expert parallel ranks.
+    The chunks are not wrapped in DDP yet. The other marks are asserted to fit: `sequence_parallel`
+    on parameters replicated over ranks with different tokens, and `allreduce` false on the experts
+    of expert parallel ranks.
     """
     config = chunks[0].config
     for rule, parameter in _trained(chunks, spec):
         replicated = rule.sharding is Sharding.REPLICATED
         marks = vars(parameter)
-        # Tensor parallel ranks have the same of it. Biases of whole experts they have not: those are of each rank's own.
+        # Replicated means the same values on all tensor parallel ranks. Biases of whole experts are
+        # different: each rank has its own.
         marks["tensor_model_parallel"] = not replicated or rule.of_expert
         sums_over_tokens, own_group = bool(marks.get("sequence_parallel", False)), not marks.get("allreduce", True)
         assert sums_over_tokens == (config.sequence_parallel and replicated and not rule.of_expert), (
@@ -40,7 +43,10 @@ def mark_parameters(chunks: Sequence[PolicyModel], spec: ModelSpec) -> None:
 
 
 def _trained(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterator[tuple[Rule, Tensor]]:
-    """The parameters of this rank with their rules, without the routers' biases, which have no gradient."""
+    """Yield the parameters of this rank with their rules.
+
+    The routers' biases have no gradient and are left out.
+    """
     parameters = global_parameters(chunks)
     for rule in rules(spec):
         parameter = parameters.pop(held_name(rule, parameters), None)

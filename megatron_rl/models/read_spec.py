@@ -1,4 +1,4 @@
-"""What a model is, read from its `config.json` alone.
+"""The architecture of a model, read from its `config.json` alone.
 
 Every key of config.json is accounted for: read, known not to change the function, or refused.
 """
@@ -20,16 +20,28 @@ from megatron_rl.models.model_spec import ModelSpec
 
 
 def read_model_spec(path: Path) -> ModelSpec:
-    """Read the architecture of the Hugging Face directory `path` from its config.json; weights are not touched.
+    """Read the architecture of the Hugging Face directory `path` from config.json, without weights.
 
-    Raises UserError when the directory or config.json is missing or malformed, when the architecture is not supported, and for
-    every key that changes the function of the network in a way that is not supported or is not known.
+    Raises UserError when the directory or config.json is missing or malformed, for an unsupported
+    architecture, and for every key with an unsupported or unknown effect on the function of the
+    network.
     """
-    return parse_model_spec(read_config(path), origin=str(path / "config.json"))
+    config, origin = read_config(path), str(path / "config.json")
+    spec = parse_model_spec(config, origin=origin)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise UserError(
+            f"{origin} has model_type = {model_type!r}, needs the name by which transformers and SGLang read a file of "
+            f"{spec.architecture}; take it from the published config.json"
+        )
+    return spec
 
 
 def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
-    """The architecture that the content of a config.json describes; `origin` names the file in errors. Raises UserError."""
+    """Return the architecture described by the content of a config.json.
+
+    `origin` names the file in errors. Raises UserError.
+    """
     family = _family(config, origin)
     _account_for_keys(config, family, origin)
     hidden_size, num_heads = positive_int(config, "hidden_size", origin), positive_int(config, "num_attention_heads", origin)
@@ -54,7 +66,8 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
-        # Latent attention expands keys and values for every query head, and its config.json gives head_dim another meaning.
+        # Latent attention expands keys and values for every query head, and gives head_dim in config.json
+        # another meaning.
         num_kv_heads=num_kv_heads if mla is None else num_heads,
         head_dim=head_dim if mla is None else mla.qk_head_dim,
         ffn_hidden_size=positive_int(config, "intermediate_size", origin),
@@ -98,7 +111,7 @@ def _family(config: Mapping[str, Any], origin: str) -> Family:
 
 
 def _rotary(config: Mapping[str, Any], family: Family, origin: str, max_position_embeddings: int) -> dict[str, RotarySpec]:
-    """The rotary embedding, and that of layers with a window where the family has another one for them."""
+    """Return the rotary embedding, and the embedding of layers with a window in families with two."""
     if family.default_rope_scaling is not None and not any(config.get(key) for key in ("rope_parameters", "rope_scaling")):
         config = {**config, "rope_scaling": dict(family.default_rope_scaling)}
     interleaved = family.rotary_interleaved or (family.mla and boolean(config, "rope_interleave", origin, default=True))
@@ -117,7 +130,10 @@ def _rotary(config: Mapping[str, Any], family: Family, origin: str, max_position
 
 
 def _rotary_fraction(config: Mapping[str, Any], family: Family, origin: str) -> float:
-    """The same for all layers: families that rotate those with a window differently rotate all channels of both."""
+    """Return the fraction common to all layers.
+
+    Families with another rotation in window layers rotate all channels in both kinds of layers.
+    """
     views = [config] if family.window_theta_key is None else _by_layer_type(config, family, origin)
     return max(parse_rotary_fraction(view, origin, default=family.default_rotary_fraction) for view in views)
 
@@ -130,7 +146,10 @@ def _by_layer_type(config: Mapping[str, Any], family: Family, origin: str) -> li
 
 
 def _window_pattern(config: Mapping[str, Any], family: Family, origin: str) -> int | None:
-    """Every how many-th layer has no window in a family with windows, where no key names the layers."""
+    """Return n when every n-th layer has no window, in a family with windows.
+
+    The number counts when no key names the layers.
+    """
     if family.window_pattern_key is None:
         return family.default_window_pattern
     return positive_int(config, family.window_pattern_key, origin, default=family.default_window_pattern)
@@ -160,7 +179,11 @@ def _experts(config: Mapping[str, Any], family: Family, origin: str, num_layers:
 
 
 def _check_rotated_channels(spec: ModelSpec, origin: str) -> None:
-    """Channels turn in pairs. transformers rounds an odd number up where the head has one more channel, and so do we."""
+    """Raise UserError when the rotated channels exceed a head or do not match longrope's factors.
+
+    Channels turn in pairs. As in transformers, an odd number of channels is rounded up when the
+    head has one more channel.
+    """
     room = spec.head_dim if spec.mla is None else spec.mla.qk_rope_head_dim
     if not 0 < spec.rotary_dim + spec.rotary_dim % 2 <= room:
         raise UserError(f"{origin} rotates {spec.rotary_dim} of {room} channels, which turn in pairs; correct the size of a head there")
@@ -170,9 +193,10 @@ def _check_rotated_channels(spec: ModelSpec, origin: str) -> None:
 
 
 def _account_for_keys(config: Mapping[str, Any], family: Family, origin: str) -> None:
-    """Refuse what would be silently ignored: an unsupported value, or a key that nothing here knows, also one that says false or 0.
+    """Refuse keys with a silently ignored effect: an unsupported value, or an unknown key.
 
-    What is off in one program's file may be on by default in transformers; null alone is absent.
+    Unknown keys are refused also with the value false or 0: a feature off in one program's file may
+    be on by default in transformers. Only null counts as absent.
     """
     for key, needed in family.fixed_keys.items():
         value = config.get(key)

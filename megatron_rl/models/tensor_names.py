@@ -1,16 +1,18 @@
-"""What a family calls the tensors of a layer in its Hugging Face checkpoints, where families differ."""
+"""Names of a layer's tensors in Hugging Face checkpoints, for families with different names."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names below `model.layers.N.`, as most families have them.
+    """Names below `model.layers.N.`, with the most common names as defaults.
 
-    The norms stand before attention, behind it, before the MLP and behind it; a layer lacks one whose name is None. `qkv` and `gate_up`
-    name the one tensor that holds them one above the other; None says that each has its own. `mixture` is the module of router and experts,
-    `router` its router, `expert` the gate, up and down projection of an expert. Where `stacked_experts`, files have those of all experts in
-    one tensor each, gate and up in turns, see `expert_stacks`.
+    The norms stand before attention, behind attention, before the MLP and behind the MLP. A name of
+    None means no such norm. `qkv` and `gate_up` name one tensor with all parts one above the other;
+    None means a tensor for each part. `mixture` is the module of router and experts, `router` its
+    router, `expert` the gate, up and down projection of an expert. With `stacked_experts`, files
+    have the projections of all experts in one tensor each, gate and up in turns, see
+    `expert_stacks`.
     """
 
     attention_input_norm: str | None = "input_layernorm"
@@ -27,7 +29,7 @@ class TensorNames:
 
     @property
     def has_output_norms(self) -> bool:
-        """Whether what attention and MLP give is normalised before it is added."""
+        """Return true when outputs of attention and MLP are normalised before the addition."""
         return self.attention_output_norm is not None or self.mlp_output_norm is not None
 
 

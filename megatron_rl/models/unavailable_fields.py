@@ -1,6 +1,10 @@
-"""Fields of megatron-core's TransformerConfig that pass its own checks and fail, or do nothing, when the model is built or run."""
+"""Fields of megatron-core's TransformerConfig with an effect only after its own checks.
+
+Such fields pass the checks, then fail or do nothing when the model is built or run.
+"""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ NEEDS_TRANSFORMER_ENGINE = frozenset(
         "cpu_offloading",
         "cuda_graph_impl",
         "delay_wgrad_compute",
+        "apply_rope_fusion",
         "enable_cuda_graph",
         "external_cuda_graph",
         "fine_grained_activation_offloading",
@@ -25,10 +30,10 @@ NEEDS_TRANSFORMER_ENGINE = frozenset(
         "fused_single_qkv_rope",
         "gradient_accumulation_fusion",
         "moe_enable_deepep",
+        "moe_grouped_gemm",
         "moe_permute_fusion",
         "moe_router_fusion",
         "overlap_moe_expert_parallel_comm",
-        "tp_comm_overlap",
         "use_te_activation_func",
         "use_te_rng_tracker",
     }
@@ -39,10 +44,13 @@ _REFUSED = {
     "config_logger_dir": "the process groups that it would write cannot be written",
     "heterogeneous_block_specs": "every layer here is that of the checkpoint's config.json",
     "hybrid_context_parallel": "micro-batches are packed and balanced before megatron-core sees them",
+    "tp_comm_overlap": "megatron-core leaves the buffers of Transformer Engine's overlap to the training script, and none are made here",
     "test_mode": "the models here have no biases for it to look at",
 }
 _NARROW = frozenset({"fp8", "fp4"})
 """Products of narrow numbers, which Transformer Engine has for multiples of 8 tokens alone (its utils.py, assert_dim_for_fp8_exec)."""
+_APEX_KERNELS = "fused_weight_gradient_mlp_cuda"
+"""What megatron-core imports for it in its linear layers, of which the head is one with Transformer Engine, too."""
 _OFF = (None, False, 0, "", "none")
 _DEFAULT_RECOMPUTED = ["core_attn"]
 """What megatron-core fills in, whatever is recomputed."""
@@ -50,8 +58,16 @@ _RECOMPUTED_BY_TRANSFORMER_ENGINE = frozenset({"layernorm", "moe_act"})
 """Modules whose checkpoint drops its own output, which megatron-core does with the state of Transformer Engine alone."""
 
 
+def transformer_engine_here() -> bool:
+    """Return true when Transformer Engine is installed.
+
+    A model with Transformer Engine on a machine without is planned for another machine.
+    """
+    return chosen_backends()["transformer-engine"] != "not installed"
+
+
 def check_available(overrides: Mapping[str, Any], *, attention: Attention, bf16: bool) -> None:
-    """Raise UserError for a field that is on in `overrides` and cannot work here or with this `attention`."""
+    """Raise UserError for a field turned on in `overrides` and unusable here or with `attention`."""
     for name, value in overrides.items():
         if value in _OFF:
             continue
@@ -62,6 +78,11 @@ def check_available(overrides: Mapping[str, Any], *, attention: Attention, bf16:
                 raise UserError(
                     f"model.megatron.{name} is {value!r}, but Transformer Engine multiplies such matrices for multiples of 8 tokens only, "
                     "and a micro-batch has as many as its sequences; remove it"
+                )
+            if name == "gradient_accumulation_fusion" and transformer_engine_here() and find_spec(_APEX_KERNELS) is None:
+                raise UserError(
+                    f"model.megatron.{name} is {value!r}, which needs Apex built with its CUDA extensions ({_APEX_KERNELS}), but that is "
+                    "not installed; remove it, or build Apex from NVIDIA's repository"
                 )
             continue
         if name in NEEDS_TRANSFORMER_ENGINE:
@@ -85,10 +106,11 @@ _BACKEND_SWITCHES = {"NVTE_FLASH_ATTN": AttnBackend.flash, "NVTE_FUSED_ATTN": At
 
 
 def check_attention_backend(backend: AttnBackend, *, dtype: torch.dtype, environment: Mapping[str, str]) -> None:
-    """Raise UserError unless Transformer Engine's attention is one kernel that is known before the run, and computes `dtype`.
+    """Raise UserError unless Transformer Engine's attention is one known kernel for `dtype`.
 
-    Left to choose, Transformer Engine goes without a word from flash or cuDNN's attention to one that writes the whole matrix of scores
-    when a GPU, a library or a shape does not suit the faster ones.
+    Left to choose, Transformer Engine changes silently from flash or cuDNN's attention to a kernel
+    writing the whole matrix of scores, whenever a GPU, a library or a shape does not suit the
+    faster ones.
     """
     if backend not in _BACKEND_SWITCHES.values():
         raise UserError(
@@ -110,7 +132,10 @@ def check_attention_backend(backend: AttnBackend, *, dtype: torch.dtype, environ
 
 
 def check_recompute(config: TransformerConfig) -> None:
-    """Raise UserError for uniform units of layers that do not divide a stage's layers, and for modules that would not be recomputed."""
+    """Raise UserError for recompute settings without the requested effect.
+
+    These are uniform units of layers not dividing a stage's layers, and modules never recomputed.
+    """
     if config.recompute_granularity == "full" and config.recompute_method == "uniform":
         _check_units(config)
     modules = config.recompute_modules or _DEFAULT_RECOMPUTED
@@ -120,7 +145,7 @@ def check_recompute(config: TransformerConfig) -> None:
             f"{config.recompute_granularity}; set model.megatron.recompute_granularity to selective, or remove recompute_modules"
         )
     lacking = _RECOMPUTED_BY_TRANSFORMER_ENGINE.intersection(modules)
-    if config.recompute_granularity == "selective" and lacking and chosen_backends()["transformer-engine"] == "not installed":
+    if config.recompute_granularity == "selective" and lacking and config.transformer_impl == "local" and not transformer_engine_here():
         raise UserError(
             f"model.megatron.recompute_modules has {', '.join(sorted(lacking))}, which megatron-core recomputes with Transformer Engine "
             "only; remove it, or install Transformer Engine"
@@ -148,7 +173,10 @@ def _check_units(config: TransformerConfig) -> None:
 
 
 def without_kernels(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`overrides` without what needs a GPU's kernels, for measuring a rank on torch's layers."""
+    """Return `overrides` without fields needing a GPU's kernels.
+
+    The result serves to measure a rank on torch's layers.
+    """
     return {
         name: value
         for name, value in overrides.items()

@@ -9,10 +9,11 @@ from megatron_rl.models.build import PolicyModel
 
 
 class ValueHead(nn.Module):
-    """A linear layer from hidden states to one value, in the place of a PolicyModel's `output_layer`.
+    """A linear layer from hidden states to one value, in place of a model's `output_layer`.
 
-    Every tensor-parallel rank has the whole of it and gets whole sequences, so that no rank needs a sum of another's. It starts at
-    zero: the first values are 0 whatever the layout, and the gradient reaches the backbone from the second step on.
+    The model is a PolicyModel. Every tensor-parallel rank has the whole layer and gets whole
+    sequences, so no sum over ranks is needed. The weights start at zero: the first values are 0
+    under every layout, and the gradient reaches the backbone from the second step on.
     """
 
     def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -20,15 +21,19 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
 
     def forward(self, hidden_states: Tensor, weight: None = None) -> tuple[Tensor, None]:
-        """Values in float32, [T, 1, 1] of hidden states [T, 1, H], and no bias: what an output layer of megatron-core answers."""
+        """Return values in float32, [T, 1, 1] of hidden states [T, 1, H], and no bias.
+
+        The answer has the form of an output layer of megatron-core.
+        """
         assert weight is None, "a value head is never tied to the embeddings"
         return nn.functional.linear(hidden_states.float(), self.weight.float()), None
 
 
 def replace_heads(chunks: Sequence[PolicyModel]) -> None:
-    """Give the chunk that ends the model a value head instead of its language model head; `chunks` are not wrapped in DDP yet.
+    """Replace the language model head of the model's last chunk by a value head.
 
-    Such a model answers values [N, 1] where a policy answers hidden states [N, H].
+    `chunks` are not wrapped in DDP yet. The model then answers values [N, 1] instead of hidden
+    states [N, H].
     """
     for chunk in chunks:
         # A tied head would also sum gradients of the first and the last pipeline stage.

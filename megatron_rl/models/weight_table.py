@@ -1,8 +1,9 @@
-"""Which Hugging Face tensors, of which shapes, make each of Megatron's parameters, and how tensor parallel ranks split it.
+"""The table of Hugging Face tensors and shapes for each of Megatron's parameters.
 
-`rules` is the table: one rule for each parameter, read from the architecture alone. The tensor functions below it go two steps each
-way, which are exact inverses of one another: Hugging Face tensors -> `combine` -> whole parameter -> `shard` -> local parameter, and
-local parameters of all ranks -> `join` -> whole parameter -> `split` -> Hugging Face tensors.
+`rules` is the table: one rule for each parameter, read from the architecture alone, with the split
+over tensor parallel ranks. The tensor functions below `rules` go two steps each way, exact inverses
+of one another: Hugging Face tensors -> `combine` -> whole parameter -> `shard` -> local parameter,
+and local parameters of all ranks -> `join` -> whole parameter -> `split` -> Hugging Face tensors.
 """
 
 import enum
@@ -21,7 +22,10 @@ from megatron_rl.models.tensor_names import USUAL_NAMES
 
 
 class Sharding(enum.Enum):
-    """How the Hugging Face tensors of a rule make one Megatron parameter, and how tensor parallel ranks split it."""
+    """The way from Hugging Face tensors to one Megatron parameter, and the split over ranks.
+
+    The tensors are the tensors of one rule, the ranks are tensor parallel ranks.
+    """
 
     REPLICATED = "replicated"
     """One tensor, the same on every rank."""
@@ -52,7 +56,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
-    """A tensor of a Hugging Face checkpoint by its name, and its whole shape, without padding."""
+    """A tensor of a Hugging Face checkpoint by name, with the whole shape without padding."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,12 +64,13 @@ class HfTensor:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One Megatron parameter by its global name, and the Hugging Face tensors in it, in order.
+    """One Megatron parameter by its global name, with its Hugging Face tensors in order.
 
-    `transformer_engine` is its name in the Transformer Engine layer spec where that differs. `exported` is False for a
-    parameter that is a second copy of an exported one (the output layer of a pipelined model with tied embeddings). `of_expert` marks
-    parameters of single experts: one expert parallel rank has each, and expert tensor parallel ranks split it. `float32` marks what has
-    that dtype whatever the model's.
+    `transformer_engine` is the name in the Transformer Engine layer spec when different. `exported`
+    is False for a second copy of an exported parameter (the output layer of a pipelined model with
+    tied embeddings). `of_expert` marks parameters of single experts: one expert parallel rank has
+    each, split over expert tensor parallel ranks. `float32` marks parameters of this dtype under
+    any dtype of the model.
     """
 
     megatron: str
@@ -89,15 +94,18 @@ def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def tensor_names(spec: ModelSpec) -> set[str]:
-    """Names of the Hugging Face tensors of all rules, of which those of experts may be parts of what a file has."""
+    """Return the names of the Hugging Face tensors of all rules.
+
+    Names of experts' tensors may be parts of a tensor in a file.
+    """
     return {tensor.name for rule in rules(spec) for tensor in rule.tensors}
 
 
 def of_mtp(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor is of the layers of multi-token prediction, which come behind the last one.
+    """Return true for a tensor of the multi-token prediction layers behind the last layer.
 
-    They propose tokens for speculative decoding, which only an engine does: the policy's probabilities do not depend on them, so nothing
-    here could train them.
+    These layers propose tokens for speculative decoding, used by engines only. The policy's
+    probabilities do not depend on the layers, so nothing here could train the layers.
     """
     layer = _LAYER.match(name)
     return layer is not None and spec.num_layers <= int(layer[1]) < spec.num_layers + spec.num_mtp_layers
@@ -129,7 +137,8 @@ def _norm(megatron: str, hugging_face: str, width: int, *, transformer_engine: s
 
 def _attention_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
     attention, original, hidden = f"{megatron}self_attention.", f"{hugging_face}self_attn.", spec.hidden_size
-    # Transformer Engine fuses the norm into the projection behind it. Latent attention has two projections there, so its norm is separate.
+    # Transformer Engine fuses the norm into the next projection. Latent attention has two projections
+    # there, so its norm is separate.
     fused = None if spec.mla is not None else f"{attention}linear_qkv.layer_norm_weight"
     names = spec.names
     if names.attention_input_norm is not None:
@@ -179,7 +188,8 @@ def _latent_rules(spec: ModelSpec, mla: MlaSpec, megatron: str, hugging_face: st
         down = HfTensor(f"{hugging_face}q_a_proj.weight", (mla.q_lora_rank, spec.hidden_size))
         up = HfTensor(f"{hugging_face}q_b_proj.weight", (query_rows, mla.q_lora_rank))
         yield from _latent_pair(f"{megatron}linear_q_", f"{megatron}q_layernorm", down, f"{hugging_face}q_a_layernorm.weight", up)
-    # Rows of the down projection: the latent, and the rotary part of the keys, which has none.
+    # Rows of the down projection: the latent, then the rotary part of the keys. The rotary part has no
+    # latent.
     down = HfTensor(f"{hugging_face}kv_a_proj_with_mqa.weight", (mla.kv_lora_rank + mla.qk_rope_head_dim, spec.hidden_size))
     up = HfTensor(f"{hugging_face}kv_b_proj.weight", (spec.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank))
     yield from _latent_pair(f"{megatron}linear_kv_", f"{megatron}kv_layernorm", down, f"{hugging_face}kv_a_layernorm.weight", up)
@@ -230,7 +240,10 @@ def _moe_rules(spec: ModelSpec, moe: MoeSpec, megatron: str, hugging_face: str) 
 
 
 def _stacked_expert_rules(moe: MoeSpec, megatron: str, hugging_face: str, hidden: int, *, bias: bool) -> Iterator[Rule]:
-    """The parameters of experts whose files have all of a layer in a tensor: all experts' parts of one, then of the next."""
+    """Yield the parameters of experts, for files with all experts of a layer in one tensor.
+
+    The order is all experts' parts of one tensor, then of the next.
+    """
     width = moe.ffn_hidden_size
     parts = [
         ("linear_fc1.weight", "gate_up_proj", (hidden, 2 * width), Sharding.ALTERNATE_GATE_UP),
@@ -254,7 +267,10 @@ def _gated_rules(
     projections: tuple[str, str, str] = USUAL_NAMES.expert,
     expert: tuple[str, int] | None = None,
 ) -> Iterator[Rule]:
-    """The two parameters of a gated MLP; `expert` is the module that Transformer Engine has for all experts of a rank, and its number."""
+    """Yield the two parameters of a gated MLP.
+
+    `expert` is Transformer Engine's module for all experts of a rank, and the expert's number.
+    """
     gate_up = tuple(HfTensor(f"{hugging_face}{name}.weight", (width, hidden)) for name in projections[:2])
     down = HfTensor(f"{hugging_face}{projections[2]}.weight", (hidden, width))
     sharding = Sharding.GATE_UP
@@ -266,7 +282,7 @@ def _gated_rules(
 
 
 def combine(sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, tp: int) -> Tensor:
-    """One whole Megatron parameter [rows, columns] or [rows] from its Hugging Face tensors.
+    """Return one whole Megatron parameter [rows, columns] or [rows] from its Hugging Face tensors.
 
     Vocabulary rows are padded with zeros to a multiple of `tp`.
     """
@@ -291,9 +307,9 @@ def combine(sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, t
 
 
 def fill(parameter: Tensor, sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, tp_rank: int, tp: int) -> None:
-    """Give `parameter` [rows, columns] or [rows], contiguous, its `shard` of what `combine` makes of the Hugging Face tensors.
+    """Fill `parameter` [rows, columns] or [rows] with its `shard` of `combine`'s result.
 
-    The whole is not made where most bytes are.
+    `parameter` is contiguous. The largest whole parameters are never made.
     """
     if sharding is Sharding.GATE_UP:
         for part, tensor in zip(parameter.chunk(2), tensors, strict=True):
@@ -310,7 +326,10 @@ def fill(parameter: Tensor, sharding: Sharding, tensors: Sequence[Tensor], spec:
 
 
 def parameter_shape(rule: Rule) -> tuple[int, ...]:
-    """The whole shape of the Megatron parameter of `rule`, without padding: what `combine` gives."""
+    """Return the whole shape, without padding, of the Megatron parameter made by `combine`.
+
+    The parameter is the one of `rule`.
+    """
     rows, *rest = rule.tensors[0].shape
     if rule.sharding in (Sharding.QKV, Sharding.GATE_UP):
         return (sum(tensor.shape[0] for tensor in rule.tensors), *rest)
@@ -318,7 +337,10 @@ def parameter_shape(rule: Rule) -> tuple[int, ...]:
 
 
 def split(sharding: Sharding, whole: Tensor, spec: ModelSpec) -> list[Tensor]:
-    """The Hugging Face tensors in one whole Megatron parameter [rows, columns] or [rows]; padding rows of a vocabulary are dropped."""
+    """Return the Hugging Face tensors in one whole Megatron parameter [rows, columns] or [rows].
+
+    Padding rows of a vocabulary are dropped.
+    """
     if sharding is Sharding.STACKED_QKV:
         return [torch.cat(split(Sharding.QKV, whole, spec))]
     if sharding is Sharding.QKV:
@@ -335,7 +357,7 @@ def split(sharding: Sharding, whole: Tensor, spec: ModelSpec) -> list[Tensor]:
 
 
 def shard(sharding: Sharding, whole: Tensor, *, tp_rank: int, tp: int) -> Tensor:
-    """The part of a whole parameter [rows, columns] or [rows] that tensor parallel rank `tp_rank` holds."""
+    """Return the part of a whole parameter [rows, columns] or [rows] held by rank `tp_rank`."""
     if sharding is Sharding.REPLICATED or tp == 1:
         return whole
     if sharding in _COLUMNS:
@@ -346,7 +368,10 @@ def shard(sharding: Sharding, whole: Tensor, *, tp_rank: int, tp: int) -> Tensor
 
 
 def join(sharding: Sharding, shards: Sequence[Tensor]) -> Tensor:
-    """The whole parameter [rows, columns] or [rows] from the parts of all tensor parallel ranks, in rank order."""
+    """Return the whole parameter [rows, columns] or [rows] from the parts of all ranks.
+
+    The ranks are tensor parallel ranks, in rank order.
+    """
     if len(shards) == 1 or sharding is Sharding.REPLICATED:
         return shards[0]
     if sharding in _COLUMNS:

@@ -1,4 +1,5 @@
-"""What a run needs of its GPUs, from a model's config.json alone: real Megatron ranks are built on torch's meta device.
+"""GPU needs of a run, from a model's config.json alone.
 
-`run_plan.plan_run` plans the layout of given settings; `search.best_layouts` looks for layouts of a number of GPUs.
+Real Megatron ranks are built on torch's meta device. `run_plan.plan_run` plans the layout of given
+settings; `search.best_layouts` searches layouts of a number of GPUs.
 """

@@ -1,4 +1,4 @@
-"""`megatron-rl plan`: what the command line gives, as settings and a model, and the plan or the layouts that are printed."""
+"""`megatron-rl plan`: settings and a model from the command line, and the printed plans."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,23 +7,23 @@ from math import prod
 from pathlib import Path
 
 from megatron_rl.config.checks import contradictions
+from megatron_rl.config.gpus import Gpu
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.overrides import Words
 from megatron_rl.config.settings import Settings
+from megatron_rl.config.yaml_text import format_value
 from megatron_rl.device import local_device, quiet_megatron_imports
+from megatron_rl.engines.server_args import validate_server_args
 from megatron_rl.errors import UserError, counted
 from megatron_rl.planning.engine_memory import plan_engine
-from megatron_rl.planning.gpus import Gpu
 from megatron_rl.planning.records import RunPlan
-from megatron_rl.rollout.server_args import validate_server_args
 
 with quiet_megatron_imports():
-    from megatron_rl.models.attention.attention_fields import Attention
     from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
     from megatron_rl.planning.levers import remedy
-    from megatron_rl.planning.run_plan import on_gpu, plan_run
+    from megatron_rl.planning.run_plan import on_gpu, plan_run, planned_attention
     from megatron_rl.planning.search import best_layouts
     from megatron_rl.training.model_check import check_model
     from megatron_rl.training.trained_model import model_dtype
@@ -34,9 +34,10 @@ _SIZES = ("tp", "pp", "cp", "ep", "etp")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked: the model's directory or config.json (None: that of the settings), the words of the settings, the GPUs.
+    """The request: model, words of the settings, and GPUs.
 
-    `topology` are the parts of training.topology that were given, by their names; `num_gpus` alone asks for layouts.
+    The model is a directory or a config.json; None takes the model of the settings. `topology` are
+    the given parts of training.topology, by name; `num_gpus` alone asks for layouts.
     """
 
     model: Path | None
@@ -47,7 +48,10 @@ class Request:
 
 
 def parse_request(words: Words, *, gpu: Gpu, num_gpus: int | None, topology: Mapping[str, object]) -> Request:
-    """Tell the model from a settings file: the file of `words` is the model unless it is YAML."""
+    """Parse the command's words.
+
+    The file of `words` is the model, unless the file is YAML.
+    """
     given = words.config
     if given is not None and given.suffix not in _SETTINGS_SUFFIXES:
         return Request(given, Words(None, words.overrides), gpu, num_gpus, topology)
@@ -57,13 +61,14 @@ def parse_request(words: Words, *, gpu: Gpu, num_gpus: int | None, topology: Map
 
 
 def plans(request: Request, *, say: Callable[[str], None] = lambda words: None) -> Iterator[tuple[str, RunPlan, str | None]]:
-    """The plan of the layout that was given, or those of the best layouts, each with the overrides that make a run of it.
+    """Yield the plan of the given layout, or plans of the best layouts, with overrides for a run.
 
-    A plan of a given layout that does not fit comes with the overrides that would make it fit. `say` gets what is being built.
-    Raises UserError, also when no layout fits.
+    A plan of a given layout that does not fit comes with the overrides that would make the plan
+    fit. `say` gets the name of the layout under construction. Raises UserError, also when no layout
+    fits.
     """
     bare = request.words.config is None
-    settings = load_settings(request.words.config, [*_overrides(request, bare=bare)])
+    settings = load_settings(request.words.config, [*_overrides(request, bare=bare)], on_gpus=False)
     if settings.rollout.sglang:
         validate_server_args(settings.rollout.sglang)
     spec = read_spec(request.model or settings.model.path)
@@ -72,24 +77,25 @@ def plans(request: Request, *, say: Callable[[str], None] = lambda words: None) 
     shared = [settings] if request.num_gpus is None else list(shares(settings, num_gpus=request.num_gpus))
     if request.num_gpus is None or request.topology:
         chosen = _first_divided(shared, num_gpus=request.num_gpus)
-        _check(chosen, spec)
+        _check(chosen, spec, request.gpu)
         say("building a rank of each pipeline stage")
         plan = plan_run(chosen, spec, gpu=request.gpu, num_nodes=None)
         say("trying what would make it fit" if plan.peak > request.gpu.memory_bytes else "built")
         advice = remedy(chosen, spec, gpu=request.gpu) if plan.peak > request.gpu.memory_bytes else None
         yield _as_overrides(chosen, bare=bare), plan, advice
         return
-    _check(settings, spec)
+    _check(settings, spec, request.gpu)
     for number, (chosen, plan) in enumerate(_best(shared, spec, gpu=request.gpu, say=say), start=1):
         yield f"{number}. {_as_overrides(chosen, bare=bare)}", plan, None
 
 
 def shares(settings: Settings, *, num_gpus: int) -> Iterator[Settings]:
-    """The settings with `num_gpus` GPUs divided between Megatron ranks and engines, the usual share first.
+    """Yield the settings with `num_gpus` GPUs divided between ranks and engines, usual share first.
 
-    Colocated engines take all of them, supervised training has none. Otherwise engines get a half, a quarter, three quarters, or one
-    engine's: generation takes as long as training where responses are long, and a share that holds the trainer goes before speed.
-    Raises UserError when there is no room for one rank beside one engine.
+    Colocated engines take all GPUs, supervised training has no engine. Otherwise engines get a
+    half, a quarter, three quarters, or one engine's GPUs. Generation takes as long as training
+    where responses are long, and room for the trainer goes before speed. Raises UserError without
+    room for one rank beside one engine.
     """
     size = settings.runtime.num_gpus_per_engine
     if settings.supervised:
@@ -124,7 +130,10 @@ def _divided(settings: Settings, *, num_ranks: int, num_engines: int) -> Setting
 
 
 def _first_divided(shared: Sequence[Settings], *, num_gpus: int | None) -> Settings:
-    """The first of these whose ranks its own layout divides. Raises UserError, with the first one's arithmetic, when there is none."""
+    """Return the first settings with a number of ranks divisible by their layout.
+
+    Raises UserError, with the arithmetic of the first settings, when there are none.
+    """
     wrong = [contradictions(one) for one in shared]
     for one, sentences in zip(shared, wrong, strict=True):
         if not sentences:
@@ -133,7 +142,10 @@ def _first_divided(shared: Sequence[Settings], *, num_gpus: int | None) -> Setti
 
 
 def _best(shared: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, say: Callable[[str], None]) -> list[tuple[Settings, RunPlan]]:
-    """The best layouts of the first share that has any. Raises UserError of the share with the most ranks when none has."""
+    """Return the best layouts of the first share with any layout.
+
+    Raises UserError of the share with the most ranks when there is none.
+    """
     refused: dict[int, UserError] = {}
     most = max(one.training.topology.num_ranks for one in shared)
     for one in shared:
@@ -145,14 +157,14 @@ def _best(shared: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, say: Callabl
     raise refused[most]
 
 
-def _check(settings: Settings, spec: ModelSpec) -> None:
-    """What `train --check --config-only` refuses of a model. Raises UserError."""
-    attention: Attention = "transformer_engine" if settings.model.attention == "auto" else settings.model.attention
-    check_model(settings, spec, dtype=model_dtype(on_gpu(settings).model, local_device()), attention=attention)
+def _check(settings: Settings, spec: ModelSpec, gpu: Gpu) -> None:
+    """Raise UserError for a model that `train --check --config-only` refuses."""
+    attention = planned_attention(settings, spec, gpu)
+    check_model(settings, spec, dtype=model_dtype(on_gpu(settings, attention).model, local_device()), attention=attention)
 
 
 def read_spec(path: Path) -> ModelSpec:
-    """The architecture of a Hugging Face directory or of a config.json alone. Raises UserError."""
+    """Return the architecture of a Hugging Face directory or of a config.json. Raises UserError."""
     if path.is_dir():
         return read_model_spec(path)
     try:
@@ -167,7 +179,7 @@ def read_spec(path: Path) -> ModelSpec:
 
 
 def _overrides(request: Request, *, bare: bool) -> Iterator[str]:
-    """What a plan without a settings file needs, what the user overrides, and the layout."""
+    """Yield overrides: a plan's needs without a settings file, the user's, and the layout."""
     if bare:
         yield from ("run.directory=.", "data.train=.", "training.optimizer.use_distributed_optimizer=true")
     if request.model is not None:
@@ -175,13 +187,17 @@ def _overrides(request: Request, *, bare: bool) -> Iterator[str]:
     yield from request.words.overrides
     yield from (f"training.topology.{name}={json.dumps(value)}" for name, value in request.topology.items())
     if bare and request.topology and "num_ranks" not in " ".join(request.words.overrides):
-        # The ranks are counted when the GPUs are divided; until then any number that the layout divides.
+        # Ranks are counted when the GPUs are divided; until then any number divisible by the layout serves.
         sizes = [size for name, size in request.topology.items() if name in _SIZES and isinstance(size, int)]
         yield f"training.topology.num_ranks={prod([int(size) for size in sizes])}"
 
 
 def _with_engine_size(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Settings:
-    """Engines of the fewest GPUs of a node that hold the model and four of the longest sequences; of a whole node when none does."""
+    """Return settings with engines of the fewest GPUs of a node that suffice.
+
+    An engine must hold the model and four of the longest sequences. A whole node is taken when no
+    smaller engine suffices.
+    """
     for num_gpus in (size for size in (1, 2, 4, 8, 16) if size <= gpu.per_node):
         sized = settings.model_copy(update={"runtime": settings.runtime.model_copy(update={"num_gpus_per_engine": num_gpus})})
         engine = plan_engine(sized, spec, gpu, shared_with=0)
@@ -191,11 +207,17 @@ def _with_engine_size(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Settings
 
 
 def _as_overrides(settings: Settings, *, bare: bool) -> str:
-    """The layout as it is written behind `megatron-rl train run.yaml`, with what was assumed for a plan without a settings file."""
+    """Return the layout as overrides behind `megatron-rl train run.yaml`.
+
+    Without a settings file the assumptions of the plan are included.
+    """
     topology = settings.training.topology.model_dump(exclude_defaults=True)
     words = [f"training.topology.{name}={json.dumps(value)}" for name, value in topology.items() if value is not None]
     recompute = {name: value for name, value in settings.model.megatron.items() if name.startswith("recompute_")}
-    words += [f"model.megatron.{name}={value}" for name, value in recompute.items()]
+    # Written in any case, because a run decides about recompute where nothing is written.
+    words += [f"model.megatron.{name}={format_value(value)}" for name, value in (recompute or {"recompute_granularity": None}).items()]
+    if not bare and not any("use_distributed_optimizer" in fields for fields in (settings.training.optimizer, settings.training.ddp)):
+        words.append("training.optimizer.use_distributed_optimizer=false")
     if not settings.supervised:
         words.append(f"rollout.num_engines={settings.rollout.num_engines}")
     if bare:

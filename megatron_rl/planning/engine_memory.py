@@ -1,25 +1,26 @@
-"""Memory of the inference engines, from the model's architecture alone: weights, and how many tokens the KV cache holds."""
+"""Memory of the inference engines, from the architecture alone: weights and KV cache tokens."""
 
 from math import prod
 
 from megatron_rl.config.derived import derive
+from megatron_rl.config.gpus import GIB, Gpu
 from megatron_rl.config.settings import Settings
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import tensor_shapes
-from megatron_rl.planning.gpus import GIB, Gpu
 from megatron_rl.planning.records import EngineMemory
 
 _WEIGHT_BYTES = 2
 _CACHE_BYTES = {"auto": 2, "bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}
-# SGLang's own rule for GPUs of more than 60 GiB, server_args' memory settings: it leaves this for activations and CUDA graphs.
+# Room for activations and CUDA graphs on GPUs above 60 GiB, by SGLang's rule (server_args' memory settings).
 _LEFT_BYTES = 10 * GIB
 _LEFT_PER_GPU_BYTES = GIB // 8
 
 
 def plan_engine(settings: Settings, spec: ModelSpec, gpu: Gpu, *, shared_with: int) -> EngineMemory:
-    """What each GPU of an engine holds. Attention's keys and values are split over the engine's GPUs, a latent is on each of them.
+    """Return the memory of each GPU of an engine.
 
-    `shared_with` bytes of the GPU are always taken by others.
+    Attention's keys and values are split over the engine's GPUs, a latent is on each GPU. Others
+    always take `shared_with` bytes of the GPU.
     """
     arguments, num_gpus = settings.rollout.sglang, settings.runtime.num_gpus_per_engine
     tp = int(arguments.get("tp_size", num_gpus))
@@ -48,13 +49,19 @@ def _default_share(gpu: Gpu, num_gpus: int) -> float:
 
 
 def _weight_bytes(spec: ModelSpec, *, tp: int) -> int:
-    """Matrices are split over the engine's GPUs; what has one dimension is on each."""
+    """Return the bytes of weights on one GPU.
+
+    Matrices are split over the engine's GPUs; one-dimensional weights are on each GPU.
+    """
     shapes = [shape for _, shape in tensor_shapes(spec)]
     return _WEIGHT_BYTES * sum(-(-prod(shape) // tp) if len(shape) > 1 else prod(shape) for shape in shapes)
 
 
 def _token_numbers(spec: ModelSpec, *, tp: int) -> int:
-    """Numbers of the cache for one token on one GPU: keys and values of the heads that are there, or the latent and its rotary part."""
+    """Return the cached numbers of one token on one GPU.
+
+    Keys and values of the GPU's heads, or the latent and its rotary part.
+    """
     if spec.mla is not None:
         return spec.num_layers * (spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim)
     heads = max(1, -(-spec.num_kv_heads // tp))

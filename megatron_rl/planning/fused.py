@@ -1,6 +1,9 @@
-"""Stand-ins, on tensors without values, for kernels that torch has for real tensors only: they keep for the backward pass what those keep.
+"""Stand-ins, on tensors without values, for torch's kernels for real tensors only.
 
-Legend: S sequences, H query heads, G key-value heads, C queries, K keys, D channels of a query, E of a value.
+A stand-in keeps the same tensors for the backward pass as the kernel.
+
+Legend: S sequences, H query heads, G key-value heads, C queries, K keys, D channels of a query,
+E of a value.
 """
 
 from collections.abc import Sequence
@@ -20,21 +23,26 @@ def fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What flash attention keeps for query [S, H, C, D], key [S, G, K, D] and value [S, G, K, E]: them, the output [S, H, C, E] and a
-    logarithm for each query in fp32, but no scores.
+    """Keep flash attention's tensors of query [S, H, C, D], key [S, G, K, D], value [S, G, K, E].
+
+    Kept are the inputs, the output [S, H, C, E] and a logarithm for each query in fp32, but no
+    scores.
     """
     output: Tensor = _Attention.apply(query, key, value)
     return output
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """What a fused norm of `input`, of any shape, keeps: the input, the weight and one fp32 number for each row."""
+    """Keep the tensors of a fused norm of `input`, of any shape.
+
+    Kept are the input, the weight and one fp32 number for each row.
+    """
     output: Tensor = _RmsNorm.apply(input, weight)
     return output
 
 
 def masked_select(values: Tensor, mask: Tensor) -> Tensor:
-    """As many of `values`, of any shape, as a real `mask` of the same shape selects, [N]."""
+    """Return as many of `values`, of any shape, as a real `mask` of the same shape selects, [N]."""
     if not values.is_meta:
         return torch.masked_select(values, mask)
     output: Tensor = _MaskedSelect.apply(values, mask)

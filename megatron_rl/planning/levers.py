@@ -1,19 +1,24 @@
-"""What makes a plan that does not fit smaller, cheapest first: each is built on top of those before it, until one fits."""
+"""Ways of shrinking a plan that does not fit, cheapest first.
+
+Each is built on top of the earlier ones, until one fits.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_rl.config.decided import FULL_RECOMPUTE
+from megatron_rl.config.gpus import GIB, Gpu
 from megatron_rl.config.settings import Section, Settings, TopologySettings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.planning.gpus import GIB, Gpu
 from megatron_rl.planning.run_plan import plan_layouts
-
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def remedy(settings: Settings, spec: ModelSpec, *, gpu: Gpu) -> str:
-    """A sentence with the overrides that make the trainer fit on `gpu`s, or that none of those tried does. Builds ranks: takes seconds."""
+    """Return a sentence with the overrides that make the trainer fit on `gpu`s.
+
+    The sentence says so when none of the tried overrides suffices. Builds ranks, for seconds.
+    """
     tried = list(_smaller(settings, spec, gpu))
     plans = plan_layouts([one for _, one in tried], spec, gpu=gpu, num_nodes=None)
     for number, ((_, _one), plan) in enumerate(zip(tried, plans, strict=True), start=1):
@@ -25,7 +30,7 @@ def remedy(settings: Settings, spec: ModelSpec, *, gpu: Gpu) -> str:
 
 
 def _smaller(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Iterator[tuple[str, Settings]]:
-    """Overrides and the settings with these and all before them."""
+    """Yield overrides, and the settings with all overrides so far."""
     training = settings.training
     if not any(fields.get("use_distributed_optimizer") for fields in (training.optimizer, training.ddp)):
         lever, settings = _fields(settings, "training", "optimizer", {"use_distributed_optimizer": True})
@@ -51,7 +56,10 @@ def _smaller(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Iterator[tuple[st
 
 
 def _divided_experts(topology: TopologySettings, spec: ModelSpec, gpu: Gpu) -> dict[str, Any]:
-    """The largest power of two of whole experts' ranks within a node, where that is more than there are; nothing otherwise."""
+    """Return the largest power of two for expert ranks within a node, with whole experts on each.
+
+    Return nothing where the present number is as large.
+    """
     if spec.moe is None:
         return {}
     etp = topology.etp or 1

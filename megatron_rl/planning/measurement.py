@@ -1,6 +1,8 @@
-"""A process that builds ranks without memory: its standard input is a pickled list of jobs, the file it is given gets the answers.
+"""A process that builds ranks without memory.
 
-A separate process, because joining a process group, even a pretended one, and taking CUDA away concern a whole process.
+Its standard input is a pickled list of jobs, and a given file gets the answers. The process is
+separate, because joining a process group, even a pretended one, and taking CUDA away concern a
+whole process.
 """
 
 import logging
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One layout to measure: `fused` for a GPU with fused kernels, otherwise as on the CPU. `teacher` is the one that is distilled."""
+    """One layout to measure: `fused` for a GPU with fused kernels, otherwise as on the CPU.
+
+    `teacher` is the distilled teacher.
+    """
 
     settings: Settings
     spec: "ModelSpec"
@@ -37,7 +42,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Memory of each pipeline stage's first rank, of the policy and, where there are such, of critic and teacher; or why there is none."""
+    """Memory of each pipeline stage's first rank, or the reason for none.
+
+    Given for the policy and, where present, for critic and teacher.
+    """
 
     policy: "tuple[RankMemory, ...]" = ()
     critic: "tuple[RankMemory, ...]" = ()
@@ -46,7 +54,10 @@ class Answer:
 
 
 def measure(jobs: Sequence[Job]) -> list[Answer]:
-    """The answers to `jobs`, from a separate process. Raises MegatronRLError when it fails or takes longer than `PLANNING_S`."""
+    """Return the answers to `jobs`, from a separate process.
+
+    Raises MegatronRLError when the process fails or takes longer than `PLANNING_S`.
+    """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="megatron-rl-plan-") as directory:
         path = Path(directory) / "answers"
@@ -64,7 +75,7 @@ def measure(jobs: Sequence[Job]) -> list[Answer]:
 
 
 def answer(job: Job) -> Answer:
-    """Measure one layout in this process, which `prepare` has made ready."""
+    """Measure one layout in this process, made ready by `prepare`."""
     with quiet_megatron_imports():
         from megatron_rl.planning.stages import measure_stages, measure_teacher_stages
     try:
@@ -77,7 +88,7 @@ def answer(job: Job) -> Answer:
 
 
 def prepare() -> None:
-    """Make this process ready to answer jobs."""
+    """Prepare this process for answering jobs."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     prepare_megatron(local_device())
@@ -90,7 +101,7 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    # What is pickled names this module, not __main__.
+    # The pickled types name this module, not __main__.
     from megatron_rl.planning import measurement
 
     measurement._main()

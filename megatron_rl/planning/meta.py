@@ -1,7 +1,9 @@
-"""Building and running a rank without its memory and without its peers: tensors of numbers have shapes only, collectives do nothing.
+"""Builds and runs a rank without memory and without peers.
 
-Inside `rank_without_memory` floating-point tensors are made on torch's meta device, whatever device the code asks for. Tensors of
-integers and booleans stay real on the CPU unless the code asks otherwise: indices, lengths and counts decide shapes.
+Tensors of numbers have shapes only, and collectives do nothing. Inside `rank_without_memory`
+floating-point tensors are made on torch's meta device, whatever device the code asks for. Tensors
+of integers and booleans stay real on the CPU unless the code asks otherwise: indices, lengths and
+counts decide shapes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,12 +34,13 @@ _READS = frozenset([_BASE.tolist, _BASE.item, _BASE.numpy, torch.equal])
 
 @contextmanager
 def rank_without_memory(topology: Topology, *, rank: int, fused: bool) -> Iterator[None]:
-    """Inside, this process is `rank` of `topology`, alone, and its floating-point tensors have no memory.
+    """Make this process `rank` of `topology`, alone, inside the block.
 
-    `fused` counts attention and norms as a GPU's fused kernels keep them, otherwise as torch runs them on the CPU. megatron-core must
-    be prepared. The process must be in no process group.
+    Floating-point tensors have no memory there. `fused` counts attention and norms as a GPU's fused
+    kernels keep tensors, otherwise as torch runs them on the CPU. megatron-core must be prepared.
+    The process must be in no process group.
     """
-    # Importing it registers the backend.
+    # The import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     mode = MetaTensors(fused=fused)
@@ -53,7 +56,7 @@ def rank_without_memory(topology: Topology, *, rank: int, fused: bool) -> Iterat
 
 @contextmanager
 def _chunks_as_on(device_kind: str) -> Iterator[None]:
-    """Let what is computed in chunks take those of this device, not the small ones of an unknown one."""
+    """Take this device's chunk sizes in chunked code, not the small ones of an unknown device."""
     for sizes in (_CHUNK_LOGITS, _CHUNK_ELEMENTS):
         sizes["meta"] = sizes[device_kind]
     try:
@@ -65,7 +68,10 @@ def _chunks_as_on(device_kind: str) -> Iterator[None]:
 
 @contextmanager
 def _kept_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
-    """Keep `mode` in backward passes: torch leaves a mode while it handles a call, and a whole backward pass is one call."""
+    """Keep `mode` in backward passes.
+
+    torch leaves a mode while the mode handles a call, and a whole backward pass is one call.
+    """
     run = vars(torch.autograd)["_engine_run_backward"]
 
     def run_inside(*arguments: Any, **keywords: Any) -> Any:
@@ -80,7 +86,10 @@ def _kept_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 class MetaTensors(TorchFunctionMode):
-    """Sends floating-point tensors to the meta device, and attention and norms to stand-ins that keep what fused kernels keep."""
+    """Send floating-point tensors to the meta device, and attention and norms to fused stand-ins.
+
+    The stand-ins keep the tensors of fused kernels.
+    """
 
     def __init__(self, *, fused: bool) -> None:
         super().__init__()
@@ -104,7 +113,10 @@ class MetaTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func` on the meta device when it makes numbers, or is given some without memory. Tensors of any shape."""
+        """Run `func` on the meta device for new numbers or arguments without memory.
+
+        Tensors of any shape.
+        """
         if func.__name__ == "__get__":
             return func(*args)
         kwargs = dict(kwargs or {})
@@ -115,12 +127,12 @@ class MetaTensors(TorchFunctionMode):
         if not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         if func is _BASE.__bool__:
-            # What is asked of numbers is whether they are exceptional.
+            # Code asks numbers only about exceptional values.
             return False
         if func in _MOVES or func is Tensor.cuda:
             return _move(func, args, kwargs)
         if func is _BASE.type or func is Tensor.type:
-            # The optimizers select parameters by this name, in which a meta tensor's device would stand.
+            # The optimizers select parameters by this name, and a meta tensor's device would appear in the name.
             answer = func(*args, **kwargs)
             return answer.replace(".meta", "") if isinstance(answer, str) else answer
         if not all(tensor.is_meta or tensor.ndim == 0 for tensor in tensors):
@@ -128,7 +140,10 @@ class MetaTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _twin(self, tensor: Tensor) -> Tensor:
-        """The meta tensor that stands for a real one among meta tensors, always the same; a number needs none."""
+        """Return the meta tensor that stands for a real tensor among meta tensors.
+
+        The meta tensor is always the same; a number needs none.
+        """
         if tensor.is_meta or tensor.ndim == 0:
             return tensor
         if tensor not in self._twins:
@@ -138,7 +153,7 @@ class MetaTensors(TorchFunctionMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments and in lists of them."""
+    """Yield the tensors among arguments and in lists of arguments."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -151,7 +166,7 @@ def _asks_for_meta(device: Any) -> bool:
 
 
 def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor of a given shape: on the meta device when it is to hold floating-point numbers, else real."""
+    """Make a tensor of a given shape: on the meta device for floating-point numbers, else real."""
     kwargs.pop("pin_memory", None)
     wanted, dtype = kwargs.pop("device", None), kwargs.get("dtype")
     meta = dtype is None or dtype.is_floating_point or _asks_for_meta(wanted)
@@ -159,12 +174,12 @@ def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _make_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor of a given shape whose dtype is that of another, where none is given."""
+    """Make a tensor of a given shape, with another tensor's dtype unless a dtype is given."""
     return _make(func, args, {"dtype": args[0].dtype, **kwargs})
 
 
 def _make_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor whose dtype may follow from its values: real, and moved to the meta device where it belongs there."""
+    """Make a tensor whose dtype may follow from values: real, then moved to meta for floats."""
     kwargs.pop("pin_memory", None)
     wanted = kwargs.pop("device", None)
     made = func(*args, **kwargs, device="cpu") if not _asks_for_meta(wanted) else func(*args, **kwargs, device=META)
@@ -172,13 +187,13 @@ def _make_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _all_to_all_single(output: Tensor, input: Tensor, *arguments: Any, **keywords: Any) -> Any:
-    """The collective, whose lengths may come as tensors: without a GPU megatron-core leaves them so."""
+    """Run the collective on lengths as tensors: without a GPU megatron-core leaves lengths so."""
     arguments, keywords = tree_map_only(Tensor, Tensor.tolist, (arguments, keywords))
     return distributed.all_to_all_single(output, input, *arguments, **keywords)
 
 
 def _move(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A move of a meta tensor: its dtype may change, its device stays."""
+    """Move a meta tensor: the dtype may change, the device stays."""
     tensor, *rest = args
     dtypes = [argument.dtype if isinstance(argument, Tensor) else argument for argument in (*rest, kwargs.get("dtype"))]
     wanted = next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), tensor.dtype)

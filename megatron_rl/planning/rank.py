@@ -1,6 +1,9 @@
-"""What one rank of a layout needs, read off the real model, gradient buffers and optimizer, and off a forward and backward pass of it.
+"""Memory needs of one rank of a layout.
 
-Legend: T tokens of a micro-batch on this rank, n tokens that a router sees, E experts, H hidden channels.
+Measured on the real model, gradient buffers and optimizer, and on a forward and backward pass.
+
+Legend: T tokens of a micro-batch on this rank, n tokens seen by a router, E experts, H hidden
+channels.
 """
 
 import dataclasses
@@ -18,7 +21,7 @@ from megatron_rl.config.derived import derive
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.packing import sequence_multiple
 from megatron_rl.device import Device
-from megatron_rl.models.build import PolicyModel, forward_selected
+from megatron_rl.models.build import PolicyModel, TrainedModel, forward_selected
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.planning.records import Collective
 from megatron_rl.planning.tracking import MemoryTracker
@@ -28,15 +31,16 @@ from megatron_rl.training.offload import ModelMemory, page_locked_bytes, piece_s
 from megatron_rl.training.passes import Policy
 from megatron_rl.training.teacher import build_teacher, teacher_tensors
 from megatron_rl.training.topology import Place, Topology
-from megatron_rl.training.trained_model import TrainedModel, build_trained_model
+from megatron_rl.training.trained_model import build_trained_model
 from megatron_rl.types import TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkMemory:
-    """One virtual stage: `held` bytes from a micro-batch's forward to its backward, of which `output` is handed to the next stage.
+    """One virtual stage: `held` bytes from a micro-batch's forward to the backward.
 
-    Besides them the backward pass needs up to `backward`, the language model head with its statistics up to `head`.
+    The next stage receives `output` of the held bytes. Besides, the backward pass needs up to
+    `backward`, the language model head with statistics up to `head`.
     """
 
     num_layers: int
@@ -50,9 +54,10 @@ class ChunkMemory:
 class RankMemory:
     """One rank's bytes, for the policy or a critic.
 
-    `num_parameters` are on this rank, `stage_parameters` on all tensor- and expert-parallel ranks of its stage together. `reference` is a
-    copy of the parameters and `away` all that the rank can put away, both in page-locked host memory. `update` is what the optimizer step
-    needs for a moment.
+    `num_parameters` are on this rank, `stage_parameters` on all tensor- and expert-parallel ranks
+    of its stage together. `reference` is a copy of the parameters and `away` everything that the
+    rank can put away, both in page-locked host memory. `update` is the optimizer step's temporary
+    need.
     """
 
     num_parameters: int
@@ -68,25 +73,26 @@ class RankMemory:
 
     @property
     def num_layers(self) -> int:
-        """Layers on this rank."""
+        """Number of layers on this rank."""
         return sum(chunk.num_layers for chunk in self.chunks)
 
     @property
     def backward(self) -> int:
-        """The most that the backward pass of a chunk needs besides what is held."""
+        """Peak of the backward pass of a chunk, besides held memory."""
         return max(chunk.backward for chunk in self.chunks)
 
     @property
     def head(self) -> int:
-        """The most that the language model head needs besides what is held; 0 before the last stage."""
+        """Peak of the language model head, besides held memory; 0 before the last stage."""
         return max(chunk.head for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherMemory:
-    """One rank's bytes for a teacher: `weights` and the `forward` pass beside them while it is asked, nothing on the GPU otherwise.
+    """One rank's bytes for a teacher.
 
-    `resting` is the weights' page-locked host memory, which is kept throughout.
+    `weights` and the `forward` pass are on the GPU only while the teacher is asked. `resting` is
+    the weights' page-locked host memory, kept throughout.
     """
 
     weights: int
@@ -95,7 +101,10 @@ class TeacherMemory:
 
 
 def full_batch(settings: Settings, topology: Topology) -> TrainBatch:
-    """The largest micro-batch: sequences of the greatest length that fill the token budget, every token but the first trainable."""
+    """Return the largest micro-batch: sequences of the greatest length that fill the token budget.
+
+    Every token but the first is trainable.
+    """
     unit = sequence_multiple(topology.cp)
     longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
     longest = -(-longest // unit) * unit
@@ -120,9 +129,10 @@ def full_batch(settings: Settings, topology: Topology) -> TrainBatch:
 def measure_rank(
     settings: Settings, spec: ModelSpec, topology: Topology, *, device: Device, batch: TrainBatch, fused: bool, critic: bool = False
 ) -> RankMemory:
-    """Build this process's rank, of the policy or the `critic`, and run the micro-batch `batch` through each of its chunks.
+    """Build this process's rank of the policy or `critic`, and run `batch` through each chunk.
 
-    Call it inside `rank_without_memory`, with the same `fused`. Raises UserError for what the model or megatron-core refuse.
+    `batch` is one micro-batch. Call inside `rank_without_memory`, with the same `fused`. Raises
+    UserError for refusals of the model or megatron-core.
     """
     optimizer = critic_optimizer(settings.training) if critic else settings.training.optimizer
     model = build_trained_model(
@@ -162,9 +172,9 @@ def measure_rank(
 def measure_teacher(
     settings: Settings, spec: ModelSpec, topology: Topology, *, device: Device, batch: TrainBatch, fused: bool
 ) -> TeacherMemory:
-    """Build this process's rank of the teacher of `spec` and ask it for the log-probs of the micro-batch `batch`.
+    """Build this process's rank of the teacher of `spec`, and ask for the log-probs of `batch`.
 
-    Where and with what errors as `measure_rank`.
+    Place and errors as for `measure_rank`.
     """
     chunks = build_teacher(settings.model, settings.training.topology, spec, device=device)
     weights = sum(tensor.nbytes for tensor in teacher_tensors(chunks))
@@ -177,12 +187,15 @@ def measure_teacher(
 
 
 def _ask_chunk(chunk: PolicyModel, policy: Policy, micro_batch: MicroBatch, tracker: MemoryTracker) -> int:
-    """The most bytes that a chunk takes for a forward pass without gradients, with the log-probs behind the last one."""
+    """Return the peak bytes of a chunk's forward pass without gradients.
+
+    The log-probs behind the last chunk are included.
+    """
     before = tracker.live
     tracker.reset_peak()
     chunk.eval()
     outputs: list[Tensor] = []
-    # The schedule holds the output of a micro-batch until it is done with the next one.
+    # The schedule holds the output of a micro-batch until the end of the next one.
     for _ in range(2):
         if not chunk.pre_process:
             chunk.set_input_tensor(_received(chunk, micro_batch))
@@ -194,14 +207,17 @@ def _ask_chunk(chunk: PolicyModel, policy: Policy, micro_batch: MicroBatch, trac
 
 
 def _micro_batch(batch: TrainBatch, topology: Topology, place: Place, *, on: torch.device) -> MicroBatch:
-    """The whole batch as one micro-batch; its targets are real numbers, as the statistics look at them."""
+    """Return the whole batch as one micro-batch; targets are real for the statistics."""
     micro_batch = make_micro_batch(batch, np.arange(batch.num_sequences), topology=topology, place=place, device=on)
     assert micro_batch.packed.plan, "made now, so that its index arrays are not counted as activations of the first layer"
     return dataclasses.replace(micro_batch, targets=torch.zeros(len(micro_batch.positions), dtype=torch.int64))
 
 
 def _in_stage(parameter: Tensor, topology: Topology) -> int:
-    """Numbers of the whole parameter, over the ranks of its stage that hold parts of it or experts beside it."""
+    """Return the size of the whole parameter over the ranks of a stage.
+
+    The ranks hold parts of the parameter, or other experts.
+    """
     marks = vars(parameter)
     expert = not marks.get("allreduce", True)
     split = bool(marks.get("tensor_model_parallel", False))
@@ -210,7 +226,10 @@ def _in_stage(parameter: Tensor, topology: Topology) -> int:
 
 
 def _balance_experts(chunks: Sequence[torch.nn.Module], *, fused: bool) -> int:
-    """Let all experts take equally many tokens, `fused` in one product; bytes of weight gradients that such a product makes besides."""
+    """Give all experts equally many tokens, `fused` in one product.
+
+    Returns the extra bytes of weight gradients of such a product.
+    """
     others = 0
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, TopKRouter):
@@ -223,7 +242,10 @@ def _balance_experts(chunks: Sequence[torch.nn.Module], *, fused: bool) -> int:
 
 
 def _balance(router: torch.nn.Module, arguments: tuple[Tensor, ...], result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Every expert takes the same number of tokens: weights [n, E] as they are, what is taken [n, E] as real numbers."""
+    """Give every expert the same number of tokens.
+
+    Weights [n, E] stay, the routing [n, E] is returned as real numbers.
+    """
     assert isinstance(router, TopKRouter), "the hook is put on routers"
     weights, _ = result
     num_tokens, num_experts = weights.shape
@@ -233,7 +255,7 @@ def _balance(router: torch.nn.Module, arguments: tuple[Tensor, ...], result: tup
 
 
 def _run_chunk(chunk: DistributedDataParallel, policy: Policy | None, micro_batch: MicroBatch, tracker: MemoryTracker) -> ChunkMemory:
-    """A forward and a backward pass of one chunk, of a `policy` or of a critic."""
+    """Run a forward and a backward pass of one chunk, of a `policy` or of a critic."""
     model = chunk.module
     before = tracker.live
     if not model.pre_process:
@@ -256,7 +278,10 @@ def _run_chunk(chunk: DistributedDataParallel, policy: Policy | None, micro_batc
 
 
 def _run_head(output: Tensor, policy: Policy, micro_batch: MicroBatch, tracker: MemoryTracker) -> tuple[Tensor, int]:
-    """The gradient of the model's `output` [N, H] after the head and its statistics, and the bytes that these take for it."""
+    """Return the gradient of the model's `output` [N, H] behind the head, and the bytes taken.
+
+    The bytes include the head's statistics.
+    """
     before = tracker.live
     tracker.reset_peak()
     leaf = output.detach().requires_grad_()
@@ -268,7 +293,10 @@ def _run_head(output: Tensor, policy: Policy, micro_batch: MicroBatch, tracker: 
 
 
 def _received(model: PolicyModel, micro_batch: MicroBatch) -> Tensor:
-    """Hidden states [T, 1, H] as the stage before sends them, of a part of T under sequence parallelism."""
+    """Return hidden states [T, 1, H] as sent by the stage before.
+
+    Under sequence parallelism, of a part of T.
+    """
     config = model.config
     num_tokens = micro_batch.input_ids.shape[1] // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     like = next(model.parameters())
@@ -276,7 +304,10 @@ def _received(model: PolicyModel, micro_batch: MicroBatch) -> Tensor:
 
 
 def _update(model: TrainedModel, tracker: MemoryTracker, *, fused: bool) -> int:
-    """Sum the gradients and step the optimizer; the bytes that this takes for a moment. A `fused` optimizer needs none for its step."""
+    """Sum the gradients and step the optimizer; return the temporary bytes.
+
+    The step of a `fused` optimizer needs none.
+    """
     before = tracker.live
     tracker.reset_peak()
     finalize_model_grads(list(model.chunks), None)

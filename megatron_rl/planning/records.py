@@ -1,10 +1,10 @@
-"""What a plan consists of. All sizes are bytes on one GPU unless they say otherwise."""
+"""Parts of a plan. Sizes are bytes on one GPU unless stated otherwise."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_rl.config.gpus import GIB, Gpu
 from megatron_rl.errors import counted
-from megatron_rl.planning.gpus import GIB, Gpu
 
 Table = tuple[tuple[str, ...], ...]
 """Rows of cells; the first row is the header."""
@@ -22,11 +22,12 @@ class Collective:
 class StageMemory:
     """Memory of the first, and fullest, rank of one pipeline stage.
 
-    `num_parameters` are those on this rank, `stage_parameters` of all tensor- and expert-parallel ranks of the stage. `gradients` are
-    DDP's buffers, `optimizer` main weights and moments, `activations` those of the `in_flight` micro-batches, `logits` the peak of the
-    language model head and its statistics (last stage), `working` what a layer's backward, or the optimizer step, needs for a moment,
-    `reserved` the CUDA context, NCCL's buffers and fragmentation. `teacher` are the weights and the forward pass of a teacher, which is
-    asked before there are activations. `host` is main memory.
+    `num_parameters` are on this rank, `stage_parameters` on all tensor- and expert-parallel ranks
+    of the stage. `gradients` are DDP's buffers, `optimizer` main weights and moments, `activations`
+    of the `in_flight` micro-batches, `logits` the peak of the language model head and its
+    statistics (last stage), `working` the temporary need of a layer's backward or the optimizer
+    step, `reserved` the CUDA context, NCCL's buffers and fragmentation. `teacher` are the weights
+    and the forward pass of a teacher, asked before there are activations. `host` is main memory.
     """
 
     stage: int
@@ -47,30 +48,31 @@ class StageMemory:
 
     @property
     def state(self) -> int:
-        """What stays between steps: parameters, gradients, optimizer."""
+        """Memory between steps: parameters, gradients, optimizer."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """The most that this rank uses at one time; head and backward take turns, and so do a teacher and the training."""
+        """Peak of this rank; head and backward take turns, and so do a teacher and the training."""
         return self.state + max(self.trained, self.teacher) + self.reserved
 
     @property
     def trained(self) -> int:
-        """What an optimizer step takes besides the state."""
+        """Memory of an optimizer step besides the state."""
         return self.activations + max(self.logits, self.working)
 
     @property
     def asks_most(self) -> bool:
-        """Whether asking the teacher takes more than an optimizer step."""
+        """True where asking the teacher takes more than an optimizer step."""
         return self.teacher > self.trained
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """One of `num_engines` engines of `num_gpus` GPUs: `weights`, `cache` and `reserved` on each GPU.
+    """One of `num_engines` engines of `num_gpus` GPUs: `weights`, `cache`, `reserved` on each GPU.
 
-    The cache has room for `cache_tokens` tokens of all sequences of the engine together, `bytes_per_token` each on a GPU.
+    The cache has room for `cache_tokens` tokens of all sequences of the engine together,
+    `bytes_per_token` each on a GPU.
     """
 
     num_gpus: int
@@ -84,20 +86,22 @@ class EngineMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether at least one sequence of the greatest length has room."""
+        """True with room for at least one sequence of the greatest length."""
         return self.cache_tokens >= max(1, self.longest_sequence)
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A run's memory on `gpu`s: `stages` of the trainer in pipeline order and the `engine`, None when nothing is generated.
+    """A run's memory on `gpu`s: `stages` of the trainer in pipeline order, and the `engine`.
 
-    `layout` is said in words, `tokens` are those of a micro-batch on a rank. `colocated` engines share the trainer's GPUs: `asleep` is
-    what the one keeps there while the other works, and `handover` the most that both need while weights go to the engines.
+    `engine` is None without generation. `layout` and `attention` are in words, `tokens` count a
+    micro-batch on a rank. `colocated` engines share the trainer's GPUs: `asleep` is the bytes of
+    the one while the other works, `handover` the peak of both while weights go to the engines.
     """
 
     gpu: Gpu
     layout: str
+    attention: str
     tokens: int
     num_nodes: int
     stages: tuple[StageMemory, ...]
@@ -109,23 +113,23 @@ class RunPlan:
 
     @property
     def fullest(self) -> StageMemory:
-        """The stage whose rank uses most."""
+        """The stage with the fullest rank."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
     def peak(self) -> int:
-        """The most that any GPU of the trainer holds."""
+        """Peak bytes on any GPU of the trainer."""
         return max(self.fullest.total + self.asleep, self.handover)
 
     @property
     def fits(self) -> bool:
-        """Whether trainer, engine and main memory all fit."""
+        """True where trainer, engine and main memory all fit."""
         engine = self.engine is None or self.engine.fits
         return self.peak <= self.gpu.memory_bytes and engine and self.host_per_node <= self.gpu.host_bytes
 
     @property
     def verdict(self) -> str:
-        """One line: whether it fits, and by how much on the fullest rank."""
+        """Return one line: fit or not, and the margin on the fullest rank."""
         full, room = self.fullest, self.gpu.memory_bytes
         most = f"{gib(full.teacher)} GiB for the teacher" if full.asks_most else f"{gib(full.activations)} GiB for activations"
         used = f"{gib(self.peak)} of {gib(room)} GiB on the fullest rank (stage {full.stage}), {most}"
@@ -141,7 +145,7 @@ class RunPlan:
         return f"fits: {used}"
 
     def tables(self) -> dict[str, Table]:
-        """Titled tables of cells ready to print, header first: memory by stage, the engines, the nodes."""
+        """Return titled tables of cells, header first: memory by stage, engines, nodes."""
         tables = {
             f"Megatron ranks, GiB per {self.gpu.name} by pipeline stage, {self.tokens} tokens per micro-batch": _stage_table(self.stages)
         }
@@ -157,8 +161,8 @@ class RunPlan:
         return tables
 
     def lines(self) -> list[str]:
-        """The layout, the tables with aligned columns, and the verdict as the last line."""
-        lines = [self.layout]
+        """Return the layout, the tables with aligned columns, and the verdict as the last line."""
+        lines = [f"{self.layout}, attention {self.attention}"]
         for title, table in self.tables().items():
             widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
             lines += [title, *("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table)]
@@ -202,5 +206,5 @@ def _engine_table(engine: EngineMemory) -> Table:
 
 
 def gib(num_bytes: float) -> str:
-    """`num_bytes` in GiB with one digit, without the unit."""
+    """Return `num_bytes` in GiB with one digit, without the unit."""
     return f"{num_bytes / GIB:.1f}"

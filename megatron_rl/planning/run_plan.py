@@ -1,20 +1,21 @@
-"""The plan of a run: real ranks measured without memory, put together with what cannot be measured without a GPU."""
+"""The plan of a run: real ranks measured without memory, plus constants for a real GPU."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.derived import derive, dtype_name
+from megatron_rl.config.gpus import GIB, Gpu
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError
 from megatron_rl.planning.engine_memory import plan_engine
-from megatron_rl.planning.gpus import GIB, Gpu
 from megatron_rl.planning.measurement import Answer, Job, measure
 from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
-from megatron_rl.weights.bucket import BUCKET_BYTES
-from megatron_rl.weights.manifest import make_manifest
+from megatron_rl.weights.bucket import BUCKET_BYTES, exported_specs
 
 with quiet_megatron_imports():
+    from megatron_rl.models.attention.attention_fields import Attention
+    from megatron_rl.models.megatron_config import attention_name, resolve_attention
     from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.unavailable_fields import without_kernels
     from megatron_rl.training.model_check import check_layout
@@ -26,27 +27,37 @@ if TYPE_CHECKING:
     from megatron_rl.planning.rank import RankMemory
 
 CONTEXT_BYTES = int(2.5 * GIB)
-"""The CUDA context, cuBLAS's workspaces and NCCL's buffers of a training rank: what such processes usually take, not measured here."""
+"""Usual CUDA context, cuBLAS workspaces and NCCL buffers of a training rank; not measured."""
 FRAGMENTATION = 0.05
-"""Share of the activations, or of a teacher where that is more, that the allocator cannot use."""
+"""Share of activations, or of a larger teacher, unusable by the allocator."""
 ASLEEP_BYTES = 2 * GIB
-"""What an engine keeps on a GPU with its weights and cache put away: CUDA context, CUDA graphs, NCCL."""
+"""Memory of an engine on a GPU without weights and cache: CUDA context, CUDA graphs, NCCL."""
 RANK_HOST_BYTES, ENGINE_HOST_BYTES = 6 * GIB, 10 * GIB
-"""Main memory of a rank and of an engine before any weight: imported code, the CUDA context's share, pinned buffers."""
+"""Main memory of a rank and of an engine before any weight.
+
+Imported code, the CUDA context's share, pinned buffers.
+"""
 
 MOST_TOKENS = 2**22
-"""Tokens of the largest micro-batch that is measured; its index arrays are real, and a GPU holds far fewer."""
+"""Tokens of the largest measured micro-batch.
+
+Index arrays are real, and a GPU holds far fewer tokens.
+"""
 
 _FUSED = {"bias_activation_fusion": True}
-"""What Transformer Engine brings on a GPU and changes sizes; attention and norms are counted as its fused kernels."""
+"""Transformer Engine's effects on sizes on a GPU.
+
+Attention and norms count as its fused kernels.
+"""
 
 
 def plan_run(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_nodes: int | None) -> RunPlan:
-    """What `settings` need of `gpu`s for a model of `spec`; neither weights nor a GPU have to be there.
+    """Return the memory on `gpu`s for `settings` and a model of `spec`, without weights or a GPU.
 
-    `num_nodes` None is as many as the run's GPUs take. One rank of each kind of pipeline stage is built on the meta device, in a separate
-    process, which takes seconds. Experts take equally many tokens, micro-batches are full. Raises UserError for a layout that the
-    model or megatron-core refuse.
+    `num_nodes` None takes as many nodes as the run's GPUs need. One rank of each kind of pipeline
+    stage is built on the meta device, in a separate process, for seconds. Experts take equally many
+    tokens, micro-batches are full. Raises UserError for a layout refused by the model or
+    megatron-core.
     """
     [plan] = plan_layouts([settings], spec, gpu=gpu, num_nodes=num_nodes)
     if isinstance(plan, str):
@@ -55,10 +66,16 @@ def plan_run(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_nodes: int | 
 
 
 def plan_layouts(variants: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, num_nodes: int | None) -> list[RunPlan | str]:
-    """`plan_run` of several settings of one model, measured one after the other in one process; a sentence for each that is refused."""
-    refused = {index: sentence for index, settings in enumerate(variants) if (sentence := _refusal(settings, spec)) is not None}
-    asked = [settings for index, settings in enumerate(variants) if index not in refused]
-    jobs = [Job(on_gpu(settings), spec, fused=True, teacher=teacher_spec(settings)) for settings in asked]
+    """Call `plan_run` for several settings of one model, one after the other in one process.
+
+    Refused settings get a sentence.
+    """
+    refused = {index: sentence for index, settings in enumerate(variants) if (sentence := _refusal(settings, spec, gpu)) is not None}
+    jobs = [
+        Job(on_gpu(settings, planned_attention(settings, spec, gpu)), spec, fused=True, teacher=teacher_spec(settings))
+        for index, settings in enumerate(variants)
+        if index not in refused
+    ]
     answers = iter(measure(jobs) if jobs else [])
     plans: list[RunPlan | str] = []
     for index, settings in enumerate(variants):
@@ -68,12 +85,15 @@ def plan_layouts(variants: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, num
 
 
 def teacher_spec(settings: Settings) -> ModelSpec | None:
-    """The architecture of the teacher that is distilled, from its config.json; None without one. Raises UserError."""
+    """Return the distilled teacher's architecture from its config.json; None without a teacher.
+
+    Raises UserError.
+    """
     return read_teacher_spec(teacher_path(settings.objective, settings.model)) if settings.objective.distillation_coef else None
 
 
-def _refusal(settings: Settings, spec: ModelSpec) -> str | None:
-    """Why the model cannot be divided as the settings ask, or its micro-batches cannot be measured; None when both can be."""
+def _refusal(settings: Settings, spec: ModelSpec, gpu: Gpu) -> str | None:
+    """Return the reason against this model division or micro-batch size; None without one."""
     tokens, cp = _tokens(settings), settings.training.topology.cp
     if tokens * cp > MOST_TOKENS:
         return (
@@ -82,21 +102,34 @@ def _refusal(settings: Settings, spec: ModelSpec) -> str | None:
         )
     try:
         check_layout(Topology.of(settings.training.topology), spec, settings.model.megatron)
+        planned_attention(settings, spec, gpu)
     except UserError as error:
         return str(error)
     return None
 
 
-def on_gpu(settings: Settings) -> Settings:
-    """The settings as the ranks of a GPU see them: bf16 unless another dtype is set, the kernels of Transformer Engine unless refused."""
+def planned_attention(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Attention:
+    """Return the attention of a model of `spec` on such GPUs with Transformer Engine.
+
+    Raises UserError where the settings ask for an impossible attention.
+    """
+    model, cp = settings.model, settings.training.topology.cp
+    return resolve_attention(model.attention, spec, overrides=model.megatron, cp=cp, capability=gpu.capability, installed=True)
+
+
+def on_gpu(settings: Settings, attention: Attention) -> Settings:
+    """Return the settings as seen by the ranks of a GPU.
+
+    bf16 unless another dtype is set, and the kernels of this attention's layers.
+    """
     model = settings.model
     dtype = dtype_name(model, device_kind="cuda")
-    fields = model.megatron if model.attention == "torch" else {**_FUSED, **without_kernels(model.megatron)}
+    fields = model.megatron if attention == "torch" else {**_FUSED, **without_kernels(model.megatron)}
     return settings.model_copy(update={"model": model.model_copy(update={"dtype": dtype, "attention": "torch", "megatron": fields})})
 
 
 def assemble(settings: Settings, spec: ModelSpec, answer: Answer, *, gpu: Gpu, num_nodes: int | None) -> RunPlan:
-    """The plan of `settings` from measured ranks."""
+    """Return the plan of `settings` from measured ranks."""
     topology = Topology.of(settings.training.topology)
     stages = stage_memories(settings, answer, frees_outputs=True)
     colocated = settings.runtime.colocate and not settings.supervised
@@ -107,6 +140,7 @@ def assemble(settings: Settings, spec: ModelSpec, answer: Answer, *, gpu: Gpu, n
     return RunPlan(
         gpu=gpu,
         layout=str(topology),
+        attention=attention_name(planned_attention(settings, spec, gpu), settings.model.megatron),
         tokens=_tokens(settings),
         num_nodes=num_nodes or -(-(topology.num_ranks + num_engine_gpus) // per_node),
         stages=stages,
@@ -119,20 +153,23 @@ def assemble(settings: Settings, spec: ModelSpec, answer: Answer, *, gpu: Gpu, n
 
 
 def _shared_buckets(settings: Settings, spec: ModelSpec) -> int:
-    """Buckets of weights that a rank fills and an engine copies at the same time, where both see the same memory.
+    """Return the weight buckets filled by a rank and copied by an engine at the same time.
 
-    One tensor can be larger than what a bucket is to have: an embedding, or a stack of experts, which is made beside its parts.
+    Both see the same memory. One tensor can be larger than the bucket size: an embedding, or a
+    stack of experts, built beside its parts.
     """
     if settings.weight_transport != "ipc":
         return 0
-    largest = max(tensor.num_bytes for tensor in make_manifest(spec, dtype=dtype_name(settings.model, device_kind="cuda")))
+    largest = max(tensor.num_bytes for tensor in exported_specs(spec, dtype=dtype_name(settings.model, device_kind="cuda")))
     return 2 * max(BUCKET_BYTES, largest) + (2 * largest if spec.names.stacked_experts else 0)
 
 
 def stage_memories(settings: Settings, answer: Answer, *, frees_outputs: bool) -> tuple[StageMemory, ...]:
-    """Every pipeline stage, critic included: its state stays beside the policy's, its passes come after. A teacher's come before both.
+    """Return the memory of every pipeline stage, critic included.
 
-    `frees_outputs` says that a stage drops what it has sent on, which megatron-core does on GPUs.
+    A critic's state stays beside the policy's, its passes come after the policy's. A teacher's
+    passes come before both. `frees_outputs` says that a stage drops sent outputs, as megatron-core
+    does on GPUs.
     """
     topology = Topology.of(settings.training.topology)
     stages = []
@@ -165,7 +202,7 @@ def stage_memories(settings: Settings, answer: Answer, *, frees_outputs: bool) -
 
 
 def _activations(settings: Settings, model: "RankMemory", topology: Topology, *, stage: int, frees_outputs: bool) -> tuple[int, float]:
-    """Bytes of all micro-batches in flight on a stage, and how many these are."""
+    """Return the bytes and the number of all micro-batches in flight on a stage."""
     last = stage == topology.pp - 1
     held = [
         chunk.held - (chunk.output if frees_outputs and not (last and index == len(model.chunks) - 1) else 0)
@@ -175,7 +212,10 @@ def _activations(settings: Settings, model: "RankMemory", topology: Topology, *,
 
 
 def count_micro_batches(settings: Settings, topology: Topology) -> int:
-    """Micro-batches of an optimizer step on a data-parallel rank when all sequences have the greatest length."""
+    """Count the micro-batches of an optimizer step on a data-parallel rank.
+
+    All sequences have the greatest length.
+    """
     sequences = -(-derive(settings).sequences_per_optimizer_step // topology.dp)
     longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
     together = max(1, settings.training.max_tokens_per_micro_batch * topology.cp // longest)
@@ -189,10 +229,11 @@ def _tokens(settings: Settings) -> int:
 
 
 def _rank_host(settings: Settings, policy: "RankMemory", models: Sequence["RankMemory"]) -> int:
-    """Main memory for a rank.
+    """Return the main memory for a rank.
 
-    The reference copy where one is kept, weights and optimizer state while a colocated engine generates, and the copy of these that a
-    thread writes to a checkpoint, whose memory stays for the next one: at most as much, a part being written by another copy's rank.
+    Parts are the reference copy, weights and optimizer state while a colocated engine generates,
+    and the copy for a checkpoint by a thread. The memory of the checkpoint's copy stays for the
+    next one. This is an upper bound, because another copy's rank writes a part.
     """
     reference = policy.reference if settings.keeps_reference else 0
     state = sum(model.away for model in models)
@@ -202,7 +243,7 @@ def _rank_host(settings: Settings, policy: "RankMemory", models: Sequence["RankM
 
 
 def _host_bytes(stages: Sequence[StageMemory], engine: EngineMemory | None, topology: Topology, *, per_node: int, colocated: bool) -> int:
-    """Main memory that the fullest node needs: its ranks, and its engines when they are there."""
+    """Return the main memory of the fullest node: ranks and, where present, engines."""
     ranks = max(stage.host for stage in stages) * min(per_node, topology.num_ranks)
     if engine is None:
         return ranks
@@ -211,13 +252,14 @@ def _host_bytes(stages: Sequence[StageMemory], engine: EngineMemory | None, topo
 
 
 def most_held(held: Sequence[int], *, stage: int, pp: int, num_micro_batches: int) -> tuple[int, float]:
-    """The most bytes that the chunks of pipeline rank `stage` hold at one time, and how many micro-batches of all chunks these are.
+    """Return the peak bytes held on pipeline rank `stage`, and the held micro-batches.
 
-    1F1B (Narayanan et al. 2021, section 2.2) lets stage s of p run p - s forwards before its first backward; interleaved, each of v chunks
-    on a rank counts for itself (section 2.2.2).
+    1F1B (Narayanan et al. 2021, section 2.2) lets stage s of p run p - s forwards before its first
+    backward. Interleaved, each of v chunks on a rank counts for itself (section 2.2.2). The number
+    of micro-batches is over all chunks.
 
-    `held` [vpp] are bytes of one micro-batch in each chunk. The schedule has `num_micro_batches`, for interleaved chunks a multiple of
-    `pp`.
+    `held` [vpp] are bytes of one micro-batch in each chunk. The schedule has `num_micro_batches`,
+    for interleaved chunks a multiple of `pp`.
     """
     forwards = _chunk_order(len(held), pp=pp, num_micro_batches=num_micro_batches)
     backwards = [len(held) - 1 - chunk for chunk in forwards]
@@ -232,7 +274,7 @@ def most_held(held: Sequence[int], *, stage: int, pp: int, num_micro_batches: in
 
 
 def _chunk_order(vpp: int, *, pp: int, num_micro_batches: int) -> list[int]:
-    """The chunk of each forward: `pp` micro-batches in one chunk, then the same ones in the next."""
+    """Return the chunk of each forward: `pp` micro-batches in a chunk, then in the next."""
     if vpp == 1:
         return [0] * num_micro_batches
     assert num_micro_batches % pp == 0, f"{num_micro_batches} micro-batches for interleaved chunks of {pp} ranks"

@@ -1,9 +1,9 @@
 """Layouts of a number of GPUs that fit, best first.
 
-Every combination of tp, pp, cp and ep is costed and its memory estimated by formulas; the cheapest that should fit are then built.
-
-The cost is the time of one optimizer step by `step_time`, at assumed rates of a GPU and with sequences of the greatest length. tp stays
-inside a node. Equal costs are ordered by headroom. It ranks layouts; it does not foretell a speed.
+Formulas give the cost and the memory of every combination of tp, pp, cp and ep. Then the cheapest
+candidates that should fit are built. The cost is the time of one optimizer step by `step_time`, at
+assumed rates of a GPU and with sequences of the greatest length. tp stays inside a node. Equal
+costs are ordered by headroom. The cost ranks layouts; the cost is no forecast of a speed.
 """
 
 import dataclasses
@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_rl.config.decided import FULL_RECOMPUTE
+from megatron_rl.config.gpus import GIB, Gpu
 from megatron_rl.config.settings import Settings, TopologySettings
 from megatron_rl.errors import UserError, counted
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.planning.gpus import GIB, Gpu
-from megatron_rl.planning.levers import FULL_RECOMPUTE, remedy
+from megatron_rl.planning.levers import remedy
 from megatron_rl.planning.records import RunPlan
 from megatron_rl.planning.run_plan import CONTEXT_BYTES, plan_layouts, teacher_spec
 from megatron_rl.planning.step_time import Flops, ModelSize, Rates, Step, full_lengths
@@ -23,14 +24,14 @@ from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.topology import Topology
 
 _ASSUMED = Rates(products=4e14, attention=4e14, memory=2e12, node=3e11, network=4e10)
-"""Of an H100, in a node and between nodes: round figures, which are not measured."""
+"""Rates of an H100, in a node and between nodes: round figures, not measured."""
 _MARGIN = 1.2
 _BUILT_AT_ONCE, _BUILT_AT_MOST = 4, 12
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout by its settings, with the seconds that the model says a step takes and its estimated bytes on a GPU."""
+    """A layout by its settings, the modelled seconds of a step and the estimated bytes on a GPU."""
 
     settings: Settings
     cost_s: float
@@ -47,11 +48,12 @@ def best_layouts(
     advise: bool = True,
     say: Callable[[str], None] = lambda words: None,
 ) -> list[tuple[Settings, RunPlan]]:
-    """Up to `keep` layouts of `num_gpus` Megatron ranks that fit on `gpu`s, best first, as settings and their plans.
+    """Return up to `keep` fitting layouts of `num_gpus` Megatron ranks on `gpu`s, best first.
 
-    Everything but the topology is taken from `settings`; where these say nothing of recompute, layouts with full recompute are among them.
-    `say` gets what is being built, which takes seconds each time; `advise` tries what would make the smallest fit when none does.
-    Raises UserError when none fits, with the one that comes closest.
+    The result is settings and plans. Everything but the topology comes from `settings`. Settings
+    without recompute add layouts with full recompute. `say` gets the name of the layout under
+    construction, for seconds each time. `advise` tries remedies for the smallest layout when no
+    layout fits. Raises UserError without a fitting layout, with the closest one.
     """
     found = sorted(candidates(settings, spec, gpu=gpu, num_gpus=num_gpus), key=lambda candidate: candidate.cost_s)
     if not found:
@@ -86,7 +88,10 @@ def best_layouts(
 
 
 def _fitting(built: Sequence[Candidate], spec: ModelSpec, gpu: Gpu) -> list[tuple[float, int, Settings, RunPlan]]:
-    """Cost, peak bytes, settings and plan of those that fit on GPUs; the engines are another question."""
+    """Return cost, peak bytes, settings and plan of the layouts that fit on GPUs.
+
+    The engines are a separate question.
+    """
     plans = plan_layouts([candidate.settings for candidate in built], spec, gpu=gpu, num_nodes=None)
     return [
         (candidate.cost_s, plan.peak, candidate.settings, plan)
@@ -96,7 +101,7 @@ def _fitting(built: Sequence[Candidate], spec: ModelSpec, gpu: Gpu) -> list[tupl
 
 
 def candidates(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[Candidate]:
-    """Every layout of `num_gpus` ranks that the model can be divided by, without and with full recompute."""
+    """Yield every valid layout of `num_gpus` ranks, without and with full recompute."""
     size, teacher = ModelSize.of(spec), teacher_spec(settings)
     distilled = None if teacher is None else ModelSize.of(teacher)
     flops = Flops.of(size, full_lengths(settings))
@@ -133,14 +138,18 @@ def _topologies(spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[Topolog
 
 
 def _rank_bytes(settings: Settings, step: Step, *, teacher: ModelSize | None) -> float:
-    """Bytes of a rank: bf16 weights, fp32 gradients, 12 bytes of optimizer state per parameter, activations or a teacher's weights."""
+    """Estimate the bytes of a rank.
+
+    bf16 weights, fp32 gradients, 12 bytes of optimizer state per parameter, activations or a
+    teacher's weights.
+    """
     size, topology = step.size, step.topology
     state = sum(count * (6 + 12 / (copies if step.distributed_optimizer else 1)) for count, copies in step.held())
     longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
     tokens = max(settings.training.max_tokens_per_micro_batch, longest / topology.cp)
     layer = tokens * size.kept * 2 / topology.tp
     boundary = tokens * size.spec.hidden_size * 2 / topology.tp
-    # The first stage holds the micro-batches of all.
+    # The first stage holds the micro-batches of all stages.
     layers = size.spec.num_layers / topology.pp * min(topology.pp, step.num_micro_batches)
     activations = layers * boundary + layer if step.recompute == "full" else layers * layer
     asked = 0.0 if teacher is None else 2 * sum(count for count, _ in dataclasses.replace(step, size=teacher).held())

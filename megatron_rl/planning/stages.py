@@ -1,4 +1,4 @@
-"""Which ranks of a layout have to be built to know them all: one for each kind of pipeline stage."""
+"""Selection of the ranks to build for a layout: one for each kind of pipeline stage."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,9 +23,9 @@ Memory = TypeVar("Memory", RankMemory, TeacherMemory)
 
 
 def measure_stages(settings: Settings, spec: ModelSpec, *, fused: bool, critic: bool) -> tuple[RankMemory, ...]:
-    """Memory of the first rank of each pipeline stage, in order, of the policy or a `critic`.
+    """Return the memory of the first rank of each pipeline stage, of the policy or a `critic`.
 
-    Raises UserError for what the model or megatron-core refuse.
+    The order is the pipeline's. Raises UserError for refusals of the model or megatron-core.
     """
     topology, device = Topology.of(settings.training.topology), local_device()
     dtype, fields = model_dtype(settings.model, device), settings.model.megatron
@@ -36,7 +36,10 @@ def measure_stages(settings: Settings, spec: ModelSpec, *, fused: bool, critic: 
 
 
 def measure_teacher_stages(settings: Settings, spec: ModelSpec, *, fused: bool) -> tuple[TeacherMemory, ...]:
-    """The same of the teacher of `spec`. Raises UserError for what does not fit the policy's layout, too."""
+    """Return the same for the teacher of `spec`.
+
+    Raises UserError also for a teacher that does not fit the policy's layout.
+    """
     topology, device = Topology.of(settings.training.topology), local_device()
     dtype = model_dtype(settings.model, device)
     config = teacher_config(settings.model, settings.training.topology, spec, dtype=dtype, attention="torch")
@@ -46,7 +49,10 @@ def measure_teacher_stages(settings: Settings, spec: ModelSpec, *, fused: bool) 
 
 
 def _stages(config: TransformerConfig, topology: Topology, measure: Callable[[], Memory], *, fused: bool) -> tuple[Memory, ...]:
-    """What `measure` finds on the first rank of each stage; stages of the same layers are built once."""
+    """Return the result of `measure` on the first rank of each stage.
+
+    Stages of the same layers are built once.
+    """
     measured: dict[object, Memory] = {}
     stages = []
     for stage in range(topology.pp):
@@ -59,7 +65,7 @@ def _stages(config: TransformerConfig, topology: Topology, measure: Callable[[],
 
 
 def _layers(config: TransformerConfig, topology: Topology, stage: int) -> tuple[tuple[bool, ...], ...]:
-    """For each chunk of a stage and each of its layers whether it has experts."""
+    """Return True for each layer with experts, for each chunk of a stage."""
     layers = []
     for chunk in [None] if topology.vpp == 1 else range(topology.vpp):
         first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)

@@ -1,7 +1,8 @@
-"""Seconds of an optimizer step by arithmetic: what a rank computes, moves in memory and exchanges, over the rates of a device.
+"""Seconds of an optimizer step by arithmetic: work, traffic and messages over a device's rates.
 
-The parts are added: nothing overlaps. Kernels start without a pause, ranks and experts are evenly loaded, so a real step takes longer; how
-much longer, nobody can say without the device. Other passes over a batch, for old log-probs or a reference, are not of the step.
+The parts are added: nothing overlaps. Kernels start without a pause, ranks and experts are evenly
+loaded. A real step takes longer, by an unknown amount without the device. Other passes over a
+batch, for old log-probs or a reference, are not in the step.
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from megatron_rl.types import Ints
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Numbers of a model: `dense` parameters, which every expert parallel rank has, those of all `experts`, and in the layers the weights
-    with which a token is `multiplied`: matrices, of experts those that it takes.
+    """Sizes of a model in numbers.
+
+    `dense` parameters are on every expert parallel rank; `experts` counts all experts. `multiplied`
+    counts a token's weights in the layers: matrices, and the chosen experts' matrices.
     """
 
     spec: ModelSpec
@@ -31,7 +34,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "ModelSize":
-        """Those of `spec`, by the weight table."""
+        """Return the size of `spec`, by the weight table."""
         sizes = {False: 0, True: 0}
         matrices = {False: 0, True: 0}
         for rule in rules(spec):
@@ -44,7 +47,7 @@ class ModelSize:
 
     @property
     def kept(self) -> int:
-        """Numbers that one token leaves in a layer for its backward pass, on all tensor parallel ranks together."""
+        """Numbers of a token kept in a layer for backward, over all tensor parallel ranks."""
         spec, moe = self.spec, self.spec.moe
         attention = (
             4 * spec.hidden_size + 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 2 * spec.num_heads * spec.value_dim
@@ -55,15 +58,20 @@ class ModelSize:
 
 
 def causal_pairs(lengths: Ints, *, window: int | None = None) -> float:
-    """Queries with each of the keys that they see, in sequences of `lengths` [S] tokens: all up to themselves, or the last `window`."""
+    """Count pairs of query and visible key in sequences of `lengths` [S] tokens.
+
+    A query sees all keys up to its own, or the last `window`.
+    """
     seen = lengths.astype(np.float64) if window is None else np.minimum(lengths, window).astype(np.float64)
     return float((seen * (seen + 1) / 2 + (lengths - seen) * seen).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Floating-point operations of a forward pass on all ranks together: products with the weights of `layers` and of the `head`, and
-    the two products of causal `attention`.
+    """Floating-point operations of a forward pass on all ranks together.
+
+    Products with the weights of `layers` and of the `head`, and the two products of causal
+    `attention`.
     """
 
     layers: float
@@ -72,9 +80,10 @@ class Flops:
 
     @classmethod
     def of(cls, size: ModelSize, lengths: Ints, *, num_targets: int | None = None) -> "Flops":
-        """Of sequences of `lengths` [S] tokens, at `num_targets` of which the head runs (all when not given).
+        """Return the operations of sequences of `lengths` [S] tokens.
 
-        2 for every weight and token, and for every pair and channel.
+        The head runs at `num_targets` (all when not given). Counts are 2 for every weight and
+        token, and for every pair and channel.
         """
         spec, windows = size.spec, len(size.spec.sliding_layers)
         pairs = (spec.num_layers - windows) * causal_pairs(lengths) + windows * causal_pairs(lengths, window=spec.sliding_window)
@@ -86,28 +95,40 @@ class Flops:
 
     @property
     def of_model(self) -> float:
-        """Forward and backward as MFU counts them: two forward passes for a backward pass, nothing twice (PaLM, appendix B)."""
+        """Forward and backward as MFU counts: a backward is two forwards, nothing counts twice.
+
+        (PaLM, appendix B).
+        """
         return 3 * (self.layers + self.attention + self.head)
 
     def products(self, *, recompute: str | None) -> float:
-        """Forward and backward with weights; the head's logits are made twice, all layers' products with `recompute` "full"."""
+        """Return forward and backward operations with weights.
+
+        The head's logits are made twice, all layers' products with `recompute` "full".
+        """
         return (3 + (recompute == "full")) * self.layers + 4 * self.head
 
     def scores(self, *, recompute: str | None) -> float:
-        """Forward and backward of attention, whose backward pass makes the scores again (FlashAttention-2, section 4.1: 2.5 times)."""
+        """Return forward and backward operations of attention.
+
+        The backward pass makes the scores again (FlashAttention-2, section 4.1: 2.5 times).
+        """
         return (3.5 + (recompute is not None)) * self.attention
 
 
 def full_lengths(settings: Settings) -> Ints:
-    """Tokens [S] of the sequences of an optimizer step when all have the greatest length."""
+    """Return the tokens [S] of an optimizer step's sequences, all of the greatest length."""
     longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
     return np.full(derive(settings).sequences_per_optimizer_step, longest)
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A device's: operations a second in bare `products` and bare `attention`, bytes a second that a copy reads and writes in `memory`,
-    bytes a second that a rank sends in a collective within a `node` and over the `network`.
+    """Rates of a device.
+
+    Operations a second in bare `products` and bare `attention`. Bytes a second read and written by
+    a copy in `memory`. Bytes a second sent by a rank in a collective within a `node` and over the
+    `network`.
     """
 
     products: float
@@ -119,10 +140,11 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An optimizer step of `num_tokens` tokens and `flops` on the ranks of `topology`, `per_node` of which share a node.
+    """An optimizer step of `num_tokens` tokens and `flops` on the ranks of `topology`.
 
-    Each data parallel rank has `num_micro_batches`. Numbers of parameters and activations have `itemsize` bytes, those of gradients and of
-    the optimizer 4. `recompute` is megatron-core's granularity; a "selective" one is counted as attention's.
+    `per_node` ranks share a node. Each data parallel rank has `num_micro_batches`. Numbers of
+    parameters and activations have `itemsize` bytes, numbers of gradients and of the optimizer 4.
+    `recompute` is megatron-core's granularity; "selective" counts as attention's.
     """
 
     size: ModelSize
@@ -137,7 +159,7 @@ class Step:
 
     @classmethod
     def of(cls, settings: Settings, size: ModelSize, flops: Flops, *, per_node: int, itemsize: int = 2) -> "Step":
-        """That of `settings` when all sequences have the greatest length, those of `full_lengths`."""
+        """Return the step of `settings` with sequences of the greatest length."""
         topology = Topology.of(settings.training.topology)
         return cls(
             size,
@@ -154,7 +176,11 @@ class Step:
         )
 
     def parts(self, rates: Rates) -> dict[str, float]:
-        """Seconds of each part on a rank. Stages wait for the first and last micro-batches of the others (Narayanan et al. 2021)."""
+        """Return the seconds of each part on a rank.
+
+        Stages wait for the first and last micro-batches of the other stages (Narayanan et al.
+        2021).
+        """
         ranks, stretched = self.topology.num_ranks, 1 + (self.topology.pp - 1) / self.num_micro_batches
         return {
             "products": self.flops.products(recompute=self.recompute) / ranks / rates.products * stretched,
@@ -165,10 +191,11 @@ class Step:
         }
 
     def activation_bytes(self) -> float:
-        """Bytes that a rank reads and writes between products.
+        """Return the bytes read and written by a rank between products.
 
-        Forward writes what is kept and reads it, backward reads it again, and writes and reads its gradient; what is recomputed is written
-        and read once more. Logits are read twice, and their gradient is written.
+        Forward writes and reads the kept numbers. Backward reads the numbers again, and writes and
+        reads a gradient. Recomputed numbers are written and read once more. Logits are read twice,
+        and their gradient is written.
         """
         spec, ranks = self.size.spec, self.topology.num_ranks
         layers = (7 if self.recompute == "full" else 5) * self.num_tokens * spec.num_layers * self.size.kept
@@ -176,10 +203,11 @@ class Step:
         return self.itemsize * (layers + logits) / ranks
 
     def state_bytes(self) -> float:
-        """Bytes that a rank reads and writes of its gradients and its optimizer's state.
+        """Return the bytes of gradients and optimizer state read and written by a rank.
 
-        Each micro-batch adds a gradient to a sum, which begins as zeros. The step reads it for its norm, scales it, and reads it with the
-        weight and two moments, which are written back; a weight of other than 4 bytes is a copy that is written, too.
+        Each micro-batch adds a gradient to a sum, starting at zeros. The step reads the sum for the
+        norm, scales the sum, and reads it with the weight and two moments, then writes weight and
+        moments. A weight of other than 4 bytes is a copy, written too.
         """
         held = self.held()
         sums = sum(count for count, _ in held) * (4 + self.num_micro_batches * (8 + self.itemsize))
@@ -187,7 +215,7 @@ class Step:
         return sums + updated * (4 + 8 + 4 + 8 + 16 + (self.itemsize if self.itemsize != 4 else 0))
 
     def held(self) -> list[tuple[float, int]]:
-        """Parameters of a rank, dense ones and experts, and how many ranks have each."""
+        """Return the parameters of a rank, dense and experts, with the number of ranks for each."""
         one = self.topology
         return [
             (self.size.dense / (one.tp * one.pp), one.dp * one.cp),
@@ -195,11 +223,12 @@ class Step:
         ]
 
     def messages(self) -> list[tuple[float, bool]]:
-        """Bytes that a rank sends for each kind of parallelism, and whether they stay in a node.
+        """Return bytes sent by a rank per kind of parallelism, and True for bytes in a node.
 
-        Tensor parallel passes gather and scatter twice in a layer; context parallel ones pass keys and values on, backward with their
-        gradients; expert parallel ones send tokens there and back. Gradients are summed over copies: once around and once back, the
-        distributed optimizer's way back with weights.
+        Tensor parallel passes gather and scatter twice in a layer. Context parallel passes send
+        keys and values on, backward with gradients. Expert parallel passes send tokens there and
+        back. Gradients are summed over copies: once around and once back, the distributed
+        optimizer's way back with weights.
         """
         one, spec = self.topology, self.size.spec
         passes = 3 if self.recompute == "full" else 2

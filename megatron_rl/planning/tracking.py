@@ -1,4 +1,4 @@
-"""How much memory tensors take at any moment, and which collectives are called, real or without memory."""
+"""Memory of tensors over time, and calls of collectives, real or without memory."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,10 @@ _GROUPS = {
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of storages that were made inside it and still live.
+    """Counts the bytes of living storages made inside the block.
 
-    `live` bytes now, `peak` the most since `reset_peak`, `largest_collective` the largest message of a collective seen.
+    `live` bytes now, `peak` the most since `reset_peak`, `largest_collective` the largest message
+    of a collective seen.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class MemoryTracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def reset_peak(self) -> None:
-        """Forget the peak: from now on it is at least what lives now."""
+        """Forget the peak: the new peak is at least the living bytes."""
         self.peak = self.live
 
     def __enter__(self) -> "MemoryTracker":
@@ -63,20 +64,20 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func` and count what it made. Tensors of any shape."""
+        """Run `func` and count the new storages. Tensors of any shape."""
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.namespace == "c10d":
             self._see_collective(func, args, given)
             if given and given[0].is_meta and func._schema.name.endswith("coalesced_"):
-                # torch has no kernels of these for meta tensors.
+                # torch has no kernels of these collectives for meta tensors.
                 return FakeWork().boxed()
         result = func(*args, **kwargs)
         known = {tensor.untyped_storage()._cdata for tensor in given}
         for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                # What was made outside is not counted when a view of it comes along.
+                # A view brings storage from outside along, which is not counted.
                 if storage._cdata not in known or storage._cdata in self._sizes:
                     self._count(storage)
         return result

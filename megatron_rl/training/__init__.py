@@ -1,4 +1,4 @@
-"""The Megatron side of a run: topology, passes, optimizer, checkpoints, and the Trainer that ties them together."""
+"""The Megatron side of a run: topology, passes, optimizer, checkpoints, and Trainer."""
 
 from megatron_rl.device import quiet_megatron_imports
 

@@ -1,8 +1,9 @@
-"""Adam that counts steps per parameter group.
+"""Adam with a count of steps per parameter group.
 
-torch's Adam keeps a `step` tensor for every parameter, which megatron-core's distributed optimizer fills with one shared tensor
-when it loads a checkpoint: each parameter's update then advances the count of all. Here the count is a number of the group,
-where nothing can share it, and it appears per parameter only in the state dict.
+torch's Adam keeps a `step` tensor for every parameter. megatron-core's distributed optimizer fills
+all `step` tensors with one shared tensor when loading a checkpoint: each parameter's update then
+advances the count of all. Here the count is a number of the group and cannot be shared. Only the
+state dict shows the count per parameter.
 """
 
 from collections.abc import Callable
@@ -36,9 +37,10 @@ class GroupStepAdam(torch.optim.Optimizer):
 
     @classmethod
     def in_place_of(cls, adam: torch.optim.Adam, *, decoupled: bool) -> "GroupStepAdam":
-        """An optimizer of the parameter groups of `adam`, which has not stepped yet.
+        """Return a fresh optimizer of the parameter groups of `adam`, without a step done.
 
-        The groups are shared, not copied. Their parameters may be views into a buffer, which torch refuses at construction.
+        The groups are shared, not copied. Parameters may be views into a buffer, which torch
+        refuses at construction.
         """
         optimizer = cls([torch.zeros(0)], lr=0.0, decoupled=decoupled)
         optimizer.state.clear()
@@ -82,7 +84,7 @@ class GroupStepAdam(torch.optim.Optimizer):
         torch._foreach_addcdiv_(params, exp_avgs, denominators, value=-lr / correction1)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's form: moments of each parameter, and the group's `step` beside them as a tensor of its own."""
+        """Return torch's form: moments per parameter, with the group's `step` as tensors."""
         state_dict = super().state_dict()
         for group in state_dict["param_groups"]:
             for index in group["params"]:

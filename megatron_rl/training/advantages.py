@@ -1,20 +1,19 @@
-"""What the loss needs of each token besides the model's own output, as token-aligned arrays of a shard's batch.
+"""Per-token inputs of the loss beside the model's own output, as token-aligned arrays of a shard.
 
 Legend: T tokens of the shard's batch, B its sequences; B_all sequences of the whole batch.
 """
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.arguments import GDPOArguments
+from megatron_rl.algorithms.advantage import Samples, TokenPlaces
+from megatron_rl.algorithms.group_advantage import Gdpo
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import last_trainable
-from megatron_rl.algorithms.token_advantage import sample_scores, token_advantages, without_signal
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.data.trajectories import Trajectories
 from megatron_rl.errors import UserError
@@ -26,14 +25,16 @@ _TOKENS_PER_SEQUENCE = 2**32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenData:
-    """Arrays [T] aligned with the tokens of a shard's batch, in nats where they are log-probs.
+    """Arrays [T] aligned with the tokens of a shard's batch; log-probs in nats.
 
-    `rollout_log_probs` None: those of the generator are not known. `old_log_probs` None: the old policy is the current one.
-    `ref_log_probs` None: no reference is used. `kl_mask` None: the KL of every token counts. `token_keys` name a token within the whole
-    batch, the same under every layout. `old_values`, of the states in which the tokens were chosen, and `returns` are for a critic, None
-    without one; `teacher_log_probs` likewise for a teacher. `trajectory_ids` [B] name the trajectory of each of the shard's sequences
-    within the whole batch, and `trajectory_tokens` [B] count the trainable tokens of all its sequences, on whatever rank; None where each
-    sequence is a trajectory.
+    `rollout_log_probs` None: the generator's log-probs are not known. `old_log_probs` None: the old
+    policy is the current one. `ref_log_probs` None: no reference is used. `kl_mask` None: the KL of
+    every token counts. `token_keys` name a token within the whole batch, the same under every
+    layout. `old_values`, of the states before the choice of each token, and `returns` are for a
+    critic, None without one; `teacher_log_probs` likewise for a teacher. `trajectory_ids` [B] name
+    the trajectory of each of the shard's sequences within the whole batch. `trajectory_tokens` [B]
+    count the trainable tokens of all sequences of the trajectory, on any rank. Both are None where
+    each sequence is a trajectory.
     """
 
     rollout_log_probs: Floats | None
@@ -51,11 +52,12 @@ class TokenData:
 
 
 def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:
-    """Whether a pass over the batch before its first optimizer step is needed for the old policy's log-probs.
+    """Return True when the old log-probs need a pass before the first optimizer step.
 
-    With a single step the old policy is the current one, whose log-probs the step computes anyway.
+    With a single step the old policy is the current one, and the step computes the log-probs
+    anyway.
     """
-    return objective.trains_by_rewards and (num_steps > 1 or objective.kl_reward_coef > 0 or objective.distillation_coef > 0)
+    return objective.trains_by_rewards and (num_steps > 1 or objective.kl_reward is not None or objective.distillation_coef > 0)
 
 
 def make_token_data(
@@ -68,13 +70,15 @@ def make_token_data(
     teacher: Floats | None = None,
     kl_reward_coef: float = 0.0,
 ) -> TokenData:
-    """The data [T] of `shard`, with advantages by the groups of the whole batch; advantages are zero for supervised training.
+    """Return the data [T] of `shard`, with advantages by the groups of the whole batch.
 
-    A baseline counts each trajectory once, whatever number of sequences it has, and all its sequences get its advantage.
+    Advantages are zero for supervised training. A baseline counts each trajectory once, for any
+    number of sequences, and all sequences of the trajectory get the same advantage.
 
-    `state_values` [T], for ppo, are a critic's of the states behind each token, `teacher` [T] a teacher's log-probs for distillation;
-    `kl_reward_coef` is the present coefficient. What the batch brings itself takes the place of these, and its advantages are used as
-    they are. Collective over data-parallel ranks.
+    `state_values` [T], for ppo, are a critic's values of the states behind each token; `teacher`
+    [T] are a teacher's log-probs for distillation; `kl_reward_coef` is the present coefficient.
+    Values given in the batch replace computed ones, and given advantages are used unchanged.
+    Collective over data-parallel ranks.
     """
     batch, trajectories = shard.batch, Trajectories.of(shard.all_trajectory_ids)
     own = trajectories.index[shard.rows]
@@ -85,18 +89,18 @@ def make_token_data(
         advantages = np.where(batch.loss_mask, batch.advantages, 0.0)
     elif objective.trains_by_rewards:
         log_ratio = None
-        rewards = _trajectory_rewards(objective, shard, trajectories)
+        samples = compared_samples(objective, shard, trajectories)
         if objective.zero_variance == "mask_kl":
-            nothing = without_signal(objective.advantage, **rewards).numpy()[own]
+            nothing = objective.advantage.without_signal(samples).numpy()[own]
             kl_mask = np.repeat(~nothing, batch.lengths)
         if objective.distillation_coef:
             assert old is not None and teacher is not None, "distillation needs old and teacher log-probs"
             log_ratio = _tensor(old).double() - _tensor(teacher).double()
-        scores = sample_scores(objective.advantage, **rewards)[_tensor(own)]
+        scores = objective.advantage.scores(samples)[_tensor(own)]
         kl = None
-        if kl_reward_coef:
+        if objective.kl_reward is not None and kl_reward_coef:
             assert old is not None and reference is not None, "a KL in the rewards needs old and reference log-probs"
-            kl = kl_estimate(_tensor(old).double(), reference=_tensor(reference).double(), estimator=objective.kl_reward_estimator)
+            kl = kl_estimate(_tensor(old).double(), reference=_tensor(reference).double(), estimator=objective.kl_reward.estimator)
             kl = kl if kl_mask is None else kl.masked_fill(~_tensor(kl_mask), 0.0)
         advantages, returns = _advantages(objective, shard, scores, kl, old_values, state_values, log_ratio, kl_reward_coef)
     offsets = np.arange(len(batch.tokens)) - np.repeat(batch.cu_seqlens[:-1], batch.lengths)
@@ -117,15 +121,19 @@ def make_token_data(
 
 
 def values_before(state_values: Floats) -> Floats:
-    """Values [T] of the states in which each token was chosen, from those [T] behind each token; 0 before the first token of all.
+    """Return values [T] of states before each token, from values [T] behind each token.
 
-    At the first token of a sequence it is a value of another sequence: nothing predicts that token, so nobody looks there.
+    The first token of all gets 0. The first token of another sequence gets a value of the sequence
+    before: no prediction makes a first token, so no reader uses the entry.
     """
     return np.concatenate([np.zeros(1, np.float32), state_values[:-1]])[: len(state_values)]
 
 
 def _own_or(own: Floats | None, computed: Floats | None, batch: TrainBatch) -> Floats | None:
-    """What the batch brings itself [T], with 0 where its loss mask leaves out a token, which may hold anything; else what was computed."""
+    """Return the batch's own numbers [T], 0 outside the loss mask, or else the computed ones.
+
+    Tokens outside the loss mask may hold anything.
+    """
     return computed if own is None else np.where(batch.loss_mask, own, np.float32(0.0))
 
 
@@ -153,9 +161,7 @@ def _advantages(
         ends = last_trainable(mask, cu_seqlens)
         ended = ~_tensor(batch.truncated) | (ends < 0)
         bootstrap = torch.where(ended, 0.0, _tensor(state_values).double()[ends])
-    advantages, returns = token_advantages(
-        objective,
-        scores=scores,
+    places = TokenPlaces(
         loss_mask=mask,
         cu_seqlens=cu_seqlens,
         kl=kl,
@@ -163,28 +169,24 @@ def _advantages(
         values=values,
         bootstrap=bootstrap,
         teacher_log_ratio=teacher_log_ratio,
-        all_reduce_sum=sum_over_data_parallel,
+        distillation_coef=objective.distillation_coef,
     )
+    advantages, returns = objective.advantage.of_tokens(scores, places, all_reduce_sum=sum_over_data_parallel)
     return np.asarray(advantages.numpy(), np.float64), None if returns is None else np.asarray(returns.numpy(), np.float64)
 
 
-class _TrajectoryRewards(TypedDict):
-    """The whole batch's trajectories as the estimator compares them: arguments of `sample_scores` and `without_signal`."""
+def compared_samples(objective: Objective, shard: Shard, trajectories: Trajectories) -> Samples:
+    """Return the whole batch's trajectories as the estimator compares them.
 
-    rewards: Tensor
-    group_ids: Tensor
-    lengths: Tensor
-    baselines: Tensor | None
-
-
-def _trajectory_rewards(objective: Objective, shard: Shard, trajectories: Trajectories) -> _TrajectoryRewards:
-    first, by_component = trajectories.first, objective.advantage.estimator == "gdpo"
-    return {
-        "rewards": _tensor((_components(objective, shard) if by_component else shard.all_rewards)[first]),
-        "group_ids": _tensor(shard.all_group_ids[first]),
-        "lengths": _tensor(trajectories.sum(shard.all_trainable_tokens)),
-        "baselines": _tensor(_greedy_baselines(shard)[first]) if objective.advantage.estimator == "remax" else None,
-    }
+    Raises UserError for missing data.
+    """
+    first, advantage = trajectories.first, objective.advantage
+    return Samples(
+        rewards=_tensor((_components(advantage, shard) if isinstance(advantage, Gdpo) else shard.all_rewards)[first]),
+        group_ids=_tensor(shard.all_group_ids[first]),
+        lengths=_tensor(trajectories.sum(shard.all_trainable_tokens)),
+        baselines=_tensor(_greedy_baselines(shard)[first]) if advantage.needs_greedy else None,
+    )
 
 
 def _greedy_baselines(shard: Shard) -> Doubles:
@@ -192,30 +194,33 @@ def _greedy_baselines(shard: Shard) -> Doubles:
     names = shard.batch.component_names
     if GREEDY_BASELINE not in names:
         raise UserError(
-            f"objective.advantage.estimator remax needs the reward of a greedy response as component {GREEDY_BASELINE!r}, got "
+            f"objective.advantage.kind remax needs the reward of a greedy response as component {GREEDY_BASELINE!r}, got "
             f"{list(names)}; only generated samples have it"
         )
     return shard.all_reward_components[:, names.index(GREEDY_BASELINE)]
 
 
-def _components(objective: Objective, shard: Shard) -> Doubles:
-    """Reward components [B, K] of the whole batch, for gdpo. Raises UserError when samples lack them or the weights are not theirs."""
+def _components(advantage: Gdpo, shard: Shard) -> Doubles:
+    """Return the reward components [B, K] of the whole batch, for gdpo.
+
+    Raises UserError when samples lack components or the weights belong to other components.
+    """
     names, components = shard.batch.component_names, shard.all_reward_components
-    weights = objective.advantage.arguments(GDPOArguments).reward_weights
+    weights = advantage.reward_weights
     if not names:
         raise UserError(
-            "objective.advantage.estimator gdpo needs the components of every reward, and the reward function gives none; return a dict "
+            "objective.advantage.kind gdpo needs the components of every reward, and the reward function gives none; return a dict "
             "with the key reward and one for each component"
         )
     lacking = [name for name, column in zip(names, components.T, strict=True) if not np.isfinite(column).all()]
     if lacking:
         raise UserError(
-            f"objective.advantage.estimator gdpo needs every component of every reward, and some samples have no finite {lacking[0]}; "
+            f"objective.advantage.kind gdpo needs every component of every reward, and some samples have no finite {lacking[0]}; "
             "let the reward function return all of them each time"
         )
     if weights is not None and len(weights) != len(names):
         raise UserError(
-            f"objective.advantage.args.reward_weights has {len(weights)} numbers, the rewards have {len(names)} components "
+            f"objective.advantage.reward_weights has {len(weights)} numbers, the rewards have {len(names)} components "
             f"({', '.join(names)}); give one for each, in this order"
         )
     return components

@@ -1,7 +1,8 @@
-"""All collectives of an optimizer step that are not megatron-core's own: here it can be read off that every rank takes part.
+"""All collectives of an optimizer step outside megatron-core, in one place to check participation.
 
-Each function says over which ranks it is collective: all of those ranks call it, equally often and in the same order, also ranks whose
-share has no tokens. No caller may therefore make a call depend on anything that differs between these ranks.
+Each docstring names the ranks of the collective. All of the named ranks call the function, equally
+often and in the same order, also ranks with a share without tokens. No caller may therefore make a
+call depend on data different between the ranks.
 """
 
 from typing import Any, TypeVar
@@ -18,37 +19,54 @@ Report = TypeVar("Report")
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """`values`, of any shape and on the device of the collectives, summed in place and returned. Collective over all ranks."""
+    """Sum `values`, of any shape, in place and return `values`.
+
+    `values` are on the device of the collectives. Collective over all ranks.
+    """
     distributed.all_reduce(values)
     return values
 
 
 def sum_over_data_parallel(values: Tensor) -> Tensor:
-    """The sum of `values`, of any shape and device, over the data-parallel ranks, which hold different sequences. Collective over them."""
+    """Return the sum of `values`, of any shape and device, over the data-parallel ranks.
+
+    Data-parallel ranks hold different sequences. Collective over the data-parallel ranks.
+    """
     return _sum_over(values.to(collective_device()), parallel_state.get_data_parallel_group()).to(values.device)
 
 
 def shares_of_data_parallel(share: Floats) -> Floats:
-    """Numbers [T] of all data-parallel ranks from the `share` [T] of each, which is 0 at the tokens of others. Collective over them."""
+    """Return numbers [T] of all data-parallel ranks from the `share` [T] of each.
+
+    A share is 0 at the tokens of other ranks. Collective over the data-parallel ranks.
+    """
     return np.asarray(sum_over_data_parallel(torch.from_numpy(share)).numpy())
 
 
 def sum_over_context_parallel(values: Tensor, place: Place) -> Tensor:
-    """`values`, of any shape, summed in place over the context-parallel ranks, which share each sequence. Collective over them."""
+    """Sum `values`, of any shape, in place over the context-parallel ranks, and return `values`.
+
+    Context-parallel ranks share each sequence. Collective over the context-parallel ranks.
+    """
     return _sum_over(values, place.cp_group)
 
 
 def from_last_stage(values: Tensor, place: Place) -> Tensor:
-    """`values`, of any shape, replaced by those of the last pipeline stage. Collective over the pipeline's ranks."""
+    """Replace `values`, of any shape, by the values of the last pipeline stage.
+
+    Collective over the pipeline's ranks.
+    """
     if place.pp_group.size() > 1:
         distributed.broadcast(values, group_src=place.pp_group.size() - 1, group=place.pp_group)
     return values
 
 
 def gather_on_last_stage(values: Tensor) -> Tensor:
-    """`values` [n] of all data- and context-parallel ranks, one after the other; n differs between them.
+    """Return `values` [n] of all data- and context-parallel ranks, one after the other; n may
+    differ.
 
-    Collective over these ranks of one pipeline stage: the last one calls it alone.
+    Collective over the data- and context-parallel ranks of one pipeline stage: the last stage calls
+    it alone.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
@@ -61,14 +79,20 @@ def gather_on_last_stage(values: Tensor) -> Tensor:
 
 
 def reports_of_ranks(report: Report) -> list[Report]:
-    """The reports of all ranks, plain values that can be pickled, in the order of the ranks. Collective over all ranks."""
+    """Return the reports of all ranks in rank order. Collective over all ranks.
+
+    Reports are plain values that can be pickled.
+    """
     gathered = [report] * distributed.get_world_size()
     distributed.all_gather_object(gathered, report)
     return gathered
 
 
 def equal_on_ranks(number: int) -> bool:
-    """Whether all ranks give the same `number` of fewer than 63 bits. Collective over all ranks."""
+    """Return True when all ranks give the same `number` of fewer than 63 bits.
+
+    Collective over all ranks.
+    """
     extremes = torch.tensor([number, -number], device=collective_device())
     distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX)
     highest, lowest = extremes.tolist()
@@ -76,20 +100,20 @@ def equal_on_ranks(number: int) -> bool:
 
 
 def true_on_ranks(condition: bool) -> bool:
-    """Whether `condition` holds on every rank. Collective over all ranks."""
+    """Return True when `condition` holds on every rank. Collective over all ranks."""
     smallest = torch.tensor([int(condition)], device=collective_device())
     distributed.all_reduce(smallest, op=distributed.ReduceOp.MIN)
     return bool(smallest)
 
 
 class SequenceSum:
-    """Partial sums [S] of sequences on each rank of `group` to whole sums [S] on all of them; differentiable."""
+    """Sum partial sums [S] of sequences over the ranks of `group`; differentiable."""
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
 
     def __call__(self, partial_sums: Tensor) -> Tensor:
-        """The sums over the group. Collective over it, also in the backward pass."""
+        """Return the sums over the group. Collective over the group, also in the backward pass."""
         if self._group.size() == 1:
             return partial_sums
         total: Tensor = _AllReduce.apply(partial_sums, self._group)
@@ -110,7 +134,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def collective_device() -> torch.device:
-    """The device on which this process's collectives take tensors."""
+    """Return the device of tensors in this process's collectives."""
     return torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
 
 

@@ -1,4 +1,4 @@
-"""The critic of ppo: a model of its own that learns what return to expect behind every token.
+"""The critic of ppo: a separate model of the expected return behind every token.
 
 Legend: T tokens of a shard's batch, N trainable ones of a micro-batch.
 """
@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.arguments import PPOArguments
-from megatron_rl.algorithms.inputs import LossInputs
-from megatron_rl.algorithms.loss import compute_loss
+from megatron_rl.algorithms.aggregation import Sequences
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.return_advantage import GaeAdvantage
+from megatron_rl.algorithms.value_loss import ValueLoss
 from megatron_rl.config.settings import TrainingSettings
+from megatron_rl.models.build import TrainedModel, complete_parameters
 from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
 from megatron_rl.training import passes
 from megatron_rl.training.advantages import TokenData
@@ -25,7 +26,6 @@ from megatron_rl.training.expert_load import ExpertLoad
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.optimizer import OPTIMIZER_DEFAULTS
 from megatron_rl.training.topology import Place
-from megatron_rl.training.trained_model import TrainedModel, complete_parameters
 from megatron_rl.training.weight_update import Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
 from megatron_rl.types import Floats, StepTotals, TrainBatch
 
@@ -36,19 +36,22 @@ _CONSTANT_TOLERANCE = 1e-6
 
 
 def critic_optimizer(training: TrainingSettings) -> dict[str, Any]:
-    """Fields of the critic's optimizer: the policy's with `LR_FACTOR` times its learning rates, then those set for the critic."""
+    """Return the fields of the critic's optimizer: the policy's with `LR_FACTOR` times the rates.
+
+    Fields set for the critic come on top.
+    """
     policy = {**OPTIMIZER_DEFAULTS, **training.optimizer}
     rates = {name: LR_FACTOR * policy[name] for name in ("lr", "min_lr") if isinstance(policy[name], int | float)}
     return {**training.optimizer, **rates, **training.critic.optimizer}
 
 
-def critic_objective(objective: Objective) -> Objective:
-    """The value loss, through the aggregation and with the value clip of the policy's `objective`."""
-    return Objective(
-        policy_loss="value",
+def value_loss(objective: Objective) -> ValueLoss:
+    """Return the critic's loss, through the aggregation and with the value clip of the policy's `objective`."""
+    assert isinstance(objective.advantage, GaeAdvantage), "a critic is trained for gae"
+    return ValueLoss(
         aggregation=objective.aggregation,
         max_response_length=objective.max_response_length,
-        loss_args={"value_clip": objective.advantage.arguments(PPOArguments).value_clip},
+        value_clip=objective.advantage.value_clip,
     )
 
 
@@ -57,12 +60,15 @@ class Critic:
 
     def __init__(self, objective: Objective, model: TrainedModel, *, place: Place, dump_directory: Path | None) -> None:
         self.model = model
-        self._objective = critic_objective(objective)
+        self._loss = value_loss(objective)
         self._place = place
         self._dump_directory = dump_directory
 
     def state_values(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Floats:
-        """Values [T] of the states behind each of `num_tokens` tokens, all of which are in the micro-batches."""
+        """Return values [T] of the states behind each of `num_tokens` tokens.
+
+        All tokens are in the micro-batches.
+        """
         with complete_parameters(self.model.chunks):
             values = passes.state_values(self.model.chunks, micro_batches, self._place, num_tokens=num_tokens)
         return np.asarray(values.cpu().numpy(), dtype=np.float32)
@@ -74,14 +80,23 @@ class Critic:
         sequence_sum = SequenceSum(self._place.cp_group)
 
         def loss(number: int, values: Tensor) -> tuple[Tensor, Report]:
-            output = compute_loss(
-                self._objective,
-                value_inputs(micro_batches[number], values.squeeze(-1), data),
+            assert data.old_values is not None and data.returns is not None, "a critic learns from old values and returns"
+            micro_batch = micro_batches[number]
+            share, metrics = self._loss.share(
+                # Trainable tokens only, so that every entry of the mask is True.
+                Sequences(
+                    micro_batch.sequence_index,
+                    torch.ones_like(values.squeeze(-1), dtype=torch.bool),
+                    micro_batch.sequence_tokens,
+                    sequence_sum,
+                ),
+                values=values.squeeze(-1),
+                old_values=micro_batch.pick(data.old_values),
+                returns=micro_batch.pick(data.returns),
                 num_tokens=totals.num_tokens,
                 num_sequences=totals.num_trajectories,
-                sequence_sum=sequence_sum,
             )
-            return output.loss, Report(output.loss.detach(), output.metrics)
+            return share, Report(share.detach(), metrics)
 
         load = ExpertLoad(self.model.chunks[0], totals, device=micro_batches[0].input_ids.device)
         gradients = compute_gradients(self.model, micro_batches, loss, place=self._place, router_step=load.step)
@@ -105,7 +120,7 @@ class Critic:
         return agreed if self._place.reports_alone else {}
 
     def judge(self, batch: TrainBatch, data: TokenData) -> dict[str, Metric]:
-        """How well the values before the batch's first step foretold the returns; this rank's share."""
+        """Return this rank's share of metrics: the old values' fit to the returns."""
         assert data.old_values is not None and data.returns is not None, "a critic is judged by old values and returns"
         explained = explained_variance(
             returns=torch.from_numpy(data.returns),
@@ -114,19 +129,6 @@ class Critic:
             all_reduce_sum=sum_over_data_parallel,
         )
         return {"train/explained_variance": Mean(explained, 1.0)} if explained is not None and self._place.reports_alone else {}
-
-
-def value_inputs(micro_batch: MicroBatch, values: Tensor, data: TokenData) -> LossInputs:
-    """The value loss's inputs for `values` [N] of trainable tokens only, so that every mask entry is True."""
-    assert data.old_values is not None and data.returns is not None, "a critic learns from old values and returns"
-    return LossInputs(
-        loss_mask=torch.ones_like(values, dtype=torch.bool),
-        sequence_index=micro_batch.sequence_index,
-        sequence_tokens=micro_batch.sequence_tokens,
-        values=values,
-        old_values=micro_batch.pick(data.old_values),
-        returns=micro_batch.pick(data.returns),
-    )
 
 
 def explained_variance(*, returns: Tensor, values: Tensor, mask: Tensor, all_reduce_sum: Callable[[Tensor], Tensor]) -> float | None:

@@ -15,9 +15,9 @@ from megatron_rl.training.weight_update import StepGradients, Update
 
 
 def dump_suspects(directory: Path | None, title: str, waiting: StepGradients, update: Update, *, temperature: float) -> None:
-    """Write the micro-batches that may have broken `update` into `directory` (None: nowhere), each as `title`-rank-R-micro-batch-I.
+    """Write the micro-batches that may have broken `update` into `directory` (None: nowhere).
 
-    Raises UserError when the place cannot be written.
+    Each is named `title`-rank-R-micro-batch-I. Raises UserError when the place cannot be written.
     """
     if directory is None or waiting.gradients is None:
         return
@@ -28,9 +28,10 @@ def dump_suspects(directory: Path | None, title: str, waiting: StepGradients, up
 
 
 def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, loss: float, grad_norm: float, temperature: float) -> None:
-    """Write `path`.safetensors with the tokens that this rank holds, with recorded experts, and the loss's inputs [N], and `path`.json.
+    """Write `path`.safetensors and `path`.json of one micro-batch.
 
-    Raises UserError when the place cannot be written.
+    The files hold this rank's tokens, with recorded experts, and the loss's inputs [N]. Raises
+    UserError when the place cannot be written.
     """
     index = micro_batch.target_index
     arrays = {
@@ -53,7 +54,7 @@ def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, lo
     arrays |= {name: values[index] for name, values in optional.items() if values is not None}
     routed = micro_batch.routed
     if routed.experts is not None and routed.recorded is not None:
-        arrays |= {"routed_experts": routed.experts.numpy(), "routed": routed.recorded.cpu().numpy()}
+        arrays |= {"routed_experts": routed.experts.transpose(0, 1).numpy(), "routed": routed.recorded.cpu().numpy()}
     about = {"loss": _number(loss), "grad_norm": _number(grad_norm), "temperature": temperature, "rows": micro_batch.rows.tolist()}
     write_atomic(path.with_name(path.name + ".safetensors"), save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
     write_atomic(path.with_name(path.name + ".json"), json.dumps(about, indent=2))

@@ -1,4 +1,6 @@
-"""The routers' side of an optimizer step: the denominators of their losses before it, their metrics after it."""
+"""The routers' side of an optimizer step: denominators of the router losses before, metrics
+after.
+"""
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -15,7 +17,7 @@ from megatron_rl.types import StepTotals, TrainBatch
 
 
 def check_routing_replay(model: ModelSettings, training: TrainingSettings, spec: ModelSpec) -> None:
-    """Raise UserError when recorded experts are to be replayed in a model that has none."""
+    """Raise UserError for a replay of recorded experts in a model without experts."""
     if training.routing_replay and spec.moe is None:
         raise UserError(
             f"training.routing_replay is true, but {spec.architecture} at {model.path} has no experts to which tokens are routed; "
@@ -24,7 +26,7 @@ def check_routing_replay(model: ModelSettings, training: TrainingSettings, spec:
 
 
 def check_record(batch: TrainBatch, spec: ModelSpec) -> None:
-    """Raise ValueError when the experts in `batch` are not those of the model."""
+    """Raise ValueError when the experts in `batch` do not fit the model."""
     experts, moe = batch.routed_experts, spec.moe
     if experts is None:
         return
@@ -38,7 +40,10 @@ def check_record(batch: TrainBatch, spec: ModelSpec) -> None:
 
 
 class ExpertLoad:
-    """What the routers of this rank's model do in one optimizer step; without experts in the model, nothing."""
+    """The routers of this rank's model in one optimizer step.
+
+    Does nothing in a model without experts.
+    """
 
     def __init__(self, chunk: torch.nn.Module, totals: StepTotals, *, device: torch.device, replays: bool = False) -> None:
         """`chunk` is any of the model's; `totals` gives the denominators of the routers' losses; `replays` whether experts are replayed."""
@@ -56,16 +61,19 @@ class ExpertLoad:
             self.step = RouterStep(losses, num_layers=num_layers, num_experts=num_experts, device=device)
 
     def metrics(self) -> dict[str, Metric]:
-        """The step's metrics, the same on every rank: one of them tells. Collective over all ranks."""
+        """Return the step's metrics, equal on every rank and reported by one.
+
+        Collective over all ranks.
+        """
         if self.step is None:
             return {}
         return router_metrics(self.step.reduce(sum_over_ranks), self.step.losses, top_k=self._config.moe_router_topk, replays=self._replays)
 
 
 def router_metrics(report: RouterReport, losses: AuxiliaryLosses, *, top_k: int, replays: bool) -> dict[str, Metric]:
-    """Metrics of a step, the same on every rank: one of them tells.
+    """Return the router metrics of a step, equal on every rank and reported by one.
 
-    The share of replayed tokens is given with `replays`, losses where they have a coefficient.
+    The share of replayed tokens is given with `replays`, losses where a coefficient is set.
     """
     mean = report.load.mean(dim=1, keepdim=True)
     share = report.load / mean

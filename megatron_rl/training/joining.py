@@ -1,4 +1,6 @@
-"""How a process finds the other ranks of its training: told explicitly, through torchrun's environment, or not at all when it is alone."""
+"""Meeting of the training's ranks: given explicitly, by torchrun's environment, or of one process
+alone.
+"""
 
 import os
 from collections.abc import Mapping
@@ -16,9 +18,9 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where this process joins the others: as `rank`, at `init_method`, and as `local_rank` among those of its machine.
+    """The meeting point: this process as `rank`, at `init_method`, and `local_rank` on the machine.
 
-    `init_method` None: a process alone, which meets nobody.
+    `init_method` None: a process alone, without a meeting.
     """
 
     rank: int
@@ -35,10 +37,12 @@ def find_meeting(
     environment: Mapping[str, str],
     existing: int | None = None,
 ) -> Meeting:
-    """Where to join `num_ranks` ranks: at `init_method` as `rank` when both are given, else as the `environment` of torchrun says.
+    """Return the meeting point of `num_ranks` ranks.
 
-    A process without either is alone. `existing` is the size of the process group that was initialised before, where those that are
-    in it have met. Raises UserError when what is given is incomplete or is of another number of ranks.
+    `init_method` and `rank` decide when both are given, else the `environment` of torchrun. A
+    process without either is alone. `existing` is the size of an already initialised process group,
+    the meeting point of its ranks. Raises UserError for incomplete arguments or another number of
+    ranks.
     """
     if (rank is None) != (init_method is None):
         given, missing = ("rank", "init_method") if init_method is None else ("init_method", "rank")

@@ -1,6 +1,6 @@
 """A packed micro-batch as tensors on this rank's device.
 
-Legend: T tokens that this rank holds, N of them whose prediction is looked at, S sequences.
+Legend: T tokens of this rank, N tokens with a prediction in use, S sequences.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.data.packing import MicroBatchTokens, micro_batch_tokens, pack, sequence_multiple, trainable_targets
-from megatron_rl.device import to_device
+from megatron_rl.device import in_host_memory, to_device
 from megatron_rl.models.experts.routed_tokens import RoutedTokens
 from megatron_rl.models.packed_sequences import PackedSequences, packed_sequences
 from megatron_rl.training.topology import Place, Topology
@@ -22,12 +22,13 @@ from megatron_rl.types import Ints, TrainBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """What the model is given and which of its predictions are used.
+    """The model's input, and the positions of the predictions in use.
 
-    `input_ids` and `position_ids` [1, T]; `token_index` [T] where the tokens stand in the batch's token arrays, -1 for padding;
-    `positions` [N] among the T, ascending; `targets` [N] the tokens predicted there;
-    `target_index` [N] where these stand in the batch's token arrays; `sequence_index` [N] in [0, S); `sequence_tokens` [S]
-    trainable tokens of each whole sequence, over all context-parallel ranks. `rows` [S] of the batch. `routed` is for routers.
+    `input_ids` and `position_ids` [1, T]; `token_index` [T] positions in the batch's token arrays,
+    -1 for padding; `positions` [N] among the T, ascending; `targets` [N] the predicted tokens;
+    `target_index` [N] positions of the targets in the batch's token arrays; `sequence_index` [N] in
+    [0, S); `sequence_tokens` [S] trainable tokens of each whole sequence, over all context-parallel
+    ranks. `rows` [S] of the batch. `routed` is for routers.
     """
 
     rows: Ints
@@ -43,7 +44,7 @@ class MicroBatch:
     routed: RoutedTokens
 
     def pick(self, values: NDArray[np.generic], dtype: torch.dtype = torch.float32) -> Tensor:
-        """The entries of a token-aligned array of the whole batch that belong to this micro-batch's targets, [N]."""
+        """Pick this micro-batch's targets [N] from a token-aligned array of the whole batch."""
         return to_device(torch.from_numpy(values[self.target_index]).to(dtype), self.input_ids.device)
 
 
@@ -78,7 +79,7 @@ def make_micro_batch(
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """How this rank makes the micro-batches of a batch, of at most `max_tokens` tokens for each context-parallel rank."""
+    """Builder of micro-batches of at most `max_tokens` tokens per context-parallel rank."""
 
     topology: Topology
     place: Place
@@ -86,7 +87,10 @@ class MicroBatches:
     max_tokens: int
 
     def of_parts(self, batch: TrainBatch, parts: Sequence[Ints], *, all_tokens: bool = False) -> list[MicroBatch]:
-        """One of each of `parts`, rows of `batch`, then empty ones where an interleaved pipeline needs a multiple of its stages."""
+        """Return one micro-batch for each of `parts`, rows of `batch`.
+
+        Empty ones follow where an interleaved pipeline needs a multiple of its stages.
+        """
         missing = -len(parts) % self.topology.pp if self.topology.vpp > 1 else 0
         parts = [*parts, *[np.empty(0, np.int64)] * missing]
         return [
@@ -95,7 +99,7 @@ class MicroBatches:
         ]
 
     def of_all_tokens(self, batch: TrainBatch, *, divided: bool) -> list[MicroBatch]:
-        """Of all tokens of `batch`, or, `divided`, of this data-parallel rank's share of them."""
+        """Return micro-batches of all of `batch`, or, `divided`, of this rank's share."""
         unit = sequence_multiple(self.topology.cp)
         lengths = -(-batch.lengths // unit) * unit
         num_ranks = self.topology.dp if divided else 1
@@ -104,14 +108,17 @@ class MicroBatches:
 
 
 def _routed_tokens(batch: TrainBatch, rows: Ints, held: MicroBatchTokens, *, device: torch.device) -> RoutedTokens:
-    """What routers are told of the held tokens. A micro-batch without rows holds one sequence of padding."""
+    """Return the recorded experts of the held tokens, for routers.
+
+    A micro-batch without rows holds one sequence of padding.
+    """
     real = held.token_index >= 0
     lengths = batch.lengths[rows] if len(rows) else np.ones(1, np.int64)
     counted = batch.trainable_tokens[rows] > 0 if len(rows) else np.zeros(1, np.bool_)
     experts = recorded = None
     if batch.routed_experts is not None:
         index = np.maximum(held.token_index, 0)
-        experts = torch.from_numpy(batch.routed_experts[index])
+        experts = in_host_memory(batch.routed_experts[index].swapaxes(0, 1), device)
         recorded = to_device(batch.routed[index] & real, device)
     return RoutedTokens(
         sequence_index=to_device(np.where(real, held.sequence_index, -1), device),

@@ -1,4 +1,4 @@
-"""What a model, by its config.json alone, forbids a run: asked by `train --check` and by `plan` alike."""
+"""Limits of a run by the model's config.json alone, for `train --check` and `plan` alike."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,6 +44,12 @@ def check_model(settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, atte
     check_routing_replay(settings.model, settings.training, spec)
     if not settings.supervised:
         _check_context(settings, spec)
+        beyond = [token for token in settings.rollout.sampling.stop_token_ids if token >= spec.vocab_size]
+        if beyond:
+            raise UserError(
+                f"rollout.sampling.stop_token_ids has {beyond[0]}, needs ids below vocab_size {spec.vocab_size} of config.json in "
+                f"{settings.model.path}; remove it"
+            )
 
 
 def _check_context(settings: Settings, spec: ModelSpec) -> None:

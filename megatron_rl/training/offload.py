@@ -1,8 +1,9 @@
-"""A trained model's memory, put away in host memory while somebody else needs the device, and taken back.
+"""A trained model's memory, moved to host memory for another user of the device, and back.
 
-What moves is the storage beneath the tensors: its bytes are copied out and the storage shrinks to 0 bytes, so every parameter,
-every view into a gradient buffer and every entry of the optimizer's state stays the very object that it was. Touching one while it is
-away is an error of the caller that torch reports as an access to a storage of size 0.
+The storage beneath the tensors moves: the bytes are copied out and the storage shrinks to 0 bytes.
+Every parameter, every view into a gradient buffer and every entry of the optimizer's state
+therefore stays the same object. Touching a tensor while its part is away is an error of the caller,
+reported by torch as an access to a storage of size 0.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
-from megatron_rl.training.trained_model import TrainedModel
+from megatron_rl.models.build import TrainedModel
 
 Part = Literal["parameters", "gradients", "optimizer"]
 """`optimizer` is main parameters of their own, as bf16 has them, and moments. Gradients come back as zeros: every step begins with that."""
@@ -26,19 +27,22 @@ PIECE_BYTES = 128 * 2**20
 
 
 def piece_sizes(num_bytes: int) -> list[int]:
-    """Bytes of the pieces in which `num_bytes` lie in host memory: equal ones, and the rest."""
+    """Return the sizes of the pieces of `num_bytes` in host memory: equal ones, and the rest."""
     whole, rest = divmod(num_bytes, PIECE_BYTES)
     return [PIECE_BYTES] * whole + [rest] * (rest > 0)
 
 
 def page_locked_bytes(sizes: Iterable[int]) -> int:
-    """Bytes that page-locked pieces of these sizes take."""
+    """Return the bytes taken by page-locked pieces of the given sizes."""
     return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stored:
-    """A storage that is away: its size in bytes and its bytes in host memory, uint8 in pieces, None where zeros are as good."""
+    """A storage that is away: the size in bytes and the bytes in host memory.
+
+    The bytes are uint8 in pieces; None where zeros are as good.
+    """
 
     storage: UntypedStorage
     num_bytes: int
@@ -46,7 +50,10 @@ class _Stored:
 
 
 class ModelMemory:
-    """The device memory of one rank's share of `model`, in three parts, each of them here or away. No method is collective."""
+    """The device memory of one rank's share of `model`, in three parts, each here or away.
+
+    No method is collective.
+    """
 
     def __init__(self, model: TrainedModel) -> None:
         self._model = model
@@ -58,21 +65,21 @@ class ModelMemory:
 
     @property
     def away(self) -> frozenset[Part]:
-        """The parts that are away."""
+        """Return the parts that are away."""
         return frozenset(self._away)
 
     def num_bytes(self, part: Part) -> int:
-        """Bytes that `part` takes on the device now; 0 while it is away."""
+        """Return the present bytes of `part` on the device; 0 while the part is away."""
         return sum(storage.nbytes() for storage in self._storages(part))
 
     def host_bytes(self) -> int:
-        """Bytes of page-locked host memory that all parts take while they are away."""
+        """Return the bytes of page-locked host memory of all parts while away."""
         kept = (storage.nbytes() for part in PARTS if part != "gradients" for storage in self._storages(part))
         return page_locked_bytes(size for num_bytes in kept for size in piece_sizes(num_bytes))
 
     @torch.no_grad()
     def put_away(self, parts: Iterable[Part] = PARTS) -> None:
-        """Free the device memory of `parts`; one that is away already stays so."""
+        """Free the device memory of `parts`; parts already away stay away."""
         coming = [part for part in PARTS if part in set(parts) - self.away]
         if "gradients" in coming:
             # Main parameters hold gradients of their own between backward and step.
@@ -87,7 +94,7 @@ class ModelMemory:
 
     @torch.no_grad()
     def take_back(self, parts: Iterable[Part] = PARTS) -> None:
-        """Bring `parts` back, bit for bit as they were; one that is here already stays as it is."""
+        """Bring `parts` back, bit for bit; parts already here stay unchanged."""
         returned = [stored for part in PARTS if part in set(parts) & self.away for stored in self._away.pop(part)]
         for stored in returned:
             stored.storage.resize_(stored.num_bytes)
@@ -117,7 +124,7 @@ class ModelMemory:
         return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
 
     def _storages(self, part: Part) -> list[UntypedStorage]:
-        """The distinct storages of `part` on the device; one that two parts share belongs to the first of them."""
+        """Return distinct storages of `part` on the device; the first part owns shared ones."""
         owners: dict[int, tuple[Part, UntypedStorage]] = {}
         for owner in PARTS:
             for tensor in _tensors(self._model, owner):
@@ -135,8 +142,8 @@ class ModelMemory:
         if self._on_gpu:
             # Sequence parallelism gathers activations into a buffer that megatron-core would keep for good.
             parallel_state.get_global_memory_buffer().buffer.clear()
-            # SGLang answers for all of an engine's ranks as soon as one of them has let go of a bucket: what the others let go of later is
-            # free once somebody looks, and torch's own look is when it runs out of memory, not when the engine does.
+            # SGLang answers for all ranks of an engine after the first rank lets go of a bucket. Memory freed later by other ranks is free
+            # only after a check, and torch checks at its own lack of memory, not at the engine's.
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
@@ -152,7 +159,7 @@ def _pieces_of(storage: UntypedStorage) -> tuple[Tensor, ...]:
 
 
 def _tensors(model: TrainedModel, part: Part) -> Iterator[Tensor]:
-    """Tensors that lie in the storages of `part`, with repetitions."""
+    """Yield tensors in the storages of `part`, with repetitions."""
     if part == "optimizer":
         for optimizer in _optimizers(model.optimizer):
             for group in optimizer.param_groups:
@@ -170,7 +177,7 @@ def _tensors(model: TrainedModel, part: Part) -> Iterator[Tensor]:
 
 
 def _optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """The torch optimizers inside; a rank may have none for a kind of parameters that it lacks."""
+    """Return the torch optimizers inside; a rank may have none for a kind of parameters."""
     for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
         if part.optimizer is not None:
             yield part.optimizer

@@ -1,7 +1,9 @@
-"""megatron-core's optimizer, gradient buffers and learning-rate schedule, built from settings; and one step of them.
+"""megatron-core's optimizer, gradient buffers and learning-rate schedule from settings; and one
+step.
 
-Any field of megatron-core's OptimizerConfig and DistributedDataParallelConfig can be set by its own name. Where ours differ from
-the defaults there, `OPTIMIZER_DEFAULTS` and `DDP_DEFAULTS` say so.
+Any field of megatron-core's OptimizerConfig and DistributedDataParallelConfig can be set by the
+field's own name. `OPTIMIZER_DEFAULTS` and `DDP_DEFAULTS` list the defaults that differ from
+megatron-core's.
 """
 
 import math
@@ -52,9 +54,10 @@ _DDP_REFUSED = {
 
 
 def validate_optimizer_fields(fields: Mapping[str, Any], *, section: str = "optimizer") -> dict[str, Any]:
-    """`fields` of `training.SECTION` as values of the types that the installed OptimizerConfig declares.
+    """Return `fields` of `training.SECTION` with values of the types declared by OptimizerConfig.
 
-    Raises UserError for a name that it lacks, a value of another type, or a field that follows from another setting.
+    Raises UserError for a name unknown to the installed OptimizerConfig, a value of another type,
+    or a field that follows from another setting.
     """
     # megatron-core leaves some optional fields without a None in their type.
     checked = checked_fields(f"training.{section}", fields, OptimizerConfig, nullable=True)
@@ -70,9 +73,10 @@ def validate_optimizer_fields(fields: Mapping[str, Any], *, section: str = "opti
 
 
 def validate_ddp_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` as values of the types that the installed DistributedDataParallelConfig declares.
+    """Return `fields` with values of the types declared by DistributedDataParallelConfig.
 
-    Raises UserError for a name that it lacks, a value of another type, or one that is not supported.
+    Raises UserError for a name unknown to the installed class, a value of another type, or an
+    unsupported value.
     """
     checked = checked_fields("training.ddp", fields, DistributedDataParallelConfig, nullable=True)
     for name, reason in _DDP_REFUSED.items():
@@ -85,7 +89,10 @@ def validate_ddp_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _distributed(optimizer: Mapping[str, Any], ddp: Mapping[str, Any]) -> bool:
-    """Whether the distributed optimizer is used; either section can ask for it. Raises UserError when they contradict each other."""
+    """Return True when the distributed optimizer is used; either section can ask for it.
+
+    Raises UserError when the sections contradict each other.
+    """
     name = "use_distributed_optimizer"
     wanted = {section: bool(fields[name]) for section, fields in (("optimizer", optimizer), ("ddp", ddp)) if name in fields}
     if len(set(wanted.values())) > 1:
@@ -98,9 +105,10 @@ def _distributed(optimizer: Mapping[str, Any], ddp: Mapping[str, Any]) -> bool:
 def make_configs(
     optimizer: Mapping[str, Any], ddp: Mapping[str, Any], *, dtype: torch.dtype, section: str = "optimizer"
 ) -> tuple[OptimizerConfig, DistributedDataParallelConfig]:
-    """The two configurations from settings' fields, for parameters of `dtype`; `section` is what errors call the optimizer's fields.
+    """Return the two configurations from settings' fields, for parameters of `dtype`.
 
-    Raises UserError for what cannot be set.
+    `section` is the name of the optimizer's fields in errors. Raises UserError for fields that
+    cannot be set.
     """
     optimizer, ddp = validate_optimizer_fields(optimizer, section=section), validate_ddp_fields(ddp)
     distributed = {"use_distributed_optimizer": _distributed(optimizer, ddp)}
@@ -120,7 +128,7 @@ def make_configs(
 
 
 def wrap_ddp(chunks: Sequence[GPTModel], config: TransformerConfig, ddp: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
-    """The model chunks with gradient buffers, and `config` told how to reduce them."""
+    """Wrap the model chunks in gradient buffers, and set the reduction in `config`."""
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
     if ddp.overlap_grad_reduce:
         functions = [chunk.no_sync for chunk in wrapped]
@@ -140,12 +148,14 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[DistributedDataPara
 def build_scheduler(
     optimizer: MegatronOptimizer, config: OptimizerConfig, schedule: ScheduleSettings, *, total_steps: int | None
 ) -> OptimizerParamScheduler:
-    """The learning rate over optimizer steps: linear warm-up to `config.lr`, then constant or falling to `config.min_lr`.
+    """Return the learning rate over optimizer steps: linear warm-up, then constant or falling.
 
-    Step n of w warm-up steps, counted from 0, has n + 1 of w + 1 parts of the peak, so that none is lost at rate 0. The rate
-    falls over `schedule.decay_steps`, or over `total_steps` of the run; as the inverse square root it has (w / n)^0.5 of the peak at
-    step n, without an end. wsd (Hu et al. 2024, arXiv 2404.06395) anneals along 1 - square root, which Hägele et al. 2024 (arXiv
-    2405.18392) found best. Raises UserError when the warm-up leaves no step to fall, or nothing says where the fall ends.
+    The warm-up ends at `config.lr`, the fall at `config.min_lr`. Step n of w warm-up steps, counted
+    from 0, has n + 1 of w + 1 parts of the peak, so no step is lost at rate 0. The rate falls over
+    `schedule.decay_steps`, or over `total_steps` of the run. As the inverse square root the rate
+    has (w / n)^0.5 of the peak at step n, without an end. wsd (Hu et al. 2024, arXiv 2404.06395)
+    anneals along 1 - square root, found best by Hägele et al. 2024 (arXiv 2405.18392). Raises
+    UserError when the warm-up leaves no step to fall, or no setting gives the end of the fall.
     """
     endless = schedule.decay_style in ("constant", "inverse_square_root")
     decay_steps = schedule.decay_steps or total_steps or (_NO_END if endless else None)
@@ -179,9 +189,10 @@ def build_scheduler(
 
 
 def optimizer_step(optimizer: MegatronOptimizer, *, frozen: bool = False) -> tuple[bool, float]:
-    """Clip and apply the gradients; whether they are sound, and their norm before clipping.
+    """Clip and apply the gradients; return their soundness, and their norm before clipping.
 
-    Nothing is updated when the norm is not finite, nor when the weights are `frozen`. Collective: every rank gets the same norm.
+    Nothing is updated when the norm is not finite, nor when the weights are `frozen`. Collective:
+    every rank gets the same norm.
     """
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())

@@ -1,9 +1,10 @@
-"""Running a model over micro-batches: log-probabilities or values without gradients, and forward + backward of a loss.
+"""Passes over micro-batches: log-probs or values without gradients, and forward + backward of a
+loss.
 
-All go through megatron-core's schedules, so that a pipeline, interleaved or not, needs no code of its own. Every rank makes every
-call, also with micro-batches of padding alone.
+All passes go through megatron-core's schedules, so a pipeline, interleaved or not, needs no code of
+its own. Every rank makes every call, also with micro-batches of padding alone.
 
-Legend: N predictions of a micro-batch that are looked at, T tokens of a batch, H hidden channels.
+Legend: N predictions in use of a micro-batch, T tokens of a batch, H hidden channels.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,9 +40,11 @@ The output is hidden states [N, H] of a policy, values [N, 1] of a critic.
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model as a distribution over next tokens: softmax of its logits over `vocab_size` tokens at `temperature`.
+    """A model as a distribution over next tokens: softmax of logits over `vocab_size` at
+    `temperature`.
 
-    With `replays_routing` its routers take the experts that an engine chose, where micro-batches have a record.
+    With `replays_routing` the routers take the experts chosen by an engine, where micro-batches
+    have a record.
     """
 
     chunks: Sequence[Chunk]
@@ -78,9 +81,10 @@ def _run(
     router_step: RouterStep | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Put all micro-batches through the schedule; `finish(number, output)` ends each on the last stage.
+    """Put all micro-batches through the schedule; `finish(number, output)` ends each on the last
+    stage.
 
-    The output is that at the micro-batch's positions, or `everywhere`.
+    The output is taken at the micro-batch's positions, or `everywhere`.
     """
 
     def forward_step(iterator: _Numbered, chunk: Chunk) -> tuple[Tensor, Callable[..., Any]]:
@@ -114,7 +118,10 @@ def _look(
     everywhere: bool = False,
     replay: bool = False,
 ) -> list[Any]:
-    """What `finish(micro_batch, output)` gives on the last stage for each of them, without gradients; an empty list on the others."""
+    """Return the results of `finish(micro_batch, output)` on the last stage, without gradients.
+
+    Other stages get an empty list.
+    """
 
     def collect(number: int, output: Tensor, non_loss_data: bool = True) -> Any:
         return finish(micro_batches[number], output)
@@ -128,9 +135,10 @@ def _look(
 
 
 def _by_token(parts: Sequence[tuple[Ints, Tensor]], place: Place, *, num_tokens: int, device: torch.device) -> Tensor:
-    """Numbers [T] float32 of `num_tokens` tokens from `parts` of (where they belong, numbers), which the last stage has; else 0.
+    """Return numbers [T] float32 of `num_tokens` tokens from `parts` of the last stage, else 0.
 
-    All ranks of a data-parallel rank's tensor-, context- and pipeline-parallel groups get the same numbers.
+    A part is (positions, numbers). All ranks of a data-parallel rank's tensor-, context- and
+    pipeline-parallel groups get the same numbers.
     """
     result = torch.zeros(num_tokens, device=device)
     for index, numbers in parts:
@@ -162,9 +170,10 @@ def log_probs(policy: Policy, micro_batches: Sequence[MicroBatch], *, num_tokens
 
 @torch.no_grad()
 def state_values(chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch], place: Place, *, num_tokens: int) -> Tensor:
-    """A critic's values [T] float32 of the states behind each of the micro-batches' tokens among `num_tokens`; 0 at every other token.
+    """Return a critic's values [T] float32 of the states behind each of the micro-batches' tokens.
 
-    The same on all ranks of a data-parallel rank's tensor-, context- and pipeline-parallel groups.
+    T is `num_tokens`; every other token has 0. All ranks of a data-parallel rank's tensor-,
+    context- and pipeline-parallel groups get the same values.
     """
     reports = _look(chunks, micro_batches, lambda _, values: values.flatten(), everywhere=True)
     parts = []
@@ -182,19 +191,20 @@ def forward_backward(
     replay: bool = False,
     router_step: RouterStep | None = None,
 ) -> list[Any]:
-    """Gradients of the sum of `loss` over micro-batches and over data- and context-parallel ranks, in the gradient buffers.
+    """Compute gradients of the sum of `loss` over all micro-batches, in the gradient buffers.
 
-    With `replay` routers take recorded experts; what they count, and their own losses, are those of `router_step`. Returns the reports
-    of `loss`, one for each micro-batch, on the last stage; an empty list on the others.
+    The sum runs over data- and context-parallel ranks too. With `replay` routers take recorded
+    experts; the routers' counts and own losses are those of `router_step`. Returns the reports of
+    `loss`, one for each micro-batch, on the last stage; an empty list on the others.
     """
     no_tokens = torch.zeros((), dtype=torch.int, device=micro_batches[0].input_ids.device)
 
     def finish(number: int, output: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
         value, report = loss(number, output)
         if not len(micro_batches[number].positions):
-            # Without predictions the loss must still depend on the model, so that this rank joins every collective of the backward.
+            # Without predictions the loss must still depend on the model, so this rank joins every collective of the backward.
             value = value + output.sum()
-        # megatron would divide by a token count; ours is zero, which leaves the sum alone: the share is already weighted.
+        # megatron would divide by a token count; a count of zero leaves the sum alone: the share is already weighted.
         return value, no_tokens, report
 
     for chunk in chunks:

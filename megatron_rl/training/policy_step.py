@@ -1,4 +1,4 @@
-"""One optimizer step of the policy in two halves: losses of its micro-batches and gradients; then the update. Both give metrics."""
+"""One optimizer step of the policy in two halves, each with metrics: gradients, then the update."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import coefficients as controls
-from megatron_rl.algorithms.coefficients import Coefficients, StepMeasurements
-from megatron_rl.algorithms.inputs import LossInputs
+from megatron_rl.algorithms.aggregation import LossInputs
+from megatron_rl.algorithms.coefficients import Coefficients, ControlState
 from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.policy_loss import Clip
 from megatron_rl.algorithms.selection import StepStatistics, step_statistics
 from megatron_rl.device import to_device
+from megatron_rl.models.build import TrainedModel
 from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
 from megatron_rl.training import passes
 from megatron_rl.training.advantages import TokenData
@@ -23,7 +24,6 @@ from megatron_rl.training.collectives import SequenceSum, gather_on_last_stage, 
 from megatron_rl.training.dump import dump_suspects
 from megatron_rl.training.expert_load import ExpertLoad
 from megatron_rl.training.micro_batch import MicroBatch
-from megatron_rl.training.trained_model import TrainedModel
 from megatron_rl.training.weight_update import Gradients, Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
 from megatron_rl.types import Ints, StepTotals
 
@@ -41,36 +41,38 @@ class StepRunner:
     """Runs optimizer steps one after the other; owns what changes from one to the next besides weights and moments."""
 
     def __init__(self, objective: Objective, model: TrainedModel, *, dump_directory: Path | None, seed: int, frozen_steps: int = 0) -> None:
-        """`frozen_steps` is for a policy that waits for its critic: the first optimizer steps, which change no weights.
+        """Set up the steps of a policy.
 
-        Micro-batches that break a step are written to `dump_directory`; nowhere when it is None.
+        `frozen_steps` is for a policy with an untrained critic: the first optimizer steps, without
+        change of weights. Micro-batches that break a step are written to `dump_directory`; nowhere
+        when None.
         """
         self._objective = objective
         self._model = model
         self._dump_directory = dump_directory
         self._seed = seed
         self._frozen_steps = frozen_steps
-        self._controls = controls.first_state(objective)
+        self._controls = ControlState.first(objective)
         self._num_steps = 0
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps that were run, those that were skipped included."""
+        """Count the optimizer steps so far, skipped ones included."""
         return self._num_steps
 
     @property
     def kl_reward_coef(self) -> float:
-        """The present coefficient of the KL in the rewards."""
-        return controls.kl_reward_coef(self._objective, self._controls)
+        """Return the present coefficient of the KL in the rewards."""
+        return self._controls.kl_reward_coef(self._objective)
 
     def state(self) -> dict[str, Any]:
-        """Plain values that a checkpoint keeps."""
+        """Return plain values for a checkpoint."""
         return {"num_steps": self._num_steps, "controllers": self._controls.plain()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` gave."""
         self._num_steps = int(state["num_steps"])
-        self._controls = controls.restored_state(self._objective, state["controllers"])
+        self._controls = ControlState.restored(self._objective, state["controllers"])
 
     def forward_backward(
         self, policy: passes.Policy, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData
@@ -99,9 +101,10 @@ class StepRunner:
         return StepGradients(gradients, micro_batches, totals, data, metrics)
 
     def apply(self, policy: passes.Policy, waiting: StepGradients) -> dict[str, Metric]:
-        """Update the weights once by the gradient of `forward_backward`; this rank's share of the metrics that this adds.
+        """Update the weights once by the gradient of `forward_backward`; return added metrics.
 
-        Nothing is updated for a step without trainable tokens, nor when a loss or gradient is not finite on any rank.
+        The share is this rank's. Nothing is updated for a step without trainable tokens, nor when a
+        loss or gradient is not finite on any rank.
         """
         if waiting.gradients is None:
             return _agreed_metrics(policy, {"train/skipped_steps": Sum(1)})
@@ -109,9 +112,8 @@ class StepRunner:
         done = apply_gradients(self._model, waiting.gradients, place=policy.place, frozen=frozen)
         if done.sound and not frozen:
             means = waiting.gradients.means
-            measured = StepMeasurements(entropy=means["entropy"], kl_per_sequence=means["kl_per_sequence"])
-            self._controls = controls.updated_state(
-                self._objective, self._controls, measured, num_sequences=waiting.totals.num_trajectories
+            self._controls = self._controls.updated(
+                self._objective, entropy=means["entropy"], kl=means["kl_per_sequence"], num_sequences=waiting.totals.num_trajectories
             )
         dump_suspects(self._dump_directory, f"optimizer-step-{self._num_steps:06d}", waiting, done, temperature=policy.temperature)
         metrics = {
@@ -124,11 +126,14 @@ class StepRunner:
     def _prepare(
         self, policy: passes.Policy, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData
     ) -> tuple[Objective, Coefficients, passes.LossFunction]:
-        """The step's objective and coefficients, and its micro-batches' loss, after the pass before it where that is needed."""
+        """Return the step's objective and coefficients, and the micro-batches' loss.
+
+        A pass before the step runs first, where needed.
+        """
         before = statistics = None
         if self._objective.needs_step_statistics or self._objective.needs_entropy_before_step:
             before = look_before_step(policy, micro_batches)
-        objective, coefficients = controls.of_step(self._objective, self._controls, None if before is None else before.entropy)
+        objective, coefficients = self._controls.of_step(self._objective, None if before is None else before.entropy)
         if before is not None and self._objective.needs_step_statistics:
             seed = self._seed + self._num_steps
             statistics = make_step_statistics(objective, before, policy, micro_batches, data, num_tokens=totals.num_tokens, seed=seed)
@@ -164,7 +169,7 @@ class BeforeStep:
 
 
 def look_before_step(policy: passes.Policy, micro_batches: Sequence[MicroBatch]) -> BeforeStep:
-    """One forward pass over the micro-batches of a step, before its first gradient.
+    """Make one forward pass over the micro-batches of a step, before the step's first gradient.
 
     Collective; `entropy` is the mean over the tokens of all ranks, the same on every rank.
     """
@@ -189,7 +194,10 @@ def make_step_statistics(
     num_tokens: int,
     seed: int,
 ) -> StepStatistics | None:
-    """Thresholds and denominators of the step on the last pipeline stage, None on others. Collective over that stage's dp and cp ranks."""
+    """Return thresholds and denominators of the step on the last pipeline stage, None on others.
+
+    Collective over the last stage's dp and cp ranks.
+    """
     if not policy.place.last_stage:
         return None
     inputs = [loss_inputs(micro_batch, seen, data) for micro_batch, seen in zip(micro_batches, before.seen, strict=True)]
@@ -207,7 +215,10 @@ def make_step_statistics(
 def loss_inputs(
     micro_batch: MicroBatch, statistics: TokenStatistics, data: TokenData, *, seen: TokenStatistics | None = None
 ) -> LossInputs:
-    """Inputs [N] of trainable tokens only, so that every mask entry is True; `seen` are the statistics of the pass before the step."""
+    """Return inputs [N] of trainable tokens only, so every mask entry is True.
+
+    `seen` are the statistics of the pass before the step.
+    """
     current = statistics.log_prob.detach()
     rollout = data.rollout_log_probs
 
@@ -235,7 +246,7 @@ def loss_inputs(
 
 
 def _differences(inputs: LossInputs, micro_batch: MicroBatch, data: TokenData) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean |engine - trainer| log-prob over the tokens that an engine made, and old policy - teacher over all."""
+    """Return mean |engine - trainer| log-prob of engine tokens, and old - teacher of all."""
     assert inputs.old_log_probs is not None, "loss_inputs gives them"
     pairs = {}
     if inputs.rollout_log_probs is not None:
@@ -249,22 +260,22 @@ def _differences(inputs: LossInputs, micro_batch: MicroBatch, data: TokenData) -
 
 
 def _agreed_metrics(policy: passes.Policy, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """What all ranks agree on, told by one of them."""
+    """Metrics that are equal on all ranks, reported by one rank."""
     return dict(metrics) if policy.place.reports_alone else {}
 
 
 def _coefficients(objective: Objective, coefficients: Coefficients) -> dict[str, Metric]:
-    """Coefficients that the objective uses."""
+    """Return the coefficients used by the objective."""
     metrics: dict[str, Metric] = {}
-    if objective.has_entropy_bonus:
+    if objective.entropy is not None and objective.entropy.has_bonus:
         metrics["train/entropy_coef"] = Last(coefficients.entropy)
-    if objective.kl_loss_coef:
+    if objective.kl is not None:
         metrics["train/kl_loss_coef"] = Last(coefficients.kl_loss)
-    if objective.adapts_clip_high and objective.clip_high is not None:
-        metrics["train/clip_high"] = Last(objective.clip_high)
+    if objective.adapts_clip_high and isinstance(objective.policy_loss, Clip) and objective.policy_loss.high is not None:
+        metrics["train/clip_high"] = Last(objective.policy_loss.high)
     return metrics
 
 
 def _micro_batch_count(policy: passes.Policy, gradients: Gradients) -> dict[str, Metric]:
-    """Counted by context-parallel rank 0 alone, as its peers have the same micro-batches."""
+    """Count micro-batches on context-parallel rank 0 alone: the other ranks have the same ones."""
     return {"train/num_micro_batches": Sum(len(gradients.reports) if policy.place.cp_rank == 0 else 0)} if policy.place.reports else {}

@@ -1,4 +1,4 @@
-"""Weights that rest in host memory and take their place in a model only while they are asked: a reference's and a teacher's."""
+"""Weights of a reference or a teacher: at rest in host memory, in a model only during a pass."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,16 +12,17 @@ from megatron_rl.training.offload import piece_sizes
 
 
 class RestingWeights:
-    """Host copies of a model's tensors as they are when this is made, page-locked in pieces where there is a GPU.
+    """Host copies of a model's tensors at construction, page-locked in pieces where there is a GPU.
 
-    Copies follow the GPU's own order: nobody waits for one.
+    Copies follow the GPU's own order without waiting.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, replacing: bool) -> None:
-        """`tensors` gives the tensors of this rank, the same ones in the same order at each call.
+        """Copy the tensors of this rank, given by `tensors` in the same order at each call.
 
-        `replacing`: other weights live in them, which change places with the copies piece by piece, so that the device never holds two
-        models. Otherwise nothing else does, and the tensors are empty but while they are asked; they must not be written.
+        `replacing`: the tensors hold other weights, swapped with the copies piece by piece, so the
+        device never holds two models. Otherwise the tensors have no other content and are empty
+        except during a pass; nobody may write to them.
         """
         self._tensors = tensors
         self._replacing = replacing
@@ -38,7 +39,10 @@ class RestingWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has these weights; afterwards its own again, bit for bit, or none on the device."""
+        """Lend the model these weights inside; restore its own afterwards, bit for bit.
+
+        A model without weights of its own on the device has none afterwards.
+        """
         self._exchange() if self._replacing else self._bring()
         try:
             yield
@@ -58,7 +62,7 @@ class RestingWeights:
             here.copy_(host, non_blocking=True)
 
     def _put_away(self) -> None:
-        # They never change, so those on the device are dropped. An empty one keeps the dtype and the device, and fits nowhere.
+        # The copies never change, so the weights on the device are dropped. An empty tensor keeps dtype and device, and fits nowhere.
         for tensor in self._tensors():
             tensor.data = tensor.data.new_empty(0)
 
@@ -70,7 +74,10 @@ class RestingWeights:
 
 
 def _cut(pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
-    """For each of `sizes` bytes, one after the other through `pieces` of equal length, the parts of the pieces that hold it."""
+    """Return the parts of the pieces for each of `sizes` bytes, one after the other.
+
+    `pieces` have equal length.
+    """
     parts: list[list[Tensor]] = []
     stop, length = 0, len(pieces[0]) if pieces else 1
     for size in sizes:
@@ -81,8 +88,11 @@ def _cut(pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
 
 
 def trained_tensors(chunks: Sequence[DistributedDataParallel]) -> Iterator[Tensor]:
-    """What training moves: the parameters that are trained, and biases of routers. The optimizer's own fp32 parameters are no part."""
+    """Return the tensors moved by training: trained parameters and biases of routers.
+
+    The optimizer's own fp32 parameters are no part.
+    """
     for chunk in chunks:
         yield from (parameter for parameter in chunk.parameters() if parameter.requires_grad)
-        # A bias decides which experts are taken, and moves where model.megatron.moe_router_bias_update_rate says so.
+        # A bias decides the choice of experts, and moves where model.megatron.moe_router_bias_update_rate says so.
         yield from (bias for _, bias in expert_biases(chunk))

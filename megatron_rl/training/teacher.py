@@ -12,13 +12,13 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_rl.checkpoints.stored_weights import load_hf_weights
 from megatron_rl.config.settings import ModelSettings, TopologySettings
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.device import Device
+from megatron_rl.device import Device, local_capability
 from megatron_rl.errors import UserError, counted
 from megatron_rl.models.attention.attention_fields import Attention
 from megatron_rl.models.build import PolicyModel, build_model
-from megatron_rl.models.hf_weights import load_hf_weights
 from megatron_rl.models.megatron_config import resolve_attention, transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import read_model_spec
@@ -32,7 +32,7 @@ from megatron_rl.types import Floats
 
 
 def read_teacher_spec(teacher: Path) -> ModelSpec:
-    """The architecture of the Hugging Face directory that model.teacher names. Raises UserError."""
+    """Return the architecture of the Hugging Face directory at model.teacher. Raises UserError."""
     if not teacher.is_dir():
         raise UserError(f"model.teacher is {teacher}, which is not a directory; give a Hugging Face model directory")
     return read_model_spec(teacher)
@@ -41,7 +41,10 @@ def read_teacher_spec(teacher: Path) -> ModelSpec:
 def teacher_config(
     model: ModelSettings, topology: TopologySettings, spec: ModelSpec, *, dtype: torch.dtype, attention: Attention
 ) -> TransformerConfig:
-    """megatron-core's configuration of the teacher of `spec`, in the policy's layout. Raises UserError when it does not fit that."""
+    """Return megatron-core's configuration of the teacher of `spec`, in the policy's layout.
+
+    Raises UserError when teacher and layout do not fit.
+    """
     try:
         return transformer_config(
             spec,
@@ -57,7 +60,7 @@ def teacher_config(
 def build_teacher(model: ModelSettings, topology: TopologySettings, spec: ModelSpec, *, device: Device) -> list[PolicyModel]:
     """This rank's chunks of the teacher of `spec`, without weights yet. Raises UserError for what does not fit the policy's layout."""
     check_layout(Topology.of(topology), spec, model.megatron)
-    attention = resolve_attention(model.attention)
+    attention = resolve_attention(model.attention, spec, overrides=model.megatron, cp=topology.cp, capability=local_capability())
     config = teacher_config(model, topology, spec, dtype=model_dtype(model, device), attention=attention)
     chunks = build_model(spec, config, attention=attention)
     for chunk in chunks:
@@ -66,7 +69,7 @@ def build_teacher(model: ModelSettings, topology: TopologySettings, spec: ModelS
 
 
 def teacher_tensors(chunks: Sequence[PolicyModel]) -> list[Tensor]:
-    """What of a teacher's chunks rests in host memory while it is not asked: all parameters and buffers."""
+    """Return the teacher's tensors for host memory: all parameters and buffers."""
     return [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
 
 
@@ -83,7 +86,10 @@ def check_vocabulary(policy: Path, teacher: Path) -> None:
 
 
 class Teacher:
-    """One rank's share of the teacher. Its weights rest in host memory while it is not asked. Methods are collective over all ranks."""
+    """One rank's share of the teacher. The weights rest in host memory between passes.
+
+    Methods are collective over all ranks.
+    """
 
     def __init__(self, model: ModelSettings, topology: TopologySettings, path: Path, *, device: Device, place: Place) -> None:
         """Build the model of the Hugging Face directory `path`. Raises UserError for what does not fit the policy's layout."""

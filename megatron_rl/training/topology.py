@@ -1,4 +1,6 @@
-"""How Megatron ranks are arranged, as a value, and the one call that turns it into process groups."""
+"""The arrangement of Megatron ranks, as a value, and the one call that makes process groups
+of it.
+"""
 
 import datetime
 import math
@@ -37,7 +39,10 @@ class Topology:
 
     @classmethod
     def of(cls, settings: TopologySettings) -> "Topology":
-        """The topology that `settings` ask for. Raises UserError, with the arithmetic, when the sizes do not fit each other."""
+        """Return the topology of `settings`.
+
+        Raises UserError, with the arithmetic, for sizes that do not fit.
+        """
         for problem in topology_contradictions(settings):
             raise UserError(problem)
         return cls(
@@ -63,14 +68,17 @@ class Topology:
         return self.num_ranks // (self.etp * self.ep * self.pp)
 
     def first_rank(self, stage: int) -> int:
-        """The first global rank of a pipeline stage."""
+        """Return the first global rank of a pipeline stage."""
         return stage * self.num_ranks // self.pp
 
     def gathers_for(self, receivers: Iterable[int], *, rank: int) -> bool:
-        """Whether `rank` has a part in gathering the whole model for the global ranks `receivers`: their weights are in one of its groups.
+        """Return True when `rank` takes part in gathering the whole model for the global ranks
+        `receivers`.
 
-        Consecutive ranks of a stage hold all of it between them, of the experts and of the rest, as many as both fill; with the same ones
-        of all other stages they gather without the rest of the ranks, which hold copies.
+        A rank takes part when a receiver's weights are in one of the rank's groups. Consecutive
+        ranks of a stage hold all weights of the stage between them, as many ranks as experts and
+        dense weights both fill. With the same ranks of all other stages they gather alone; the
+        remaining ranks hold copies.
         """
         stage, num_together = self.num_ranks // self.pp, math.lcm(self.tp, self.etp * self.ep)
         return any(receiver % stage // num_together == rank % stage // num_together for receiver in receivers)
@@ -82,16 +90,18 @@ class Topology:
 
     @property
     def pad_to(self) -> int:
-        """A rank's token count must be a multiple of this number."""
+        """Return the number that must divide a rank's token count."""
         return self.tp if self.sequence_parallel else 1
 
     def check_model(
         self, *, num_layers: int, num_heads: int, num_kv_groups: int, ffn_size: int, megatron: Mapping[str, Any] | None = None
     ) -> None:
-        """Raise UserError when a model of these sizes cannot be divided: heads, KV groups and FFN by tp, layers by the stages.
+        """Raise UserError for a model that cannot be divided: heads, KV groups, FFN by tp, layers
+        by stages.
 
-        `megatron` are the user's fields of megatron-core's configuration, which may give the first and the last pipeline stage a number
-        of layers of their own. KV groups fewer than tp are shared by as many ranks each.
+        `megatron` are the user's fields of megatron-core's configuration, with possible own numbers
+        of layers for the first and the last pipeline stage. KV groups fewer than tp are shared by
+        as many ranks each.
         """
         self._check_stages(num_layers, megatron or {})
         for name, size in (("attention heads", num_heads), ("FFN columns", ffn_size)):
@@ -125,7 +135,7 @@ class Topology:
                 )
             return
         if self.pp == len(ends) and self.vpp > 1:
-            # Its offsets of virtual stages are divided by the number of stages between the first and the last.
+            # megatron-core divides offsets of virtual stages by the number of stages between the first and the last.
             raise UserError(
                 f"training.topology: {self}: model.megatron.{_FIRST} and {_LAST} are both set, but with pp 2 and vpp {self.vpp} "
                 f"megatron-core takes one of them; remove {_FIRST}"
@@ -141,7 +151,10 @@ class Topology:
             )
 
     def _suggested_ends(self, num_layers: int) -> str:
-        """Numbers of layers for the first and the last stage that fit; those between, without embedding and head, have a few more."""
+        """Return fitting numbers of layers for the first and the last stage.
+
+        The stages between, without embedding and head, have a few more.
+        """
         units = num_layers // self.vpp
         between = -(-units // self.pp)
         first, last = -(-(units - between * (self.pp - 2)) // 2), (units - between * (self.pp - 2)) // 2
@@ -167,10 +180,12 @@ def _divisors(number: int) -> list[int]:
 
 
 def initialize(topology: Topology, *, rank: int, init_method: str | None, device: Device, timeout_s: float, seed: int = 0) -> None:
-    """Join the process group at `init_method` as `rank` and build Megatron's groups; collectives then time out after `timeout_s`.
+    """Join the process group at `init_method` as `rank` and build Megatron's groups.
 
-    At tcp://ADDRESS:PORT rank 0 serves the others on that address alone; None: a process alone; all else goes to torch. Collective over
-    all ranks of `topology`. A process can be initialised once. `seed` is the base of the ranks' random generators.
+    Collectives then time out after `timeout_s`. At tcp://ADDRESS:PORT rank 0 serves the others on
+    the given address alone; None: a process alone; all else goes to torch. Collective over all
+    ranks of `topology`. A process can be initialised once. `seed` is the base of the ranks' random
+    generators.
     """
     place, size = urlsplit(init_method or ""), topology.num_ranks
     store: distributed.Store | None = distributed.HashStore() if init_method is None else None
@@ -191,7 +206,10 @@ def initialize(topology: Topology, *, rank: int, init_method: str | None, device
 
 
 def initialize_groups(topology: Topology, *, timeout_s: float, seed: int) -> None:
-    """Build Megatron's groups and random generators in a process that is in a process group of all ranks. Collective."""
+    """Build Megatron's groups and random generators inside a process group of all ranks.
+
+    Collective.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
@@ -213,7 +231,10 @@ def shutdown() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this process stands in the topology, and the groups it talks to. Ranks count within their dimension."""
+    """The place of this process in the topology, and the process's groups.
+
+    Ranks count within their dimension.
+    """
 
     dp_rank: int
     cp_rank: int
@@ -225,7 +246,7 @@ class Place:
 
     @classmethod
     def here(cls) -> "Place":
-        """The place of the calling process; `initialize` must have run."""
+        """Return the place of the calling process. `initialize` must have run."""
         return cls(
             dp_rank=parallel_state.get_data_parallel_rank(),
             cp_rank=parallel_state.get_context_parallel_rank(),
@@ -238,10 +259,13 @@ class Place:
 
     @property
     def reports(self) -> bool:
-        """True on the one tensor-parallel rank of the last stage whose metrics count; every context- and data-parallel rank has one."""
+        """Return True on the one tensor-parallel rank of the last stage that reports metrics.
+
+        Every context- and data-parallel rank has one.
+        """
         return self.last_stage and self.tp_rank == 0
 
     @property
     def reports_alone(self) -> bool:
-        """True on one of the ranks that report, for what all ranks agree on."""
+        """Return True on one of the reporting ranks, for values equal on all ranks."""
         return self.reports and self.dp_rank == 0 and self.cp_rank == 0

@@ -1,7 +1,7 @@
-"""Everything that one Megatron rank can do: log-probabilities, training, weights out, checkpoints."""
+"""All work of one Megatron rank: log-probabilities, training, weights out, checkpoints."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,16 +12,22 @@ from megatron.core import parallel_state
 from torch import Tensor, distributed
 
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.checkpoints import manifest, training_state
+from megatron_rl.checkpoints.host_copies import HostCopies
+from megatron_rl.checkpoints.hugging_face import MAX_SHARD_BYTES
+from megatron_rl.checkpoints.policy_export import Exporting
+from megatron_rl.checkpoints.rank_zero import check_on_ranks
+from megatron_rl.checkpoints.stored_weights import mtp_tensors
+from megatron_rl.config.derived import step_deadline_s
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings
 from megatron_rl.device import set_allocator
 from megatron_rl.errors import UserError
-from megatron_rl.models.checkpoint_manifest import check_weights
-from megatron_rl.models.hf_files import MAX_SHARD_BYTES
-from megatron_rl.models.hf_weights import export_hf_weights, global_parameters
+from megatron_rl.models.build import TrainedModel, complete_parameters
+from megatron_rl.models.hf_weights import export_hf_weights
 from megatron_rl.models.read_spec import read_model_spec
-from megatron_rl.models.stored_weights import mtp_tensors
 from megatron_rl.observe.metrics import Metric
-from megatron_rl.training import passes, sharded_checkpoint
+from megatron_rl.plugins import load
+from megatron_rl.training import passes
 from megatron_rl.training.advantages import (
     TokenData,
     make_token_data,
@@ -31,19 +37,16 @@ from megatron_rl.training.advantages import (
 from megatron_rl.training.collectives import shares_of_data_parallel
 from megatron_rl.training.critic import Critic, critic_optimizer
 from megatron_rl.training.expert_load import check_routing_replay
-from megatron_rl.training.host_copies import HostCopies
 from megatron_rl.training.joining import join
 from megatron_rl.training.micro_batch import MicroBatch, MicroBatches
 from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.objective_checks import check_batch, check_fits, check_objective, resolve_objective, teacher_path
 from megatron_rl.training.offload import PARTS, ModelMemory, Part
-from megatron_rl.training.policy_export import Exporting
 from megatron_rl.training.policy_step import StepRunner
-from megatron_rl.training.rank_zero import check_on_ranks
 from megatron_rl.training.resting import RestingWeights, trained_tensors
 from megatron_rl.training.teacher import Teacher
 from megatron_rl.training.topology import Place, Topology, shutdown
-from megatron_rl.training.trained_model import TrainedModel, build_trained_model, complete_parameters, model_dtype
+from megatron_rl.training.trained_model import build_trained_model, model_dtype
 from megatron_rl.training.weight_update import StepGradients
 from megatron_rl.training.whole_batch import check_same_everywhere, divide, merge_over_ranks
 from megatron_rl.types import Floats, Shard, TrainBatch
@@ -53,7 +56,7 @@ class Trainer:
     """One rank of a training: the policy and, for ppo, its critic, with their optimizers. Needs no data, engines or run directory.
 
     Every process of `training.topology.num_ranks` makes one, from the same arguments, and calls the same methods in the same order
-    with the same batches: all methods are collective unless they say otherwise. Legend: T tokens of the whole batch, see `TrainBatch`.
+    with the same batches: methods are collective unless stated otherwise. Legend: T tokens of the whole batch, see `TrainBatch`.
 
     Example::
 
@@ -78,19 +81,19 @@ class Trainer:
     ) -> None:
         """Join the other ranks and build the model of `model.path`, a Hugging Face directory, with its weights.
 
-        `training` and `objective` have the defaults of `TrainingSettings()` and `Objective()`, which is GRPO. `temperature` is the one
-        that responses are sampled at: log-probs are those of softmax(logits / temperature). `total_steps` is the number of optimizer
-        steps over which a decaying learning rate falls, where training.schedule.decay_steps does not say. Micro-batches that make a
-        loss or gradient non-finite are written to `dump_directory`, if given.
+        `training` and `objective` have the defaults of `TrainingSettings()` and `Objective()`, which is GRPO. `temperature` is the
+        one that responses are sampled at: log-probs are those of softmax(logits / temperature). `total_steps` is the number of
+        optimizer steps over which a decaying learning rate falls, where training.schedule.decay_steps does not say. Micro-batches
+        that make a loss or gradient non-finite are written to `dump_directory`, if given.
 
-        The ranks meet in the process group that is initialised already, else at `init_method` (as torch.distributed has it) as `rank`,
-        else as torchrun's environment says; a process alone needs none of them. `local_rank` is the number of the process's GPU, by
-        default LOCAL_RANK, else 0.
+        The ranks meet in the process group that is initialised already, else at `init_method` (as torch.distributed has it) as
+        `rank`, else as torchrun's environment says; a process alone needs none of them. `local_rank` is the number of the process's
+        GPU, by default LOCAL_RANK, else 0.
 
         Raises UserError for what does not fit the model, the layout, the number of processes or the installed megatron-core.
         """
         self._model_settings, self._training = model, training or TrainingSettings()
-        self._objective = objective or Objective()
+        self._objective = (objective or Objective()).loaded(load)
         self._temperature, self._seed = temperature, seed
         dumps = None if dump_directory is None else Path(dump_directory)
         check_objective(self._objective)
@@ -105,14 +108,14 @@ class Trainer:
             rank=rank,
             init_method=init_method,
             local_rank=local_rank,
-            timeout_s=self._training.step_timeout_s,
+            timeout_s=step_deadline_s(model.path, self._training),
             seed=seed,
         )
         self._waiting: tuple[StepGradients, StepGradients | None] | None = None
-        self._writing: list[sharded_checkpoint.Saving | Exporting] = []
+        self._writing: list[training_state.Saving | Exporting] = []
         self._host_copies = HostCopies()
         with ExitStack() as undo:
-            # A process that could not build its rank is not left in the groups.
+            # A process without a complete rank must not stay in the groups.
             undo.callback(self.close)
             self._place = Place.here()
             self._micro_batches = MicroBatches(
@@ -135,7 +138,7 @@ class Trainer:
 
     @classmethod
     def of(cls, settings: Settings, *, rank: int, init_method: str, local_rank: int = 0) -> "Trainer":
-        """The trainer of a run with these settings. Raises UserError as the constructor does."""
+        """Return the trainer of a run with the given settings. Raises UserError as the constructor does."""
         return cls(
             model=settings.model,
             training=settings.training,
@@ -150,12 +153,12 @@ class Trainer:
         )
 
     def _build_policy(self) -> TrainedModel:
-        """Before anything is read, raise UserError on every rank when weights to start from are not those of their manifest."""
+        """Build the policy. Raises UserError on all ranks, before any read, when weights differ from their manifest."""
         paths = [self._model_settings.path]
         if self._objective.distillation_coef:
             paths.append(teacher_path(self._objective, self._model_settings))
         for path in dict.fromkeys(paths):
-            check_on_ranks(partial(check_weights, path))
+            check_on_ranks(partial(manifest.check, path, "weights"))
         return self._build(self._training.optimizer)
 
     def _build(self, optimizer: Mapping[str, Any], *, with_value_head: bool = False) -> TrainedModel:
@@ -196,19 +199,19 @@ class Trainer:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's data-parallel rank: the number of its shard of a batch, which `train_shard` takes."""
+        """Return the data-parallel rank: the number of the batch shard for `train_shard`."""
         return self._place.dp_rank
 
     @property
     def critic(self) -> Critic | None:
-        """The critic, None when the objective needs none."""
+        """Return the critic, None when the objective needs none."""
         return self._critic
 
     def _let_go_of_state(self) -> None:
-        """Wait until nothing that is being saved reads the trained models any more. Every method that changes or moves their weights or
-        their optimizers' state, were it for a moment, calls this first; the others may run while threads take their copies.
+        """Wait until no save in progress reads the trained models any more.
 
-        A gather of parameters that overlaps forward passes is no change: it writes what is there already.
+        Every method that changes or moves weights or optimizer state, even for a moment, calls this first. Other methods may run
+        while threads take copies. A gather of parameters that overlaps forward passes is no change: the values stay equal.
         """
         for saving in self._writing:
             saving.wait_for_copies()
@@ -224,7 +227,7 @@ class Trainer:
                     "log_probs of the reference were asked for, but no term of this objective reads them, so that its weights are not "
                     "kept; set a KL coefficient, or training.reference_interval"
                 )
-            # Another model: it routes by itself.
+            # Another model has its own routing.
             policy, weights = dataclasses.replace(policy, replays_routing=False), self._reference.in_place()
             self._let_go_of_state()
         with complete_parameters(self._model.chunks), weights:
@@ -232,46 +235,46 @@ class Trainer:
         return np.asarray(values.cpu().numpy(), dtype=np.float32)
 
     def log_probs(self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None) -> Floats:
-        """Log-probs [T] in nats of every token of `batch` given those before it, 0 at each sequence's first token.
+        """Return log-probs [T] in nats of every token of `batch` given the tokens before.
 
-        Of the current weights or of the initial `reference` ones, at `temperature` or else the trainer's. Data-parallel ranks compute a
-        share each; all ranks get all values. Raises UserError when the ranks have different batches.
+        Each sequence's first token has 0. The weights are the current ones or the initial `reference` ones, at `temperature` or else
+        the trainer's. Data-parallel ranks compute a share each; all ranks get all values. Raises UserError for different batches.
 
-        Example: `dataclasses.replace(batch, old_log_probs=trainer.log_probs(batch))` before several optimizer steps on parts of it.
+        Example: `dataclasses.replace(batch, old_log_probs=trainer.log_probs(batch))` before several optimizer steps.
         """
         micro_batches = self._shared_micro_batches(batch)
         return shares_of_data_parallel(self._log_probs(batch, micro_batches, reference=reference, temperature=temperature))
 
     def own_log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
-        """As `log_probs` of the current weights, for the parity probe: each data-parallel rank computes all of it."""
+        """Return `log_probs` of the current weights, undivided, for the parity probe."""
         check_fits(batch, self._spec)
         micro_batches = self._micro_batches.of_all_tokens(batch, divided=False)
         return self._log_probs(batch, micro_batches, reference=False, temperature=temperature)
 
     def values(self, batch: TrainBatch) -> Floats:
-        """The critic's values [T], reward units, of the state in which each token of `batch` was chosen; for ppo.
+        """Return the critic's values [T], reward units, of the state before each token; for ppo.
 
-        At each sequence's first token, which nothing predicts, it is any number. Raises UserError without a critic, and when the ranks
-        have different batches.
+        The entry of each sequence's first token is any number: no prediction makes a first token. Raises UserError without a critic,
+        and when the ranks have different batches.
         """
         if self._critic is None:
-            raise UserError("values were asked for, but only objective.advantage.estimator ppo has a critic; choose it")
+            raise UserError("values were asked for, but only objective.advantage.kind gae has a critic; choose it")
         micro_batches = self._shared_micro_batches(batch)
         return values_before(shares_of_data_parallel(self._critic.state_values(micro_batches, num_tokens=len(batch.tokens))))
 
     def _shared_micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
-        """This data-parallel rank's share of all tokens of a batch that every rank has."""
+        """Return this data-parallel rank's share of all tokens of a batch held by every rank."""
         check_fits(batch, self._spec)
         check_same_everywhere(batch)
         return self._micro_batches.of_all_tokens(batch, divided=True)
 
     def train(self, batch: TrainBatch) -> list[dict[str, float]]:
-        """Train on the whole rollout batch, which every rank passes and of which it takes its share; metrics of each optimizer step.
+        """Train on the whole rollout batch, passed by every rank; return metrics of each step.
 
-        Makes `training.optimizer_steps_per_batch` optimizer steps, each on a random part of the trajectories. The metrics are of all ranks
-        together and equal on every rank; `megatron_rl/observe/metrics.py` says what each means and its unit. A step with a non-finite
-        loss or gradient changes no weights and has `train/skipped_steps` 1. Raises UserError for a batch that does not fit the
-        objective or that differs between ranks.
+        Each rank takes a share of the batch. Makes `training.optimizer_steps_per_batch` optimizer steps, each on a random part of the
+        trajectories. The metrics are of all ranks together and equal on every rank; `megatron_rl/observe/metrics.py` gives the
+        meaning and unit of each. A step with a non-finite loss or gradient changes no weights and has `train/skipped_steps` 1. Raises
+        UserError for a batch that does not fit the objective or differs between ranks.
 
         Example: `loss = trainer.train(batch)[-1]["train/loss"]`
         """
@@ -282,9 +285,9 @@ class Trainer:
         return merge_over_ranks(self.train_shard(shards[self.dp_rank]))
 
     def train_shard(self, shard: Shard) -> list[dict[str, Metric]]:
-        """As `train` for a caller that has divided the batch: `shard` is this data-parallel rank's part of it.
+        """Train on `shard`, this data-parallel rank's part of a batch divided by the caller.
 
-        Merging the metrics of all ranks gives the step's: a rank that would only repeat another's returns empty dicts.
+        Merging the metrics of all ranks gives the step's: a rank with the same metrics as another returns empty dicts.
         """
         self._let_go_of_state()
         parts, data = self._prepare(shard)
@@ -300,11 +303,12 @@ class Trainer:
         return metrics
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
-        """Compute the gradient of the objective over `batch`, which is one whole optimizer step; its metrics, equal on every rank.
+        """Compute the objective's gradient over `batch`, one whole step; return metrics.
 
-        `optimizer_step` then applies it; no weight changes before. Every rank passes the same batch. Means are over this batch, and
-        advantages are made within it, so a part of a larger batch brings its own `advantages`, and its own `old_log_probs` unless the
-        weights are still those that generated. Raises UserError as `train`, and when a gradient waits already.
+        The metrics are equal on every rank. `optimizer_step` then applies the gradient; no weight changes before. Every rank passes
+        the same batch. Means are over this batch, and advantages are made within it. A part of a larger batch therefore brings
+        `advantages`, and `old_log_probs` unless the weights are still the generator's. Raises UserError as `train`, or when a
+        gradient waits.
 
         Example: `metrics = trainer.forward_backward(batch.select(rows)) | trainer.optimizer_step()`
         """
@@ -323,10 +327,10 @@ class Trainer:
         return merge_over_ranks([metrics])[0]
 
     def optimizer_step(self) -> dict[str, float]:
-        """Update the weights once by the gradient of `forward_backward`; gradient norm, learning rate and whether it was skipped.
+        """Update the weights once by the gradient of `forward_backward`; return metrics.
 
-        The metrics are equal on every rank. Nothing is updated when a loss or gradient was not finite. Raises UserError when no
-        gradient waits.
+        The metrics are gradient norm, learning rate and a flag of skipped steps, equal on every rank. Nothing is updated when a loss
+        or gradient was not finite. Raises UserError when no gradient waits.
         """
         if self._waiting is None:
             raise UserError("optimizer_step has no gradient to apply; call forward_backward(batch) first")
@@ -345,20 +349,20 @@ class Trainer:
             )
 
     def _prepare(self, shard: Shard) -> tuple[list[list[MicroBatch]], TokenData]:
-        """The micro-batches of each optimizer step on the shard, and its tokens' data. Raises UserError for what does not fit."""
+        """Return micro-batches of each step, and token data of the shard. Raises UserError for a misfit."""
         check_fits(shard.batch, self._spec)
         check_batch(self._objective, shard.batch, rewards=shard.all_rewards, trajectory_ids=shard.all_trajectory_ids)
         parts = [self._micro_batches.of_parts(shard.batch, step.micro_batches) for step in shard.steps]
         return parts, self._token_data(shard, [micro_batch for part in parts for micro_batch in part], num_steps=len(parts))
 
     def _asks_reference(self, num_steps: int) -> bool:
-        """Whether the coming batch of `num_steps` optimizer steps passes through the reference, for the objective or to measure."""
+        """Return True when the objective or a measurement needs the reference for `num_steps` steps."""
         if self._reference is None or self._objective.needs_reference:
             return self._reference is not None
         return self._steps.num_steps // num_steps % self._training.reference_interval == 0
 
     def _token_data(self, shard: Shard, micro_batches: Sequence[MicroBatch], *, num_steps: int) -> TokenData:
-        """Everything about the batch's tokens that stays the same through its optimizer steps, from the models before the first."""
+        """Return constant per-token data of the batch's steps, by the models before the first step."""
         batch = shard.batch
         reference = old = state_values = teacher = None
         if batch.ref_log_probs is None and self._asks_reference(num_steps):
@@ -380,14 +384,15 @@ class Trainer:
         )
 
     def trained_models(self) -> dict[str, TrainedModel]:
-        """The models with an optimizer, by their names in a checkpoint: `policy` and, for ppo, `critic`."""
-        policy = {sharded_checkpoint.POLICY: self._model}
+        """Return the trained models by checkpoint name: `policy` and, for ppo, `critic`."""
+        policy = {training_state.POLICY: self._model}
         return policy if self._critic is None else {**policy, "critic": self._critic.model}
 
     def put_away(self, parts: Collection[Part] = PARTS) -> None:
-        """Free the device memory of these parts of all models; for `weights` the parameters must be here, for all else everything.
+        """Free the device memory of these parts of all models.
 
-        Not collective; a part that is away already stays so. Raises UserError while a gradient of `forward_backward` waits.
+        For `weights` the parameters must be here, for all else everything. Not collective; a part already away stays away. Raises
+        UserError while a gradient of `forward_backward` waits.
         """
         self._refuse_waiting("put_away")
         self._let_go_of_state()
@@ -400,11 +405,10 @@ class Trainer:
             memory.take_back(parts)
 
     def weights(self, *, receivers: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights under their Hugging Face names, one whole tensor at a time, the same on every rank.
+        """Yield the policy's weights by Hugging Face names, one whole tensor at a time.
 
-        Shapes and names are those of the directory that `save_hf` writes, the dtype is the model's. Each tensor is gathered when it is
-        asked for: every rank takes all of them. Tied embeddings come once, without the head. With `receivers`, global ranks, any other
-        rank that they need nothing from gets nothing.
+        Shapes and names equal the directory written by `save_hf`, the dtype is the model's. Each tensor is gathered on request: every
+        rank takes all tensors. Tied embeddings come once, without the head. With `receivers`, global ranks, other ranks get nothing.
 
         Example: `their_model.load_state_dict(dict(trainer.weights()), strict=False)`
         """
@@ -413,70 +417,70 @@ class Trainer:
                 yield from export_hf_weights([chunk.module for chunk in self._model.chunks], self._spec)
 
     def save(self, directory: Path | str) -> None:
-        """Write a checkpoint that `load` continues from: weights, optimizer, schedule, controllers, random generators.
+        """Write a checkpoint for `load`: weights, optimizer, schedule, controllers, generators.
 
-        The directory, on storage that all ranks share, appears complete or not at all. Raises UserError when it cannot be written, and
-        while a gradient of `forward_backward` waits.
+        The directory, on storage shared by all ranks, appears complete or not at all. Raises UserError when writing fails, and while
+        a gradient of `forward_backward` waits.
         """
         self._saving(Path(directory), stage=None).finish()
 
     def begin_save(self, directory: Path | str) -> None:
-        """As `save`, but return when it is planned. A thread of each rank copies the state to host memory, which stays for the next one,
-        and writes that while the training goes on: the next call that changes or moves the state waits for the copies alone.
+        """Save as `save`, but return once planned; a thread writes.
 
-        `finish_saves` has to follow before the process ends; the directory appears there. Raises UserError as `save`.
+        A thread of each rank copies the state to host memory, kept for the next save, and writes while the training goes on. The next
+        call that changes or moves the state waits for the copies alone.
+
+        `finish_saves` must follow before the process ends; the directory then appears in its place. Raises UserError as `save`.
         """
         self._writing.append(self._saving(Path(directory), stage=self._host_copies))
 
-    def _saving(self, directory: Path, *, stage: HostCopies | None) -> sharded_checkpoint.Saving:
+    def _saving(self, directory: Path, *, stage: HostCopies | None) -> training_state.Saving:
         self._refuse_waiting("save")
-        return sharded_checkpoint.Saving(directory, self.trained_models(), counters=self._steps.state(), stage=stage)
+        return training_state.Saving(directory, self.trained_models(), counters=self._steps.state(), stage=stage)
 
     @property
     def saves_are_written(self) -> bool:
-        """Whether `finish_saves` would not wait for this rank's files. Not collective."""
+        """Return True when `finish_saves` would not wait for this rank's files. Not collective."""
         return all(saving.is_written for saving in self._writing)
 
     def finish_saves(self) -> None:
-        """Wait for what `begin_save` and `begin_save_hf` write, which is then in its place. Raises UserError when it cannot be written."""
+        """Wait until saves of `begin_save` and `begin_save_hf` are in place. Raises UserError on failure."""
         writing, self._writing = self._writing, []
         with ExitStack() as all_of_them:
             for saving in reversed(writing):
                 all_of_them.callback(saving.finish)
 
     def load(self, directory: Path | str, *, weights_only: bool = False, checked: bool = False) -> tuple[str, ...]:
-        """Continue from a checkpoint of `save`, of this layout or another. The reference stays the model of the settings.
+        """Continue from a checkpoint of `save`, of this layout or another.
 
-        Returns a sentence for each hyperparameter of the optimizer that was another then; those of the settings are taken. With
-        `weights_only` the optimizer starts anew. `checked`, on every rank, says that all files were compared with the manifest already, as
-        `sharded_checkpoint.check_files` does. A gradient of `forward_backward` that waits is dropped. Raises UserError when there is
-        no checkpoint, one whose files have changed since, one of another model, or one without the optimizer's state.
+        The reference stays the model of the settings. Returns a sentence for each optimizer hyperparameter with another value in the
+        checkpoint; the settings' values are taken. With `weights_only` the optimizer starts anew. `checked`, on every rank: all files
+        were already compared with the manifest, as in `training_state.check_files`. A waiting gradient of `forward_backward` is
+        dropped. Raises UserError when there is no checkpoint, or one with changed files, of another model, or without optimizer state.
         """
         self._let_go_of_state()
         self._waiting = None
-        loaded = sharded_checkpoint.load(Path(directory), self.trained_models(), weights_only=weights_only, checked=checked)
+        loaded = training_state.load(Path(directory), self.trained_models(), weights_only=weights_only, checked=checked)
         self._steps.restore(loaded.counters)
         return loaded.changes
 
     def save_hf(self, directory: Path | str, *, max_shard_bytes: int = MAX_SHARD_BYTES, durable: bool = True) -> None:
         """Write the policy as a Hugging Face directory, in files of at most `max_shard_bytes`.
 
-        Layers of multi-token prediction, which are not trained, are those of model.path, and named in manifest.json. One that is not
-        `durable` is for engines alone: it has none of them and need not survive a power failure, which saves waiting for the disk.
-        Raises UserError when it cannot be written.
+        Layers of multi-token prediction are not trained: their weights come from model.path and are named in manifest.json. A
+        directory that is not `durable` is for engines alone: without such layers, and not safe from a power failure, which saves
+        waiting for the disk. Raises UserError when writing fails.
         """
-        self._exporting(Path(directory), max_shard_bytes=max_shard_bytes, durable=durable, changing=()).finish()
+        self._exporting(Path(directory), max_shard_bytes=max_shard_bytes, durable=durable, staged=False).finish()
 
     def begin_save_hf(self, directory: Path | str) -> None:
-        """As `save_hf`, but return when the weights are gathered in host memory of rank 0, where a thread writes them; see `begin_save`.
+        """Save as `save_hf`, but return once the weights are gathered in host memory of rank 0.
 
-        Those that are there already are not gathered, but copied by a thread, as in `begin_save`.
+        A thread of rank 0 writes the files; see `begin_save`. A thread copies weights already there, without a gather.
         """
-        weights = global_parameters([chunk.module for chunk in self._model.chunks])
-        exporting = self._exporting(Path(directory), max_shard_bytes=MAX_SHARD_BYTES, durable=True, changing=weights.values())
-        self._writing.append(exporting)
+        self._writing.append(self._exporting(Path(directory), max_shard_bytes=MAX_SHARD_BYTES, durable=True, staged=True))
 
-    def _exporting(self, directory: Path, *, max_shard_bytes: int, durable: bool, changing: Iterable[Tensor]) -> Exporting:
+    def _exporting(self, directory: Path, *, max_shard_bytes: int, durable: bool, staged: bool) -> Exporting:
         source, dtype = self._model_settings.path, model_dtype(self._model_settings, self._device)
         stale = mtp_tensors(source, self._spec, dequantised_dtype=dtype) if durable and self._spec.num_mtp_layers else ()
         return Exporting(
@@ -486,5 +490,5 @@ class Trainer:
             stale=stale,
             max_shard_bytes=max_shard_bytes,
             durable=durable,
-            changing=changing,
+            staged=staged,
         )

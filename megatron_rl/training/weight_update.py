@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.models.build import TrainedModel
 from megatron_rl.models.experts.routed_tokens import RouterStep
 from megatron_rl.models.hf_weights import expert_biases
 from megatron_rl.observe.metrics import Mean, Metric
@@ -16,13 +17,14 @@ from megatron_rl.training.collectives import sum_over_ranks
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.optimizer import optimizer_step
 from megatron_rl.training.topology import Place
-from megatron_rl.training.trained_model import TrainedModel
 from megatron_rl.types import StepTotals
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Report:
-    """What a micro-batch's loss leaves behind: `loss`, this rank's share, and metrics as (sum, weight) pairs, all still tensors."""
+    """The report of a micro-batch's loss: `loss`, this rank's share, and (sum, weight) metrics as
+    tensors.
+    """
 
     loss: Tensor
     metrics: Mapping[str, tuple[Tensor, Tensor]]
@@ -30,10 +32,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """What is known of the gradients in a model's buffers before they are applied.
+    """Facts about the gradients in a model's buffers before the update.
 
-    `finite`: all losses were, on all ranks. `means` are the metrics asked for over all ranks (None: nothing measured), the same on every
-    rank. `reports` of this rank's micro-batches on the last stage. `moved_biases`: routers' biases, and where the step moves them.
+    `finite`: all losses were, on all ranks. `means` are the requested metrics over all ranks (None:
+    nothing measured), the same on every rank. `reports` of this rank's micro-batches on the last
+    stage. `moved_biases`: routers' biases, and their values after the step.
     """
 
     finite: bool
@@ -44,9 +47,11 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGradients:
-    """An optimizer step whose gradients are computed and wait in the model's buffers, with what they were computed from.
+    """An optimizer step with computed gradients in the model's buffers, and the inputs of the
+    gradients.
 
-    `gradients` None: the step has no trainable token. `metrics` are this rank's share of those that are known by now.
+    `gradients` None: the step has no trainable token. `metrics` are this rank's share of the
+    metrics known so far.
     """
 
     gradients: Gradients | None
@@ -58,10 +63,11 @@ class StepGradients:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """What an optimizer step did.
+    """The outcome of an optimizer step.
 
-    `sound`: all losses and the gradient were finite, on all ranks, or else nothing was updated. `lr` is the rate it was done at,
-    `grad_norm` that before clipping. `suspects` are the micro-batches of this rank that may have broken the step.
+    `sound`: all losses and the gradient were finite, on all ranks, or else nothing was updated.
+    `lr` is the learning rate of the step, `grad_norm` the norm before clipping. `suspects` are the
+    micro-batches of this rank that may have broken the step.
     """
 
     sound: bool
@@ -80,17 +86,18 @@ def compute_gradients(
     replay: bool = False,
     router_step: RouterStep | None = None,
 ) -> Gradients:
-    """Replace the model's gradients by that of `loss`, whose reports are `Report`s, over all micro-batches of all ranks.
+    """Replace the model's gradients by the gradient of `loss` over all micro-batches of all ranks.
 
-    `measure` names metrics whose means are wanted. `replay` and `router_step` are for the routers of a mixture of experts, see
-    `passes.forward_backward`. No weight changes. Collective.
+    The reports of `loss` are `Report`s. `measure` names metrics with a requested mean. `replay` and
+    `router_step` are for the routers of a mixture of experts, see `passes.forward_backward`. No
+    weight changes. Collective.
     """
     model.optimizer.zero_grad()
     biases = [bias for chunk in model.chunks for _, bias in expert_biases(chunk)]
     before = [bias.clone() for bias in biases]
     reports: list[Report] = passes.forward_backward(model.chunks, micro_batches, loss, replay=replay, router_step=router_step)
     finite, means = _measure(reports if place.reports else [], measure, device=micro_batches[0].input_ids.device)
-    # megatron-core moves them together with its sums of gradients; they are to move with the weights.
+    # megatron-core moves the biases together with its sums of gradients; the biases have to move with the weights.
     moved = [(bias, bias.clone()) for bias in biases]
     for bias, old in zip(biases, before, strict=True):
         bias.copy_(old)
@@ -98,9 +105,10 @@ def compute_gradients(
 
 
 def apply_gradients(model: TrainedModel, gradients: Gradients, *, place: Place, frozen: bool = False) -> Update:
-    """Update the weights once by the gradients of `compute_gradients`; a `frozen` model is left as it is at a learning rate of 0.
+    """Update the weights once by the gradients of `compute_gradients`.
 
-    Nothing is updated when a loss or the gradient is not finite on any rank. Collective.
+    A `frozen` model is left unchanged at a learning rate of 0. Nothing is updated when a loss or
+    the gradient is not finite on any rank. Collective.
     """
     lr, reports = 0.0 if frozen else model.lr, gradients.reports
     sound, grad_norm = optimizer_step(model.optimizer, frozen=frozen) if gradients.finite else (False, math.nan)
@@ -110,13 +118,16 @@ def apply_gradients(model: TrainedModel, gradients: Gradients, *, place: Place, 
             bias.copy_(moved)
         model.scheduler.step(1)
     if not sound and place.reports:
-        # A gradient that is not finite although all losses are can come from any micro-batch.
+        # A gradient that is not finite despite finite losses can come from any micro-batch.
         suspects = tuple(index for index, report in enumerate(reports) if gradients.finite or not bool(report.loss.isfinite()))
     return Update(sound=sound, lr=lr, grad_norm=grad_norm, suspects=suspects)
 
 
 def _measure(reports: Sequence[Report], names: Sequence[str], *, device: torch.device) -> tuple[bool, dict[str, float | None]]:
-    """Whether all losses of the step are finite, and the means of the metrics `names`, over all ranks. Collective."""
+    """Return True when all losses of the step are finite, and the means of the metrics `names`.
+
+    Both are over all ranks. Collective.
+    """
     shares = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=device)
     zero = torch.zeros((), device=device)
     for report in reports:
@@ -128,16 +139,17 @@ def _measure(reports: Sequence[Report], names: Sequence[str], *, device: torch.d
 
 
 def share_of_metrics(reports: Sequence[Report], place: Place, *, loss: str, names: Mapping[str, tuple[str, ...]]) -> dict[str, Metric]:
-    """This rank's share of the metrics: sums over its micro-batches, read from the device at once.
+    """Return this rank's share of the metrics: sums over micro-batches, read from the device at
+    once.
 
-    The loss is called train/`loss`, other metrics as `names` has it or else train/NAME.
+    The loss is called train/`loss`; `names` gives the other names, else train/NAME.
     """
     if not place.reports:
         return {}
     own = list(reports[0].metrics)
     rows = [[report.loss, *(value for name in own for value in report.metrics[name])] for report in reports]
     sums = torch.stack([torch.stack([value.double() for value in row]) for row in rows]).sum(dim=0).tolist()
-    # The loss is the sum of all shares: one rank gives it the weight, the others only their share.
+    # The loss is the sum of all shares: one rank gives the weight, the others only their share.
     metrics: dict[str, Metric] = {f"train/{loss}": Mean(sums[0], float(place.reports_alone))}
     for index, name in enumerate(own):
         for full_name in names.get(name, (f"train/{name}",)):

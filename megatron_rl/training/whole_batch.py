@@ -1,4 +1,4 @@
-"""A batch that every rank has whole: that it is the same one, each data-parallel rank's share of it, and the metrics of all shares."""
+"""A batch held whole by every rank: the check for equality, the shares, and the merged metrics."""
 
 import dataclasses
 import hashlib
@@ -29,9 +29,10 @@ def check_same_everywhere(batch: TrainBatch) -> None:
 
 
 def divide(batch: TrainBatch, training: TrainingSettings, *, seed: int, optimizer_steps: int | None = None) -> tuple[Shard, ...]:
-    """The batch's shards, one for each data-parallel rank; `optimizer_steps` are those of `training` when not given.
+    """Divide the batch into shards, one for each data-parallel rank.
 
-    `seed` decides which sequences each optimizer step gets.
+    `optimizer_steps` are the number of `training` when not given. `seed` decides the sequences of
+    each optimizer step.
     """
     topology = Topology.of(training.topology)
     return make_shards(
@@ -45,5 +46,8 @@ def divide(batch: TrainBatch, training: TrainingSettings, *, seed: int, optimize
 
 
 def merge_over_ranks(shares: list[dict[str, Metric]]) -> list[dict[str, float]]:
-    """The numbers of each optimizer step from every rank's share of its metrics, the same on every rank. Collective over all ranks."""
+    """Merge the metrics of each optimizer step over every rank's share; equal on every rank.
+
+    Collective over all ranks.
+    """
     return [metric_values(merge_metrics(step)) for step in zip(*reports_of_ranks(shares), strict=True)]

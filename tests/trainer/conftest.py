@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.algorithms.objective import expand_preset
 from megatron_rl.config.settings import Settings
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
@@ -46,7 +47,7 @@ def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
                 "run": {"directory": tmp_path / "run"},
                 "model": {"path": model, "dtype": dtype, "megatron": megatron or {}, "teacher": teacher},
                 "data": {"train": "unused.jsonl"},
-                "objective": objective or {},
+                "objective": expand_preset(objective or {}),
                 "rollout": {"sampling": {"temperature": TEMPERATURE}},
                 "training": {"optimizer": OPTIMIZER, "max_tokens_per_micro_batch": 12, **training},
             }

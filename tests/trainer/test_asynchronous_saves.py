@@ -1,26 +1,24 @@
 """A save whose files are written while the training goes on has the state of the moment at which it began."""
 
-import io
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemWriter
 
+from megatron_rl.checkpoints import policy_export, training_state
+from megatron_rl.checkpoints.host_copies import HostCopies, host_copy
+from megatron_rl.checkpoints.optimizer_shards import parts_of
 from megatron_rl.errors import UserError
-from megatron_rl.models.checkpoint_manifest import entry_of
-from megatron_rl.training import checkpoint_writer, policy_export, sharded_checkpoint
-from megatron_rl.training.host_copies import HostCopies, host_copy
-from megatron_rl.training.optimizer_shards import parts_of
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
 SUPERVISED = {"policy_loss": "sft"}
-WITH_CRITIC = {"advantage": {"estimator": "ppo"}}
+WITH_CRITIC = {"advantage": {"kind": "gae"}}
 BATCH = TrainBatch.from_sequences(prompts=[[3, 4], [5]], responses=[[6, 7, 8], [9, 3]], rewards=[0.0, 1.0])
 
 
@@ -59,7 +57,7 @@ def held(function: Callable[..., Any], gate: threading.Event) -> Callable[..., A
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written before it is set."""
     gate = threading.Event()
-    monkeypatch.setattr(checkpoint_writer, "write_items", held(checkpoint_writer.write_items, gate))
+    monkeypatch.setattr(FileSystemWriter, "write_data", held(FileSystemWriter.write_data, gate))
     monkeypatch.setattr(policy_export, "save_hf", held(policy_export.save_hf, gate))
     return gate
 
@@ -68,7 +66,7 @@ class Asked:
     """Nothing is copied until somebody has waited for the copies of its save for a moment: whoever does not wait is too early."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._may_copy = {kind: threading.Event() for kind in (sharded_checkpoint.Saving, policy_export.Exporting)}
+        self._may_copy = {kind: threading.Event() for kind in (training_state.Saving, policy_export.Exporting)}
         # The one that is waited for first takes longer: the wait for the other does not hide that nobody waited for it.
         self._moments_s = dict(zip(self._may_copy, (0.2, 0.02), strict=True))
         self.kinds: set[str] = set()
@@ -140,8 +138,8 @@ def test_a_save_that_fails_is_told_by_its_end_and_leaves_nothing_under_its_name(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", str(tmp_path))
 
-    monkeypatch.setattr(checkpoint_writer, "write_items", full)
-    monkeypatch.setattr("megatron_rl.models.hf_files._write_shards", full)
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    monkeypatch.setattr("megatron_rl.checkpoints.hugging_face.save_file", full)
     getattr(trainer, which)(tmp_path / "saved")
     train(trainer)
     with pytest.raises(UserError, match="No space left on device"):
@@ -219,7 +217,7 @@ def test_whoever_changes_the_state_waits_for_its_copies_and_whoever_reads_does_n
 def test_the_reference_takes_the_place_of_a_policy_that_is_copied(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, asked: Asked
 ) -> None:
-    trainer = make_trainer(tiny_model(), {"kl_loss_coef": 0.1})
+    trainer = make_trainer(tiny_model(), {"kl": {"coef": 0.1}})
     trainer.begin_save(tmp_path / "saved")
     trainer.log_probs(BATCH, reference=True)
     assert asked.kinds == {"Saving"}
@@ -267,7 +265,7 @@ def test_copies_that_fail_are_told_by_the_end_of_the_save_and_hold_up_nobody(
             raise MemoryError("no memory for copies")
         return tensor.clone()
 
-    monkeypatch.setattr(f"megatron_rl.training.{where}", short)
+    monkeypatch.setattr(f"megatron_rl.checkpoints.{where}", short)
     getattr(trainer, which)(tmp_path / "saved")
     train(trainer)
     with pytest.raises(MemoryError, match="no memory for copies"):
@@ -336,25 +334,3 @@ def test_a_copy_has_memory_of_its_own(numel: int) -> None:
     assert torch.equal(copy, column) and copy.is_contiguous() and copy.untyped_storage().nbytes() == copy.nbytes
     column += 1
     assert not numel or not torch.equal(copy, column)
-
-
-def test_a_file_has_each_item_where_the_index_says_and_its_hash(tmp_path: Path) -> None:
-    """A view without the memory around it, aligned so that it can be used where it is."""
-    flat = torch.arange(4096, dtype=torch.int64)
-    data: dict[str, Any] = {
-        "view": flat[8:20].view(3, 4),
-        "empty": flat[:0],
-        "object": io.BytesIO(b"more"),
-        "column": flat.view(64, 64)[:, 1],
-    }
-    items: Any = [SimpleNamespace(index=name) for name in data]
-    written, entry = checkpoint_writer.write_items(tmp_path / "file", items, data.values())
-    assert entry == entry_of(tmp_path / "file")
-    content, parts = (tmp_path / "file").read_bytes(), {}
-    for result in written:
-        place = result.storage_data
-        assert place.offset % 64 == 0 and place.relative_path == "file" and place.length == result.size_in_bytes
-        parts[result.index] = content[place.offset : place.offset + place.length]
-    assert parts["object"] == b"more" and all(len(part) < 4000 for part in parts.values())
-    for name in ("view", "empty", "column"):
-        assert torch.equal(torch.load(io.BytesIO(parts[name]), weights_only=True), data[name])

@@ -1,9 +1,6 @@
 """A checkpoint with a file that is not the one that was saved is named as such, before anything of it is read."""
 
-import ctypes
-import io
 import json
-import os
 import pickle
 import resource
 from collections.abc import Callable
@@ -13,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.checkpoints import manifest, training_state
+from megatron_rl.checkpoints.manifest import entry_of
 from megatron_rl.convert.conversion import Options, convert
+from megatron_rl.device import megatron_version
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
-from megatron_rl.models import checkpoint_manifest
-from megatron_rl.models.checkpoint_manifest import HashedFile, check_manifest, entry_of, write_manifest, write_part
-from megatron_rl.training import sharded_checkpoint
 from megatron_rl.training.trainer import Trainer
 
 SUPERVISED = {"policy_loss": "sft"}
@@ -28,17 +25,16 @@ SUPERVISED = {"policy_loss": "sft"}
 def saved(tmp_path: Path) -> Path:
     for name, content in (("a", b"abc"), ("b", b""), ("c", b"third" * 2_000_000)):
         (tmp_path / name).write_bytes(content)
-    write_part(tmp_path, {"c": entry_of(tmp_path / "c")}, rank=1)
-    with pytest.raises(UserError, match=r"manifest-part-0\.json, which a rank has written, is not there .* directory that all nodes share"):
-        write_manifest(tmp_path, num_parts=2)
-    write_part(tmp_path, {"b": entry_of(tmp_path / "b")}, rank=0)
-    write_manifest(tmp_path, num_parts=2)
+    known = {"c": entry_of(tmp_path / "c")}
+    with pytest.raises(UserError, match=r"/d, which a rank has written, is not there .* directory that all nodes share"):
+        manifest.write(tmp_path, known=known | {"d": known["c"]})
+    manifest.write(tmp_path, known=known)
     return tmp_path
 
 
 def check(directory: Path, num_shares: int = 1) -> None:
     for share in range(num_shares):
-        check_manifest(directory, share=share, num_shares=num_shares)
+        manifest.check(directory, "state", share=(share, num_shares))
 
 
 def test_the_manifest_has_the_hash_of_every_file(saved: Path) -> None:
@@ -50,51 +46,6 @@ def test_the_manifest_has_the_hash_of_every_file(saved: Path) -> None:
     assert files["a"] == {"bytes": 3, "blake3": "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"}
 
 
-def test_a_manifest_with_sha256_is_checked_by_that(saved: Path) -> None:
-    content = json.loads((saved / MANIFEST).read_text())
-    content["files"]["a"] = {"bytes": 3, "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
-    (saved / MANIFEST).write_text(json.dumps(content))
-    check(saved)
-    (saved / "a").write_bytes(b"abd")
-    with pytest.raises(UserError, match="the content of a is not that of its manifest"):
-        check(saved)
-
-
-def test_what_is_written_is_hashed_whole_and_reported(tmp_path: Path) -> None:
-    """In pieces of the size of the cache, also where the file takes less than it is given."""
-
-    class Slow(io.FileIO):
-        def write(self, data: Any) -> int:
-            return super().write(data[:100_000])
-
-    reported: list[int] = []
-    with Slow(tmp_path / "file", "wb") as stream:
-        file = HashedFile(stream, reported.append)  # type: ignore[arg-type]
-        assert file.write(b"abc") == 3 and file.write(memoryview(bytearray(range(256)) * 3000)) == 768_000
-    assert (tmp_path / "file").read_bytes() == b"abc" + bytes(range(256)) * 3000
-    assert file.entry == entry_of(tmp_path / "file") and file.entry["bytes"] == file.num_bytes == 768_003
-    assert sum(reported) == 768_003 and max(reported) < 500_000
-
-
-def test_the_disk_begins_while_a_file_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[tuple[int, int]] = []
-    library = ctypes.CDLL(None)
-
-    class Library:
-        def sync_file_range(self, descriptor: int, start: ctypes.c_int64, length: ctypes.c_int64, flags: ctypes.c_uint) -> None:
-            assert library.sync_file_range(descriptor, start, length, flags) == 0, "the kernel takes it"
-            assert os.fstat(descriptor).st_size >= start.value + length.value
-            begun.append((start.value, length.value))
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
-    monkeypatch.setattr(checkpoint_manifest, "_WRITE_BACK_BYTES", 3)
-    with (tmp_path / "file").open("wb", buffering=0) as stream:
-        file = HashedFile(stream)
-        for part in (b"12", b"34", b"5", b"678", b"9"):
-            file.write(part)
-    assert begun == [(0, 4), (4, 4)]
-
-
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_one_changed_byte_is_found_by_exactly_one_rank(saved: Path, name: str) -> None:
     content = bytearray((saved / name).read_bytes())
@@ -103,7 +54,7 @@ def test_one_changed_byte_is_found_by_exactly_one_rank(saved: Path, name: str) -
     found = 0
     for share in range(3):
         try:
-            check_manifest(saved, share=share, num_shares=3)
+            manifest.check(saved, "state", share=(share, 3))
         except UserError as error:
             assert f"the content of {name} is not that of its manifest" in str(error)
             found += 1
@@ -142,11 +93,13 @@ def test_nothing_is_unpickled_from_a_checkpoint_that_does_not_fit(
         raise AssertionError("a pickle was read, or a file twice")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sharded_checkpoint, "check_manifest", never)
+        patch.setattr(manifest, "check", never)
         trainer.load(directory, checked=True)
     for module, name in ((torch, "load"), (pickle, "load"), (pickle, "Unpickler")):
         monkeypatch.setattr(module, name, never)
-    for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp"):
+    names = [path.name for path in directory.iterdir() if path.name != MANIFEST]
+    assert len(names) >= 3
+    for name in names:
         original = (directory / name).read_bytes()
         (directory / name).write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
         with pytest.raises(UserError, match=r"the content of .* is not that of its manifest"):
@@ -158,9 +111,10 @@ def test_nothing_is_unpickled_from_a_checkpoint_that_does_not_fit(
 def test_a_file_that_cannot_be_written_is_one_sentence(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, largest: int
 ) -> None:
-    """Of common.pt, which upstream writes, and of a rank's own."""
+    """Of common.pt, which megatron-core wrote before 0.19, and of a rank's own."""
     trainer, (soft, hard) = make_trainer(tiny_model(), SUPERVISED), resource.getrlimit(resource.RLIMIT_FSIZE)
-    message = "File too large .*; raise the file size limit" if largest else "cannot write .*; free space"
+    of_rank = largest or megatron_version() >= (0, 19)
+    message = "File too large .*; raise the file size limit" if of_rank else "cannot write .*; free space"
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
     try:
         with pytest.raises(UserError, match=message):
@@ -180,7 +134,7 @@ def test_weights_alone_are_resumed_only_when_asked_for(
     with torch.no_grad():
         for parameter in trainer._model.chunks[0].parameters():
             parameter.mul_(2)
-    monkeypatch.setattr(sharded_checkpoint, "sharded_optimizer", lambda *_: [])
+    monkeypatch.setattr(training_state, "sharded_optimizer", lambda *_: [])
     trainer.save(tmp_path / "checkpoint")
     resumed = make_trainer(model, SUPERVISED, dtype="bfloat16")
     with pytest.raises(UserError, match="has the weights of policy alone, without the optimizer's state; give --weights-only"):

@@ -8,19 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.algorithms.objective import AdvantageSettings, Objective
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.value_loss import ValueLoss
 from megatron_rl.config.settings import TrainingSettings
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import check_metrics
-from megatron_rl.training.critic import critic_objective, critic_optimizer, explained_variance
+from megatron_rl.training.critic import critic_optimizer, explained_variance, value_loss
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
-PPO = {
-    "aggregation": "token_mean",
-    "advantage": {"estimator": "ppo", "args": {"gamma": 0.9, "lam": 0.8, "value_clip": 0.2}},
-}
+PPO = {"aggregation": "token_mean", "advantage": {"kind": "gae", "gamma": 0.9, "lam": 0.8, "value_clip": 0.2}}
 ROWS = [[3, 9, 4, 4, 30], [8, 2, 17], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [1, 2, 3, 4]]
 REWARDS = [0.0, 1.0, 2.0, -1.0]
 PROMPT = 2
@@ -134,7 +132,7 @@ def test_three_steps_are_those_of_a_plain_loop(make_trainer: MakeTrainer, tiny_m
 def test_value_loss_falls_and_the_policy_moves(make_trainer: MakeTrainer, tiny_model: TinyModel) -> None:
     trainer = make_trainer(
         tiny_model(),
-        {**PPO, "advantage": {"estimator": "ppo", "args": {"gamma": 0.9, "lam": 0.8, "value_clip": None}}},
+        {**PPO, "advantage": {"kind": "gae", "gamma": 0.9, "lam": 0.8, "value_clip": None}},
         optimizer=OPTIMIZER,
         critic={"optimizer": {"lr": 4e-3}},
     )
@@ -148,7 +146,7 @@ def test_value_loss_falls_and_the_policy_moves(make_trainer: MakeTrainer, tiny_m
 
 
 def test_the_policy_waits_while_the_critic_warms_up(make_trainer: MakeTrainer, tiny_model: TinyModel) -> None:
-    steered = {**PPO, "kl_loss_coef": 0.1, "kl_control": {"target": 100.0, "horizon": 10.0}}
+    steered = {**PPO, "kl": {"coef": 0.1, "control": {"target": 100.0, "horizon": 10.0}}}
     trainer = make_trainer(tiny_model(), steered, optimizer=OPTIMIZER, critic={"warmup_steps": 3})
     before = {name: tensor.clone() for name, tensor in trainer.weights()}
     first, second = train(trainer, optimizer_steps=2)
@@ -184,11 +182,9 @@ def test_fields_of_the_critic_go_over_those_of_the_policy() -> None:
 
 
 def test_the_value_loss_has_the_policy_s_denominators_and_none_of_its_terms() -> None:
-    ppo = AdvantageSettings(estimator="ppo", args={"value_clip": 0.3})
-    objective = Objective(aggregation="sequence_mean_token_mean", kl_loss_coef=0.1, entropy_coef=0.1, advantage=ppo)
-    assert critic_objective(objective) == Objective(
-        policy_loss="value", aggregation="sequence_mean_token_mean", loss_args={"value_clip": 0.3}
-    )
+    ppo = Objective.of(advantage={"kind": "gae", "value_clip": 0.3}).advantage
+    objective = Objective.of(aggregation="sequence_mean_token_mean", kl={"coef": 0.1}, entropy={"coef": 0.1}, advantage=ppo)
+    assert value_loss(objective) == ValueLoss(value_clip=0.3, aggregation="sequence_mean_token_mean")
 
 
 def test_explained_variance_is_that_of_numpy() -> None:

@@ -145,7 +145,7 @@ def test_each_part_has_the_bytes_of_its_arithmetic(
 
 
 def test_policy_and_critic_take_turns(make_trainer: MakeTrainer, tiny_model: TinyModel) -> None:
-    ppo = {"advantage": {"estimator": "ppo"}}
+    ppo = {"advantage": {"kind": "gae"}}
     path = tiny_model(tied=False)
     plain = make_trainer(path, ppo)
     expected = [train(plain, seed) for seed in range(2)]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.checkpoints.optimizer_shards import boxes, parts_of
 from megatron_rl.data.packing import make_shards
-from megatron_rl.training.optimizer_shards import boxes, parts_of
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 

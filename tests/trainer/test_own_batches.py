@@ -12,15 +12,14 @@ import torch
 from torch import distributed
 
 from megatron_rl import ModelSettings, Objective, TrainBatch, Trainer, TrainingSettings, UserError
-from megatron_rl.algorithms.kl import KLControl
-from megatron_rl.algorithms.objective import AdvantageSettings, OffPolicyCorrection
+from megatron_rl.algorithms.off_policy import OffPolicy
 from megatron_rl.training.whole_batch import divide
 
 PROMPTS = [[3, 9], [3, 9], [5, 6, 7], [5, 6, 7], [8]]
 RESPONSES = [[4, 4, 30], [17], [8, 9, 10, 11, 12, 13, 14], [2, 3], [12, 30, 9, 4]]
 REWARDS = [1.0, 0.0, 0.25, 1.0, 0.5]
 TEMPERATURE = 0.7
-PPO = Objective(aggregation="token_mean", advantage=AdvantageSettings(estimator="ppo", args={"lam": 0.5, "gamma": 0.9, "whiten": False}))
+PPO = Objective.of(aggregation="token_mean", advantage={"kind": "gae", "lam": 0.5, "gamma": 0.9, "whiten": False})
 Make = Callable[..., Trainer]
 
 
@@ -76,7 +75,7 @@ def test_a_batch_is_divided_as_a_run_divides_it(make: Make) -> None:
     assert not np.array_equal(divide(batch, second._training, seed=7)[0].steps[0].micro_batches[0], shard.steps[0].micro_batches[0])
 
 
-@pytest.mark.parametrize("objective", [Objective(kl_loss_coef=0.1, entropy_coef=0.01), PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("objective", [Objective.of(kl={"coef": 0.1}, entropy={"coef": 0.01}), PPO], ids=["grpo", "ppo"])
 def test_a_step_in_halves_is_the_whole_step(make: Make, objective: Objective) -> None:
     batch = batch_of(rewards=REWARDS)
     whole = make(objective)
@@ -121,7 +120,7 @@ def test_what_would_lose_a_gradient_is_refused(make: Make, tmp_path: Path) -> No
 
 
 def test_a_checkpoint_goes_on_where_it_was(make: Make, tmp_path: Path) -> None:
-    objective = Objective(kl_loss_coef=0.1)
+    objective = Objective.of(kl={"coef": 0.1})
     training = {"optimizer_steps_per_batch": 2}
     batch, trainer = batch_of(rewards=REWARDS), make(objective, training=training)
     trainer.train(batch)
@@ -170,7 +169,7 @@ def test_advantages_of_the_estimator_can_be_brought_instead(make: Make) -> None:
 
 
 def test_own_log_probs_take_the_place_of_both_passes(make: Make) -> None:
-    objective = Objective(kl_loss_coef=0.1, aggregation="token_mean")
+    objective = Objective.of(kl={"coef": 0.1}, aggregation="token_mean")
     trainer = make(objective)
     before = responses_of(trainer.log_probs(batch_of()))
     old = [logs + shift for logs, shift in zip(before, per_token(2, -0.3, 0.3), strict=True)]
@@ -222,28 +221,28 @@ def test_values_come_back_as_a_batch_takes_them(make: Make) -> None:
     ("objective", "fields", "message"),
     [
         (
-            Objective(advantage=AdvantageSettings(estimator="remax")),
+            Objective.of(advantage={"kind": "remax"}),
             {"advantages": [1.0] * 5},
-            "estimator remax works with the rewards of gr",
+            "kind remax works with the rewards of gr",
         ),
-        (Objective(advantage=AdvantageSettings(estimator="gdpo")), {"advantages": [1.0] * 5}, "estimator gdpo works with components"),
-        (PPO, {"advantages": [1.0] * 5}, "estimator ppo works with a critic's returns"),
+        (Objective.of(advantage={"kind": "gdpo"}), {"advantages": [1.0] * 5}, "kind gdpo works with components"),
+        (PPO, {"advantages": [1.0] * 5}, "kind gae works with a critic's returns"),
         (
-            Objective(kl_reward_coef=0.1, advantage=AdvantageSettings(estimator="reinforce_plus_plus")),
+            Objective.of(kl_reward={"coef": 0.1}, advantage={"kind": "reinforce_plus_plus"}),
             {"advantages": [1.0] * 5},
-            "objective.kl_reward_coef 0.1 changes the advantages",
+            "objective.kl_reward 0.1 changes the advantages",
         ),
-        (Objective(zero_variance="mask_kl", kl_loss_coef=0.1), {"advantages": [1.0] * 5}, "mask_kl goes by the rewards"),
-        (Objective(policy_loss="sft"), {"advantages": [1.0] * 5}, "advantages has no effect with objective.policy_loss sft"),
-        (Objective(policy_loss="sft"), {"old_log_probs": [np.zeros(len(ids)) for ids in RESPONSES]}, "old_log_probs has no effect"),
-        (Objective(), {"rewards": REWARDS, "values": [np.zeros(len(ids)) for ids in RESPONSES]}, "values has no effect with .* grpo"),
+        (Objective.of(zero_variance="mask_kl", kl={"coef": 0.1}), {"advantages": [1.0] * 5}, "mask_kl goes by the rewards"),
+        (Objective.of(policy_loss="sft"), {"advantages": [1.0] * 5}, "advantages has no effect with objective.policy_loss sft"),
+        (Objective.of(policy_loss="sft"), {"old_log_probs": [np.zeros(len(ids)) for ids in RESPONSES]}, "old_log_probs has no effect"),
+        (Objective(), {"rewards": REWARDS, "values": [np.zeros(len(ids)) for ids in RESPONSES]}, "values has no effect with .* group"),
         (
-            Objective(advantage=AdvantageSettings(estimator="ppo", args={"bootstrap_truncated": True})),
+            Objective.of(advantage={"kind": "gae", "bootstrap_truncated": True}),
             {"rewards": REWARDS, "values": [np.zeros(len(ids)) for ids in RESPONSES]},
             "bootstrap_truncated needs the value behind",
         ),
         (
-            Objective(off_policy_correction=OffPolicyCorrection(mode="truncate", high=2.0)),
+            Objective.of(off_policy=OffPolicy(mode="truncate", high=2.0)),
             {"rewards": REWARDS},
             "rollout_log_probs is None",
         ),
@@ -279,12 +278,12 @@ def test_a_trainer_checks_its_batches(make: Make) -> None:
 
 
 def test_supervised_training_needs_neither_rewards_nor_log_probs(make: Make) -> None:
-    trainer = make(Objective(policy_loss="sft", aggregation="token_mean"))
+    trainer = make(Objective.of(policy_loss="sft", aggregation="token_mean"))
     before = np.concatenate(responses_of(trainer.log_probs(batch_of())))
     assert trainer.train(batch_of())[0]["train/loss"] == pytest.approx(-before.mean(), rel=1e-5)
     with pytest.raises(UserError, match="no term of this objective reads them"):
         trainer.log_probs(batch_of(), reference=True)
-    with pytest.raises(UserError, match=r"only objective\.advantage\.estimator ppo has a critic"):
+    with pytest.raises(UserError, match=r"only objective\.advantage\.kind gae has a critic"):
         trainer.values(batch_of())
 
 
@@ -309,9 +308,9 @@ def test_trainers_say_what_they_lack(make: Make) -> None:
     with pytest.raises(UserError, match="has a Trainer already"):
         Trainer(model=first._model_settings)
     with pytest.raises(UserError, match=r"max_response_length is not set"):
-        Trainer(model=first._model_settings, objective=Objective(aggregation="sequence_mean_token_sum_norm"))
+        Trainer(model=first._model_settings, objective=Objective.of(aggregation="sequence_mean_token_sum_norm"))
     with pytest.raises(UserError, match=r"distillation_coef is 0\.1, but model\.teacher is not set"):
-        make(Objective(distillation_coef=0.1))
+        make(Objective.of(distillation_coef=0.1))
 
 
 OWNERS = ("x", "y", "z", "z", "x")
@@ -326,13 +325,13 @@ def test_means_are_those_of_trajectories(make: Make) -> None:
     joined = [np.concatenate([row for row, owner in zip(advantages, OWNERS, strict=True) if owner == each]) for each in "xyz"]
     assert got["train/loss"] == pytest.approx(-np.mean([row.mean() for row in joined]), rel=1e-5)
     assert (got["train/num_sequences"], got["train/num_trajectories"]) == (5, 3)
-    trainer = make(Objective(kl_loss_coef=0.1, kl_control=KLControl(target=1.0, horizon=50)))
+    trainer = make(Objective.of(kl={"coef": 0.1, "control": {"target": 1.0, "horizon": 50}}))
     first, second = (trainer.train(batch)[0]["train/kl_loss_coef"] for _ in range(2))
     assert (first, second) == (0.1, pytest.approx(0.1 * (1 - 0.2 * 3 / 50))), "the policy is the reference in the first step"
 
 
 def test_a_batch_whose_trajectories_have_one_sequence_each_trains_as_one_without(make: Make) -> None:
-    objective = Objective(kl_loss_coef=0.1, entropy_coef=0.01)
+    objective = Objective.of(kl={"coef": 0.1}, entropy={"coef": 0.01})
     got = []
     for owners in (None, ["e", "a", "d", "b", "c"]):
         trainer = make(objective, training={"optimizer_steps_per_batch": 2})
@@ -343,7 +342,7 @@ def test_a_batch_whose_trajectories_have_one_sequence_each_trains_as_one_without
 
 def test_a_trainer_refuses_returns_of_trajectories(make: Make) -> None:
     batch = batch_of(rewards=[1.0, 0.0, 0.25, 0.25, 1.0], trajectory_ids=OWNERS, group_ids=[0] * 5)
-    with pytest.raises(UserError, match="estimator ppo got trajectories of several sequences"):
+    with pytest.raises(UserError, match="kind gae got trajectories of several sequences"):
         make(PPO).train(batch)
 
 

@@ -110,4 +110,4 @@ def test_a_token_that_only_one_side_knows_is_another_vocabulary(paths: tuple[Pat
 
 def test_a_loss_without_advantages_has_no_use_for_a_teacher() -> None:
     with pytest.raises(ValueError, match="no effect with policy_loss 'sft'"):
-        Objective(policy_loss="sft", **DISTILLATION)
+        Objective.of(policy_loss="sft", **DISTILLATION)

@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.algorithms import head_statistics
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
+from megatron_rl.models.build import TrainedModel
 from megatron_rl.models.freezing import frozen_rules
 from megatron_rl.models.read_spec import read_model_spec
-from megatron_rl.training.trained_model import TrainedModel
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
 
 MakeTrainer = Callable[..., Trainer]
 SUPERVISED = {"policy_loss": "sft", "aggregation": "token_mean"}
-PPO = {"advantage": {"estimator": "ppo"}}
+PPO = {"advantage": {"kind": "gae"}}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 UNCLIPPED = {"lr": 1e-3, "clip_grad": 0.0, "weight_decay": 0.1, "adam_eps": 1e-6}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -217,7 +217,7 @@ def test_a_step_holds_logits_of_one_chunk_whatever_the_lengths(
 ) -> None:
     vocab, rows = 37, 8
     monkeypatch.setitem(head_statistics._CHUNK_LOGITS, "cpu", rows * vocab)
-    trainer = make_trainer(tiny_model(vocab=vocab), {"kl_loss_coef": 0.1, "entropy_coef": 0.01}, max_tokens_per_micro_batch=1000)
+    trainer = make_trainer(tiny_model(vocab=vocab), {"kl": {"coef": 0.1}, "entropy": {"coef": 0.01}}, max_tokens_per_micro_batch=1000)
     batches = {
         "short": make_batch([12, 12], vocab=vocab),
         "long prompts": make_batch([200, 230], prompt=180, vocab=vocab),

@@ -1,1 +1,1 @@
-"""Attention: what `config.json` says of it, how packed sequences become a few calls, rotation, latent attention."""
+"""Attention: settings in `config.json`, packed sequences in few calls, rotation, latents."""

@@ -1,11 +1,13 @@
-"""How packed sequences become a few rectangular attention calls. Pure index arithmetic in numpy, made once per micro-batch.
+"""Packed sequences as a few rectangular attention calls.
 
-Legend: T tokens on this context parallel rank, S sequences of a bucket, L padded tokens of a whole sequence in it, C = L / (2 cp)
-tokens of a chunk. Context parallelism is Megatron's zigzag: of the 2 cp chunks of every sequence a rank holds chunk r and chunk
-2 cp - 1 - r, in that order.
+Pure index arithmetic in numpy, made once per micro-batch.
 
-Sequences of similar length share a bucket [S, L]; thousands of short ones cost a handful of calls. Padding sits at the end of a
-row, where causality hides it.
+Legend: T tokens on this context parallel rank, S sequences of a bucket, L padded tokens of a whole
+sequence in the bucket, C = L / (2 cp) tokens of a chunk. Context parallelism is Megatron's zigzag:
+of the 2 cp chunks of every sequence a rank holds chunk r and chunk 2 cp - 1 - r, in this order.
+
+Sequences of similar length share a bucket [S, L], so thousands of short sequences cost a handful of
+calls. Padding sits at the end of a row, hidden by causality.
 """
 
 from collections.abc import Iterator
@@ -25,10 +27,11 @@ _SHORTEST_BLOCK = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The next `query_length` queries of every sequence of a bucket, against `key_length` keys from `first_key` on.
+    """The next `query_length` queries of every sequence of a bucket, and a range of keys.
 
-    `mask` is True where a query sees a key, [S or 1, 1, query_length, key_length]; None is the plain causal triangle. `positions`
-    [S or 1, query_length] are those of the queries in their sequences, in host memory.
+    The range has `key_length` keys from `first_key` on. `mask` is True when a query sees a key, [S
+    or 1, 1, query_length, key_length]; None is the plain causal triangle. `positions` [S or 1,
+    query_length] are the positions of queries in their sequences, in host memory.
     """
 
     query_length: int
@@ -59,12 +62,13 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """Where every token goes and comes from. Index tensors are int64 on the model's device.
+    """Source and destination of every token. Index tensors are int64 on the model's device.
 
-    `positions` [T] position of each local token in its sequence. `query_tokens` [slots] local token of each query slot (padding
-    reads token 0), `token_queries` [T] its inverse, `query_padding` the slots that are padding. `key_tokens` [slots] row of the
-    keys gathered over context parallel ranks, [cp T], and `token_keys` [cp T] its inverse. `identity` is True when slots are
-    tokens in order, so that nothing has to move.
+    `positions` [T] position of each local token in its sequence. `query_tokens` [slots] local token
+    of each query slot (padding reads token 0), `token_queries` [T] its inverse, `query_padding` the
+    padding slots. `key_tokens` [slots] row of the keys gathered over context parallel ranks, [cp
+    T], and `token_keys` [cp T] its inverse. `identity` is True when slots are tokens in order, so
+    no token has to move.
     """
 
     positions: torch.Tensor
@@ -78,10 +82,10 @@ class AttentionPlan:
 
 
 def plan_attention(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0, device: torch.device | str = "cpu") -> AttentionPlan:
-    """The plan of one micro-batch on one context parallel rank.
+    """Return the plan of one micro-batch on one context parallel rank.
 
-    `cu_seqlens` [sequences + 1] are the offsets of the whole (unsharded) sequences, padding included. Raises ValueError when a length
-    is not a multiple of 2 cp under context parallelism.
+    `cu_seqlens` [sequences + 1] are the offsets of the whole (unsharded) sequences, padding
+    included. Raises ValueError when a length is not a multiple of 2 cp under context parallelism.
     """
     cu_seqlens = np.asarray(cu_seqlens, np.int64)
     check_splits(cu_seqlens, cp_size=cp_size)
@@ -122,9 +126,10 @@ def check_splits(cu_seqlens: Ints, *, cp_size: int) -> None:
 
 
 def with_window(plan: AttentionPlan, window: int) -> AttentionPlan:
-    """The same plan for a layer whose queries see the last `window` tokens of their sequence only, themselves included.
+    """Return the plan for queries seeing only the last `window` tokens of their sequence.
 
-    Its parts are blocks of queries against the keys that one of them sees, so that their cost grows with the length and not its square.
+    The window includes the querying token. The parts are blocks of queries against the keys seen by
+    any query of the block. So the cost grows with the length, not with its square.
     """
     device = plan.positions.device
     buckets = []
@@ -147,7 +152,10 @@ def _windowed(part: Part, window: int, device: torch.device) -> Iterator[Part]:
 
 
 def local_positions(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0) -> Ints:
-    """Position in its sequence of each token that a context parallel rank holds, in the rank's order, [T]."""
+    """Return the position in its sequence of each token on a context parallel rank, [T].
+
+    Tokens are in the rank's order.
+    """
     lengths: Ints = np.diff(np.asarray(cu_seqlens, np.int64)).astype(np.int64)
     local = lengths // cp_size
     position = np.arange(local.sum()) - np.repeat(np.cumsum(local) - local, local)
@@ -159,7 +167,10 @@ def local_positions(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0) -> 
 
 
 def _similar_lengths(lengths: Ints) -> list[Ints]:
-    """Rows grouped so that no row of a group is shorter than its longest by more than an eighth (or by four tokens)."""
+    """Group rows of similar length.
+
+    No row of a group is shorter than the longest by more than an eighth (or by four tokens).
+    """
     order = np.argsort(-lengths, kind="stable")
     ordered = lengths[order]
     groups, start = [], 0

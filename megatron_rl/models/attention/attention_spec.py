@@ -1,4 +1,4 @@
-"""Attention in `config.json`: latent attention, and layers that see a sliding window."""
+"""Attention in `config.json`: latent attention, and layers with a sliding window."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +10,12 @@ from megatron_rl.models.config_json import boolean, count, names, positive_int
 
 @dataclass(frozen=True, slots=True)
 class MlaSpec:
-    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, 2.1): widths of the latents and of one head, in channels.
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, 2.1).
 
-    `q_lora_rank` None means that queries have no latent. Queries and keys have `qk_nope_head_dim` channels without and
-    `qk_rope_head_dim` with rotary embedding; the latter are shared by all key heads.
+    Sizes are widths of the latents and of one head, in channels. `q_lora_rank` None means queries
+    without a latent. Queries and keys have `qk_nope_head_dim` channels without and
+    `qk_rope_head_dim` with rotary embedding; all key heads share the channels with rotary
+    embedding.
     """
 
     q_lora_rank: int | None
@@ -29,7 +31,10 @@ class MlaSpec:
 
 
 def parse_mla(config: Mapping[str, Any], origin: str) -> MlaSpec:
-    """The latent attention of a config.json. Raises UserError, naming `origin`, for sizes that are missing or not positive integers."""
+    """Return the latent attention of a config.json.
+
+    Raises UserError, naming `origin`, for sizes missing or not positive integers.
+    """
     return MlaSpec(
         q_lora_rank=None if config.get("q_lora_rank") is None else positive_int(config, "q_lora_rank", origin),
         kv_lora_rank=positive_int(config, "kv_lora_rank", origin),
@@ -45,15 +50,17 @@ Windows = Literal["never", "switched", "given", "everywhere"]
 def parse_sliding_window(
     config: Mapping[str, Any], origin: str, *, num_layers: int, windows: Windows, default: int | None = None, pattern: int | None = None
 ) -> tuple[int | None, tuple[int, ...]]:
-    """Tokens that a layer with a window sees, the querying one included, and the layers that have it, counted from 0.
+    """Return the window in tokens, the querying one included, and the layers with a window.
 
-    `windows` is how the family says that there are any: "switched" on by `use_sliding_window`, or "given" by `sliding_window` itself, whose
-    value is `default` where the key is absent; "everywhere" is the same for a family that has it in all layers or in none. `layer_types`
-    names the layers where it is given. Otherwise they start at `max_window_layers` in the first case; in the second they are all, or all
-    but every `pattern`-th.
+    Layers are counted from 0. `windows` is the family's way to declare windows: "switched" on by
+    `use_sliding_window`, or "given" by `sliding_window` itself, with the value `default` when the
+    key is absent; "everywhere" is like "given" for a family with windows in all layers or in none.
+    `layer_types`, when given, names the layers. Otherwise windows start at layer
+    `max_window_layers` for "switched"; for "given" all layers have a window, or all but every
+    `pattern`-th.
 
-    Raises UserError for layer types that are not known or that the family does not have, for windows in a family that has "never" any, and
-    for values of the wrong type, also where no layer uses them.
+    Raises UserError for layer types unknown or foreign to the family, for windows in a family of
+    "never", and for values of the wrong type, also when no layer uses the value.
     """
     kinds = names(config, "layer_types", origin)
     strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})

@@ -1,13 +1,19 @@
-"""Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, 2.1) with packed sequences, right under tensor parallelism.
+"""Multi-head latent attention with packed sequences, right under tensor parallelism.
 
-Legend: T tokens on this rank, t tokens of a layer's input (T, or T / tp under sequence parallelism), H query heads of this rank.
+Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434, 2.1.
 
-What differs from megatron-core's: the rotary embedding comes from the attention plan's positions, so it knows packed sequences and
-context parallelism without a loop over sequences; the down projections are replicated where upstream's torch layers split them over
-ranks, which puts the norm behind them over a part of the latent; and without sequence parallelism the gradient of the shared rotary
-key, of which each rank has its heads' part, is summed over tensor parallel ranks.
+Legend: T tokens on this rank, t tokens of a layer's input (T, or T / tp under sequence
+parallelism), H query heads of this rank.
 
-The norms of the latents take the checkpoint's `rms_norm_eps`, as inference engines do; transformers has 1e-6 there whatever it says.
+Three things differ from megatron-core's version. The rotary embedding comes from the attention
+plan's positions, and so handles packed sequences and context parallelism without a loop over
+sequences. The down projections are replicated; upstream's torch layers split the projections over
+ranks, and the norm behind then covers only a part of the latent. Without sequence parallelism the
+gradient of the shared rotary key is summed over tensor parallel ranks, because each rank has its
+heads' part. Values keep their own width.
+
+The norms of the latents take the checkpoint's `rms_norm_eps`, as inference engines do. transformers
+always has 1e-6 there.
 """
 
 from typing import Any
@@ -20,6 +26,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -29,9 +36,10 @@ from megatron_rl.models.packed_sequences import PackedSequences
 
 
 class ReplicatedLinear(nn.Module):
-    """A linear layer without bias that every tensor parallel rank has whole; answers (output, None) like megatron's linear layers.
+    """A linear layer without bias, whole on every tensor parallel rank.
 
-    Under sequence parallelism each rank applies it to its share of the tokens, and the mark on the weight makes megatron sum its gradient.
+    The layer answers (output, None) like megatron's linear layers. Under sequence parallelism each
+    rank processes its share of the tokens. The mark on the weight makes megatron sum the gradient.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig) -> None:
@@ -48,9 +56,10 @@ class ReplicatedLinear(nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """megatron-core's latent attention with this project's projections and rotary embedding; the core attention comes from the layer spec.
+    """megatron-core's latent attention with this project's projections and rotary embedding.
 
-    `rotary` is set by the model's builder, because megatron-core passes no more than its own config to this class.
+    The core attention comes from the layer spec. The model's builder sets `rotary`, because
+    megatron-core passes only its own config to this class.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:
@@ -63,8 +72,22 @@ class LatentAttention(MLASelfAttention):
                 setattr(self, name, ReplicatedLinear(linear.input_size, linear.output_size, config=config))
         if config.q_lora_rank is not None and not config.sequence_parallel:
             for weight in self.q_layernorm.parameters():
-                # By its name megatron takes it for a norm of single heads and sums its gradient, which is whole on every rank here.
+                # By the name, megatron takes the weight for a norm of single heads and sums the gradient. Here the
+                # gradient is whole on every rank.
                 setattr(weight, "average_gradients_across_tp_domain", True)  # noqa: B010 - a mark that megatron reads
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Return the classes of projections and norms. Called since megatron-core 0.19.
+
+        Of queries without a latent megatron-core norms the hidden states, a second time; no model does.
+        """
+        if self.config.q_lora_rank is not None:
+            return dict(super()._resolve_qk_norm_config(submodules))
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "kv_layernorm": submodules.kv_layernorm,
+        }
 
     def get_query_key_value_tensors(
         self,
@@ -89,8 +112,32 @@ class LatentAttention(MLASelfAttention):
             query, key, value = self._up(*inputs)
         return query, key, value, queries, latents
 
+    def _run_core_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Attend: query and key [T, H, nope + rope], value [T, H, value] to [T, H value].
+
+        Since 0.18 megatron-core pads packed values to the width of their keys, as flash-attn needs.
+        cuDNN needs no padding: from Blackwell on cuDNN trains heads of 192 and 128 channels,
+        DeepSeek-V3's, and none of 192 and 192.
+        """
+        attend = super()._run_core_attention if self.config.attention_backend is AttnBackend.flash else self.core_attention
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        output: Tensor = attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params, attn_mask_type=mask_type, **others)
+        return output
+
     def _down(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed latents of queries (the hidden states where they have none) and keys [t, rank], and the rotary key [T, 1, rope]."""
+        """Return normed latents of queries and keys [t, rank], and the rotary key [T, 1, rope].
+
+        Queries without a latent are the hidden states.
+        """
         config = self.config
         queries = hidden_states
         if config.q_lora_rank is not None:

@@ -23,16 +23,19 @@ from megatron_rl.models.attention.attention_plan import AttentionPlan, Bucket, P
 from megatron_rl.models.attention.rotary import RotarySpec, rotate
 from megatron_rl.models.packed_sequences import PackedSequences
 
-# Up to this many keys two batched matrix products and a softmax beat the fused CPU kernel, whose backward is slow on tiny tiles.
+# Up to this many keys two batched matrix products and a softmax beat the fused CPU kernel: its
+# backward is slow on tiny tiles.
 _SHORT_KEYS = 64
 
 
 class PackedAttention(MegatronModule):
-    """Core attention of a layer: causal, grouped queries, packed sequences, rotary embedding included.
+    """Core attention of a layer: causal, grouped queries, packed sequences, rotation.
 
-    Latent attention, which says how many channels keys have (`k_channels`), rotates a part of them itself before. `rotary`, `rotary_dim`
-    and `window` are set by the model's builder, because megatron-core passes no more than its own config to this class: the embedding,
-    how many channels of a head it rotates, and how many tokens a query of this layer sees, None for all before it.
+    Latent attention, recognised by its number of key channels (`k_channels`), rotates a part of the
+    channels itself before. The model's builder sets `rotary`, `rotary_dim` and `window`, because
+    megatron-core passes only its own config to this class. `rotary` is the embedding, `rotary_dim`
+    the number of rotated channels of a head, and `window` the number of tokens seen by a query of
+    this layer, None for all earlier tokens.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class PackedAttention(MegatronModule):
             self.softmax_offset = self._sinks()
 
     def _sinks(self) -> torch.nn.Parameter:
-        """The logits of the sinks [H], under megatron-core's name for them."""
+        """The logits of the sinks [H], under megatron-core's name for sinks."""
         config = self.config
         device = None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
         heads = config.num_attention_heads // self.tp_group.size()
@@ -75,7 +78,7 @@ class PackedAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """As megatron-core's modules give it for a checkpoint: the sinks are split over tensor parallel ranks."""
+        """Return megatron-core's checkpoint entry, with sinks split over tensor parallel ranks."""
         state = self.state_dict(prefix="", keep_vars=True)
         sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
         return sharded
@@ -109,10 +112,11 @@ class PackedAttention(MegatronModule):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *, scale: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Causal attention within the sequences of `plan`: query [T, H, D], gathered key [cp T, G, D] and value [cp T, G, E] to [T, H, E].
+    """Attend causally within the sequences of `plan`.
 
-    `scale` multiplies the scores; None is 1 / sqrt(D). `sinks` [H] are one more logit in each softmax, whose share goes nowhere
-    (gpt-oss, https://arxiv.org/abs/2508.10925, 2.2).
+    Query [T, H, D], gathered key [cp T, G, D] and value [cp T, G, E] give [T, H, E]. `scale`
+    multiplies the scores; None is 1 / sqrt(D). `sinks` [H] are one more logit in each softmax, with
+    a share but no value (gpt-oss, https://arxiv.org/abs/2508.10925, 2.2).
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if not plan.identity:
@@ -124,7 +128,7 @@ def attend(
 
 
 def _attend_bucket(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scale: float, sinks: Tensor | None) -> Tensor:
-    """The bucket's slice of the query slots, [S queries, H, E]."""
+    """Return the bucket's slice of the query slots, [S queries, H, E]."""
     count, length = bucket.num_sequences, bucket.length
     queries = query.narrow(0, bucket.first_query, bucket.num_queries).unflatten(0, (count, -1)).transpose(1, 2)
     keys, values = (x.narrow(0, bucket.first_key, count * length).unflatten(0, (count, length)).transpose(1, 2) for x in (key, value))
@@ -143,10 +147,12 @@ def _attend_bucket(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, sc
 
 
 def _with_sink_key(query: Tensor, key: Tensor, value: Tensor, part: Part, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor, Part]:
-    """The part with one more key in front, of value 0, whose product with each query of a head is that head's of `sinks` [H].
+    """Return the part with one more key in front, as the sink of attention.
 
-    One more channel makes it so: of each query it is the sink, of that key 1, of the others 0. The fused kernels compute this like any
-    other attention, and its gradient. A triangle gets one more query in front, so that it stays one.
+    The key has value 0, and its product with each query of a head is the head's entry of `sinks`
+    [H]. One more channel gives this product: the sink in each query, 1 in the new key, 0 in the
+    others. The fused kernels compute this attention and its gradient like any other. A triangle
+    gets one more query in front, and so stays a triangle.
     """
     last = sinks.to(query.dtype)[None, :, None, None].expand(*query.shape[:-1], 1)
     query = torch.cat((query, last), dim=-1)

@@ -1,6 +1,6 @@
-"""Rotary position embedding: what `config.json` says about it, its frequencies, and the rotation of queries and keys.
+"""Rotary position embedding: settings in `config.json`, frequencies, rotation of queries and keys.
 
-Legend: T tokens on this rank, H heads, D channels that are rotated.
+Legend: T tokens on this rank, H heads, D rotated channels.
 """
 
 import math
@@ -18,7 +18,7 @@ from megatron_rl.models.config_json import boolean, positive_int, positive_numbe
 
 RotaryKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
-# Keys of the scaling that each kind needs, and those that it may have.
+# Keys of the scaling: required ones of each kind, and optional ones.
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -31,7 +31,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": (*_YARN_OPTIONAL, "attention_factor", "attn_factor", "truncate"),
     "longrope": ("factor", "attention_factor", "original_max_position_embeddings"),
 }
-# Phi-3's first name of it.
+# Phi-3's first name of longrope.
 _RENAMED: Mapping[object, str] = {"su": "longrope"}
 REFUSED_KINDS: Mapping[str, str] = {
     "dynamic": "SGLang turns sequences of every length by one base, theta (factor^2 - factor + 1)^(d / (d - 2)), transformers by theta "
@@ -42,15 +42,17 @@ REFUSED_KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """Rotary position embedding: base `theta` and how frequencies are scaled (`kind`).
+    """Rotary position embedding: base `theta` and the scaling of frequencies (`kind`).
 
-    `factor` divides frequencies. `low_freq_factor` and `high_freq_factor` are of Llama 3.1's scaling, `beta_fast`, `beta_slow` and
-    `truncate` of YaRN's (https://arxiv.org/abs/2309.00071, 3.2; turns within `original_max_position_embeddings` tokens, and whether
-    the channels they mean are rounded to whole ones). `short_factor` and `long_factor` divide the frequency of each pair under longrope
-    (https://arxiv.org/abs/2402.13753), the latter in sequences longer than `original_max_position_embeddings`.
-    `attention_factor` multiplies cosine and sine; `mscale_all_dim` is YaRN's
-    second factor, which latent attention has in its softmax scale. `interleaved` says which channels make a pair: (2i, 2i + 1), or
-    (i, i + D / 2).
+    `factor` divides frequencies. `low_freq_factor` and `high_freq_factor` belong to Llama 3.1's
+    scaling. `beta_fast`, `beta_slow` and `truncate` belong to YaRN's
+    (https://arxiv.org/abs/2309.00071, 3.2): the betas are turns within
+    `original_max_position_embeddings` tokens, and `truncate` rounds the resulting channels to whole
+    ones. `short_factor` and `long_factor` divide the frequency of each pair under longrope
+    (https://arxiv.org/abs/2402.13753), `long_factor` in sequences longer than
+    `original_max_position_embeddings`. `attention_factor` multiplies cosine and sine;
+    `mscale_all_dim` is YaRN's second factor, part of the softmax scale in latent attention.
+    `interleaved` chooses the channels of a pair: (2i, 2i + 1), or (i, i + D / 2).
     """
 
     theta: float
@@ -81,7 +83,10 @@ class RotarySpec:
         return (1 - kept) * frequency / self.factor + kept * frequency
 
     def angles(self, positions: Tensor, lengths: Callable[[], Tensor], *, dim: int) -> Tensor:
-        """Radians [T, dim / 2] by which the pairs are turned at `positions` [T]; `lengths` gives the tokens of their sequences [T]."""
+        """Return the rotation of the pairs in radians [T, dim / 2] at `positions` [T].
+
+        `lengths` gives the tokens of each token's sequence [T].
+        """
         frequencies = to_device(self.inverse_frequencies(dim), positions.device)
         if self.kind == "longrope":
             long = (lengths() > self.original_max_position_embeddings)[:, None]
@@ -94,7 +99,10 @@ class RotarySpec:
         return (kept / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
 
     def _kept_by_yarn(self, dim: int) -> Tensor:
-        """1 where a pair turns more than `beta_fast` times within the original length, 0 below `beta_slow`, linear between."""
+        """Return 1 for pairs with more than `beta_fast` turns within the original length.
+
+        The result is 0 below `beta_slow` turns, and linear between.
+        """
 
         def pair(turns: float) -> float:
             return dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -120,10 +128,12 @@ def parse_rotary(
     default_theta: float = 10000.0,
     default_original_length: int | None = None,
 ) -> RotarySpec:
-    """The rotary embedding of a config.json, in both spellings: `rope_parameters` (transformers 5, theta inside) and `rope_theta` with
-    `rope_scaling` (transformers 4). `default_original_length` is the family's for an absent `original_max_position_embeddings` beside them.
+    """Return the rotary embedding of a config.json, in both spellings.
 
-    Raises UserError, naming `origin`, for a kind or a key that is not supported, a missing key and a number that cannot be.
+    The spellings are `rope_parameters` (transformers 5, theta inside) and `rope_theta` with
+    `rope_scaling` (transformers 4). `default_original_length` is the family's value for an absent
+    `original_max_position_embeddings` beside the scaling. Raises UserError, naming `origin`, for an
+    unsupported kind or key, a missing key and an impossible number.
     """
     scaling, where = _scaling(config, origin)
     kind = next((scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None), "default")
@@ -144,7 +154,7 @@ def parse_rotary(
         raise UserError(f"{origin} has rope_theta = {theta:g}, needs a number above 1; correct the file")
     original = config.get("original_max_position_embeddings", default_original_length)
     if original is not None:
-        # Beside the scaling it is what Phi-3 has, and to transformers it comes first.
+        # Phi-3 has the key beside the scaling, and transformers prefers this place.
         scaling = {**scaling, "original_max_position_embeddings": original}
     parse = _WITH_LENGTHS.get(kind)
     values = _needed_values(scaling, where, kind) if parse is None else parse(scaling, where, max_position_embeddings)
@@ -154,10 +164,12 @@ def parse_rotary(
 def rotary_by_layer_type(
     config: Mapping[str, Any], origin: str, *, window_theta_key: str, default_window_theta: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`config` as layers without and with a window see it, in families that rotate them differently, for `parse_rotary`.
+    """Return `config` as seen by layers without and with a window, for `parse_rotary`.
 
-    `rope_parameters` has one object for each type of layer; the older spelling has `rope_theta` and `rope_scaling` for the former and
-    `window_theta_key` for the latter. Raises UserError, naming `origin`, for other keys in `rope_parameters`.
+    The families concerned rotate the two kinds of layers differently. `rope_parameters` has one
+    object for each type of layer. The older spelling has `rope_theta` and `rope_scaling` for layers
+    without a window and `window_theta_key` for layers with a window. Raises UserError, naming
+    `origin`, for other keys in `rope_parameters`.
     """
     both = section(config, "rope_parameters", origin)
     types = ("full_attention", "sliding_attention")
@@ -171,9 +183,11 @@ def rotary_by_layer_type(
 
 
 def parse_rotary_fraction(config: Mapping[str, Any], origin: str, *, default: float | None) -> float:
-    """Fraction of a head's channels that are rotated; `default` is the family's, None where all are rotated whatever the file says.
+    """Return the rotated fraction of a head's channels.
 
-    Raises UserError for a fraction outside (0, 1], and for one below 1 in a family that rotates all channels.
+    `default` is the family's; None means a family with all channels rotated under any file. Raises
+    UserError for a fraction outside (0, 1], and for one below 1 in a family with all channels
+    rotated.
     """
     scaling, where = _scaling(config, origin)
     outside = positive_number(config, "partial_rotary_factor", origin, default=1.0 if default is None else default)
@@ -185,7 +199,7 @@ def parse_rotary_fraction(config: Mapping[str, Any], origin: str, *, default: fl
 
 
 def _scaling(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], str]:
-    """The object about rotary embedding in either spelling, and how errors about its keys name it."""
+    """Return the object about rotary embedding in either spelling, and its name in errors."""
     sections = {key: section(config, key, origin) for key in ("rope_parameters", "rope_scaling")}
     given = [key for key, content in sections.items() if content]
     if len(given) == 2 and sections["rope_parameters"] != sections["rope_scaling"]:
@@ -194,7 +208,10 @@ def _scaling(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], st
 
 
 def check_pairs(rotary: RotarySpec, pairs: int, origin: str) -> None:
-    """Raise UserError, naming `origin`, when longrope has another number of factors than `pairs` that are rotated."""
+    """Raise UserError, naming `origin`, when longrope's number of factors differs from `pairs`.
+
+    `pairs` is the number of rotated pairs.
+    """
     for name, factors in (("short_factor", rotary.short_factor), ("long_factor", rotary.long_factor)):
         if rotary.kind == "longrope" and len(factors) != pairs:
             raise UserError(f"{origin} has {len(factors)} numbers in {name} for {pairs} pairs of rotated channels; correct the file")
@@ -210,7 +227,10 @@ def _needed_values(scaling: Mapping[str, Any], origin: str, kind: str) -> dict[s
 
 
 def _yarn(scaling: Mapping[str, Any], origin: str, max_position_embeddings: int) -> dict[str, Any]:
-    """The fields of YaRN with the defaults of transformers; a factor of null is the ratio of the lengths, where both are given."""
+    """Return the fields of YaRN with the defaults of transformers.
+
+    A factor of null is the ratio of the lengths, when both are given.
+    """
     original = positive_int(scaling, "original_max_position_embeddings", origin, default=max_position_embeddings)
     stretched = None if scaling.get("original_max_position_embeddings") is None else max_position_embeddings / original
     factor = positive_number(scaling, "factor", origin, default=stretched)
@@ -231,7 +251,10 @@ def _yarn(scaling: Mapping[str, Any], origin: str, max_position_embeddings: int)
 
 
 def _check_engines_factor(scaling: Mapping[str, Any], origin: str, *, default: float, attention_factor: float) -> None:
-    """Raise UserError when engines, which multiply YaRN's factor by `attn_factor`, would turn by another one than transformers does."""
+    """Raise UserError when engines would rotate by another factor than transformers.
+
+    Engines multiply YaRN's factor by `attn_factor`.
+    """
     multiplied = default * positive_number(scaling, "attn_factor", origin, default=1.0)
     if scaling.get("attn_factor") is not None and not math.isclose(multiplied, attention_factor, rel_tol=1e-6):
         raise UserError(
@@ -241,7 +264,10 @@ def _check_engines_factor(scaling: Mapping[str, Any], origin: str, *, default: f
 
 
 def _longrope(scaling: Mapping[str, Any], origin: str, max_position_embeddings: int) -> dict[str, Any]:
-    """The fields of longrope with the defaults of transformers; a factor of null is the ratio of the lengths."""
+    """Return the fields of longrope with the defaults of transformers.
+
+    A factor of null is the ratio of the lengths.
+    """
     original = positive_int(scaling, "original_max_position_embeddings", origin, default=max_position_embeddings)
     factor = positive_number(scaling, "factor", origin, default=max_position_embeddings / original)
     stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
@@ -258,9 +284,10 @@ _WITH_LENGTHS: Mapping[str, Callable[[Mapping[str, Any], str, int], dict[str, An
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn the first D = 2 `cosine.shape[-1]` channels of x [T, H, channels] by the angles whose cosine and sine [T, 1, D / 2] are given.
+    """Turn the first D = 2 `cosine.shape[-1]` channels of x [T, H, channels] by the given angles.
 
-    `interleaved` pairs are read at (2i, 2i + 1) and written to (i, i + D / 2): scores of queries and keys do not depend on the order.
+    `cosine` and `sine` of the angles are [T, 1, D / 2]. `interleaved` pairs are read at (2i, 2i +
+    1) and written to (i, i + D / 2): scores of queries and keys do not depend on the order.
     """
     return _Rotate.apply(x, cosine, sine, interleaved)
 

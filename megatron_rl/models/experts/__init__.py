@@ -1,1 +1,1 @@
-"""Mixtures of experts: what `config.json` says of them, the router with its counts and losses, tokens on their way to experts."""
+"""Mixtures of experts: settings in `config.json`, router, counts, losses, token dispatch."""

@@ -1,9 +1,8 @@
-"""Experts whose last projection has a bias.
+"""Experts with a bias in the last projection.
 
 Legend: n tokens of an expert, H hidden channels.
 """
 
-import dataclasses
 from typing import Any
 
 from megatron.core.tensor_parallel import RowParallelLinear
@@ -11,12 +10,15 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from megatron_rl.models.module_specs import submodules_of, with_submodules
+
 
 class ExpertRowParallelLinear(RowParallelLinear):
-    """The last projection of an expert, on expert tensor parallel size 1, the only one for which megatron-core builds biases.
+    """The last projection of an expert, on expert tensor parallel size 1.
 
-    Upstream lets the gradient of the bias be summed over tensor parallel ranks, as that of a bias on a share of the tokens; but an expert
-    sees all of its tokens, and those ranks have other experts.
+    megatron-core builds biases for this size only. Upstream sums the gradient of the bias over
+    tensor parallel ranks, as for a bias on a share of the tokens. But an expert sees all of its
+    tokens, and the other ranks have other experts.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -26,16 +28,14 @@ class ExpertRowParallelLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs [n, H] without the bias, and the bias [H]."""
         output, bias = super().forward(input_)
-        # The caller adds the bias in place, which autograd forbids on the output of a sum over one rank, a view.
+        # The caller adds the bias in place. autograd forbids this on a view, such as the output of a sum
+        # over one rank.
         return (output if self.explicit_expert_comm else output.clone()), bias
 
 
 def with_expert_biases(layer: ModuleSpec) -> ModuleSpec:
-    """The torch layer `layer`, which has experts, with these as their last projections."""
+    """Return the torch layer `layer` of experts, with this module's last projections."""
     mlp = layer.submodules.mlp
-    experts = mlp.submodules.experts
-    assert isinstance(experts.submodules, MLPSubmodules), f"megatron-core describes experts by {experts.submodules}"
-    projections = dataclasses.replace(experts.submodules, linear_fc2=ExpertRowParallelLinear)
-    described = dataclasses.replace(mlp.submodules, experts=dataclasses.replace(experts, submodules=projections))
-    mlp = dataclasses.replace(mlp, submodules=described)
-    return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp))
+    experts = submodules_of(mlp).experts
+    assert isinstance(submodules_of(experts), MLPSubmodules), f"megatron-core describes experts by {submodules_of(experts)}"
+    return with_submodules(layer, mlp=with_submodules(mlp, experts=with_submodules(experts, linear_fc2=ExpertRowParallelLinear)))

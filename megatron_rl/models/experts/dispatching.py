@@ -1,6 +1,6 @@
-"""Tokens to experts on other ranks, where the ranks hold different numbers of tokens.
+"""Dispatch of tokens to experts on other ranks, for ranks with different numbers of tokens.
 
-Legend: n tokens that a rank routes in one call, E experts, H hidden channels.
+Legend: n tokens routed by a rank in one call, E experts, H hidden channels.
 """
 
 import torch
@@ -11,17 +11,21 @@ from torch import Tensor, distributed
 
 
 class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """megatron-core's all-gather dispatcher for micro-batches that differ in tokens between data-parallel ranks.
+    """megatron-core's all-gather dispatcher, for ranks with different numbers of tokens.
 
-    Upstream's takes for granted that all ranks hold as many tokens as this one, and mixes them up or hangs where they do not. Here
-    each is padded to the longest with tokens that go to no expert.
+    The ranks are data-parallel. Upstream's assumes the same number of tokens on all ranks, and
+    otherwise mixes up tokens or hangs. Here each rank is padded to the longest with tokens for no
+    expert.
     """
 
     routing_map: Tensor
     _num_tokens = 0
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states [n, H] and weights [n, E] of the tokens of all ranks that share the experts, padding included."""
+        """Return hidden states [n, H] and weights [n, E] of the tokens of all ranks.
+
+        The ranks share the experts. Padding is included.
+        """
         self._num_tokens = len(hidden_states)
         longest = torch.tensor(self._num_tokens, device=hidden_states.device)
         distributed.all_reduce(longest, distributed.ReduceOp.MAX, group=self.tp_ep_group)
@@ -33,13 +37,16 @@ class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
         return gathered
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """What the experts made of this rank's tokens [n, H]."""
+        """Return the experts' output for this rank's tokens [n, H]."""
         combined: Tensor = super().token_combine(hidden_states)
         return combined[: self._num_tokens]
 
 
 def allow_uneven_tokens(model: torch.nn.Module) -> None:
-    """Exchange the all-gather dispatchers of `model`, where it has them, for those that take any number of tokens from each rank."""
+    """Replace the all-gather dispatchers of `model`, if any, by dispatchers for uneven tokens.
+
+    The new dispatchers take any number of tokens from each rank.
+    """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) and layer.ep_group.size() > 1:
             layer.token_dispatcher = UnevenAllGatherDispatcher(

@@ -1,4 +1,4 @@
-"""Experts and their routers in megatron-core's configuration: its fields, which of them are refused, and the layouts that hold experts."""
+"""Experts and their routers in megatron-core's configuration: fields, refusals and valid layouts."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,10 @@ BALANCED_BY = "seq_aux_loss"
 
 
 def moe_fields(moe: MoeSpec | None, *, num_layers: int) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that these experts fix; `moe` None is a model without."""
+    """Return the fields of megatron-core's TransformerConfig fixed by these experts.
+
+    `moe` None is a model without experts.
+    """
     if moe is None:
         return {"num_moe_experts": None}
     return {
@@ -38,14 +41,18 @@ def moe_fields(moe: MoeSpec | None, *, num_layers: int) -> dict[str, Any]:
 
 
 def default_moe_fields(*, grouped: bool) -> dict[str, Any]:
-    """What an override can change; `grouped` computes all experts of a rank in one call, which Transformer Engine has."""
+    """Return the defaults open to overrides.
+
+    `grouped` computes all experts of a rank in one call, a feature of Transformer Engine.
+    """
     return {
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": grouped,
-        # Sums of many products decide which expert is taken: in bfloat16 near ties would fall either way.
+        # Sums of many products decide the choice of experts: in bfloat16 near ties would fall either way.
         "moe_router_dtype": "fp32",
-        # Pre-training moves the bias until all experts are used alike. A prompt set of RL is narrow: the bias would push its tokens away
-        # from the experts that know them, and change the policy behind the objective's back.
+        # Pre-training moves the bias until all experts are used alike. A prompt set of RL is narrow. The
+        # bias would push its tokens away from the best experts, and change the policy behind the
+        # objective's back.
         "moe_router_bias_update_rate": 0.0,
     }
 
@@ -57,7 +64,8 @@ def check_expert_layout(moe: MoeSpec | None, topology: "TopologySettings") -> No
         _check_no_expert_layout(topology)
         return
     if moe.num_experts % topology.ep:
-        fitting = [size for size in range(1, moe.num_experts + 1) if moe.num_experts % size == 0]
+        ranks = topology.num_ranks // (etp * topology.pp)
+        fitting = [size for size in range(1, ranks + 1) if moe.num_experts % size == 0 and ranks % size == 0]
         raise UserError(
             f"training.topology.ep is {topology.ep}, but {moe.num_experts} experts / {topology.ep} ranks is not a whole number; "
             f"choose ep among {fitting}"
@@ -92,7 +100,7 @@ def _check_no_expert_layout(topology: "TopologySettings") -> None:
 
 
 def has_experts(config: TransformerConfig, layer: int) -> bool:
-    """Whether the layer, counted from 0 over the whole model, is a mixture of experts."""
+    """Return true when the layer, counted from 0 over the whole model, is a mixture of experts."""
     if config.num_moe_experts is None:
         return False
     pattern = config.moe_layer_freq
@@ -100,12 +108,15 @@ def has_experts(config: TransformerConfig, layer: int) -> bool:
 
 
 def num_mixture_layers(config: TransformerConfig, *, before: int | None = None) -> int:
-    """How many of the model's layers have experts, of all or of the first `before`."""
+    """Count the model's layers with experts, among all layers or the first `before`."""
     return sum(has_experts(config, layer) for layer in range(config.num_layers if before is None else before))
 
 
 def check_routing(config: TransformerConfig) -> None:
-    """Raise UserError for fields by which a router would do what depends on the packing or the layout, or differs between two runs."""
+    """Raise UserError for fields giving a router unwanted dependencies.
+
+    A router must not depend on the packing or the layout, nor differ between two runs.
+    """
     balance_coefficient(config)
     for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps"):
         if getattr(config, name) is not None:
@@ -121,7 +132,10 @@ def check_routing(config: TransformerConfig) -> None:
 
 
 def balance_coefficient(config: TransformerConfig) -> float:
-    """Coefficient of the sequence-wise balance loss. Raises UserError for the other kinds, whose value depends on the packing."""
+    """Return the coefficient of the sequence-wise balance loss.
+
+    Raises UserError for the other kinds of losses, because their values depend on the packing.
+    """
     kinds, coefs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     lengths = [len(value) if isinstance(value, list) else None for value in (kinds, coefs)]
     if lengths[0] != lengths[1]:

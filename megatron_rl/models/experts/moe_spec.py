@@ -1,4 +1,4 @@
-"""What `config.json` says about experts."""
+"""Settings of experts in `config.json`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +14,15 @@ _EXPERTS_THAT_RANK_A_GROUP = 2
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """Mixture of experts: how many experts, how many each token takes, their width, and how the router weighs them.
+    """Mixture of experts: number of experts, experts per token, width, and weighing by the router.
 
-    The first `num_dense_layers` layers have a plain MLP. `shared_ffn_hidden_size` is the width of all shared experts together, 0 without.
-    `score_function` makes scores of the router's logits, and the taken ones are normalised to sum to 1 where `normalize_top_k`, then
-    multiplied by `routed_scaling_factor`. With `expert_bias` experts are chosen by score + bias, and weighed by the score. A token's
-    experts come from `groups_per_token` of `num_groups` groups of experts; None where nothing restricts them.
-    With `shared_gate` what the shared experts give is multiplied by the sigmoid of one more logit of the token.
+    The first `num_dense_layers` layers have a plain MLP. `shared_ffn_hidden_size` is the width of
+    all shared experts together, 0 without. `score_function` makes scores of the router's logits.
+    The scores of taken experts are normalised to sum to 1 with `normalize_top_k`, then multiplied
+    by `routed_scaling_factor`. With `expert_bias` experts are chosen by score + bias, and weighed
+    by the score. A token's experts come from `groups_per_token` of `num_groups` groups of experts;
+    None means no restriction. With `shared_gate` the output of the shared experts is multiplied by
+    the sigmoid of one more logit of the token.
     """
 
     num_experts: int
@@ -37,7 +39,7 @@ class MoeSpec:
     shared_gate: bool = False
 
     def is_dense(self, layer: int) -> bool:
-        """Whether the layer, counted from 0 over the whole model, has a plain MLP."""
+        """Return true when the layer, counted from 0 over the whole model, has a plain MLP."""
         return layer < self.num_dense_layers
 
 
@@ -51,13 +53,15 @@ def parse_moe(
     normalize_top_k: bool | None = None,
     shared_gate: bool = False,
 ) -> MoeSpec | None:
-    """The experts of a config.json, whose family scores them by `score_function`; None where all layers are dense.
+    """Return the experts of a config.json; None when all layers are dense.
 
-    `width_key` has the width of an expert, `normalize_top_k` None reads `norm_topk_prob`, and with `shared_gate` the shared expert has
-    a width of its own.
+    The family scores experts by `score_function`. `width_key` has the width of an expert,
+    `normalize_top_k` None reads `norm_topk_prob`, and with `shared_gate` the shared expert has a
+    width of its own.
 
-    Sigmoid scores come with a bias, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, 2.1.2). Raises UserError, naming `origin`, for
-    sizes that are missing, that contradict each other, or that megatron-core's router computes in another way.
+    Sigmoid scores come with a bias, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, 2.1.2).
+    Raises UserError, naming `origin`, for sizes missing, in contradiction, or computed in another
+    way by megatron-core's router.
     """
     sigmoid = score_function == "sigmoid"
     num_dense_layers = count(config, "first_k_dense_replace", origin) if sigmoid else 0
@@ -79,7 +83,8 @@ def parse_moe(
         score_function=score_function,
         expert_bias=sigmoid,
         **(_groups(config, origin) if sigmoid else {}),
-        # Families of sigmoid scores differ in what an absent factor or number of groups means, so these have to be there.
+        # Families of sigmoid scores differ in the meaning of an absent factor or number of groups, so both
+        # are required.
         routed_scaling_factor=positive_number(config, "routed_scaling_factor", origin) if sigmoid else 1.0,
     )
     _check_router(moe, origin)
@@ -87,7 +92,7 @@ def parse_moe(
 
 
 def _groups(config: Mapping[str, Any], origin: str) -> dict[str, int]:
-    """The two fields about groups, or none where every group may be taken."""
+    """Return the two fields about groups, or none without a restriction to groups."""
     num_groups = positive_int(config, "n_group", origin)
     per_token = positive_int(config, "topk_group", origin)
     if per_token > num_groups:
@@ -103,6 +108,11 @@ def _check_router(moe: MoeSpec, origin: str) -> None:
         raise UserError(
             f"{origin} has norm_topk_prob {moe.normalize_top_k} with {taken} experts per token, but megatron-core normalises sigmoid "
             "scores of more than one expert always, and of one never; use another model"
+        )
+    if moe.score_function == "softmax" and moe.normalize_top_k and taken == 1:
+        raise UserError(
+            f"{origin} has num_experts_per_tok 1 with normalised weights, needs 2 or more: the weight of one expert is always 1, and its "
+            "router would never learn; use another model"
         )
     if moe.num_groups is None or moe.groups_per_token is None:
         return

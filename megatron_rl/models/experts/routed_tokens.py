@@ -1,7 +1,8 @@
-"""What the routers of a mixture of experts get for a micro-batch, and what they return for the optimizer step.
+"""Input of a mixture's routers for a micro-batch, and their results for the optimizer step.
 
-Legend: T tokens of a micro-batch that this rank holds, n of them that one router call sees (T / tp under sequence parallelism), S its
-sequences, B sequences and N tokens of the optimizer step, L mixture layers, E experts, K experts of each token.
+Legend: T tokens of a micro-batch on this rank, n tokens seen by one router call (T / tp under
+sequence parallelism), S sequences of the micro-batch, B sequences and N tokens of the optimizer
+step, L mixture layers, E experts, K experts of each token.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,13 @@ _NUM_EXTRA = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedTokens:
-    """The tokens of a micro-batch as routers see them.
+    """The tokens of a micro-batch as seen by routers.
 
-    `sequence_index` [T] in [0, S), -1 on padding. `sequence_lengths` [S] tokens of each whole sequence, over all context-parallel
-    ranks, without padding. `counted` [S] True for sequences with a trainable token: only these have a share in auxiliary losses.
-    `experts` [T, L, K], in host memory, are those that an engine chose; None without a record. `recorded` [T] says where they are known.
+    `sequence_index` [T] in [0, S), -1 on padding. `sequence_lengths` [S] tokens of each whole
+    sequence, over all context-parallel ranks, without padding. `counted` [S] True for sequences
+    with a trainable token; only such sequences have a share in auxiliary losses. `experts` [L, T,
+    K], in page-locked host memory for a GPU, are the experts chosen by an engine; None without a
+    record. `recorded` [T] is True for tokens with known experts.
     """
 
     sequence_index: Tensor
@@ -31,7 +34,10 @@ class RoutedTokens:
     recorded: Tensor | None = None
 
     def part(self, rank: int, num_tokens: int) -> "RoutedTokens":
-        """The `num_tokens` n tokens that sequence parallelism gives to tensor-parallel `rank`; all of them when there are no more."""
+        """Return the `num_tokens` n tokens of tensor-parallel `rank` under sequence parallelism.
+
+        All tokens are returned when `num_tokens` is their total.
+        """
         if num_tokens == len(self.sequence_index):
             return self
         own = slice(rank * num_tokens, (rank + 1) * num_tokens)
@@ -39,13 +45,13 @@ class RoutedTokens:
             sequence_index=self.sequence_index[own],
             sequence_lengths=self.sequence_lengths,
             counted=self.counted,
-            experts=None if self.experts is None else self.experts[own],
+            experts=None if self.experts is None else self.experts[:, own],
             recorded=None if self.recorded is None else self.recorded[own],
         )
 
     @property
     def real(self) -> Tensor:
-        """True where a token is no padding, [T]."""
+        """Return True for tokens other than padding, [T]."""
         return self.sequence_index >= 0
 
 
@@ -64,10 +70,11 @@ class AuxiliaryLosses:
 
 
 class RouterStep:
-    """What the routers of this rank count in one optimizer step, and the auxiliary losses that they add to its gradient.
+    """Counts and auxiliary losses of this rank's routers in one optimizer step.
 
-    A router reports its call when that call is part of the training forward with gradients. Under activation recompute this is the
-    second run of a layer, so every token is counted once.
+    The losses add to the step's gradient. A router reports a call in the training forward with
+    gradients. Under activation recompute this is the second run of a layer, so every token is
+    counted once.
     """
 
     def __init__(self, losses: AuxiliaryLosses, *, num_layers: int, num_experts: int, device: torch.device) -> None:
@@ -75,13 +82,19 @@ class RouterStep:
         self._table = torch.zeros(num_layers, num_experts + _NUM_EXTRA, dtype=torch.float64, device=device)
 
     def count(self, layer: int, *, load: Tensor, replayed: Tensor, changed: Tensor) -> None:
-        """Add tokens for each expert [E], and tokens whose experts were replayed, and differed from the router's own choice, in `layer`."""
+        """Add the tokens of each expert [E] in `layer`, and the replayed and changed tokens.
+
+        Changed tokens have replayed experts different from the router's own choice.
+        """
         self._table[layer, :-_NUM_EXTRA] += load
         self._table[layer, _REPLAYED] += replayed
         self._table[layer, _CHANGED] += changed
 
     def attach(self, probabilities: Tensor, *, layer: int, balance: Tensor | None, z_loss: Tensor | None) -> Tensor:
-        """`probabilities` [n, E] themselves, whose backward also runs that of this rank's shares of the layer's losses, scalars or None."""
+        """Return `probabilities` [n, E] unchanged, with the layer's losses in the backward.
+
+        The losses are this rank's shares, scalars or None.
+        """
         for column, coef, share in ((_BALANCE_LOSS, self.losses.balance_coef, balance), (_Z_LOSS, self.losses.z_coef, z_loss)):
             if share is not None:
                 self._table[layer, column] += share.detach()
@@ -89,7 +102,10 @@ class RouterStep:
         return probabilities
 
     def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> "RouterReport":
-        """The step's numbers over all ranks, whose sum of a tensor `all_reduce_sum` gives. Collective as that is; called once."""
+        """Return the step's numbers over all ranks; called once.
+
+        `all_reduce_sum` gives a tensor's sum over ranks. Collective as `all_reduce_sum` is.
+        """
         table = all_reduce_sum(self._table.clone()).cpu()
         return RouterReport(
             load=table[:, :-_NUM_EXTRA],
@@ -102,10 +118,10 @@ class RouterStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouterReport:
-    """What the routers of all ranks did in one optimizer step.
+    """Results of all ranks' routers in one optimizer step.
 
-    `load` [L, E] tokens given to each expert. `replayed` and `changed` count (token, layer) pairs. The losses are means over layers,
-    without their coefficients.
+    `load` [L, E] tokens given to each expert. `replayed` and `changed` count (token, layer) pairs.
+    The losses are means over layers, without their coefficients.
     """
 
     load: Tensor
@@ -117,7 +133,10 @@ class RouterReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """What the routers get in one pass over a micro-batch: the tokens, whether recorded experts are used, and what the step counts."""
+    """Input of the routers in one pass over a micro-batch.
+
+    The input is the tokens, the use of recorded experts, and the counts of the step.
+    """
 
     tokens: RoutedTokens
     replay: bool = False
@@ -125,9 +144,10 @@ class Routing:
 
 
 class _AlsoDescend(torch.autograd.Function):
-    """A tensor of any shape unchanged, whose backward adds the gradient of a scalar loss.
+    """A tensor of any shape unchanged, with the gradient of a scalar loss added in the backward.
 
-    megatron-core's own does the same with a scale in global state, for its fp16, which this trainer does not have.
+    megatron-core's own version keeps a scale in global state for fp16, a dtype absent from this
+    trainer.
     """
 
     @staticmethod
@@ -142,11 +162,13 @@ class _AlsoDescend(torch.autograd.Function):
 
 
 def balance_loss(scores: Tensor, tokens: RoutedTokens, *, top_k: int, num_sequences: int, group: distributed.ProcessGroup | None) -> Tensor:
-    """This rank's share of the sequence-wise balance loss, averaged over the step's `num_sequences` B sequences (DeepSeek-V3, eq. 17-20).
+    """Return this rank's share of the sequence-wise balance loss (DeepSeek-V3, eq. 17-20).
 
-    `scores` [n, E] of the experts sum to 1 for each token. With f_i the fraction of a sequence's tokens that have expert i among their
-    `top_k`, times E / K, and P_i its mean score, the loss of the sequence is the sum of f_i P_i. The fractions carry no gradient and
-    are counted over `group`, whose ranks hold the other tokens of these sequences.
+    The loss is averaged over the step's `num_sequences` B sequences. `scores` [n, E] of the experts
+    sum to 1 for each token. Let f_i be the fraction of a sequence's tokens with expert i among
+    their `top_k`, times E / K, and P_i the mean score of expert i. The loss of the sequence is the
+    sum of f_i P_i. The fractions carry no gradient and are counted over `group`: its ranks hold the
+    other tokens of these sequences.
     """
     num_experts = scores.shape[-1]
     real = tokens.real.unsqueeze(-1)
@@ -163,6 +185,10 @@ def balance_loss(scores: Tensor, tokens: RoutedTokens, *, top_k: int, num_sequen
 
 
 def z_loss(logits: Tensor, tokens: RoutedTokens, *, num_tokens: int) -> Tensor:
-    """This rank's share of the mean over the step's `num_tokens` N tokens of squared log-sum-exp of `logits` [n, E] (ST-MoE, eq. 5)."""
+    """Return this rank's share of the router's z-loss (ST-MoE, eq. 5).
+
+    The loss is the mean over the step's `num_tokens` N tokens of squared log-sum-exp of `logits`
+    [n, E].
+    """
     counted = tokens.real & tokens.counted[tokens.sequence_index.clamp(min=0)]
     return torch.where(counted, logits.logsumexp(-1).square(), 0.0).sum() / num_tokens

@@ -1,7 +1,9 @@
-"""The router of a mixture of experts in this trainer: counts, auxiliary losses and replayed experts, exact under every layout.
+"""The router of a mixture of experts, exact under every layout.
 
-Upstream's auxiliary losses are means over a micro-batch of a rank, so that they depend on which sequences share one; its replay keeps
-the experts of one micro-batch in global state. Here the router gets everything with the call: the packed sequences of the micro-batch.
+The router counts tokens, adds auxiliary losses and replays recorded experts. Upstream's auxiliary
+losses are means over a micro-batch of a rank, and so depend on the sequences sharing a micro-batch.
+Upstream's replay keeps the experts of one micro-batch in global state. Here the router gets
+everything with the call: the packed sequences of the micro-batch.
 
 Legend: n tokens of one call, E experts, K experts of each token.
 """
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from megatron_rl.models.experts.moe_fields import num_mixture_layers
 from megatron_rl.models.experts.routed_tokens import RoutedTokens, RouterStep, Routing, balance_loss, z_loss
+from megatron_rl.models.module_specs import submodules_of, with_submodules
 from megatron_rl.models.packed_sequences import PackedSequences
 
 
@@ -31,7 +34,10 @@ class PackedRouter(TopKRouter):
     routing_call: Routing | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights [n, E], zero for experts that are not taken, and what is taken [n, E], from `logits` [n, 1, E]."""
+        """Return weights [n, E], zero for experts not taken, and the taken experts [n, E].
+
+        The input is `logits` [n, 1, E].
+        """
         logits = logits.view(-1, self.config.num_moe_experts)
         call = self.routing_call
         if call is None:
@@ -89,7 +95,7 @@ class PackedRouter(TopKRouter):
 
 
 def _normalised_scores(logits: Tensor, score_function: str) -> Tensor:
-    """Affinities of the tokens to the experts, which sum to 1, [n, E] in float32."""
+    """Return the affinities of tokens to experts, with sum 1, [n, E] in float32."""
     if score_function == "softmax":
         return torch.softmax(logits, dim=-1, dtype=torch.float32)
     scores = torch.sigmoid(logits.float())
@@ -97,14 +103,17 @@ def _normalised_scores(logits: Tensor, score_function: str) -> Tensor:
 
 
 class _Record:
-    """Recorded experts for one call of one layer, in the form in which megatron-core asks for them instead of taking its own.
+    """Recorded experts for one call of one layer, in the form of megatron-core's replay.
 
-    Where the record names the experts that the router takes anyway, its own order is kept, so that such a replay changes no bit.
+    When the record names the router's own choice of experts, the router's order is kept. Such a
+    replay changes no bit.
     """
 
     def __init__(self, tokens: RoutedTokens, layer: int) -> None:
         assert tokens.experts is not None and tokens.recorded is not None, "a record has both"
-        self._experts = tokens.experts[:, layer]
+        # Keep the record contiguous and of its own type until on the GPU: any other copy goes through
+        # pageable memory and blocks.
+        self._experts = tokens.experts[layer]
         self.used = tokens.recorded
         self.changed = torch.zeros_like(tokens.recorded)
 
@@ -116,26 +125,30 @@ class _Record:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Scores [n, K] and numbers [n, K] of the recorded experts where there is a record, else of the router's own choice."""
+        """Return scores [n, K] and numbers [n, K] of the recorded experts.
+
+        Tokens without a record get the router's own choice.
+        """
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        experts = self._experts.to(device=own.device, dtype=own.dtype, non_blocking=True)
+        experts = self._experts.to(own.device, non_blocking=True).to(own.dtype)
         self.changed = self.used & (experts.sort(-1).values != own.sort(-1).values).any(-1)
         chosen = torch.where(self.changed.unsqueeze(-1), experts, own)
         return scores.gather(1, chosen), chosen
 
 
 class RoutedLayer(TransformerLayer):
-    """A transformer layer that passes on to its router which tokens it routes.
+    """A transformer layer with the routed tokens passed on to its router.
 
-    The layer is what activation recompute runs again, with the packed sequences of then: a router that remembered the last micro-batch
-    would take those of another.
+    Activation recompute runs the layer again, with the packed sequences of the first run. A router
+    with a memory of the last micro-batch would take the wrong sequences.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recompute_experts = self.is_moe_layer and self.mlp.moe_layer_recompute
         if self._recompute_experts:
-            # Recomputed here, with the norm, because upstream's checkpoint would run the router again without its layer.
+            # Recomputed here, with the norm, because upstream's checkpoint would run the router again without
+            # its layer.
             self.mlp.moe_layer_recompute = self.recompute_pre_mlp_layernorm = False
 
     @contextmanager
@@ -168,15 +181,8 @@ class RoutedLayer(TransformerLayer):
 
 
 def with_packed_router(layer: ModuleSpec) -> ModuleSpec:
-    """The layer `layer` with this project's router, when it is one with experts."""
+    """Return `layer` with this project's router; a layer without experts stays unchanged."""
     mlp = layer.submodules.mlp
-    # megatron-core 0.18 made the experts' description a function with arguments bound.
-    described = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords.get("submodules")
-    if not isinstance(described, MoESubmodules):
+    if not isinstance(submodules_of(mlp), MoESubmodules):
         return layer
-    described = dataclasses.replace(described, router=PackedRouter)
-    if isinstance(mlp, ModuleSpec):
-        mlp = dataclasses.replace(mlp, submodules=described)
-    else:
-        mlp = type(mlp)(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": described})
-    return dataclasses.replace(layer, module=RoutedLayer, submodules=dataclasses.replace(layer.submodules, mlp=mlp))
+    return dataclasses.replace(with_submodules(layer, mlp=with_submodules(mlp, router=PackedRouter)), module=RoutedLayer)

@@ -1,4 +1,4 @@
-"""The supported families of models, one file each, by the architecture that `config.json` names."""
+"""The supported families of models, one file each, by the architecture name in `config.json`."""
 
 from collections.abc import Mapping
 

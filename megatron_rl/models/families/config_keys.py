@@ -1,9 +1,9 @@
-"""Keys of `config.json` that several families share: what is ignored, what is read, and of what only one value is supported."""
+"""Keys of `config.json` shared by several families: ignored, read, or with one supported value."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# Keys of config.json that say nothing about the function the network computes.
+# Keys of config.json without an effect on the function computed by the network.
 IGNORED_KEYS = frozenset(
     [
         "_name_or_path",
@@ -50,7 +50,7 @@ IGNORED_KEYS = frozenset(
         "model_type",
     ]
 )
-# Of generation, which transformers 4 wrote here.
+# Keys about generation, written here by transformers 4.
 GENERATION_KEYS = frozenset(
     [
         "bad_words_ids",
@@ -81,18 +81,19 @@ GENERATION_KEYS = frozenset(
         "typical_p",
     ]
 )
-# Keys that change the function; only the value here is supported. An absent key means that value.
+# Keys with an effect on the function. Only the value here is supported, also meant by an absent
+# key.
 FIXED_KEYS: Mapping[str, Any] = {
     "attention_bias": False,
     "hidden_act": "silu",
     "is_encoder_decoder": False,
     "mlp_bias": False,
-    # Of Qwen2's relatives that see; its distilled ones have it.
+    # From Qwen2's vision relatives; also in its distilled models.
     "use_mrope": False,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-# Keys that ModelSpec reads.
+# Keys read by ModelSpec.
 READ_KEYS = frozenset(
     [
         "head_dim",
@@ -117,7 +118,8 @@ READ_KEYS = frozenset(
     ]
 )
 MOE_KEYS = frozenset(["moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts"])
-# Of families whose router takes sigmoid scores. Losses of pre-training and the expert parallelism of another program say nothing here.
+# From families with sigmoid scores in the router. Losses of pre-training and the expert parallelism
+# of another program say nothing here.
 SIGMOID_ROUTER_KEYS = frozenset(
     [
         "aux_loss_alpha",
@@ -132,7 +134,8 @@ SIGMOID_ROUTER_KEYS = frozenset(
     ]
 )
 SIGMOID_ROUTER_FIXED_KEYS: Mapping[str, Any] = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-# Layers of multi-token prediction behind the last one propose tokens for speculative decoding; the policy is the same without them.
+# Layers of multi-token prediction behind the last one propose tokens for speculative decoding. The
+# policy is the same without such layers.
 MTP_KEYS = frozenset(["num_mtp_layers", "num_nextn_predict_layers"])
 # `qk_head_dim` is the sum of two of the others.
 MLA_KEYS = frozenset(

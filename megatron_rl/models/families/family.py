@@ -1,4 +1,7 @@
-"""What describes a family of models. Each file beside this one fills it in for one; no other module asks for a family's name."""
+"""The description of a family of models.
+
+Each file beside this one describes one family. No other module asks for a family's name.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,29 +29,38 @@ MIXTURE_LAYOUTS: frozenset[Proof] = DENSE_LAYOUTS | {"ep"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What sets one architecture apart. Where config.json gives no value, `default_...` is what transformers takes for this family.
+    """The differences of one architecture from the others.
 
-    `proved` is what tests show beyond one rank that equals transformers: sizes of layouts, weights sent to a real engine, quantised files.
-    `not_synced` says for a family without "sync" what keeps a real engine from running it where no GPU is.
-    `ignored` are keys of config.json that only this family has and that say nothing about what the network computes,
-    `fixed` those of which only one value is supported. `names` are those of its tensors.
-    `activation` is that of the MLP, whose limit, if it has one, is at `activation_limit_key`; `zero_centered_norms` multiply by 1 + weight;
-    a `scaled_embedding` is multiplied by sqrt(hidden size). With `linear_bias` every linear layer but the head has a bias.
+    `default_...` is the value taken by transformers for this family when config.json gives none.
 
-    Attention: `qkv_bias` and `qk_norm` None mean that `attention_bias` and `use_qk_norm` in config.json say so; `qk_norm_over_heads` is one
-    norm over the channels of all heads. `default_head_dim` None means hidden size / heads. `default_rotary_fraction` None says that all of
-    a head is rotated always; `default_rope_scaling` is taken where the file has neither spelling of it; `rotary_interleaved` pairs channels
-    (2i, 2i + 1); `default_original_length` is that of an absent `original_max_position_embeddings` in a family that has the key beside its
-    scaling. Scores are divided by the root of the value at `query_scalar_key`; None divides by that of the channels of a head.
-    `attention_sinks` are learned logits, one for each head, in every softmax. `mla` is latent attention.
+    `proved` lists features shown by tests beyond one rank equal to transformers: sizes of layouts,
+    weights sent to a real engine, quantised files. `not_synced` gives, for a family without "sync",
+    the obstacle to a real engine on a machine without a GPU. `ignored` are keys of config.json
+    found in this family alone and without effect on the computed function, `fixed` the keys with
+    one supported value. `names` are the names of tensors. `activation` is the MLP's; the key of its
+    limit, if any, is `activation_limit_key`. `zero_centered_norms` multiply by 1 + weight; a
+    `scaled_embedding` is multiplied by sqrt(hidden size). With `linear_bias` every linear layer but
+    the head has a bias.
 
-    `windows`: "never", "switched" on by `use_sliding_window`, or, where `sliding_window` is not null, "everywhere" or "given";
-    `default_window` is that of an absent key. "Given" windows are in the layers that `layer_types` names, without it in all but every n-th,
-    n being at `window_pattern_key` or `default_window_pattern`.
-    `window_theta_key` has the base of their rotary embedding where they have one of their own.
+    Attention: `qkv_bias` and `qk_norm` None take the values of `attention_bias` and `use_qk_norm`
+    in config.json; `qk_norm_over_heads` is one norm over the channels of all heads.
+    `default_head_dim` None means hidden size / heads. `default_rotary_fraction` None means that all
+    of a head is always rotated; `default_rope_scaling` is for a file without either spelling;
+    `rotary_interleaved` pairs channels (2i, 2i + 1). `default_original_length` stands for an absent
+    `original_max_position_embeddings` in a family with this key beside the scaling. Scores are
+    divided by the root of the value at `query_scalar_key`; None divides by the root of the channels
+    of a head. `attention_sinks` are learned logits, one for each head, in every softmax. `mla` is
+    latent attention.
 
-    Experts: `router` is how they are scored, None without experts; `expert_width_key` has their width; `normalize_top_k` None reads
-    `norm_topk_prob`; with `shared_gate` a gate weighs the shared expert.
+    `windows`: "never", "switched" on by `use_sliding_window`, or, for a `sliding_window` other than
+    null, "everywhere" or "given"; `default_window` stands for an absent key. "Given" windows are in
+    the layers named by `layer_types`; without this key, in all but every n-th layer, n being at
+    `window_pattern_key` or `default_window_pattern`. `window_theta_key` has the base of the window
+    layers' own rotary embedding, if any.
+
+    Experts: `router` is the scoring of experts, None without experts; `expert_width_key` has the
+    width of an expert; `normalize_top_k` None reads `norm_topk_prob`; with `shared_gate` a gate
+    weighs the shared expert.
     """
 
     architecture: str
@@ -91,14 +103,14 @@ class Family:
 
     @property
     def fixed_keys(self) -> dict[str, Any]:
-        """Keys of config.json of which only one value is supported."""
+        """Return the keys of config.json with one supported value."""
         fixed = {key: value for key, value in FIXED_KEYS.items() if key != "attention_bias" or self.qkv_bias is not None}
         fixed["hidden_act"] = self.activation
         return fixed | (dict(SIGMOID_ROUTER_FIXED_KEYS) if self.router == "sigmoid" else {}) | dict(self.fixed)
 
     @property
     def known_keys(self) -> frozenset[str]:
-        """Keys of config.json that are accounted for."""
+        """Return all accounted keys of config.json."""
         known = IGNORED_KEYS | GENERATION_KEYS | READ_KEYS | self.fixed_keys.keys() | self.ignored
         if self.qkv_bias is None:
             known |= {"attention_bias"}

@@ -1,4 +1,4 @@
-"""What is proved for each family, as `megatron-rl models` prints it."""
+"""Proved features of each family, as printed by `megatron-rl models`."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ _COLUMNS = ("architecture", "load", "sync", "export", "quantised source", *_LAYO
 
 
 def table() -> list[str]:
-    """The families as lines of a Markdown table, of equal width."""
+    """Return the families as lines of a Markdown table, of equal width."""
     rows = [_COLUMNS, *(_row(family) for family in FAMILIES.values())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_line(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -19,12 +19,15 @@ def table() -> list[str]:
 
 
 def not_synced() -> list[str]:
-    """One line for each family whose weights no test sends to a real engine, with the reason."""
+    """Return one line, with the reason, for each family without a test on a real engine.
+
+    The tests concerned send weights to the engine.
+    """
     return [f"{name}: {family.not_synced}" for name, family in FAMILIES.items() if family.not_synced is not None]
 
 
 def refused() -> list[str]:
-    """One line for each architecture and for each rope type that cannot be trained, with the reason."""
+    """Return one line for each untrainable architecture and rope type, with the reason."""
     kinds = (f"rope type {kind}: {reason}" for kind, reason in REFUSED_KINDS.items())
     return [*(f"{architecture}: {reason}" for architecture, reason in REFUSED.items()), *kinds]
 
@@ -34,7 +37,10 @@ def _line(cells: Iterator[str]) -> str:
 
 
 def _row(family: Family) -> tuple[str, ...]:
-    """A family that is listed loads, exports and equals transformers: a test looks for each of them."""
+    """Return the row of a family.
+
+    A test shows for each listed family that loading, export and equality with transformers work.
+    """
 
     def proved(name: str) -> str:
         return "yes" if name in family.proved else "no"

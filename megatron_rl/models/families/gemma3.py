@@ -5,7 +5,8 @@ from megatron_rl.models.tensor_names import TensorNames
 
 FAMILY = Family(
     architecture="Gemma3ForCausalLM",
-    # With a tied head, as published ones have it: SGLang leaves one of its own out, which the parity probe of a run refuses.
+    # Proved with a tied head, as in published models. SGLang omits a separate head, and a run's parity
+    # probe refuses this.
     proved=DENSE_LAYOUTS | {"sync"},
     default_tied=True,
     default_head_dim=256,
@@ -20,7 +21,7 @@ FAMILY = Family(
     default_window_pattern=6,
     window_pattern_key="sliding_window_pattern",
     window_theta_key="rope_local_base_freq",
-    # transformers writes the pattern under its private name beside the layer types that follow from it.
+    # transformers writes the pattern under its private name beside the resulting layer types.
     ignored=frozenset(["_sliding_window_pattern", "cache_implementation"]),
     # Softcaps are Gemma-2's; Gemma-3 has null there.
     fixed={

@@ -1,4 +1,4 @@
-"""Ministral: Mistral with a window in the layers that config.json names, in all where it names none."""
+"""Ministral: Mistral with a window in the layers named by config.json, by default in all."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from megatron_rl.models.families.family import DENSE_LAYOUTS
 FAMILY = dataclasses.replace(
     mistral.FAMILY,
     architecture="MinistralForCausalLM",
-    # SGLang has no model of its own for it and runs that of transformers.
+    # SGLang has no Ministral model of its own and runs transformers' model.
     proved=DENSE_LAYOUTS | {"sync"},
     windows="given",
 )

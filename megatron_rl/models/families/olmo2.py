@@ -1,4 +1,7 @@
-"""OLMo-2: norms behind attention and MLP instead of before them, and one norm over the queries (the keys) of all heads."""
+"""OLMo-2: norms behind attention and MLP instead of before.
+
+One norm is over the queries (the keys) of all heads.
+"""
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 from megatron_rl.models.tensor_names import TensorNames

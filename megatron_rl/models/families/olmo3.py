@@ -1,4 +1,7 @@
-"""OLMo-3: OLMo-2 with a window in three of four layers, which keep the default rotary embedding where the others stretch theirs."""
+"""OLMo-3: OLMo-2 with a window in three of four layers.
+
+Window layers keep the default rotary embedding; the other layers stretch theirs.
+"""
 
 import dataclasses
 

@@ -1,4 +1,7 @@
-"""Phi-3 and Phi-4: Llama with queries, keys and values in one tensor, gate and up in another, and a window where config.json gives one."""
+"""Phi-3 and Phi-4: Llama with fused tensors and an optional window.
+
+Queries, keys and values are in one tensor, gate and up in another. config.json gives the window.
+"""
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 from megatron_rl.models.tensor_names import TensorNames
@@ -8,10 +11,10 @@ FAMILY = Family(
     proved=DENSE_LAYOUTS | {"sync"},
     default_norm_epsilon=1e-5,
     default_rotary_fraction=1.0,
-    # To transformers it comes before what the scaling says, also where it is absent.
+    # transformers prefers this default to the scaling's value, also when the key is absent.
     default_original_length=4096,
     windows="everywhere",
-    # Read with longrope, and without meaning without it.
+    # Read with longrope; meaningless without longrope.
     ignored=frozenset(["original_max_position_embeddings"]),
     fixed={"embd_pdrop": 0.0, "resid_pdrop": 0.0, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
     names=TensorNames(qkv="qkv_proj", gate_up="gate_up_proj"),

@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values, sliding windows where config.json switches them on."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values, and optional sliding windows.
+
+config.json switches the windows on.
+"""
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 

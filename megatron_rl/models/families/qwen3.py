@@ -1,4 +1,7 @@
-"""Qwen3: norms on queries and keys, heads of 128 channels, sliding windows where config.json switches them on."""
+"""Qwen3: norms on queries and keys, heads of 128 channels, and optional sliding windows.
+
+config.json switches the windows on.
+"""
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 

@@ -7,6 +7,6 @@ FAMILY = Family(
     proved=MIXTURE_LAYOUTS | {"sync", "quantised source"},
     qk_norm=True,
     router="softmax",
-    # Qwen3-Coder's files say what other families have and this one has not.
+    # Qwen3-Coder's files have keys about features of other families, absent from this one.
     fixed={"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
 )

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from packaging.version import Version
 
 from megatron_rl.cli import main
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.attention_fields import attention_fields
 from megatron_rl.models.families import FAMILIES, REFUSED, family_table
+from megatron_rl.models.megatron_config import resolve_attention
 from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
 
 MODELS_OF_FAMILIES = (*DENSE_FAMILIES[2:], "mixtral", "gpt_oss")
@@ -143,5 +144,8 @@ def test_refused_architectures_are_refused_with_the_reason(name):
 
 @pytest.mark.parametrize("family", ("glm", "glm4", "olmo2", "olmo3", "gemma3", "gpt_oss"))
 def test_what_transformer_engine_does_not_compute_is_refused(family, tiny_model):
+    spec = read_model_spec(tiny_model(family=family))
+    choice = partial(resolve_attention, spec=spec, overrides={}, cp=1, capability=(9, 0), installed=True)
     with pytest.raises(UserError, match=r"not with Transformer Engine; set model\.attention=torch"):
-        attention_fields(read_model_spec(tiny_model(family=family)), attention="transformer_engine", cp=1)
+        choice("transformer_engine")
+    assert choice("auto") == "torch"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.checkpoints.hugging_face import MAX_SHARD_BYTES, HuggingFaceWeights, describe_hf, save_hf
+from megatron_rl.checkpoints.manifest import entry_of
+from megatron_rl.checkpoints.stored_weights import load_hf_weights
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import build_model
-from megatron_rl.models.checkpoint_manifest import entry_of
-from megatron_rl.models.hf_files import MAX_SHARD_BYTES, Checkpoint, describe_hf, save_hf
-from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
+from megatron_rl.models.hf_weights import export_hf_weights
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.read_spec import read_model_spec
 
@@ -43,20 +45,21 @@ def test_both_forms_in_which_transformers_writes_experts_are_read(tiny_model, tm
     model.save_pretrained(tmp_path / "saved", save_original_format=one_by_one)
     fused = any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "saved" / "model.safetensors"))
     assert fused is not one_by_one
-    with Checkpoint(tmp_path / "saved") as checkpoint:
+    with closing(HuggingFaceWeights(tmp_path / "saved")) as checkpoint:
         assert checkpoint.names() - {"lm_head.weight"} == original.keys() - {"lm_head.weight"}
         for name, tensor in original.items():
-            assert torch.equal(checkpoint.read(name, tuple(tensor.shape)), tensor), name
+            assert torch.equal(checkpoint.read(name), tensor), name
 
 
-def test_a_fused_tensor_of_another_shape_is_refused(tiny_model):
+def test_a_fused_tensor_of_another_shape_is_refused(tiny_model, one_rank):
     path = tiny_model(family="qwen3_moe")
     tensors = {name: tensor for name, tensor in load_file(path / "model.safetensors").items() if "layers.0.mlp.experts" not in name}
     tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(4, 94, 64)
+    tensors["model.layers.0.mlp.experts.down_proj"] = torch.zeros(4, 64, 48)
     save_file(tensors, path / "model.safetensors")
-    name = "model.layers.0.mlp.experts.3.up_proj.weight"
-    with Checkpoint(path) as checkpoint, pytest.raises(UserError, match=rf"{name} .* has shape \(47, 64\), config.json needs \(48, 64\)"):
-        checkpoint.read(name, (48, 64))
+    words = r"model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight .* has shape \(47, 64\), config\.json needs \(48, 64\)"
+    with pytest.raises(UserError, match=words):
+        load(path)
 
 
 def test_config_names_the_dtype_of_most_weights_in_whatever_order_they_come(tiny_model, tmp_path):
@@ -100,15 +103,15 @@ def test_an_export_names_no_code_which_it_does_not_have(tiny_model, tmp_path):
 
 
 def test_numbers_start_at_a_multiple_of_their_size_and_files_have_the_mode_of_others(tiny_model, tmp_path):
-    """Views of one memory, which the library of safetensors refuses."""
-    flat = torch.randn(9)
-    tensors = {"half": flat[:3].bfloat16(), "first": flat[:4], "other": flat[2:7].view(5, 1)}
+    """Views of one memory, one of them by columns."""
+    flat = torch.randn(4, 4)
+    tensors = {"half": flat[0, :3].bfloat16(), "first": flat[1], "other": flat[2:].T}
     save_hf(tmp_path / "saved", tensors, source=tiny_model())
     file = tmp_path / "saved" / "model.safetensors"
     got = load_file(file)
     assert got.keys() == tensors.keys() and all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
     header = json.loads(file.read_bytes()[8:].split(b"}}")[0] + b"}}")
-    assert [header[name]["data_offsets"] for name in ("first", "other", "half")] == [[0, 16], [16, 36], [36, 42]]
+    assert [header[name]["data_offsets"] for name in ("first", "other", "half")] == [[0, 16], [16, 48], [48, 54]]
     assert file.stat().st_mode == (tmp_path / "saved" / "config.json").stat().st_mode
 
 

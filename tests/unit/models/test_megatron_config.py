@@ -1,20 +1,25 @@
 """megatron-core's TransformerConfig for a checkpoint in a layout."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
-from megatron_rl.models import megatron_config
+from megatron_rl.models.attention.attention_fields import has_fused_attention
 from megatron_rl.models.megatron_config import attention_name, resolve_attention, transformer_config
 from megatron_rl.models.read_spec import parse_model_spec
 from megatron_rl.models.unavailable_fields import without_kernels
+from megatron_rl.models.upstream_fields import checked_fields
 
-QWEN3 = Path(__file__).parents[2] / "data" / "configs" / "Qwen3-4B.json"
+DATA = Path(__file__).parents[2] / "data"
+QWEN3 = DATA / "configs" / "Qwen3-4B.json"
+FUSED_ATTENTION = json.loads((DATA / "fused_attention.json").read_text(encoding="utf-8"))
 SPEC = parse_model_spec(json.loads(QWEN3.read_text(encoding="utf-8")), origin=QWEN3.name)
 
 
@@ -40,8 +45,8 @@ def test_config_follows_checkpoint_topology_and_overrides():
         ({"window_size": [128, 0]}, "window_size is .*, but the checkpoint needs None"),
         ({"perform_initialization": False}, "perform_initialization is False"),
         ({"calculate_per_token_loss": False}, "calculate_per_token_loss is False, but the trainer"),
-        ({"num_layers_in_first_pipeline_stage": "two"}, "'two': Input should be a valid integer"),
-        ({"qk_layernorm": None}, "qk_layernorm is None: Input should be a valid boolean"),
+        ({"num_layers_in_first_pipeline_stage": "two"}, "is two: Input should be a valid integer"),
+        ({"qk_layernorm": None}, "qk_layernorm is null: Input should be a valid boolean"),
         ({"recompute_granularity": "full"}, "megatron-core refuses this model configuration"),
         ({"use_ring_exchange_p2p": True}, "use_ring_exchange_p2p is True, but the trainer"),
     ),
@@ -88,14 +93,47 @@ def test_expert_layouts_of_a_model_without_experts_are_refused(topology, message
         config_of({}, **{"num_ranks": 2, **topology})
 
 
-def test_attention_choice(monkeypatch):
-    assert resolve_attention("torch") == "torch"
-    monkeypatch.setattr("megatron_rl.models.megatron_config.chosen_backends", lambda: {"transformer-engine": "not installed"})
-    assert resolve_attention("auto") == "torch"
+def choice_of(choice, spec=SPEC, *, capability=(9, 0), installed=True, cp=1, **overrides):
+    return resolve_attention(choice, spec, overrides=overrides, cp=cp, capability=capability, installed=installed)
+
+
+def test_attention_choice():
+    assert choice_of("torch") == "torch"
+    assert (choice_of("auto", installed=False), choice_of("auto", capability=None)) == ("torch", "torch")
+    assert (choice_of("auto"), choice_of("transformer_engine")) == ("transformer_engine", "transformer_engine")
     with pytest.raises(UserError, match="not installed"):
-        resolve_attention("transformer_engine")
-    monkeypatch.setattr("megatron_rl.models.megatron_config.chosen_backends", lambda: {"transformer-engine": "2.9"})
-    assert resolve_attention("transformer_engine") == "transformer_engine"
+        choice_of("transformer_engine", installed=False)
+
+
+@pytest.mark.parametrize("capability", FUSED_ATTENTION["capabilities"], ids=str)
+def test_fused_attention_is_had_where_transformer_engine_says(capability):
+    """The answers of its own compiled function, for the heads of published models."""
+    for case in FUSED_ATTENTION["cases"]:
+        trains = capability in case["trains"]
+        assert has_fused_attention(tuple(capability), qk=case["qk"], v=case["v"]) == trains, case["case"]
+    assert not has_fused_attention(tuple(capability), qk=24, v=12), "channels of a head are multiples of 8"
+
+
+def test_a_gpu_without_fused_attention_gets_torch_or_what_was_asked(model_spec):
+    qwen, deepseek, gpt_oss = (model_spec(name) for name in ("Qwen3-4B", "DeepSeek-V3", "gpt-oss-120b"))
+    chosen = {
+        capability: [choice_of("auto", spec, capability=capability) for spec in (qwen, deepseek)]
+        for capability in ((8, 0), (9, 0), (10, 0))
+    }
+    fused = ["transformer_engine"] * 2
+    assert chosen == {(8, 0): ["torch"] * 2, (9, 0): fused, (10, 0): fused}
+    assert choice_of("auto", gpt_oss) == "torch", "its sinks are not Transformer Engine's"
+    assert choice_of("auto", qwen, capability=(8, 0), attention_backend="flash") == "transformer_engine"
+    for asked in ({"choice": "transformer_engine"}, {"choice": "auto", "attention_backend": "fused"}):
+        with pytest.raises(UserError, match=r"heads of 192 .* 128 .* 8\.0; set model\.attention=torch, or .*attention_backend=flash"):
+            choice_of(spec=deepseek, capability=(8, 0), **asked)
+
+
+def test_windows_over_context_parallel_ranks_are_left_to_torch():
+    windowed = dataclasses.replace(SPEC, sliding_window=5, sliding_layers=(0,))
+    assert (choice_of("auto", windowed), choice_of("auto", windowed, cp=2)) == ("transformer_engine", "torch")
+    with pytest.raises(UserError, match=r"sliding windows and training\.topology\.cp is 2, .* set model\.attention=torch, or cp to 1"):
+        choice_of("transformer_engine", windowed, cp=2)
 
 
 def test_overlapped_messages_without_virtual_stages_are_refused():
@@ -153,6 +191,11 @@ def test_products_that_want_other_numbers_of_tokens_than_sequences_have_are_refu
     te_config(fp8=None)
 
 
+def test_overlap_whose_buffers_nobody_makes_is_refused():
+    with pytest.raises(UserError, match=r"model\.megatron\.tp_comm_overlap is True, which is not supported: .*buffers.*; remove it"):
+        te_config(tp_comm_overlap=True)
+
+
 def test_transformer_engine_has_one_attention_that_is_known_before_the_run(monkeypatch):
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.delenv(name, raising=False)
@@ -177,6 +220,8 @@ def test_the_attention_is_printed_with_its_kernel():
     assert attention_name("transformer_engine", {"attention_backend": "flash"}) == "transformer_engine, flash"
 
 
-def test_the_attention_follows_the_device_of_the_ranks(monkeypatch):
-    monkeypatch.setattr(megatron_config, "chosen_backends", lambda: {"transformer-engine": "2.11.0"})
-    assert (resolve_attention("auto", device_kind="cuda"), resolve_attention("auto", device_kind="cpu")) == ("transformer_engine", "torch")
+@pytest.mark.parametrize("value", [True, "1e-3", [1]])
+def test_a_number_is_no_boolean_and_no_text(value):
+    with pytest.raises(UserError, match=r"training\.optimizer\.lr is .*: Input should be a valid number"):
+        checked_fields("training.optimizer", {"lr": value}, OptimizerConfig)
+    assert checked_fields("training.optimizer", {"lr": 1}, OptimizerConfig) == {"lr": 1.0}

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.checkpoints.hugging_face import HuggingFaceWeights, save_hf
+from megatron_rl.checkpoints.stored_weights import load_hf_weights
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models import families
 from megatron_rl.models.build import build_model, forward_selected
-from megatron_rl.models.hf_files import Checkpoint, save_hf
-from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
+from megatron_rl.models.hf_weights import export_hf_weights
 from megatron_rl.models.language_model_head import TokenQuestion
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.packed_sequences import packed_sequences
@@ -234,10 +236,10 @@ def test_shapes_are_those_that_transformers_saves(family, tiny_model, tmp_path):
     path = tiny_model(**FAMILIES[family])
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path)).save_pretrained(tmp_path / "saved")
     shapes = {tensor.name: tensor.shape for rule in rules(read_model_spec(path)) for tensor in rule.tensors}
-    with Checkpoint(tmp_path / "saved") as checkpoint:
+    with closing(HuggingFaceWeights(tmp_path / "saved")) as checkpoint:
         assert checkpoint.names() == shapes.keys()
         for name, shape in shapes.items():
-            assert checkpoint.read(name, shape).shape == shape
+            assert checkpoint.read(name).shape == shape
 
 
 @pytest.mark.parametrize("max_shard_bytes", (2**30, 50_000))
@@ -268,6 +270,7 @@ def test_wrong_weights_are_named(tiny_model, one_rank):
             "has 1 tensor that Qwen3ForCausalLM does not",
         ),
         "shape": (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"shape \(3,\), config.json needs \(64,\)"),
+        "infinite": (lambda t: t["model.layers.1.mlp.down_proj.weight"][3, 5:6].fill_(-torch.inf), r"1\.mlp\.down_proj.* not finite"),
         "head": (lambda t: t.update({"lm_head.weight": torch.zeros(32, 64)}), "ties the embeddings, but lm_head.weight differs"),
     }
     for name, (change, message) in cases.items():

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from contextlib import closing
 
 import pytest
 import torch
@@ -11,12 +12,11 @@ from layout_table import QUANTISED
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from megatron_rl.checkpoints.hugging_face import HuggingFaceWeights, save_hf
+from megatron_rl.checkpoints.quantised import Quantised, dequantise
 from megatron_rl.errors import UserError
 from megatron_rl.models.expert_stacks import part_name
-from megatron_rl.models.hf_files import Checkpoint, save_hf
-from megatron_rl.models.quantised import Quantised, dequantise
 from megatron_rl.models.read_spec import read_model_spec
-from megatron_rl.models.tensor_files import TensorFiles
 from megatron_rl.models.weight_table import tensor_names
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
@@ -93,10 +93,10 @@ def test_fp8_with_one_scale_for_the_tensor_or_a_row(per):
 def test_a_run_loads_the_numbers_that_fp8_codes_mean(tiny_model, family, tmp_path):
     path = tiny_model(family=family)
     meaning = quantised_model(path)
-    with Checkpoint(path) as checkpoint:
+    with closing(HuggingFaceWeights(path)) as checkpoint:
         assert checkpoint.names() == meaning.keys()
         for name, tensor in meaning.items():
-            assert torch.equal(checkpoint.read(name, tuple(tensor.shape)), tensor), name
+            assert torch.equal(checkpoint.read(name), tensor), name
     save_hf(tmp_path / "saved", meaning, source=path)
     assert "quantization_config" not in json.loads((tmp_path / "saved/config.json").read_text())
 
@@ -134,10 +134,10 @@ def test_float8_of_compressed_tensors_means_its_codes_times_their_scales(tiny_mo
         "ignore": ["lm_head"],
     }
     change_config(path, quantization_config=section)
-    with Checkpoint(path) as checkpoint:
+    with closing(HuggingFaceWeights(path)) as checkpoint:
         assert checkpoint.names() == meaning.keys()
         for name, weight in meaning.items():
-            assert torch.equal(checkpoint.read(name, tuple(weight.shape)), weight), name
+            assert torch.equal(checkpoint.read(name), weight), name
 
 
 def test_packed_int4_means_what_its_packer_was_given(tmp_path):
@@ -147,7 +147,7 @@ def test_packed_int4_means_what_its_packer_was_given(tmp_path):
     stored = {"w.weight_packed": packed, "w.weight_scale": scales, "w.weight_shape": torch.tensor([6, 60])}
     save_file(stored, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": INT4}))
-    with TensorFiles(tmp_path) as files:
+    with closing(HuggingFaceWeights(tmp_path)) as files:
         assert files.names() == {"w.weight"} and files.shape("w.weight") == (6, 60)
         got = files.read("w.weight")
     want = torch.tensor([[values[i, j].item() * scales[i, j // 32].double().item() for j in range(60)] for i in range(6)])
@@ -160,10 +160,9 @@ def test_mxfp4_means_what_transformers_says(tmp_path):
     want = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
     save_file({"experts.gate_up_proj_blocks": codes, "experts.gate_up_proj_scales": scales}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
-    with TensorFiles(tmp_path) as files:
+    with closing(HuggingFaceWeights(tmp_path)) as files:
         assert files.shape("experts.gate_up_proj") == tuple(want.shape) == (3, 64, 10)
         assert torch.equal(files.read("experts.gate_up_proj"), want)
-        assert torch.equal(files.read("experts.gate_up_proj", expert=1), want[1])
 
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -190,12 +189,12 @@ def test_a_run_loads_the_numbers_that_mxfp4_codes_mean(tiny_model, family):
         plain[f"{name}_blocks"], plain[f"{name}_scales"], tensors[name] = quantise_mxfp4(tensors[name])
     save_file(plain, path / "model.safetensors")
     change_config(path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    with Checkpoint(path) as checkpoint:
+    with closing(HuggingFaceWeights(path)) as checkpoint:
         assert checkpoint.names() == tensor_names(read_model_spec(path))
         for name, tensor in tensors.items():
             parts = [(name, tensor)] if ".experts." not in name else [(part_name(name, expert), one) for expert, one in enumerate(tensor)]
             for part, meant in parts:
-                assert torch.equal(checkpoint.read(part, tuple(meant.shape)), meant), part
+                assert torch.equal(checkpoint.read(part), meant), part
 
 
 def save_changed(path, change):
@@ -229,8 +228,8 @@ def test_codes_and_scales_that_do_not_belong_together_are_named(tiny_model, chan
     path = tiny_model()
     quantised_model(path)
     save_changed(path, change)
-    with pytest.raises(UserError, match=words), Checkpoint(path) as checkpoint:
-        checkpoint.read(NAME, (32, 64))
+    with pytest.raises(UserError, match=words), closing(HuggingFaceWeights(path)) as checkpoint:
+        checkpoint.read(NAME)
 
 
 @pytest.mark.parametrize(
@@ -255,15 +254,15 @@ def test_other_ways_to_quantise_are_refused(tiny_model, config, words):
     quantised_model(path)
     change_config(path, quantization_config=config)
     with pytest.raises(UserError, match=words):
-        Checkpoint(path)
+        HuggingFaceWeights(path)
 
 
 def test_codes_are_never_taken_for_numbers(tiny_model):
     """Bridge#5851: raw codes that are cast look like weights."""
     path = tiny_model()
     save_changed(path, lambda tensors: tensors.update({NAME: tensors[NAME].to(torch.float8_e4m3fn)}))
-    with pytest.raises(UserError, match=f"{re.escape(NAME)} in .* is quantised"), Checkpoint(path) as checkpoint:
-        checkpoint.read(NAME, (32, 64))
+    with pytest.raises(UserError, match=f"{re.escape(NAME)} in .* is quantised"), closing(HuggingFaceWeights(path)) as checkpoint:
+        checkpoint.read(NAME)
 
 
 def test_a_cut_off_file_says_so(tiny_model):
@@ -271,4 +270,4 @@ def test_a_cut_off_file_says_so(tiny_model):
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match="cut off"):
-        Checkpoint(path)
+        HuggingFaceWeights(path)

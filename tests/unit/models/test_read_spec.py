@@ -179,7 +179,7 @@ def test_missing_and_malformed_files(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="holds a list"):
         read_model_spec(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"model_type": "qwen3"}))
     assert read_model_spec(tmp_path) == spec_of()
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.checkpoints.stored_weights import load_hf_weights
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel, build_model, forward_selected
-from megatron_rl.models.hf_weights import load_hf_weights
 from megatron_rl.models.language_model_head import TokenQuestion
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.packed_sequences import packed_sequences

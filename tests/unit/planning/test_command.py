@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.config.gpus import GPUS
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.overrides import Words
 from megatron_rl.errors import UserError
 from megatron_rl.planning.command import Request, parse_request, plans, read_spec, shares
-from megatron_rl.planning.gpus import GPUS
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 GPU = GPUS["H100-80"]
@@ -131,8 +131,9 @@ def test_layouts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     [(overrides, plan, advice)] = plans(request_of(CONFIGS / "Qwen3-8B.json", "data.prompts_per_step=32", num_gpus=8))
     assert plan == "a plan" and advice is None
     assert overrides == (
-        "1. training.topology.num_ranks=4 training.topology.tp=2 training.topology.sequence_parallel=true rollout.num_engines=4 "
-        "training.optimizer.use_distributed_optimizer=true runtime.num_gpus_per_engine=1"
+        "1. training.topology.num_ranks=4 training.topology.tp=2 training.topology.sequence_parallel=true "
+        "model.megatron.recompute_granularity=null rollout.num_engines=4 training.optimizer.use_distributed_optimizer=true "
+        "runtime.num_gpus_per_engine=1"
     )
     [(settings, num_gpus)] = asked
     assert num_gpus == 4 and settings.data.prompts_per_step == 32 and settings.training.optimizer["use_distributed_optimizer"]

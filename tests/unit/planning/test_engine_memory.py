@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.config.gpus import GIB, GPUS
 from megatron_rl.config.settings import Settings
 from megatron_rl.planning.engine_memory import plan_engine
-from megatron_rl.planning.gpus import GIB, GPUS
 
 
 def test_grouped_queries(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from megatron_rl.planning.gpus import GIB, GPUS
+from megatron_rl.config.gpus import GIB, GPUS
 from megatron_rl.planning.records import Collective, EngineMemory, RunPlan, StageMemory
 
 
@@ -41,6 +41,7 @@ ENGINE = EngineMemory(
 )
 PLAN = RunPlan(
     gpu=GPUS["H100-80"],
+    attention="transformer_engine, fused",
     layout="8 ranks = tp 2 × pp 4 × cp 1 × dp 1",
     tokens=16384,
     num_nodes=2,
@@ -99,5 +100,5 @@ def test_tables_are_rectangular_and_equal_stages_share_a_row(plan: RunPlan) -> N
         assert len({len(row) for row in table}) == 1
     rows = next(iter(tables.values()))
     assert [row[0] for row in rows] == ["stage", "0-2", "3"]
-    assert plan.lines()[0] == plan.layout and plan.lines()[-1] == plan.verdict
+    assert plan.lines()[0] == f"{plan.layout}, attention transformer_engine, fused" and plan.lines()[-1] == plan.verdict
     assert any("SGLang" in title for title in tables) == (plan.engine is not None)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.config.gpus import GIB, GPUS
 from megatron_rl.config.settings import Settings, WeightSettings
 from megatron_rl.errors import UserError
 from megatron_rl.planning import run_plan
-from megatron_rl.planning.gpus import GIB, GPUS
 from megatron_rl.planning.measurement import Answer, Job
 from megatron_rl.planning.records import Collective
 from megatron_rl.planning.run_plan import CONTEXT_BYTES, RANK_HOST_BYTES, _rank_host, _shared_buckets, most_held, plan_run, stage_memories
@@ -31,7 +31,7 @@ def test_impossible_layouts_are_refused_in_the_topologys_words(
 def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Callable[..., Settings]) -> None:
     policy = SimpleNamespace(reference=7 * GIB, away=2 * GIB)
     settings = run_settings()
-    with_kl = settings.model_copy(update={"objective": Objective(kl_loss_coef=0.1)})
+    with_kl = settings.model_copy(update={"objective": Objective.of(kl={"coef": 0.1})})
     without, kept = (_rank_host(variant, policy, [policy]) for variant in (settings, with_kl))  # type: ignore[arg-type, list-item]
     assert kept - without == 7 * GIB
     colocated = settings.model_copy(update={"runtime": settings.runtime.model_copy(update={"colocate": True})})
@@ -64,7 +64,7 @@ def test_the_teacher_that_is_distilled_is_measured(
 ) -> None:
     settings, asked = run_settings(num_ranks=1), list[Job]()
     model = settings.model.model_copy(update={"teacher": tmp_path})
-    distilled = settings.model_copy(update={"model": model, "objective": Objective(distillation_coef=0.5)})
+    distilled = settings.model_copy(update={"model": model, "objective": Objective.of(distillation_coef=0.5)})
     unused = settings.model_copy(update={"model": model})
 
     def measure(jobs: list[Job]) -> list[Answer]:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.config.gpus import GIB, GPUS
 from megatron_rl.config.settings import Settings, TopologySettings
 from megatron_rl.planning import levers, search
-from megatron_rl.planning.gpus import GIB, GPUS
 from megatron_rl.planning.search import Candidate, candidates
 from megatron_rl.training.topology import Topology
 

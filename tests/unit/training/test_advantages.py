@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.objective import AdvantageSettings, Objective
+from megatron_rl.algorithms.objective import Objective
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.training.advantages import TokenData, make_token_data, needs_old_log_probs
-from megatron_rl.training.objective_checks import check_objective
 from megatron_rl.types import Shard, TrainBatch
 
 LENGTHS = [4, 6, 3, 5]
@@ -49,7 +48,9 @@ def whole(shards: tuple[Shard, ...], objective: Objective, **log_probs: np.ndarr
     for shard in shards:
         where = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in shard.rows])
         arrays = {name: values[where] for name, values in log_probs.items()} | _absent(log_probs)
-        data = make_token_data(objective, shard, **arrays, kl_reward_coef=objective.kl_reward_coef)
+        data = make_token_data(
+            objective, shard, **arrays, kl_reward_coef=(0.0 if objective.kl_reward is None else objective.kl_reward.coef)
+        )
         advantages[where] = data.advantages
         made.append(data)
     return advantages, made
@@ -60,13 +61,13 @@ def _absent(log_probs: dict[str, np.ndarray]) -> dict[str, None]:
 
 
 def test_group_advantages_reach_every_token_although_groups_span_ranks(shards: tuple[Shard, ...]) -> None:
-    advantages, _ = whole(shards, Objective(advantage=AdvantageSettings(estimator="dr_grpo")))
+    advantages, _ = whole(shards, Objective.of(advantage={"kind": "group", "scale": "none"}))
     np.testing.assert_allclose(advantages, np.where(MASK, np.repeat([0.5, -0.5, 0.0, 0.0], LENGTHS), 0.0))
 
 
 def test_returns_with_a_kl_in_the_rewards_are_those_of_a_loop(shards: tuple[Shard, ...]) -> None:
-    settings = AdvantageSettings(estimator="reinforce_plus_plus", args={"gamma": 0.9, "whiten": False})
-    objective = Objective(kl_reward_coef=0.1, kl_reward_estimator="k1", advantage=settings)
+    settings = Objective.of(advantage={"kind": "reinforce_plus_plus", "gamma": 0.9, "whiten": False}).advantage
+    objective = Objective.of(kl_reward={"coef": 0.1, "estimator": "k1"}, advantage=settings)
     random = np.random.default_rng(0)
     old, reference = (random.normal(-2, 1, sum(LENGTHS)).astype(np.float32) for _ in range(2))
     advantages, _ = whole(shards, objective, old=old, reference=reference)
@@ -84,7 +85,7 @@ def test_returns_with_a_kl_in_the_rewards_are_those_of_a_loop(shards: tuple[Shar
 
 
 def test_kl_mask_leaves_out_groups_without_variance(shards: tuple[Shard, ...]) -> None:
-    _, made = whole(shards, Objective(zero_variance="mask_kl", kl_loss_coef=0.1))
+    _, made = whole(shards, Objective.of(zero_variance="mask_kl", kl={"coef": 0.1}))
     for shard, data in zip(shards, made, strict=True):
         assert data.kl_mask is not None
         np.testing.assert_array_equal(data.kl_mask, np.repeat(shard.rows < 2, shard.batch.lengths))
@@ -99,12 +100,12 @@ def test_token_keys_are_unique_in_the_batch(shards: tuple[Shard, ...]) -> None:
 def test_old_log_probs_are_needed_for_several_steps_or_a_kl_in_the_rewards() -> None:
     assert not needs_old_log_probs(Objective(), num_steps=1)
     assert needs_old_log_probs(Objective(), num_steps=2)
-    with_kl = Objective(kl_reward_coef=0.1, advantage=AdvantageSettings(estimator="reinforce_plus_plus"))
+    with_kl = Objective.of(kl_reward={"coef": 0.1}, advantage={"kind": "reinforce_plus_plus"})
     assert needs_old_log_probs(with_kl, num_steps=1)
-    assert not needs_old_log_probs(Objective(policy_loss="sft"), num_steps=2)
+    assert not needs_old_log_probs(Objective.of(policy_loss="sft"), num_steps=2)
 
 
-REMAX = Objective(advantage=AdvantageSettings(estimator="remax"))
+REMAX = Objective.of(advantage={"kind": "remax"})
 
 
 def test_remax_subtracts_the_reward_of_the_greedy_response() -> None:
@@ -121,9 +122,7 @@ def test_remax_without_a_greedy_response_is_refused() -> None:
 
 
 def gdpo(*weights: float) -> Objective:
-    return Objective(
-        advantage=AdvantageSettings(estimator="gdpo", args={"std_epsilon": 0.0, "whiten": False, "reward_weights": weights or None})
-    )
+    return Objective.of(advantage={"kind": "gdpo", "std_epsilon": 0.0, "whiten": False, "reward_weights": weights or None})
 
 
 def test_every_component_is_normalised_in_its_group_although_groups_span_ranks() -> None:
@@ -148,11 +147,6 @@ def test_components_that_gdpo_cannot_use_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         whole(make_two_groups(component_names=names, reward_components=components), gdpo(*weights))
-
-
-def test_a_critic_is_refused_as_a_policy() -> None:
-    with pytest.raises(UserError, match=r"policy_loss is value, .*estimator ppo"):
-        check_objective(Objective(policy_loss="value"))
 
 
 def chain(rewards: list[float], values: list[float], *, end: float) -> tuple[list[float], list[float]]:
@@ -189,8 +183,10 @@ def test_the_reward_reaches_the_last_trainable_token_for_every_length(prompt: in
         truncated=[True, False, True, True],
     )
     old, reference, state_values = (random.normal(0, 1, total).astype(np.float32) for _ in range(3))
-    settings = AdvantageSettings(estimator="ppo", args={"gamma": 0.9, "lam": 0.8, "whiten": False, "bootstrap_truncated": bootstrapped})
-    objective = Objective(kl_reward_coef=0.1, advantage=settings)
+    settings = Objective.of(
+        advantage={"kind": "gae", "gamma": 0.9, "lam": 0.8, "whiten": False, "bootstrap_truncated": bootstrapped}
+    ).advantage
+    objective = Objective.of(kl_reward={"coef": 0.1}, advantage=settings)
     shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=100, seed=0)[0]
     data = make_token_data(objective, shard, old=old, reference=reference, state_values=state_values, kl_reward_coef=0.2)
     advantages, returns = np.zeros(total), np.zeros(total)

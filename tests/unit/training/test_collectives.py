@@ -13,7 +13,7 @@ AUDITED = ("training/collectives.py", "training/topology.py", "training/joining.
 # Rooms whose processes are not the ranks of a step.
 OTHER_ROOMS = {
     "weights": "sends between rank 0 and the engines, in a group of their own, between steps",
-    "acceptance": "starts ranks of its own to try a node",
+    "doctor": "measures what a node does in collectives",
     "planning": "plays one rank in a process alone, on a backend that sends nothing",
 }
 # Calls that ask this process alone.
@@ -27,6 +27,7 @@ ELSEWHERE = {
     "_holders: all_gather_object": "pipeline or expert ranks: before weights are exported, outside of steps",
     "_gathered: all_gather": "tensor- or expert-parallel ranks: while weights are exported, outside of steps",
     "_from_owner: broadcast": "pipeline or expert ranks: while weights are exported, outside of steps",
+    "check_on_ranks: all_gather_object": "all ranks: what became of each rank's share of the files, outside of steps",
     "on_rank_zero: broadcast_object_list": "all ranks: what became of rank 0's files, outside of steps",
 }
 

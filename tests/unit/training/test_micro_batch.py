@@ -83,7 +83,7 @@ def test_routers_are_told_of_every_token_whose_it_is_and_what_was_recorded(batch
                 assert sequence == -1 and not routed.recorded[position]
                 continue
             assert STARTS[rows[sequence]] <= index < STARTS[rows[sequence]] + LENGTHS[rows[sequence]]
-            np.testing.assert_array_equal(routed.experts[position].numpy(), batch.routed_experts[index])
+            np.testing.assert_array_equal(routed.experts[:, position].numpy(), batch.routed_experts[index])
             assert routed.recorded[position] == batch.routed[index]
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from megatron_rl.algorithms.objective import expand_preset
 from megatron_rl.config.settings import Settings, TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.read_spec import parse_model_spec
@@ -52,7 +53,7 @@ def test_contexts_in_which_the_engine_turns_by_other_factors_are_refused(model_s
                 "model": {"path": "unused"},
                 "data": {"train": "unused", "max_prompt_tokens": 1024},
                 "rollout": {"sampling": {"max_response_tokens": response}},
-                "objective": objective,
+                "objective": expand_preset(objective),
             }
         )
         check_model(settings, spec, dtype=torch.bfloat16, attention="torch")

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.objective import AdvantageSettings, Objective
+from megatron_rl.algorithms.objective import Objective
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
+from megatron_rl.plugins import load
 from megatron_rl.training.advantages import TokenData, make_token_data
 from megatron_rl.training.objective_checks import check_batch
 from megatron_rl.types import Shard, TrainBatch
@@ -89,8 +90,7 @@ COMPONENTS = {
     for owner in GROUPS
 }
 EXPECTED = {
-    "grpo": {owner: z_score(owner, REWARDS) for owner in GROUPS},
-    "dr_grpo": CENTRED,
+    "group": {owner: z_score(owner, REWARDS) for owner in GROUPS},
     "rloo": {o: REWARDS[o] - statistics.fmean(REWARDS[other] for other in others(o, itself=False)) for o in GROUPS},
     "opo": {owner: opo(owner) for owner in GROUPS},
     "pass@k": {owner: best_alone(owner) for owner in GROUPS},
@@ -106,8 +106,8 @@ def test_baselines_count_each_trajectory_once(estimator: str) -> None:
     columns = {"remax": ((GREEDY_BASELINE,), lambda o: (GREEDY[GROUPS[o]],)), "gdpo": (("first", "second"), PARTS.__getitem__)}
     names, part = columns.get(estimator, ((), lambda _: ()))
     batch = make_batch(component_names=names, reward_components=np.array([part(owner) for owner in TRAJECTORIES]))
-    args = {name: {"std_epsilon": 1e-12} for name in ("grpo", "pass@k")} | {"gdpo": {"std_epsilon": 1e-12, "reward_weights": [2.0, 0.5]}}
-    objective = Objective(advantage=AdvantageSettings(estimator=estimator, args=args.get(estimator, {})))
+    args = {name: {"std_epsilon": 1e-12} for name in ("group", "pass@k")} | {"gdpo": {"std_epsilon": 1e-12, "reward_weights": [2.0, 0.5]}}
+    objective = Objective.of(advantage={"kind": estimator, **args.get(estimator, {})})
     got = by_trajectory(batch, objective)
     assert got == {owner: pytest.approx(value, rel=1e-6, abs=1e-7) for owner, value in EXPECTED[estimator].items()}
 
@@ -115,7 +115,7 @@ def test_baselines_count_each_trajectory_once(estimator: str) -> None:
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_whitening_counts_tokens_and_the_group_mean_trajectories(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.training.advantages.sum_over_data_parallel", lambda tensor: tensor)
-    objective = Objective(advantage=AdvantageSettings(estimator=estimator))
+    objective = Objective.of(advantage={"kind": estimator})
     (shard,) = make_shards(make_batch(), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=99, seed=0)
     data = make_token_data(objective, shard, old=None, reference=None)
     expected = np.repeat([EXPECTED[estimator][owner] for owner in TRAJECTORIES], shard.batch.lengths)
@@ -127,13 +127,13 @@ def test_an_estimator_of_your_own_gets_trajectories(tmp_path, monkeypatch: pytes
         "def lengths_of_five(*, rewards, group_ids, lengths):\n    assert len(group_ids) == 5\n    return lengths.double()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    got = by_trajectory(make_batch(), Objective(advantage=AdvantageSettings(estimator="counts_trajectories:lengths_of_five")))
+    got = by_trajectory(make_batch(), Objective.of(advantage="counts_trajectories:lengths_of_five").loaded(load))
     assert got == trained()
 
 
 def test_the_kl_of_a_group_without_signal_is_masked_for_all_of_its_sequences() -> None:
     rewards = [1.0 if GROUPS[owner] == "b" else REWARDS[owner] for owner in TRAJECTORIES]
-    for shard, data in token_data(make_batch(rewards=rewards), Objective(zero_variance="mask_kl", kl_loss_coef=0.1)):
+    for shard, data in token_data(make_batch(rewards=rewards), Objective.of(zero_variance="mask_kl", kl={"coef": 0.1})):
         assert data.kl_mask is not None
         expected = [GROUPS[TRAJECTORIES[row]] == "a" for row in shard.rows]
         np.testing.assert_array_equal(data.kl_mask, np.repeat(expected, shard.batch.lengths))
@@ -179,8 +179,8 @@ def test_with_one_sequence_each_everything_is_what_it_is_without_ids() -> None:
             for one, other in zip(want.steps, got.steps, strict=True):
                 assert one.totals == other.totals
                 assert [part.tolist() for part in one.micro_batches] == [part.tolist() for part in other.micro_batches]
-            for estimator in ("grpo", "rloo", "opo", "pass@k"):
-                objective = Objective(advantage=AdvantageSettings(estimator=estimator))
+            for estimator in ("group", "rloo", "opo", "pass@k"):
+                objective = Objective.of(advantage={"kind": estimator})
                 data = [make_token_data(objective, shard, old=None, reference=None) for shard in (want, got)]
                 np.testing.assert_array_equal(data[0].advantages, data[1].advantages)
                 assert data[1].trajectory_ids is None and data[1].trajectory_tokens is None
@@ -189,16 +189,16 @@ def test_with_one_sequence_each_everything_is_what_it_is_without_ids() -> None:
 @pytest.mark.parametrize(
     ("objective", "refused"),
     [
-        (Objective(advantage=AdvantageSettings(estimator="ppo")), "estimator ppo got trajectories of several sequences"),
+        (Objective.of(advantage={"kind": "gae"}), "kind gae got trajectories of several sequences"),
         (
-            Objective(advantage=AdvantageSettings(estimator="reinforce_plus_plus", args={"gamma": 0.9})),
+            Objective.of(advantage={"kind": "reinforce_plus_plus", "gamma": 0.9}),
             "end with each sequence instead of the",
         ),
-        (Objective(kl_reward_coef=0.1, advantage=AdvantageSettings(estimator="reinforce_plus_plus")), "reinforce_plus_plus got trajector"),
-        (Objective(advantage=AdvantageSettings(estimator="reinforce_plus_plus")), None),
-        (Objective(kl_reward_coef=0.1, advantage=AdvantageSettings(estimator="reinforce_plus_plus_baseline")), None),
+        (Objective.of(kl_reward={"coef": 0.1}, advantage={"kind": "reinforce_plus_plus"}), "reinforce_plus_plus got trajector"),
+        (Objective.of(advantage={"kind": "reinforce_plus_plus"}), None),
+        (Objective.of(kl_reward={"coef": 0.1}, advantage={"kind": "reinforce_plus_plus_baseline"}), None),
         (Objective(), None),
-        (Objective(policy_loss="sft"), None),
+        (Objective.of(policy_loss="sft"), None),
     ],
 )
 def test_returns_that_would_end_within_a_trajectory_are_refused(objective: Objective, refused: str | None) -> None:

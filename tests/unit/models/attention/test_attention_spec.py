@@ -8,7 +8,7 @@ import transformers
 
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.attention_fields import attention_fields
+from megatron_rl.models.attention.attention_fields import attention_fields, lacking_in_transformer_engine
 from megatron_rl.models.attention.attention_spec import MlaSpec, parse_mla, parse_sliding_window
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.read_spec import parse_model_spec
@@ -90,21 +90,22 @@ def test_interleaving_is_a_boolean(value):
 
 def test_windows_for_transformer_engine():
     spec = parse_model_spec(QWEN3 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, origin="config.json")
-    fields = attention_fields(spec, attention="transformer_engine", cp=1)
+    fields = attention_fields(spec, attention="transformer_engine")
     assert (fields["window_size"], fields["window_attn_skip_freq"]) == ((7, 0), [0, 0, 0, 1])
-    assert attention_fields(spec, attention="torch", cp=2)["window_size"] is None
-    with pytest.raises(UserError, match=r"cp is 2, which Transformer Engine does not compute .* set model\.attention=torch"):
-        attention_fields(spec, attention="transformer_engine", cp=2)
+    assert attention_fields(spec, attention="torch")["window_size"] is None
 
 
 def test_yarn_for_transformer_engine_is_in_the_softmax():
     spec = parse_model_spec(QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, origin="config.json")
-    fields = attention_fields(spec, attention="transformer_engine", cp=1)
+    fields = attention_fields(spec, attention="transformer_engine")
     assert spec.rotary.attention_factor == pytest.approx(1.1386294)
     assert fields["softmax_scale"] == pytest.approx(1.1386294**2 / 4)
-    assert attention_fields(spec, attention="torch", cp=1)["softmax_scale"] is None
-    with pytest.raises(UserError, match="YaRN on a part of the channels"):
-        attention_fields(dataclasses.replace(spec, rotary_fraction=0.5), attention="transformer_engine", cp=1)
+    assert attention_fields(spec, attention="torch")["softmax_scale"] is None
+    whole, part = (
+        lacking_in_transformer_engine(dataclasses.replace(spec, rotary_fraction=fraction), cp=1, capability=(9, 0), fused=True)
+        for fraction in (1.0, 0.5)
+    )
+    assert whole is None and part is not None and "YaRN on a part of the channels" in part
 
 
 def test_latent_fields_reach_megatron():

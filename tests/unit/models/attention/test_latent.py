@@ -7,10 +7,11 @@ import pytest
 import torch
 import transformers
 
+from megatron_rl.checkpoints.stored_weights import load_hf_weights
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.models.attention.latent import LatentAttention, ReplicatedLinear
 from megatron_rl.models.build import build_model
-from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
+from megatron_rl.models.hf_weights import export_hf_weights
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.packed_sequences import packed_sequences
 from megatron_rl.models.read_spec import read_model_spec

@@ -1,6 +1,8 @@
 """Experts read from config.json, megatron-core's fields for them, and layouts that cannot hold them."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ COMMON = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+GPT_OSS = json.loads((Path(__file__).parents[3] / "data" / "configs" / "gpt-oss-120b.json").read_text(encoding="utf-8"))
 QWEN3 = {**COMMON, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": []}
 GLM = {
     **COMMON,
@@ -144,6 +147,8 @@ def test_overrides_that_cannot_be_are_refused(overrides, message):
         (QWEN3, {"attention_bias": True}, "sets attention_bias to True"),
         (QWEN3, {"n_group": 2}, "has the key n_group = 2, whose effect on Qwen3MoeForCausalLM is not known"),
         (QWEN3, {"num_experts_per_tok": 9}, "takes 9 of 8 experts"),
+        (QWEN3, {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok 1 .* needs 2 or more: .* use another model"),
+        (GPT_OSS, {"num_experts_per_tok": 1}, "num_experts_per_tok 1 .* needs 2 or more: .* use another model"),
         (GLM, {"n_shared_experts": None}, "has n_shared_experts = None, needs an integer >= 0"),
         (GLM, {"first_k_dense_replace": True}, "has first_k_dense_replace = True"),
         (GLM, {"scoring_func": "softmax"}, "sets scoring_func to 'softmax', only 'sigmoid'"),
@@ -173,7 +178,8 @@ def test_what_is_not_supported_is_refused(config, changes, message):
 @pytest.mark.parametrize(
     ("topology", "message"),
     (
-        ({"num_ranks": 3, "ep": 3}, r"ep is 3, but 8 experts / 3 ranks is not a whole number; choose ep among \[1, 2, 4, 8\]"),
+        ({"num_ranks": 6, "ep": 3}, r"ep is 3, but 8 experts / 3 ranks is not a whole number; choose ep among \[1, 2\]"),
+        ({"num_ranks": 12, "pp": 2, "ep": 3, "etp": 2}, r"ep is 3, .* choose ep among \[1\]"),
         ({"num_ranks": 16, "ep": 16}, "8 experts / 16 ranks"),
         ({"num_ranks": 10, "ep": 2, "etp": 5}, "the 24 columns of an expert / 5 ranks is not a whole number"),
         ({"num_ranks": 5, "tp": 5, "etp": 5, "sequence_parallel": True}, "the 24 columns of an expert / 5 ranks"),

@@ -11,7 +11,7 @@ from megatron_rl.models.experts.routed_tokens import AuxiliaryLosses, RoutedToke
 
 
 def test_each_tensor_parallel_rank_gets_its_own_tokens() -> None:
-    experts = torch.arange(12).reshape(6, 1, 2)
+    experts = torch.arange(24).reshape(2, 6, 2)
     tokens = RoutedTokens(
         sequence_index=torch.tensor([0, 0, 1, 1, 2, -1]),
         sequence_lengths=torch.tensor([2, 2, 1]),
@@ -22,7 +22,7 @@ def test_each_tensor_parallel_rank_gets_its_own_tokens() -> None:
     for rank, start in enumerate((0, 2, 4)):
         part = tokens.part(rank, 2)
         assert part.sequence_index.tolist() == tokens.sequence_index.tolist()[start : start + 2]
-        assert part.experts is not None and torch.equal(part.experts, experts[start : start + 2])
+        assert part.experts is not None and torch.equal(part.experts, experts[:, start : start + 2])
         assert part.recorded is not None and tokens.recorded is not None
         assert part.recorded.tolist() == tokens.recorded.tolist()[start : start + 2]
         assert torch.equal(part.sequence_lengths, tokens.sequence_lengths) and torch.equal(part.counted, tokens.counted)

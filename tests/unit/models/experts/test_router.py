@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rl.checkpoints.stored_weights import load_hf_weights
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import build_model
 from megatron_rl.models.experts.routed_tokens import AuxiliaryLosses, RoutedTokens, RouterStep, Routing
 from megatron_rl.models.experts.router import PackedRouter
-from megatron_rl.models.hf_weights import load_hf_weights
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.packed_sequences import packed_sequences
 from megatron_rl.models.read_spec import read_model_spec
@@ -121,7 +121,7 @@ def test_padding_is_not_counted_and_a_pass_without_gradients_counts_nothing(mode
 
 def record(experts: Tensor, recorded: Tensor) -> RoutedTokens:
     """Experts [T, L, K] that were recorded for two layers."""
-    return tokens_of(experts=experts.to(torch.uint8), recorded=recorded)
+    return tokens_of(experts=experts.to(torch.uint8).transpose(0, 1), recorded=recorded)
 
 
 @pytest.mark.parametrize("scores", ["softmax of the chosen", "softmax of all", "sigmoid with bias"])
@@ -177,7 +177,7 @@ def run_two(chunk, step: RouterStep | None, records=(None, None)) -> dict[str, T
     for seed, experts in enumerate(records):
         ids, packed, tokens = packed_batch(seed)
         if experts is not None:
-            tokens = dataclasses.replace(tokens, experts=experts, recorded=tokens.real)
+            tokens = dataclasses.replace(tokens, experts=experts.transpose(0, 1), recorded=tokens.real)
         routing = Routing(tokens, replay=experts is not None, step=step)
         logits = chunk(ids, packed.positions[None], None, packed_seq_params=packed.routed(routing))
         losses.append(logits.log_softmax(-1).square().mean())
