@@ -15,16 +15,16 @@ from megatron_rl.types import Experts, Group, Ints, RewardOutcome, Sample, Train
 
 
 def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
-    """All scored samples as one batch, in order, those of a trajectory together; `group_ids` [B] are positions in `groups`.
+    """Return all scored samples as one batch, in order; `group_ids` [B] are positions in `groups`.
 
-    A trajectory is truncated where one of its samples is. Components of rewards come in the order of their names, and NaN where a sample
-    lacks one that another has.
+    Samples of a trajectory are adjacent. A trajectory is truncated where one sample is. Components
+    of rewards are in the order of their names, with NaN where a sample lacks a component.
 
-    Samples whose reward ended in an error or a timeout are left out: they have no score, not a score of zero. Raises ValueError
-    for a sample that was never given to a reward function, or that has not its trajectory's reward, and UserError when no sample was
-    scored.
+    Samples with an error or a timeout of the reward are left out: they have no score, not a score
+    of zero. Raises ValueError for a sample never given to a reward function or without the
+    trajectory's reward, and UserError when no sample was scored.
 
-    Experts that engines recorded come along; tokens without a record are marked.
+    Recorded experts are included; tokens without a record are marked.
     """
     whole = [(position, parts) for position, group in enumerate(groups) for parts in trajectories(group.samples)]
     kept = [(number, position, sample) for number, (position, parts) in enumerate(whole) for sample in parts if _scored(parts)]
@@ -59,15 +59,16 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
 
 
 def with_records(batch: TrainBatch, records: Sequence[Experts | None]) -> TrainBatch:
-    """The batch with the experts [N, L, K] of the first N tokens of each of its sequences [B]; as it is where nothing is known.
+    """Return the batch with the experts [N, L, K] of the first N tokens of each sequence [B].
 
-    Raises ValueError when records are of different models.
+    Without any record the batch is unchanged. Raises ValueError when records are of different
+    models.
     """
     return dataclasses.replace(batch, **_routing(records, lengths=batch.lengths))
 
 
 def _scored(parts: Sequence[Sample]) -> bool:
-    """Whether the samples of one trajectory have a score, which is the same for all."""
+    """Return True when the samples of one trajectory have a score, equal for all."""
     outcomes = []
     for sample in parts:
         if sample.reward is None:
@@ -103,7 +104,7 @@ def _routing(records: Sequence[Experts | None], *, lengths: Ints) -> dict[str, A
 
 
 def _with_prompts(responses: Sequence[NDArray[Any]], prompt_lengths: Ints, *, fill: float) -> NDArray[Any]:
-    """Arrays of the responses' tokens with `fill` on the prompts' tokens before them, flat [T]."""
+    """Return arrays of the responses' tokens with `fill` on the prompt tokens before, flat [T]."""
     parts: list[NDArray[Any]] = []
     for response, length in zip(responses, prompt_lengths, strict=True):
         parts += [np.full(length, fill, response.dtype), response]

@@ -1,45 +1,47 @@
-"""The durable buffer: groups move pending -> in flight -> done -> consumed, each move a transaction in one SQLite file.
+"""The durable buffer: groups move pending -> in flight -> done -> consumed, in one SQLite file.
 
-`kill -9` at any moment loses no finished sample and hands none out a second time. Against a power failure or a kernel crash the last moves
-are only safe once `flush` has run (synchronous=NORMAL: no wait for the disk per group), so the loop calls it before it writes a
-checkpoint: what may then be lost is younger than the checkpoint that a resumed run starts from, and is generated again.
+Each move is a transaction. `kill -9` at any moment loses no finished sample and hands none out a
+second time. After a power failure or a kernel crash the last moves are only safe once `flush` has
+run (synchronous=NORMAL: no wait for the disk per group). So the loop calls `flush` before writing a
+checkpoint. Lost moves are then younger than the checkpoint that a resumed run starts from, and
+their groups are generated again.
 
-While a run is live anyone may read the file, for example with the `sqlite3` shell; only the run writes to it.
+During a run any program, such as the `sqlite3` shell, may read the file; only the run writes.
 
-    groups    one row per prompt.
-              position           order of arrival, the order in which groups are handed out; begins behind those of a buffer that is gone
-              id                 the prompt's id
-              state              pending | in_flight | done | consumed
-              consumed_step      the step that took it, from 1 on as the console counts; NULL unless consumed
-              trained            1 when that step trained on it, 0 when it rejected it; NULL unless consumed, or where a release noted it
-                                 that did not tell
-              rejection          why it was not trained on; NULL unless trained is 0
-              prompt_text, label what the model was asked and the reference answer
-              prompt_ids         token ids (array of <i4)
-              metadata           JSON
-              pruned             1 when `prune` has dropped the token arrays of its samples
-              updated_at         seconds since 1970 of the last move
-              made_by            the settings that decided what its samples are like, as JSON; NULL without samples and after `prune`
-    samples   one row per finished response; (group_id, sample_index) is unique.
-              outcome            scored | error | timeout; NULL when no reward was asked for
-              reward             REAL, only when scored; reward_message, reward_components (JSON)
-              stop_reason        stop | length | abort
-              response_text, num_tokens, num_trainable_tokens
-              min_version, max_version   of the weights that made its tokens; NULL when no engine made any
-              response_ids, weight_versions (arrays of <i4), rollout_log_probs (<f4), loss_mask (u1); NULL after `prune`
-              metadata           JSON
-              routed_experts     experts of its first tokens, [tokens, layers, experts of a token]; NULL without a record or after
-              routed_format      `prune`. routed_format is the type and the last two sizes, such as "<u1 48 8"
-              trajectory         samples of a group with the same number are one attempt, with one reward; NULL: an attempt by itself
-              own_prompt_text    what the model saw before this response, where that is not the group's prompt; NULL where it is, and
-              own_prompt_ids     own_prompt_ids after `prune`
-    answers   one row per answer of an engine for a group in flight; empty as soon as its samples are there.
-              request            what was asked, hashed
-              content            the answer, in the form of rollout/kept_answers
-              min_version, max_version   of the weights that made its tokens
+    groups: one row per prompt
+      position       order of arrival and of handing out; begins behind a lost buffer's positions
+      id             the prompt's id
+      state          pending | in_flight | done | consumed
+      consumed_step  the consuming step, from 1 on as on the console; NULL unless consumed
+      trained        1 when the step trained on the group, 0 when rejected; NULL unless consumed
+      rejection      reason for no training; NULL unless trained is 0
+      prompt_text, label   the prompt given to the model and the reference answer
+      prompt_ids, metadata   token ids (array of <i4), and JSON
+      pruned         1 when `prune` has dropped the samples' token arrays, 2 when kept for readers
+      updated_at     seconds since 1970 of the last move
+      made_by        settings that shaped the samples, as JSON; NULL without samples, after `prune`
+    samples: one row per finished response; (group_id, sample_index) is unique
+      outcome        scored | error | timeout; NULL when no reward was asked for
+      reward         REAL, only when scored; reward_message, reward_components (JSON)
+      stop_reason    stop | length | abort
+      response_text, num_tokens, num_trainable_tokens, metadata (JSON)
+      min_version, max_version   of the weights that made the tokens; NULL when no engine made any
+      response_ids, weight_versions (arrays of <i4), rollout_log_probs (<f4), loss_mask (u1)
+                     NULL after `prune`
+      routed_experts experts of the first tokens, [tokens, layers, experts of a token]
+      routed_format  type and last two sizes, such as "<u1 48 8"; both NULL without a record or
+                     after `prune`
+      trajectory     samples of a group with one number are one attempt with one reward; NULL: alone
+      own_prompt_text, own_prompt_ids   prompt of this response where not the group's, else NULL;
+                     own_prompt_ids also NULL after `prune`
+    failures: one row per trajectory that the rollout failed to make
+      cause, headline, trace   error | timeout | contract; a line; a traceback, or empty
+    answers: one row per engine answer for a group in flight; empty once the group has samples
+      request, content   hash of the request; the answer, in the form of rollout/generator
+      min_version, max_version   of the weights that made the tokens
 
-    select consumed_step, sum(trained), avg(reward), avg(num_tokens) from samples join groups on id = group_id where outcome = 'scored'
-    group by 1;
+    select consumed_step, sum(trained), avg(reward), avg(num_tokens) from samples
+    join groups on id = group_id where outcome = 'scored' group by 1;
     numpy.frombuffer(response_ids, "<i4")
 """
 
@@ -54,34 +56,36 @@ from types import TracebackType
 from typing import Any
 
 from megatron_rl.data import buffer_rows
-from megatron_rl.deadlines import BUFFER_LOCK_S
+from megatron_rl.deadlines import BUFFER_LOCK_S, NAMED_S
 from megatron_rl.errors import UserError
 from megatron_rl.files import claim, disk_errors, sync_directory, sync_file
-from megatron_rl.types import Group, Prompt, Sample
+from megatron_rl.types import Failure, Group, Prompt, Sample
 
 BUFFER_FILE = "buffer.sqlite"
 """Its name in the directory of a run."""
+_MAGIC = b"SQLite format 3\0"
+"""The first bytes of every database that is not empty."""
+LOCKED = "database is locked"
 # SQLite's words (the same in every version; error codes are only in Python 3.11) and what the user can do.
 _FIXES = {
     "database or disk is full": "free space on this disk",
     "disk I/O error": "check the disk and its quota",
     "file is not a database": "choose another run.directory, or move this file away: groups since the checkpoint are made again",
-    "database disk image is malformed": "restore the file from a copy, or choose another run.directory",
+    "database disk image is malformed": "restore the file from a copy, or move it away: groups since the checkpoint are made again",
     "attempt to write a readonly database": "give yourself write permission or choose another run.directory",
     "unable to open database file": "give yourself write permission or choose another run.directory",
-    "database is locked": "end the other program's transaction on this file",
+    LOCKED: "end the other program's transaction on this file",
 }
 
-# What follows costs as much as the groups that wait, however many were consumed before. The index is named so that SQLite never reads the
-# table instead, whose own order is that of `position`, too.
+# The cost of the queries below depends on the waiting groups alone, not on the consumed ones. The
+# index is named because SQLite would otherwise read the table, also sorted by `position`.
 FRONT = "SELECT position, id, state FROM groups INDEXED BY groups_waiting WHERE state <> 'consumed' ORDER BY position LIMIT ?"
 COUNT = "SELECT count(*) FROM groups WHERE state = ?"
-PRUNABLE = "SELECT id FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ?"
+PRUNABLE = (
+    "SELECT row_number() OVER (PARTITION BY consumed_step ORDER BY position), id "
+    "FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ?"
+)
 LATER = "SELECT count(*) FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step > ?"
-
-
-def _never(_: Group) -> None:
-    """No group is rejected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class BufferCounts:
 
     @property
     def waiting(self) -> int:
-        """Groups that are not consumed."""
+        """Return the number of groups not yet consumed."""
         return self.pending + self.in_flight + self.done
 
     @property
@@ -106,7 +110,7 @@ class BufferCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What an engine answered to `request`, by weights from `min_version` to `max_version`."""
+    """An engine's answer to `request`, by weights from `min_version` to `max_version`."""
 
     request: str
     content: bytes
@@ -115,20 +119,25 @@ class Answer:
 
 
 class Buffer:
-    """The buffer of one run, held by one process at a time and used by one thread of it.
+    """The buffer of one run, held by one process at a time and used by one thread of the process.
 
-    Opening puts groups that a killed process had in flight back to pending. Every method raises UserError when the disk is full
-    or the file cannot be used.
+    Opening puts groups that a killed process had in flight back to pending. Every method raises
+    UserError when the disk is full or the file cannot be used.
     """
 
-    def __init__(self, path: Path, *, made_by: str = "{}") -> None:
-        """Open the file at `path`, new or not. `made_by` is what the samples that come from now on are made by, see the column."""
-        self._path, self.made_by = path, made_by
+    def __init__(self, path: Path, *, made_by: str = "{}", note: Callable[[str], None] = print) -> None:
+        """Open the file at `path`, new or not; `made_by` is the column's value for new samples.
+
+        `note` is called when another program keeps the file locked.
+        """
+        self.path, self.made_by, self._note = path, made_by, note
+        # Reason why no write succeeds any more: one wait for a lock, not one for every group.
+        self._locked: UserError | None = None
         self._num_gone = 0
         with ExitStack() as undo:
             lock = undo.enter_context(closing(_claim(path)))
-            with _database_errors(self._path):
-                self._connection = undo.enter_context(closing(sqlite3.connect(path, timeout=BUFFER_LOCK_S, isolation_level=None)))
+            with _database_errors(self.path):
+                self._connection = undo.enter_context(closing(sqlite3.connect(path, timeout=NAMED_S, isolation_level=None)))
                 self._open()
                 (first,) = self._connection.execute("SELECT min(position) FROM groups").fetchone()
             self._num_gone = 0 if first is None else int(first) - 1
@@ -138,20 +147,20 @@ class Buffer:
 
     @property
     def num_gone(self) -> int:
-        """Groups of a buffer that is gone, behind which those of this one are counted; they count as consumed."""
+        """Return the number of a lost buffer's groups, counted as consumed before the present."""
         return self._num_gone
 
     def begin_behind(self, num_groups: int) -> None:
-        """Count the groups that come from those of a buffer that is gone; this one has none yet."""
+        """Number new groups behind a lost buffer's groups; the present buffer is still empty."""
         assert not self.counts().total, "groups have their positions"
         self._num_gone = num_groups
 
     def add_prompts(self, prompts: Iterable[Prompt]) -> int:
-        """Add prompts as pending groups and return how many are new.
+        """Add prompts as pending groups and return the number of new ones.
 
-        A prompt that is already here stays where it is, so a resumed run may add the prompts of its step again; a pending one takes the
-        label and metadata that it comes with. Raises UserError when one was consumed already or when the same id now has other tokens: the
-        file of prompts has changed.
+        A prompt already present keeps its place, so a resumed run may add the prompts of a step
+        again; a pending prompt takes the new label and metadata. Raises UserError when a prompt was
+        consumed already or when the same id now has other tokens: the file of prompts has changed.
         """
         with self._transaction() as connection:
             new = 0
@@ -163,12 +172,12 @@ class Buffer:
                     new += 1
                 elif known[1] != row[3]:
                     raise UserError(
-                        f"prompt {prompt.id!r} has other tokens than in {self._path}: the data file or the tokenizer has changed; "
+                        f"prompt {prompt.id!r} has other tokens than in {self.path}: the data file or the tokenizer has changed; "
                         "restore it or choose another run.directory"
                     )
                 elif known[0] == "consumed":
                     raise UserError(
-                        f"prompt {prompt.id!r} was already trained on at step {known[2]} according to {self._path}; "
+                        f"prompt {prompt.id!r} was already trained on at step {known[2]} according to {self.path}; "
                         "resume from the checkpoint of that run or choose another run.directory"
                     )
                 elif known[0] == "pending":
@@ -176,9 +185,10 @@ class Buffer:
             return new
 
     def take_pending(self, limit: int, *, among: int | None = None) -> list[Prompt]:
-        """Put up to `limit` pending groups in flight, oldest first, and return their prompts; none when `limit` is not positive.
+        """Put up to `limit` pending groups in flight, oldest first, and return their prompts.
 
-        With `among` only of the first so many groups that are not consumed.
+        Returns none when `limit` is not positive. `among` restricts the choice to the first `among`
+        groups not yet consumed.
         """
         chosen = f"state = 'pending' AND position IN (SELECT position FROM ({FRONT})) ORDER BY position LIMIT ?"
         # SQLite takes a negative limit for none at all.
@@ -189,100 +199,88 @@ class Buffer:
             self._move([prompt.id for prompt in prompts], "in_flight")
         return prompts
 
-    def put_samples(self, samples: Sequence[Sample], *, prompt: Prompt) -> None:
-        """Keep what is generated of a group in flight, in place of what was kept before, so that it survives the process.
+    def put_samples(self, group: Group) -> None:
+        """Save the generated part of a group in flight, all or nothing, for a restart.
 
-        All or nothing. Raises ValueError as `put_done`.
+        Replaces the part saved before. Raises ValueError as `put_done`.
         """
-        rows = [buffer_rows.sample_row(sample, prompt=prompt) for sample in samples]
         with self._transaction():
-            self._check_in_flight(prompt.id)
-            self._replace_samples(prompt.id, rows)
+            self._replace_samples(group)
 
-    def finished_samples(self, prompt: Prompt) -> tuple[Sample, ...]:
-        """What `put_samples` has kept of a prompt in flight, by index: an interrupted run need not generate it again."""
-        with self._transaction() as connection:
-            found = connection.execute(
-                f"SELECT {buffer_rows.SAMPLE_COLUMNS} FROM samples WHERE group_id = ? ORDER BY sample_index", (prompt.id,)
-            )
-            return tuple(buffer_rows.read_sample(row, prompt=prompt) for row in found)
+    def finished(self, prompt: Prompt) -> Group | None:
+        """Return the samples saved by `put_samples` for a prompt in flight, for reuse."""
+        with _database_errors(self.path):
+            (group,) = self._groups("id = ?", (prompt.id,))
+        return group if group.samples or group.failures else None
 
     def put_answers(self, group_id: str, answers: Iterable[Answer]) -> None:
-        """Keep what engines answered for a group in flight until its samples are kept or done. Raises ValueError as `put_done`."""
+        """Save engine answers for a group in flight; raises ValueError as `put_done`.
+
+        The answers stay until the samples are saved or the group is done.
+        """
         rows = [(group_id, answer.request, answer.content, answer.min_version, answer.max_version) for answer in answers]
         with self._transaction() as connection:
             self._check_in_flight(group_id)
             connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", rows)
 
     def answers(self, group_id: str) -> dict[str, bytes]:
-        """What `put_answers` has kept of a group, by request."""
-        with _database_errors(self._path):
+        """Return the answers saved by `put_answers` for a group, by request."""
+        with _database_errors(self.path):
             return dict(self._connection.execute("SELECT request, content FROM answers WHERE group_id = ?", (group_id,)))
 
     def put_done(self, group: Group) -> None:
-        """Keep a finished group: in flight -> done. Raises ValueError when it is not in flight or has no sample."""
-        if not group.samples:
-            raise ValueError(f"group {group.id!r} has no samples, needs at least one")
-        encoded = [buffer_rows.sample_row(sample, prompt=group.prompt) for sample in group.samples]
+        """Move a group with a sample or failure from in flight to done; else raise ValueError."""
+        if not group.samples and not group.failures:
+            raise ValueError(f"group {group.id!r} has no samples and no failures, needs at least one")
         with self._transaction():
-            self._check_in_flight(group.id)
-            self._replace_samples(group.id, encoded)
+            self._replace_samples(group)
             self._move([group.id], "done")
 
-    def take_done(self, limit: int, *, step: int, rejection: Callable[[Group], str | None] = _never) -> list[Group]:
-        """Hand out up to `limit` done groups, in the order of their prompts, as consumed by `step`; none when `limit` is not positive.
+    def done(self, limit: int) -> list[Group]:
+        """Return up to `limit` done groups, in the order of their prompts; none when `limit` is not positive."""
+        with _database_errors(self.path):
+            return self._groups("id IN (SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?)", (max(limit, 0),))
 
-        `rejection` says why the step does not train on a group, None when it does. Steps count from 1.
-        """
-        chosen = "SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?"
+    def consume(self, rejections: Mapping[str, str | None], *, step: int) -> None:
+        """Mark done groups as consumed by `step` (from 1), by id with a reason for no training."""
+        now = time.time()
         with self._transaction() as connection:
-            found = connection.execute(
-                f"SELECT {buffer_rows.GROUP_COLUMNS} FROM groups WHERE id IN ({chosen}) ORDER BY position", (max(limit, 0),)
-            ).fetchall()
-            prompts = [buffer_rows.read_prompt(row) for row in found]
-            by_id = {prompt.id: prompt for prompt in prompts}
-            samples: dict[str, list[Sample]] = {prompt.id: [] for prompt in prompts}
-            for row in connection.execute(
-                f"SELECT {buffer_rows.SAMPLE_COLUMNS} FROM samples WHERE group_id IN ({chosen}) ORDER BY group_id, sample_index",
-                (max(limit, 0),),
-            ):
-                samples[row[0]].append(buffer_rows.read_sample(row, prompt=by_id[row[0]]))
-            groups = [Group(id=prompt.id, prompt=prompt, samples=tuple(samples[prompt.id])) for prompt in prompts]
-            self._consume({group.id: rejection(group) for group in groups}, step=step)
-        return groups
+            connection.executemany(
+                "UPDATE groups SET state = 'consumed', consumed_step = ?, trained = ?, rejection = ?, updated_at = ? WHERE id = ?",
+                [(step, reason is None, reason, now, group_id) for group_id, reason in rejections.items()],
+            )
 
     def unfinished(self, *, among: int) -> set[str]:
-        """Ids of those groups that are not done, of the first `among` in the order of their prompts that are not consumed.
+        """Return ids of unfinished groups among the first `among` not consumed, in prompt order.
 
         Raises ValueError when there are fewer than `among`.
         """
-        with _database_errors(self._path):
+        with _database_errors(self.path):
             front = self._connection.execute(FRONT, (max(among, 0),)).fetchall()
         if len(front) < among:
             raise ValueError(f"{among} groups are asked for, the buffer holds {len(front)} that are not consumed")
         return {group_id for _, group_id, state in front if state != "done"}
 
     def renew(self, limit: int, *, oldest_version: int) -> int:
-        """Drop the samples of groups, among the first `limit` done ones, that have a token of weights older than `oldest_version`.
+        """Drop all samples of groups with a token before `oldest_version`, of the first `limit` done.
 
-        Those groups become pending again, to be generated anew; returns how many there were. What is kept of pending groups goes likewise,
-        answer by answer.
+        These groups become pending again, to be generated anew. Returns the number of such groups.
+        Saved samples and answers of pending groups are dropped likewise, answer by answer.
         """
         front = "SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?"
         stale = f"SELECT group_id FROM samples WHERE min_version < ? AND group_id IN ({front})"
         with self._transaction() as connection:
             found = [group_id for (group_id,) in connection.execute(f"{stale} GROUP BY group_id", (oldest_version, max(limit, 0)))]
-            connection.executemany("DELETE FROM samples WHERE group_id = ?", [(group_id,) for group_id in found])
             self._move(found, "pending")
             kept = "SELECT group_id FROM samples WHERE min_version < ? AND group_id IN (SELECT id FROM groups WHERE state = 'pending')"
-            connection.execute(f"DELETE FROM samples WHERE group_id IN ({kept})", (oldest_version,))
+            self._drop(group_id for (group_id,) in connection.execute(f"{kept} GROUP BY group_id", (oldest_version,)).fetchall())
             pending = "group_id IN (SELECT id FROM groups WHERE state = 'pending')"
             connection.execute(f"DELETE FROM answers WHERE min_version < ? AND {pending}", (oldest_version,))
         return len(found)
 
     def counts(self) -> BufferCounts:
-        """How many groups are in each state."""
-        with _database_errors(self._path):
+        """Return the number of groups in each state."""
+        with _database_errors(self.path):
             states = ("pending", "in_flight", "done")
             pending, in_flight, done = (int(self._connection.execute(COUNT, (state,)).fetchone()[0]) for state in states)
             # No group is ever removed, so the last position is the number of all.
@@ -290,63 +288,72 @@ class Buffer:
         return BufferCounts(pending, in_flight, done, consumed=int(total) - pending - in_flight - done)
 
     def num_consumed(self, *, step: int) -> int:
-        """How many groups the steps up to `step`, to which a checkpoint may come back, have consumed."""
-        with _database_errors(self._path):
+        """Return the number of groups consumed up to `step`, the step of some checkpoint."""
+        with _database_errors(self.path):
             (later,) = self._connection.execute(LATER, (step,)).fetchone()
         return self.counts().consumed - int(later)
 
     def recover(self) -> int:
-        """Put every group in flight back to pending, which are not generated any more, and return how many there were."""
+        """Put every group in flight, now abandoned, back to pending; return their number."""
         with self._transaction() as connection:
             return connection.execute(
                 "UPDATE groups SET state = 'pending', updated_at = ? WHERE state = 'in_flight'", (time.time(),)
             ).rowcount
 
     def rewind(self, step: int, *, version: int) -> dict[str, int]:
-        """Go back to the checkpoint made after `step` steps (1 to `step`), when the weights had `version`.
+        """Go back to the checkpoint after `step` steps (1 to `step`), with weights `version`.
 
-        Groups consumed by later steps are handed out again. Samples with a token of weights newer than `version`, which no
-        longer exist, or pruned, or made by other settings than the present ones, are dropped; their groups become pending, all others done.
-        Call it before generation starts. Returns how many groups other settings had made, by those settings.
+        Groups consumed by later steps are handed out again. Consumed and done groups become
+        pending, and lose their samples, in three cases: a token comes from weights newer than
+        `version`, which no longer exist; the group was pruned; or other settings made the group.
+        Failed groups become pending as well, because the user may have fixed the cause: samples
+        without a score are scored again, and failed trajectories are made anew. Call before
+        generation starts. Returns the number of groups made by other settings, by those settings.
         """
-        gone = "SELECT group_id FROM samples WHERE max_version > :version OR response_ids IS NULL"
-        undone = "(state = 'done' OR consumed_step > :step)"
+        gone = "SELECT group_id FROM samples WHERE max_version > :version OR response_ids IS NULL UNION SELECT group_id FROM failures"
         waits = "(state <> 'consumed' OR consumed_step > :step)"
         clean = "consumed_step = NULL, trained = NULL, rejection = NULL, pruned = 0, updated_at = :now"
         values = {"step": step, "version": version, "now": time.time(), "made_by": self.made_by}
         with self._transaction() as connection:
             found = f"SELECT made_by, count(*) FROM groups WHERE {waits} AND made_by <> :made_by GROUP BY made_by"
             others = dict(connection.execute(found, values))
-            connection.execute(
-                f"UPDATE groups SET state = 'pending', {clean} WHERE {undone} AND (made_by <> :made_by OR id IN ({gone}))", values
-            )
+            anew = f"SELECT id FROM groups WHERE {waits} AND (made_by <> :made_by OR pruned > 0 OR id IN ({gone}))"
+            dropped = [group_id for (group_id,) in connection.execute(anew, values)]
+            failed = f"SELECT id FROM groups WHERE {waits} AND id IN (SELECT group_id FROM samples WHERE outcome <> 'scored')"
+            unscored = [group_id for (group_id,) in connection.execute(failed, values)]
             connection.execute(f"UPDATE groups SET state = 'done', {clean} WHERE consumed_step > :step", values)
-            waiting = "SELECT id FROM groups WHERE state IN ('pending', 'in_flight')"
-            connection.execute(
-                # The others of such a group, too: they count as all that there is of it.
-                f"DELETE FROM samples WHERE group_id IN ({waiting}) "
-                f"AND group_id IN ({gone} UNION SELECT id FROM groups WHERE made_by <> :made_by)",
-                values,
-            )
-            connection.execute(f"UPDATE groups SET made_by = NULL WHERE id IN ({waiting}) AND made_by <> :made_by", values)
+            # All samples of such a group: the samples left would count as the whole group.
+            self._drop(dropped)
+            self._move([*dropped, *unscored], "pending")
             connection.execute("DELETE FROM answers WHERE max_version > :version", values)
         return others
 
-    def prune(self, step: int) -> None:
-        """Drop the token arrays of groups that the steps up to `step` consumed, to which no kept checkpoint goes back; the rest stays."""
+    def prune(self, step: int, *, keep: int) -> None:
+        """Drop the token arrays of groups consumed up to `step`, the oldest kept checkpoint.
+
+        Of each step the first `keep` groups stay whole except for experts, for readers of the run.
+        All other columns stay.
+        """
+        if self._locked is not None:
+            # The next run prunes: the checkpoint at the end of this run must not fail.
+            return
         with self._transaction() as connection:
             found = connection.execute(PRUNABLE, (step,)).fetchall()
             connection.executemany(
                 "UPDATE samples SET response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL, "
-                "routed_experts = NULL, own_prompt_ids = NULL WHERE group_id = ?",
-                found,
+                "own_prompt_ids = NULL WHERE group_id = ?",
+                [(group_id,) for number, group_id in found if number > keep],
             )
-            connection.executemany("UPDATE groups SET pruned = 1, made_by = NULL WHERE id = ?", found)
+            connection.executemany("UPDATE samples SET routed_experts = NULL WHERE group_id = ?", [(group_id,) for _, group_id in found])
+            connection.executemany(
+                "UPDATE groups SET pruned = ?, made_by = NULL WHERE id = ?",
+                [(1 + (number <= keep), group_id) for number, group_id in found],
+            )
 
     def flush(self) -> None:
-        """Bring every move so far to the disk itself, so that a power failure cannot undo it."""
-        log = self._path.with_name(f"{self._path.name}-wal")
-        # Not by a checkpoint of SQLite, which would wait for readers of the file.
+        """Write all moves so far to the disk, so that no power failure can undo them."""
+        log = self.path.with_name(f"{self.path.name}-wal")
+        # A checkpoint of SQLite would wait for readers of the file.
         if log.exists():
             with disk_errors(log):
                 sync_file(log)
@@ -365,8 +372,8 @@ class Buffer:
         self.close()
 
     def _open(self) -> None:
-        """Make the tables in a new file, bring those of an older version up to this one, or check that the file is a buffer."""
-        # Where a file system cannot do WAL, SQLite stays with its rollback journal: as safe, slower.
+        """Make the tables in a new file, or check that the file is a buffer."""
+        # On file systems without WAL, SQLite stays with the rollback journal: as safe, but slower.
         self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
         self._connection.execute("PRAGMA synchronous = NORMAL")
         (application,), (version,) = (self._connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version"))
@@ -374,13 +381,10 @@ class Buffer:
         if not num_tables:
             self._connection.executescript(f"BEGIN IMMEDIATE; {buffer_rows.SCHEMA} COMMIT;")
         elif application != buffer_rows.APPLICATION_ID:
-            raise UserError(f"{self._path} is the database of another program; choose another run.directory")
-        elif version in buffer_rows.UPGRADES:
-            steps = "".join(buffer_rows.UPGRADES[old] for old in sorted(buffer_rows.UPGRADES) if old >= version)
-            self._connection.executescript(f"BEGIN IMMEDIATE; {steps} COMMIT;")
+            raise UserError(f"{self.path} is the database of another program; choose another run.directory")
         elif version != buffer_rows.SCHEMA_VERSION:
             raise UserError(
-                f"{self._path} has schema version {version}, this release reads {buffer_rows.SCHEMA_VERSION}: choose another run.directory "
+                f"{self.path} has schema version {version}, this release reads {buffer_rows.SCHEMA_VERSION}: choose another run.directory "
                 "or use the release that wrote it"
             )
 
@@ -390,18 +394,40 @@ class Buffer:
             "UPDATE groups SET state = ?, updated_at = ? WHERE id = ?", [(state, now, group_id) for group_id in group_ids]
         )
 
-    def _replace_samples(self, group_id: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        for table in ("samples", "answers"):
-            self._connection.execute(f"DELETE FROM {table} WHERE group_id = ?", (group_id,))
-        self._connection.executemany(buffer_rows.INSERT_SAMPLE, rows)
-        self._connection.execute("UPDATE groups SET made_by = ? WHERE id = ?", (self.made_by, group_id))
+    def _groups(self, condition: str, values: Sequence[Any]) -> list[Group]:
+        """Read the matching groups with all their rows, in the order of prompts."""
+        rows = self._connection.execute(
+            f"SELECT {buffer_rows.GROUP_COLUMNS} FROM groups WHERE {condition} ORDER BY position", values
+        ).fetchall()
+        chosen = f"group_id IN (SELECT id FROM groups WHERE {condition})"
+        prompts = {prompt.id: prompt for prompt in map(buffer_rows.read_prompt, rows)}
+        samples: dict[str, list[Sample]] = {group_id: [] for group_id in prompts}
+        failures: dict[str, list[Failure]] = {group_id: [] for group_id in prompts}
+        for row in self._connection.execute(
+            f"SELECT {buffer_rows.SAMPLE_COLUMNS} FROM samples WHERE {chosen} ORDER BY group_id, sample_index", values
+        ):
+            samples[row[0]].append(buffer_rows.read_sample(row, prompt=prompts[row[0]]))
+        for group_id, *fields in self._connection.execute(f"SELECT * FROM failures WHERE {chosen} ORDER BY rowid", values):
+            failures[group_id].append(Failure(*fields))
+        return [Group(name, prompt, tuple(samples[name]), tuple(failures[name])) for name, prompt in prompts.items()]
 
-    def _consume(self, rejections: Mapping[str, str | None], *, step: int) -> None:
-        now = time.time()
-        self._connection.executemany(
-            "UPDATE groups SET state = 'consumed', consumed_step = ?, trained = ?, rejection = ?, updated_at = ? WHERE id = ?",
-            [(step, reason is None, reason, now, group_id) for group_id, reason in rejections.items()],
-        )
+    def _drop(self, group_ids: Iterable[str]) -> None:
+        """Delete all rows of the given groups except the prompts."""
+        names = [(group_id,) for group_id in group_ids]
+        for table in ("samples", "failures"):
+            self._connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", names)
+        self._connection.executemany("UPDATE groups SET made_by = NULL WHERE id = ?", names)
+
+    def _replace_samples(self, group: Group) -> None:
+        """Replace the stored samples of a group. Raises ValueError unless in flight."""
+        self._check_in_flight(group.id)
+        self._drop([group.id])
+        self._connection.execute("DELETE FROM answers WHERE group_id = ?", (group.id,))
+        rows = [buffer_rows.sample_row(sample, prompt=group.prompt) for sample in group.samples]
+        self._connection.executemany(buffer_rows.INSERT_SAMPLE, rows)
+        failures = [(group.id, failure.cause, failure.headline, failure.trace) for failure in group.failures]
+        self._connection.executemany("INSERT INTO failures VALUES (?, ?, ?, ?)", failures)
+        self._connection.execute("UPDATE groups SET made_by = ? WHERE id = ?", (self.made_by, group.id))
 
     def _check_in_flight(self, group_id: str) -> None:
         found = self._connection.execute("SELECT state FROM groups WHERE id = ?", (group_id,)).fetchone()
@@ -410,8 +436,8 @@ class Buffer:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with _database_errors(self._path):
-            self._connection.execute("BEGIN IMMEDIATE")
+        with _database_errors(self.path):
+            self._begin()
             try:
                 yield self._connection
                 self._connection.execute("COMMIT")
@@ -421,12 +447,38 @@ class Buffer:
                     self._connection.execute("ROLLBACK")
                 raise
 
+    def _begin(self) -> None:
+        """Begin to write. Raises UserError when another program has kept the file locked for BUFFER_LOCK_S seconds, and from then on."""
+        if self._locked is not None:
+            raise self._locked
+        for wait_s in (NAMED_S, BUFFER_LOCK_S):
+            self._connection.execute(f"PRAGMA busy_timeout = {1000 * wait_s:.0f}")
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if str(error) != LOCKED:
+                    raise
+            locked = f"another program has kept the buffer {self.path} locked for {wait_s:g} s; {_FIXES[LOCKED]}"
+            if wait_s == NAMED_S:
+                self._note(f"{locked}, or this run ends after {BUFFER_LOCK_S:g} s")
+        self._locked = UserError(locked)
+        raise self._locked
+
 
 def check_buffer(path: Path) -> None:
-    """Raise UserError for a file at `path` that is no database, as its first page says. Writes nothing, also where a run has the file."""
-    if path.exists():
-        with _database_errors(path), closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as connection:
-            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    """Raise UserError for a file at `path` that is no database, by the file's first bytes.
+
+    SQLite is not asked. A read-only SQLite leaves out the write-ahead log, and without the log the
+    pages of a killed run may be inconsistent. With the log SQLite would write.
+    """
+    if not path.exists():
+        return
+    with disk_errors(path), path.open("rb") as file:
+        head = file.read(len(_MAGIC))
+    if head and head != _MAGIC:
+        with _database_errors(path):
+            raise sqlite3.DatabaseError("file is not a database")
 
 
 def _claim(path: Path) -> TextIOWrapper:

@@ -1,4 +1,4 @@
-"""How prompts and samples are written into, and read from, the rows of the buffer's database. `buffer` describes the schema."""
+"""Conversion of prompts and samples to and from database rows. `buffer` describes the schema."""
 
 import dataclasses
 import json
@@ -13,24 +13,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.types import Experts, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 APPLICATION_ID = 0x4D52_4C42
-SCHEMA_VERSION = 6
-
-INDICES = """
-CREATE INDEX groups_waiting ON groups (position, id, state) WHERE state <> 'consumed';
-CREATE INDEX groups_unpruned ON groups (consumed_step, id) WHERE pruned = 0;
-"""
-"""Of the groups that wait, and of those that `prune` has not been at: as short as they are few, however long the history."""
-
-ANSWERS = """
-CREATE TABLE answers (
-    group_id TEXT NOT NULL REFERENCES groups (id),
-    request TEXT NOT NULL,
-    content BLOB NOT NULL,
-    min_version INTEGER NOT NULL,
-    max_version INTEGER NOT NULL,
-    PRIMARY KEY (group_id, request)
-);
-"""
+SCHEMA_VERSION = 7
 
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -47,11 +30,13 @@ CREATE TABLE groups (
     updated_at REAL NOT NULL,
     trained INTEGER CHECK (trained IN (0, 1)),
     rejection TEXT,
-    pruned INTEGER NOT NULL DEFAULT 0,
+    pruned INTEGER NOT NULL DEFAULT 0 CHECK (pruned IN (0, 1, 2)),
     made_by TEXT
 );
 CREATE INDEX groups_by_state ON groups (state, position);
-{INDICES}CREATE TABLE samples (
+CREATE INDEX groups_waiting ON groups (position, id, state) WHERE state <> 'consumed';
+CREATE INDEX groups_unpruned ON groups (consumed_step, id) WHERE pruned = 0;
+CREATE TABLE samples (
     group_id TEXT NOT NULL REFERENCES groups (id),
     sample_index INTEGER NOT NULL,
     outcome TEXT CHECK (outcome IN ('scored', 'error', 'timeout')),
@@ -76,40 +61,23 @@ CREATE INDEX groups_by_state ON groups (state, position);
     own_prompt_ids BLOB,
     PRIMARY KEY (group_id, sample_index)
 );
-{ANSWERS}"""
-
-UPGRADES = {
-    1: """
-ALTER TABLE samples ADD COLUMN routed_format TEXT;
-ALTER TABLE samples ADD COLUMN routed_experts BLOB;
-PRAGMA user_version = 2;
-""",
-    # Steps were counted from 0.
-    2: f"""
-ALTER TABLE groups ADD COLUMN trained INTEGER CHECK (trained IN (0, 1));
-ALTER TABLE groups ADD COLUMN rejection TEXT;
-ALTER TABLE groups ADD COLUMN pruned INTEGER NOT NULL DEFAULT 0;
-UPDATE groups SET consumed_step = consumed_step + 1 WHERE state = 'consumed';
-UPDATE groups SET pruned = 1
-    WHERE state = 'consumed' AND NOT EXISTS (SELECT 1 FROM samples WHERE group_id = id AND response_ids IS NOT NULL);
-{INDICES}
-PRAGMA user_version = 3;
-""",
-    3: """
-ALTER TABLE samples ADD COLUMN trajectory INTEGER;
-ALTER TABLE samples ADD COLUMN own_prompt_text TEXT;
-ALTER TABLE samples ADD COLUMN own_prompt_ids BLOB;
-PRAGMA user_version = 4;
-""",
-    4: f"""{ANSWERS}
-PRAGMA user_version = 5;
-""",
-    5: """
-ALTER TABLE groups ADD COLUMN made_by TEXT;
-PRAGMA user_version = 6;
-""",
-}
-"""What makes the next version of the schema out of a version."""
+CREATE TABLE failures (
+    group_id TEXT NOT NULL REFERENCES groups (id),
+    cause TEXT NOT NULL,
+    headline TEXT NOT NULL,
+    trace TEXT NOT NULL
+);
+CREATE INDEX failures_by_group ON failures (group_id);
+CREATE TABLE answers (
+    group_id TEXT NOT NULL REFERENCES groups (id),
+    request TEXT NOT NULL,
+    content BLOB NOT NULL,
+    min_version INTEGER NOT NULL,
+    max_version INTEGER NOT NULL,
+    PRIMARY KEY (group_id, request)
+);
+"""
+"""The indices groups_waiting and groups_unpruned are as short as these groups are few, however long the history."""
 
 INSERT_GROUP = (
     "INSERT INTO groups (position, id, state, prompt_text, label, prompt_ids, metadata, updated_at) "
@@ -126,19 +94,25 @@ INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', 
 
 
 def prompt_row(prompt: Prompt) -> tuple[Any, ...]:
-    """The values of INSERT_GROUP but the first, a position. Raises UserError for metadata that JSON cannot hold."""
+    """Return the values of INSERT_GROUP except the first, a position.
+
+    Raises UserError for metadata that JSON cannot hold.
+    """
     owner = f"prompt {prompt.id!r}"
     return prompt.id, prompt.text, prompt.label, _int32_bytes(prompt.token_ids, owner), _json(prompt.metadata, owner), time.time()
 
 
 def read_prompt(row: Sequence[Any]) -> Prompt:
-    """The prompt of a row of GROUP_COLUMNS."""
+    """Return the prompt of a row of GROUP_COLUMNS."""
     group_id, text, label, token_ids, metadata = row
     return Prompt(id=group_id, token_ids=np.frombuffer(token_ids, "<i4"), text=text, label=label, metadata=json.loads(metadata))
 
 
 def sample_row(sample: Sample, *, prompt: Prompt) -> tuple[Any, ...]:
-    """The values of INSERT_SAMPLE; `prompt` is the group's. Raises UserError for metadata or reward components that JSON cannot hold."""
+    """Return the values of INSERT_SAMPLE; `prompt` is the group's.
+
+    Raises UserError for metadata or reward components that JSON cannot hold.
+    """
     owner = f"sample {sample.index} of group {sample.group_id!r}"
     made = sample.weight_versions[sample.weight_versions >= 0]
     reward = sample.reward
@@ -167,7 +141,9 @@ def sample_row(sample: Sample, *, prompt: Prompt) -> tuple[Any, ...]:
 
 
 def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
-    """The sample of a row of SAMPLE_COLUMNS in the group of `prompt`, equal to the one that was written down to the last bit."""
+    """Return the sample of a row of SAMPLE_COLUMNS in the group of `prompt`, bit-identical to the
+    original.
+    """
     group_id, index, outcome, value, message, components, stop_reason, text, *_, ids, mask, log_probs, versions, metadata = row[:17]
     *routed, trajectory, own_text, own_ids = row[17:]
     if own_ids is not None:
@@ -208,7 +184,7 @@ def _read_experts(routed_format: str | None, data: bytes | None) -> Experts | No
 
 
 def _own_prompt_columns(own: Prompt, group: Prompt, owner: str) -> tuple[str | None, bytes | None]:
-    """The values of own_prompt_text and own_prompt_ids: NULL where the sample has the prompt of its group."""
+    """Return own_prompt_text and own_prompt_ids: NULL where the sample has the group's prompt."""
     if own is group or (own.text == group.text and np.array_equal(own.token_ids, group.token_ids)):
         return None, None
     return own.text, _int32_bytes(own.token_ids, owner)

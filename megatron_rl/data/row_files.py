@@ -1,6 +1,7 @@
 """Rows of a data file, JSON lines or parquet, each with its origin, `FILE:LINE`, for error messages."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,19 @@ from megatron_rl.config.settings import DataSettings
 from megatron_rl.errors import UserError
 
 Message = Mapping[str, str]
-_JSON_TYPES = (str, int, float, bool, list, dict, type(None))
+_MOST_LEVELS = 64
+"""Of lists and objects in a row: each is walked by calls of Python in the driver, the reward workers and the buffer."""
+_MOST_BITS = 1024
+"""Of an integer: Python refuses to write those of some thousand digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One checked row: a prompt (text, or chat messages), its label, a target response, all other fields, and its origin, `FILE:LINE`."""
+    """One checked row: prompt (text or chat messages), label, target response, other fields, and
+    origin.
+
+    The origin is `FILE:LINE`.
+    """
 
     origin: str
     prompt: str | tuple[Message, ...]
@@ -30,8 +38,9 @@ class Row:
 def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False) -> list[Row]:
     """Read and check every row of a `.jsonl` or `.parquet` file.
 
-    `need_response`, for supervised training, makes a row without settings.response_key an error; otherwise a label_key that was set and
-    that no row has is one. Raises UserError with the line (the row, counted from 1, in parquet), what was found and what is needed.
+    `need_response`, for supervised training, makes a row without settings.response_key an error;
+    otherwise a label_key set by the user and found in no row is an error. Raises UserError with the
+    line (in parquet the row, counted from 1), the value found and the value needed.
     """
     check_is_data_file(path)
     records = _parquet_records(path) if path.suffix == ".parquet" else _json_records(path)
@@ -45,7 +54,7 @@ def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False
 
 
 def check_is_data_file(path: Path) -> None:
-    """Raise UserError when there is no file at `path`, or one with an ending that is not read. Does not open it."""
+    """Raise UserError for a missing file at `path` or an unknown ending. Does not open the file."""
     if not path.is_file():
         raise UserError(f"data file {path} {'is a directory' if path.is_dir() else 'does not exist'}; give a .jsonl or .parquet file")
     if path.suffix not in (".parquet", ".jsonl", ".json"):
@@ -59,16 +68,32 @@ def _json_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 continue
             origin = f"{path}:{number}"
             try:
-                record = json.loads(line)
+                record = json.loads(line, object_pairs_hook=_object)
             except UnicodeDecodeError as error:
                 raise UserError(f"{origin}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from error
             except json.JSONDecodeError as error:
                 raise UserError(
                     f"{origin}: not a JSON object ({error.msg} at column {error.colno}); each line needs one complete object"
                 ) from error
+            except ValueError as error:
+                raise UserError(f"{origin}: {error}") from error
+            except RecursionError:
+                raise UserError(f"{origin}: {_too_deep()}") from None
             if not isinstance(record, dict):
                 raise UserError(f'{origin}: is a JSON {type(record).__name__}, needs an object like {{"prompt": ...}}')
             yield origin, record
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raise ValueError for a repeated key, because json keeps only the last.
+    """
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
+        raise ValueError(f"the key {twice!r} appears twice in one object; keep the one that is meant")
+    return record
 
 
 def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -85,7 +110,12 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def check_row(record: Mapping[str, Any], origin: str, *, settings: DataSettings, need_response: bool) -> Row:
-    """A row from the fields of a line. Raises UserError, which begins with `origin`, for one that cannot be used."""
+    """Return a row from the fields of a line.
+
+    Raise UserError, beginning with `origin`, if unusable.
+    """
+    for key, value in record.items():
+        _check_value({key: value}, f"{origin}: {key!r}", level=0)
     wanted = {settings.prompt_key: "data.prompt_key"} | ({settings.response_key: "data.response_key"} if need_response else {})
     for key, setting in wanted.items():
         if key in record and record[key] is None:
@@ -97,9 +127,6 @@ def check_row(record: Mapping[str, Any], origin: str, *, settings: DataSettings,
         raise UserError(f"{origin}: {settings.response_key!r} has type {type(response).__name__}, needs a string")
     taken = (settings.prompt_key, settings.label_key, settings.response_key)
     metadata = {key: value for key, value in record.items() if key not in taken}
-    for key, value in metadata.items():
-        if not isinstance(value, _JSON_TYPES):
-            raise UserError(f"{origin}: {key!r} has type {type(value).__name__}, which JSON cannot hold; drop or convert that column")
     return Row(
         origin=origin,
         prompt=_prompt(record[settings.prompt_key], origin, settings.prompt_key),
@@ -107,6 +134,27 @@ def check_row(record: Mapping[str, Any], origin: str, *, settings: DataSettings,
         response=response,
         metadata=metadata,
     )
+
+
+def _check_value(value: Any, origin: str, *, level: int) -> None:
+    """Raise UserError, beginning with `origin`, for a value beyond UTF-8, JSON or Python limits."""
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise UserError(f"{origin} has half a character (a lone surrogate), which UTF-8 cannot hold; write the whole character")
+    elif isinstance(value, dict | list):
+        if level > _MOST_LEVELS:
+            raise UserError(f"{origin} {_too_deep()}")
+        for inner in (*value, *value.values()) if isinstance(value, dict) else value:
+            _check_value(inner, origin, level=level + 1)
+    elif isinstance(value, int):
+        if value.bit_length() > _MOST_BITS:
+            raise UserError(f"{origin} has an integer of {value.bit_length()} bits, needs at most {_MOST_BITS}; write it as a string")
+    elif value is not None and not isinstance(value, float):
+        raise UserError(f"{origin} has type {type(value).__name__}, which JSON cannot hold; drop or convert that column")
+
+
+def _too_deep() -> str:
+    return f"is nested in more than {_MOST_LEVELS} levels of lists and objects; flatten it, or write it as a string of JSON"
 
 
 def _prompt(value: Any, origin: str, key: str) -> str | tuple[Message, ...]:
@@ -117,7 +165,7 @@ def _prompt(value: Any, origin: str, key: str) -> str | tuple[Message, ...]:
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise UserError(f"{origin}: chat message {_shown(message)} needs the strings 'role' and 'content'")
-    # Parquet gives every message every field that any message has; None stands for a field that is not there.
+    # Parquet gives every message all fields of any message; None stands for a missing field.
     return tuple({name: part for name, part in message.items() if part is not None} for message in value)
 
 
@@ -126,10 +174,12 @@ def _label(value: Any, origin: str, key: str) -> str | None:
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"{origin}: {key!r} is {_shown(value)}, needs a string or a number; reward functions get other fields as metadata")
+    if not math.isfinite(value):
+        raise UserError(f"{origin}: {key!r} is {value}, which is no reference answer; leave the field out, or write it as a string")
     return str(value)
 
 
 def _shown(value: Any) -> str:
-    """A value as it fits into an error message."""
+    """Return a value in a form that fits an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,7 @@
-"""Training rows in the order in which they are trained on: of a data file, or of a data source of your own (`data.source`).
+"""Training rows in training order, from a data file or a custom data source (`data.source`).
 
-Both follow from the seed alone and can stop anywhere and go on from there. Only the driver has one, so that how ranks are
-arranged cannot change what is drawn.
+Both follow from the seed alone and can stop anywhere and continue. Only the driver has a source, so
+the arrangement of ranks cannot change the draws.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import numpy as np
 from megatron_rl.config.settings import DataSettings
 from megatron_rl.data.row_files import Row, check_row, read_rows
 from megatron_rl.errors import UserError, counted
-from megatron_rl.plugins import KINDS, DataSource, load
+from megatron_rl.plugins import KINDS, DataSource, load, without_exits
 from megatron_rl.types import Ints
 
 NamedRow = tuple[str, Row]
@@ -24,7 +24,7 @@ _PROBED_ROWS = 2
 
 
 class RowSource(Protocol):
-    """What prompts are made from."""
+    """Source of rows for prompts."""
 
     @property
     def num_taken(self) -> int:
@@ -32,23 +32,25 @@ class RowSource(Protocol):
         ...
 
     def take(self, count: int) -> list[NamedRow]:
-        """The next `count` rows."""
+        """Return the next `count` rows."""
         ...
 
     def first(self, count: int) -> list[Row]:
-        """At most `count` rows from the start. Moves nothing."""
+        """Return at most `count` rows from the start. Moves nothing."""
         ...
 
     def again(self, names: Sequence[str]) -> list[NamedRow]:
-        """The rows of these ids as the present settings read them, where these can be others than when they were taken. Moves nothing."""
+        """Return the rows of these ids as the present settings read them, if different; move
+        nothing.
+        """
         ...
 
     def state(self) -> dict[str, Any]:
-        """Where the source stands, as JSON values."""
+        """Return the cursor of the source, as JSON values."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises UserError when it is that of other data."""
+        """Continue from `state()`. Raises UserError for the state of other data."""
         ...
 
 
@@ -71,7 +73,7 @@ class FileRows:
         return self._epoch * len(self.rows) + self._cursor
 
     def take(self, count: int) -> list[NamedRow]:
-        """The next `count` rows; a new epoch starts where the file ends."""
+        """Return the next `count` rows; a new epoch starts where the file ends."""
         taken: list[NamedRow] = []
         while len(taken) < count:
             if self._cursor == len(self.rows):
@@ -83,15 +85,15 @@ class FileRows:
         return taken
 
     def first(self, count: int) -> list[Row]:
-        """At most `count` rows in the order of the file."""
+        """Return at most `count` rows in the order of the file."""
         return self.rows[:count]
 
     def again(self, names: Sequence[str]) -> list[NamedRow]:
-        """The rows of these ids as the present settings read them."""
+        """Return the rows of these ids as the present settings read them."""
         return [(name, self.rows[int(name.partition("-")[2])]) for name in names]
 
     def state(self) -> dict[str, Any]:
-        """Epoch and row, and what has to be the same for them to mean anything."""
+        """Return epoch and row, with the facts that must stay equal for both to be valid."""
         return {"epoch": self._epoch, "cursor": self._cursor, "seed": self._seed, "shuffle": self._shuffle, "digest": self._digest}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -102,7 +104,7 @@ class FileRows:
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> Ints:
-        """The rows in the order of the current epoch."""
+        """Return the rows in the order of the current epoch."""
         if not self._shuffle:
             return np.arange(len(self.rows))
         return np.random.default_rng([self._seed, self._epoch]).permutation(len(self.rows))
@@ -111,7 +113,8 @@ class FileRows:
 class OwnRows:
     """The rows of the user's `data.source`, each checked as a line of a file is. Ids count from 0.
 
-    Raises UserError when the source cannot be loaded, does not take `data.args`, or its first rows cannot be used.
+    Raises UserError when the source cannot be loaded, does not take `data.args`, or has unusable
+    first rows.
     """
 
     def __init__(self, *, settings: DataSettings, seed: int, need_response: bool) -> None:
@@ -133,22 +136,27 @@ class OwnRows:
         return self._num_taken
 
     def take(self, count: int) -> list[NamedRow]:
-        """The next `count` rows. Raises UserError for one that cannot be used."""
+        """Return the next `count` rows. Raises UserError for an unusable row."""
         rows = self._rows(self._source, count, start=self._num_taken)
         named = [(str(number), row) for number, row in enumerate(rows, start=self._num_taken)]
         self._num_taken += count
         return named
 
     def first(self, count: int) -> list[Row]:
-        """The first `count` rows, of another instance of the source."""
+        """Return the first `count` rows, of another instance of the source."""
         return self._rows(self._make(), count, start=0)
 
     def again(self, names: Sequence[str]) -> list[NamedRow]:
-        """None: a source goes forwards only, and `restore` refuses settings that read its rows in another way."""
+        """Return None: a source only goes forwards, and `restore` refuses settings with another
+        reading.
+        """
         return []
 
     def state(self) -> dict[str, Any]:
-        """The source's state beside ours. Raises UserError when JSON cannot hold it."""
+        """Return the source's state with ours.
+
+        Raises UserError for a state that JSON cannot hold.
+        """
         own = self._call("giving its state", lambda: self._source.state)
         try:
             own = json.loads(json.dumps(own, allow_nan=False))
@@ -159,9 +167,12 @@ class OwnRows:
         return {"source": settings.source, "args": settings.args, "seed": self._seed, "taken": self._num_taken, "own": own, **keys}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises UserError when source, arguments, seed or the fields that are read are others than then."""
+        """Continue from `state()`.
+
+        Raises UserError for another source, arguments, seed or fields.
+        """
         names = {"source": "data.source", "args": "data.args", "seed": "run.seed"}
-        # States of before they were noted have none.
+        # Older states do not have the fields.
         keys = {key: f"data.{key}" for key in ("prompt_key", "label_key") if key in state}
         _check_same(state, self.state(), names | keys)
         self._call("taking back its state", lambda: setattr(self._source, "state", state["own"]))
@@ -181,7 +192,8 @@ class OwnRows:
 
     def _call(self, what: str, call: Callable[[], Any]) -> Any:
         try:
-            return call()
+            with without_exits(self._name, doing=what):
+                return call()
         except UserError:
             raise
         except Exception as error:  # a user's source can fail in any way

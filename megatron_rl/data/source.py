@@ -4,6 +4,7 @@ R response tokens.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,35 +14,49 @@ from jinja2 import TemplateError
 from megatron_rl.config.settings import DataSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import FileRows, NamedRow, OwnRows, RowSource
+from megatron_rl.data.tokenizer import unknown_id
 from megatron_rl.errors import UserError, counted
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Below this number every prompt is tokenized at the start, so that one that is too long is found before anything is launched.
+# Below this number every prompt is tokenized at the start, so that too long prompts are found
+# before any launch.
 _CHECKED_ROWS = 100_000
 _ENCODED_AT_ONCE = 1024
 
 
 class PromptSource:
-    """The prompts of a data file, or with `path` None of `data.source`, in an order that follows from the seed alone.
+    """The prompts of a data file, or with `path` None of `data.source`, in an order fixed by the
+    seed.
 
-    A string prompt is tokenized as it stands; chat messages are rendered by the tokenizer's chat template, up to the point where the
-    assistant's answer begins. The tokenizer adds no special tokens to either: what the model sees is what the row and the template say.
+    A string prompt is tokenized unchanged. Chat messages are rendered by the tokenizer's chat
+    template, up to the start of the assistant's answer. The tokenizer adds no special tokens to
+    either: the model sees exactly the row and the template.
 
-    `need_response` says that the rows are for supervised training and each needs a target. Raises UserError, with file and line, for
-    any row that cannot be used; in files above 100,000 rows the length of a prompt is checked when the prompt is taken, and so is all of
-    a row of `data.source`.
+    `need_response` requires in each row the target of supervised training. Token ids are below
+    `vocab_size`. Raises UserError, with file and line, for any unusable row. In files above 100,000
+    rows a prompt's tokens are checked when the prompt is taken; all of a row of `data.source`
+    likewise.
     """
 
     def __init__(
-        self, path: Path | None, tokenizer: "PreTrainedTokenizerBase", *, settings: DataSettings, seed: int, need_response: bool = False
+        self,
+        path: Path | None,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        settings: DataSettings,
+        seed: int,
+        need_response: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         self._path = path
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._unknown = unknown_id(tokenizer)
         self._settings = settings
-        # The rows of a file; of a source of your own, which has no end, none can be looked at beforehand.
+        # The rows of a file; an endless custom source allows no check in advance.
         self._known: Sequence[Row] = ()
         self._source: RowSource
         if path is None:
@@ -54,7 +69,9 @@ class PromptSource:
                 self._encode(self._known[first : first + _ENCODED_AT_ONCE])
 
     def label_note(self) -> str | None:
-        """How many rows have no label, and which is the first; None when every row has one."""
+        """Return the number of rows without a label and the first such row; None when every row has
+        one.
+        """
         origins = [row.origin for row in self._known if row.label is None]
         if not origins:
             return None
@@ -63,7 +80,9 @@ class PromptSource:
         return f"{which} the field {self._settings.label_key!r}{first}: the reward function gets label None for them"
 
     def repeat_note(self) -> str | None:
-        """That a step takes more rows than the file has; None where it does not, and for a source that has no end."""
+        """Return a note when a step takes more rows than the file has; None otherwise or for
+        endless sources.
+        """
         rows, taken = len(self._known), self._settings.prompts_per_step
         if self._path is None or rows >= taken:
             return None
@@ -85,11 +104,13 @@ class PromptSource:
         return self._source.num_taken
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; no other prompt of the run has the id of one."""
+        """Return the next `count` prompts; no other prompt of the run has the id of one."""
         return [prompt for prompt, _ in self._next(count)]
 
     def again(self, names: Sequence[str]) -> list[Prompt]:
-        """The prompts of these ids as the present settings read them, where that can be in another way than before. Moves nothing."""
+        """Return the prompts of these ids as the present settings read them, if different; move
+        nothing.
+        """
         return [prompt for prompt, _ in self._made_from(self._source.again(names))]
 
     def next_supervised(self, count: int) -> list[Group]:
@@ -104,11 +125,11 @@ class PromptSource:
         return self.first(len(self._known))
 
     def first(self, count: int) -> list[Prompt]:
-        """At most `count` prompts from the start of the data, as `all` gives them, for probes. Does not move the source."""
+        """Return at most `count` first prompts, as `all`, for probes. Does not move the source."""
         return self._prompts(self._source.first(count))
 
     def state(self) -> dict[str, Any]:
-        """Where the source stands, as JSON values."""
+        """Return the cursor of the source, as JSON values."""
         return self._source.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -131,7 +152,10 @@ class PromptSource:
         return [(_prompt(name, row, text=text, token_ids=ids), row) for (name, row), (text, ids) in zip(named, encoded, strict=True)]
 
     def _encode(self, rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
-        """Text and token ids of each row's prompt; a chat template brings its own special tokens, so the tokenizer adds none."""
+        """Return text and token ids of each row's prompt. The tokenizer adds no special tokens.
+
+        A chat template brings special tokens of its own.
+        """
         texts = [self._text(row) for row in rows]
         # The tokenizer does not take an empty list.
         encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -139,6 +163,16 @@ class PromptSource:
         for row, ids in zip(rows, encoded, strict=True):
             if not ids:
                 raise UserError(f"{row.origin}: the prompt has no tokens, needs at least one")
+            if set(ids) == {self._unknown}:
+                raise UserError(
+                    f"{row.origin}: all tokens of the prompt are {self._unknown}, which stands for unknown text, needs one that the "
+                    "tokenizer knows; use the model's own tokenizer, or leave the row out"
+                )
+            if self._vocab_size is not None and max(ids) >= self._vocab_size:
+                raise UserError(
+                    f"{row.origin}: the prompt has the token {max(ids)}, needs one below vocab_size {self._vocab_size} of the model's "
+                    "config.json; use the tokenizer of this model"
+                )
             if len(ids) > limit:
                 raise UserError(
                     f"{row.origin}: the prompt has {len(ids)} tokens, the limit is {limit}; shorten it or raise data.max_prompt_tokens"
@@ -152,10 +186,26 @@ class PromptSource:
             raise UserError(
                 f"{row.origin}: the prompt is a chat but the tokenizer has no chat template; use a string prompt or add a template"
             )
+        if row.prompt[-1]["role"] == "assistant":
+            raise UserError(
+                f"{row.origin}: the last message is the assistant's, needs one that the policy answers; remove it, or move it to the field "
+                f"{self._settings.response_key!r}"
+            )
+        tools = row.metadata.get("tools")
+        render = partial(self._tokenizer.apply_chat_template, list(row.prompt), add_generation_prompt=True, tokenize=False)
         try:
-            return self._tokenizer.apply_chat_template(list(row.prompt), add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
-            raise UserError(f"{row.origin}: the chat template refuses this prompt ({error}); correct its roles and their order") from error
+            text: str = render(tools=tools)
+            unread = bool(tools) and text == render()
+        except (TemplateError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{row.origin}: the chat template refuses this prompt ({error}); correct its roles and their order, or its tools"
+            ) from error
+        if unread:
+            raise UserError(
+                f"{row.origin}: has 'tools', of which the tokenizer's chat template shows the model nothing, needs a template that does; "
+                "give the tokenizer one, or rename the field"
+            )
+        return text
 
     def _target_ids(self, row: Row) -> list[int]:
         """Token ids [R] of the row's response, closed by the end-of-sequence token."""
@@ -177,7 +227,7 @@ def _prompt(name: str, row: Row, *, text: str, token_ids: list[int]) -> Prompt:
 
 
 def _supervised_group(prompt: Prompt, response_ids: list[int], *, text: str) -> Group:
-    """A group of one sample whose R tokens no engine made and that are all trained on."""
+    """Return a group of one sample whose R tokens no engine made; all are trained on."""
     length = len(response_ids)
     sample = Sample(
         group_id=prompt.id,

@@ -1,4 +1,4 @@
-"""Which sequences of a batch make up a trajectory. Legend: B sequences, J trajectories."""
+"""Grouping of a batch's sequences into trajectories. Legend: B sequences, J trajectories."""
 
 from dataclasses import dataclass
 

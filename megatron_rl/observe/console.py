@@ -1,7 +1,8 @@
-"""What a user sees while a run goes on: a live line per phase and a table row per step.
+"""The user's view of a run: a live line per phase and a table row per step.
 
-On a terminal the phase is a line that moves. Elsewhere (a log file, CI) lines are plain; the first run of each phase is announced, and
-whenever nothing was printed for a while a heartbeat says what the run is doing, so that there is never a silent minute.
+On a terminal the phase is a moving line. Elsewhere (a log file, CI) lines are plain. The first run
+of each phase is announced. After a while without output a heartbeat says the activity of the run,
+so that no minute is silent.
 """
 
 import math
@@ -9,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,48 +19,55 @@ from typing import TextIO
 import rich.console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from megatron_rl.observe.metrics import is_beyond_healthy, metric_info
+
 _ROWS_PER_HEADER = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table: title, metric, format of the number, width in characters."""
+    """A column of the table: title, metrics, format of the number, width in characters.
+
+    The first measured metric of `metrics` is shown. Where a line is too short for all columns,
+    columns of the highest `spare` are left out.
+    """
 
     title: str
-    metric: str
+    metrics: tuple[str, ...]
     format: str
     width: int
+    spare: int = 0
 
 
 RL_COLUMNS = (
-    Column("reward", "rollout/reward", ".3f", 7),
-    Column("greedy", "eval/accuracy_greedy", ".3f", 7),
-    Column("sampled", "eval/accuracy_sampled", ".3f", 7),
-    Column("entropy", "train/entropy", ".3f", 7),
-    Column("KL ref", "train/kl_reference", ".4f", 8),
-    Column("|dlogp|", "train/log_prob_diff", ".1e", 8),
-    Column("grad", "train/grad_norm", ".3f", 8),
-    Column("tok/s", "rollout/tokens_per_second", ",.0f", 8),
-    Column("rollout s", "time/rollout", ".2f", 9),
-    Column("wait s", "time/rollout_wait", ".2f", 7),
-    Column("train s", "time/train", ".2f", 8),
-    Column("sync s", "time/sync", ".2f", 7),
+    Column("reward", ("rollout/reward",), ".3f", 6),
+    Column("greedy", ("eval/accuracy_greedy", "eval/reward_greedy"), ".3f", 6),
+    Column("sampled", ("eval/accuracy_sampled", "eval/reward_sampled"), ".3f", 7, spare=4),
+    Column("entropy", ("train/entropy",), ".3f", 7),
+    Column("KL ref", ("train/kl_reference",), ".4f", 7, spare=3),
+    Column("|dlogp|", ("train/log_prob_diff",), ".1e", 7),
+    Column("grad", ("train/grad_norm",), ".3f", 6, spare=1),
+    Column("tok/s", ("rollout/tokens_per_second",), ",.0f", 6, spare=2),
+    Column("roll s", ("time/rollout",), ".2f", 6),
+    Column("wait s", ("time/rollout_wait",), ".2f", 6),
+    Column("train s", ("time/train",), ".2f", 7),
+    Column("sync s", ("time/sync",), ".2f", 6),
 )
 
-RL_COLUMNS_WITHOUT_REFERENCE = tuple(column for column in RL_COLUMNS if column.metric != "train/kl_reference")
+RL_COLUMNS_WITHOUT_REFERENCE = tuple(column for column in RL_COLUMNS if "train/kl_reference" not in column.metrics)
 
 SUPERVISED_COLUMNS = (
-    Column("loss", "train/loss", ".4f", 9),
-    Column("entropy", "train/entropy", ".3f", 8),
-    Column("grad", "train/grad_norm", ".3f", 8),
-    Column("lr", "train/lr", ".1e", 8),
-    Column("tokens", "train/num_tokens", ",.0f", 9),
-    Column("train s", "time/train", ".2f", 8),
+    Column("loss", ("train/loss",), ".4f", 9),
+    Column("entropy", ("train/entropy",), ".3f", 8),
+    Column("grad", ("train/grad_norm",), ".3f", 8),
+    Column("lr", ("train/lr",), ".1e", 8),
+    Column("tokens", ("train/num_tokens",), ",.0f", 9),
+    Column("train s", ("time/train",), ".2f", 8),
 )
 
 
 class PhaseProgress:
-    """How far a phase has come; given by `RunConsole.phase`."""
+    """Progress of a phase; given by `RunConsole.phase`."""
 
     def __init__(self, name: str, *, total: int | None, unit: str) -> None:
         self.name = name
@@ -70,26 +78,29 @@ class PhaseProgress:
         self.started_s = time.monotonic()
 
     def advance(self, count: int = 1) -> None:
-        """Count `count` more units as finished."""
+        """Count `count` more finished units."""
         self.completed += count
 
     def say(self, note: str) -> None:
-        """Show `note` behind the count, in place of the last one."""
+        """Show `note` behind the count, in place of the last note."""
         self.note = note
 
     def text(self) -> str:
-        """Count, unit and note, as far as they are known."""
+        """Return the known parts of count, unit and note."""
         count = f"{self.completed}/{self.total}" if self.total is not None else str(self.completed) if self.completed else ""
         return " ".join(part for part in (count, self.unit if count else "", self.note) if part)
 
 
 class _Console(rich.console.Console):
-    """Goes on without a reader, as behind `| head`: a run must not end because nobody looks at it."""
+    """Console that goes on without a reader, as behind `| head`.
+
+    A run must not end for lack of a reader.
+    """
 
     def on_broken_pipe(self) -> None:
         """Print nothing from now on, and say so on the standard error."""
         self.quiet = True
-        # What is still buffered would fail again when the interpreter ends.
+        # Buffered text would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
         with suppress(OSError):
             print("megatron-rl: nobody reads the output any more; the run goes on, SIGINT or SIGTERM ends it", file=sys.stderr, flush=True)
@@ -107,8 +118,10 @@ class RunConsole:
         heartbeat_s: float = 20.0,
     ) -> None:
         self._num_steps = num_steps
-        self._columns = columns
         self._console = _Console(file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True)
+        self._step_width = len(f"{num_steps}/{num_steps}")
+        self._columns = _fitting(columns, self._console.width - self._step_width)
+        self._marked: set[str] = set()
         self._heartbeat_s = heartbeat_s
         self._lock = threading.RLock()
         self._started_s = self._printed_s = time.monotonic()
@@ -145,16 +158,24 @@ class RunConsole:
             self._printed_s = time.monotonic()
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the table row of a step; a metric that was not measured leaves its cell empty. The header comes every 20 rows."""
+        """Print the table row of a step, and a line for each newly unhealthy metric.
+
+        A metric gets a line once in a run, when first beyond its healthy range. A metric without a
+        value leaves its cell empty. The header comes every 20 rows.
+        """
         with self._lock:
             if self._num_rows % _ROWS_PER_HEADER == 0:
                 self.say(self._line("step", [column.title for column in self._columns]))
             self._num_rows += 1
             self.say(self._line(f"{step}/{self._num_steps}", [_cell(column, metrics) for column in self._columns]))
+            beyond = [name for name, value in metrics.items() if name not in self._marked and is_beyond_healthy(name, value)]
+            self._marked.update(beyond)
+            for name in beyond:
+                self.say(f"note: {name} is {metrics[name]:.3g}, healthy: {metric_info(name).healthy}")
 
     @contextmanager
     def phase(self, name: str, *, total: int | None = None, unit: str = "") -> Iterator[PhaseProgress]:
-        """Show that the phase `name` runs, with a count of `total` units when there is something to count."""
+        """Show the running phase `name`, with a count of `total` units where countable."""
         progress = PhaseProgress(name, total=total, unit=unit)
         first = name not in self._announced
         self._announced.add(name)
@@ -183,7 +204,7 @@ class RunConsole:
                 self.say(f"{self._clock()} {progress.name}: {_described(progress)}")
 
     def _beat(self) -> None:
-        """Refresh the live lines, or print a heartbeat when nothing was printed for `heartbeat_s` seconds of a phase."""
+        """Refresh live lines, or print a heartbeat after `heartbeat_s` silent seconds."""
         while not self._stop.wait(min(0.25, self._heartbeat_s)):
             with self._lock:
                 if self._live:
@@ -198,13 +219,21 @@ class RunConsole:
 
     def _line(self, first: str, cells: list[str]) -> str:
         padded = [f"{cell:>{column.width}}" for column, cell in zip(self._columns, cells, strict=True)]
-        return " ".join([f"{first:>9}", *padded])
+        return " ".join([f"{first:>{self._step_width}}", *padded])
+
+
+def _fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
+    """Return the columns within `width` characters, a space before each included."""
+    while sum(column.width + 1 for column in columns) > width and any(column.spare for column in columns):
+        least = max(columns, key=lambda column: column.spare)
+        columns = [column for column in columns if column is not least]
+    return tuple(columns)
 
 
 def _cell(column: Column, metrics: Mapping[str, float]) -> str:
-    if column.metric not in metrics:
+    value = next((metrics[name] for name in column.metrics if name in metrics), None)
+    if value is None:
         return ""
-    value = metrics[column.metric]
     return format(value, column.format) if math.isfinite(value) else str(value)
 
 

@@ -18,13 +18,13 @@ _COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#64748b", "#ca8a04")
 _GREY = "#475569"
 # A curve with more points than this is drawn faintly, with a smoothed line over it.
 _SMOOTHED_ABOVE = 30
-# Accuracy between two labels so that one does not cover the other.
+# Share of the axis between two labels so that one does not cover the other.
 _LABEL_GAP = 0.065
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line of a panel: the metric and the name that the legend gives it."""
+    """One line of a panel: the metric and its name in the legend."""
 
     metric: str
     label: str
@@ -32,17 +32,25 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One small diagram. `sparse` curves have few points, which are marked; `zero` makes the axis start at 0."""
+    """One small diagram.
+
+    `sparse` curves have few points, drawn with marks. `zero` starts the axis at 0, `share` also
+    ends the axis at 1.
+    """
 
     title: str
     curves: tuple[Curve, ...]
     sparse: bool = False
     zero: bool = False
+    share: bool = False
 
 
 PANELS = (
     Panel("Reward, mean of the batch", (Curve("rollout/reward", "reward"),)),
-    Panel("Held-out accuracy", (Curve("eval/accuracy_greedy", "greedy"), Curve("eval/accuracy_sampled", "sampled")), sparse=True),
+    Panel(
+        "Held-out accuracy", (Curve("eval/accuracy_greedy", "greedy"), Curve("eval/accuracy_sampled", "sampled")), sparse=True, share=True
+    ),
+    Panel("Held-out reward, mean", (Curve("eval/reward_greedy", "greedy"), Curve("eval/reward_sampled", "sampled")), sparse=True),
     Panel("Loss", (Curve("train/loss", "loss"),)),
     Panel("Entropy, nats per token", (Curve("train/entropy", "entropy"),), zero=True),
     Panel("KL to the reference, nats per token", (Curve("train/kl_reference", "KL"),), zero=True),
@@ -60,12 +68,24 @@ PANELS = (
 
 
 def drawable(steps: Steps, panels: Sequence[Panel] = PANELS) -> list[Panel]:
-    """The panels for which something was measured."""
-    return [panel for panel in panels if any(_points(steps, curve.metric)[0] for curve in panel.curves)]
+    """Return the panels with measurements.
+
+    Held-out accuracy is shown where every evaluation gave one, else the mean reward.
+    """
+    evaluated = [metrics for metrics in steps.values() if "eval/reward_greedy" in metrics]
+    unwanted = "eval/reward_" if all("eval/accuracy_greedy" in metrics for metrics in evaluated) else "eval/accuracy_"
+    return [
+        panel
+        for panel in panels
+        if any(_points(steps, curve.metric)[0] and not curve.metric.startswith(unwanted) for curve in panel.curves)
+    ]
 
 
 def draw_curves(steps: Steps, *, title: str, panels: Sequence[Panel] = PANELS) -> bytes:
-    """A PNG with every panel for which something was measured, three in a row. Raises ValueError when nothing was."""
+    """Return a PNG with every measured panel, three in a row.
+
+    Raises ValueError without measurements.
+    """
     shown = drawable(steps, panels)
     if not shown:
         raise ValueError("nothing was measured in this run, so there are no curves to draw")
@@ -102,7 +122,8 @@ def _draw_panel(axis: Axes, panel: Panel, steps: Steps) -> None:
 
 
 def _write_ends(axis: Axes, panel: Panel, steps: Steps) -> None:
-    """Write the first and the last value beside their points, before and after, far enough apart to be read."""
+    """Write the first value before its point and the last value behind, at a readable distance."""
+    low, high = (0.0, 1.0) if panel.share else axis.get_ylim()
     for index, align, offset in ((0, "right", -7), (-1, "left", 7)):
         ends = []
         for color, curve in zip(_COLORS, panel.curves, strict=False):
@@ -111,7 +132,7 @@ def _write_ends(axis: Axes, panel: Panel, steps: Steps) -> None:
                 ends.append((values[index], numbers[index], color))
         height = -math.inf
         for value, number, color in sorted(ends):
-            height = max(value, height + _LABEL_GAP)
+            height = max(value, height + _LABEL_GAP * (high - low))
             style: dict[str, Any] = {"fontsize": 8.5, "fontweight": "bold", "color": color, "ha": align, "va": "center"}
             axis.annotate(f"{value:.3f}", (number, height), textcoords="offset points", xytext=(offset, 0), **style)
 
@@ -128,7 +149,7 @@ def _dress(axis: Axes, panel: Panel) -> None:
         spine.set_color("#cbd5e1")
     axis.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5))
     axis.yaxis.get_offset_text().set_fontsize(8)
-    if panel.sparse:
+    if panel.share:
         axis.set_ylim(0, 1.05)
     elif panel.zero:
         axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]) if axis.dataLim.ymin < 0 else 0.0)
@@ -137,15 +158,17 @@ def _dress(axis: Axes, panel: Panel) -> None:
 
 
 def _points(steps: Steps, metric: str) -> tuple[list[int], list[float]]:
-    """The steps at which a metric is finite, and its values there."""
+    """Return the steps with finite values of a metric, and the values."""
     found = [(step, metrics[metric]) for step, metrics in steps.items() if math.isfinite(metrics.get(metric, math.nan))]
     return [step for step, _ in found], [value for _, value in found]
 
 
 def _smooth(values: Sequence[float], *, width: int) -> list[float]:
-    """A straight line fitted to up to `width` values on each side of every point, read off at the point: no bend at the ends.
+    """Return a smoothed curve without a bend at the ends.
 
-    Where the line leaves the range of these values, as behind a jump, their bound stands: no accuracy above 1, no length below 0.
+    A straight line is fitted to up to `width` values on each side of every point and read off at
+    the point. Where the line leaves the range of these values, as behind a jump, their bound
+    stands: no accuracy above 1, no length below 0.
     """
     smoothed = []
     for index in range(len(values)):

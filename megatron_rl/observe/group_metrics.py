@@ -1,4 +1,4 @@
-"""What a batch of generated groups says about the rollout."""
+"""Metrics of the rollout, from a batch of generated groups."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from megatron_rl.types import Group, Ints, RewardOutcome, Sample, StopReason, la
 
 
 def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metric]:
-    """Metrics `rollout/*` of the groups that the step which trains weights of `version` takes.
+    """Return metrics `rollout/*` of the groups taken by the step that trains weights of `version`.
 
-    Rewards, truncated and aborted ones count trajectories; lengths and versions are those of samples.
+    Rewards, truncations and aborts count trajectories; lengths and versions count samples.
     """
     samples = [sample for group in groups for sample in group.samples]
     attempts = [attempt for group in groups for attempt in trajectories(group.samples)]
@@ -40,13 +40,24 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metri
     return metrics | _reward_metrics([attempt[-1] for attempt in attempts])
 
 
+def failure_metrics(groups: Sequence[Group], *, num_left_out: int, num_retries: int) -> dict[str, Metric]:
+    """Count failed trajectories of `groups` by cause, left-out groups and repeated calls."""
+    causes = Counter(failure.cause for group in groups for failure in group.failures)
+    return {
+        "rollout/failures": Sum(causes.total()),
+        **{f"rollout/failures/{cause}": Sum(count) for cause, count in sorted(causes.items())},
+        "rollout/left_out_groups": Sum(num_left_out),
+        "rollout/retries": Sum(num_retries),
+    }
+
+
 def _share(attempts: Sequence[Sequence[Sample]], reason: StopReason) -> Metric:
-    """Share of the trajectories of which a sample ended for this reason."""
+    """Return the share of trajectories with a sample that ended for this reason."""
     return Mean(sum(any(sample.stop_reason is reason for sample in attempt) for attempt in attempts), len(attempts))
 
 
 def _shares_by_age(ages: Ints) -> dict[str, Metric]:
-    """Share of the tokens at each age in weight versions; nothing where all are of age 0."""
+    """Return the share of tokens at each age in weight versions; nothing where all are of age 0."""
     values, counts = np.unique(ages, return_counts=True)
     if values.tolist() == [0]:
         return {}
@@ -54,23 +65,29 @@ def _shares_by_age(ages: Ints) -> dict[str, Metric]:
 
 
 def has_one_reward(group: Group) -> bool:
-    """True when all scored samples of the group have the same reward: no signal. Decided by equality, never by a standard deviation."""
+    """Return True when all scored samples of the group have the same reward: no signal.
+
+    The test is equality, never a standard deviation.
+    """
     return len(_rewards(group)) <= 1
 
 
 def _rewards(group: Group) -> set[float]:
-    """The rewards of the group's scored samples, each once."""
+    """Return the distinct rewards of the group's scored samples."""
     return {sample.reward.value for sample in group.samples if sample.reward is not None and sample.reward.value is not None}
 
 
 def _zero_variance_by_reward(groups: Sequence[Group]) -> dict[str, Metric]:
-    """Share of the groups without signal at each reward, rounded to a tenth: all failed and all solved call for opposite cures."""
+    """Return the share of groups without signal at each reward, rounded to a tenth.
+
+    All failed and all solved call for opposite cures.
+    """
     counts = Counter(f"{value:.1f}" for group in groups if has_one_reward(group) for value in _rewards(group))
     return {f"rollout/zero_variance_fraction/{name}": Mean(count, len(groups)) for name, count in sorted(counts.items())}
 
 
 def _reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
-    """Mean reward of the scored `samples`, its components, and the two ways in which a reward call can fail."""
+    """Return the mean reward of the scored `samples`, the components, and two kinds of failure."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     scored = [reward for reward in rewards if reward.outcome is RewardOutcome.SCORED]
     metrics: dict[str, Metric] = {
@@ -85,15 +102,18 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
 
 
 def evaluation_metrics(samples: Sequence[Sample], *, kind: str) -> dict[str, Metric]:
-    """Metrics `eval/*` of one trajectory per held-out prompt; `kind` is greedy or sampled. Lengths are those of samples.
+    """Return metrics `eval/*` of one trajectory per held-out prompt; `kind` is greedy or sampled.
 
-    Accuracy is the mean of the reward's component `accuracy` where the reward function gives one, else of the reward itself.
+    Lengths count samples. Accuracy is the mean of the reward's component `accuracy` where the
+    reward function gives one, else of the reward itself. Accuracy is left out where any of these
+    numbers is neither 0 nor 1.
     """
     attempts = trajectories(samples)
     scored = [sample.reward for sample in last_samples(samples) if sample.reward is not None and sample.reward.value is not None]
     solved = [reward.components.get("accuracy", reward.value) for reward in scored]
+    accuracy = Mean(sum(value for value in solved if value is not None), len(solved))
     return {
-        f"eval/accuracy_{kind}": Mean(sum(value for value in solved if value is not None), len(solved)),
+        **({f"eval/accuracy_{kind}": accuracy} if set(solved) <= {0.0, 1.0} else {}),
         f"eval/reward_{kind}": Mean(sum(reward.value for reward in scored if reward.value is not None), len(scored)),
         "eval/response_length": Mean(sum(len(sample.response_ids) for sample in samples), len(samples)),
         "eval/truncated_fraction": _share(attempts, StopReason.LENGTH),

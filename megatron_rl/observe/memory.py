@@ -1,4 +1,4 @@
-"""The largest memory that all processes of a run take together."""
+"""The peak memory of all processes of a run together."""
 
 import threading
 import time
@@ -9,12 +9,13 @@ import psutil
 
 
 class PeakMemory:
-    """Watches process trees from a background thread and keeps the largest sum of their memory.
+    """Watch process trees from a background thread and keep the largest sum of memory.
 
-    What is summed is the proportional set size: a page that n processes share counts 1/n in each, so shared libraries, forked
-    workers and shared memory are counted once. A tree is a root process and all its descendants; daemons that detach themselves
-    from the tree (Ray's) are further roots. The kernel walks every page for it, about 20 ms per GiB, so a sample that costs
-    much postpones the next one: the thread takes at most a hundredth of a core, and a peak of a few seconds can be missed.
+    The sum is of proportional set sizes: a page shared by n processes counts 1/n in each. Shared
+    libraries, forked workers and shared memory are thus counted once. A tree is a root process and
+    all descendants; detached daemons (Ray's) are further roots. The kernel walks every page for a
+    sample, about 20 ms per GiB. A costly sample postpones the next one: the thread takes at most a
+    hundredth of a core, and can miss a peak of a few seconds.
     """
 
     def __init__(self, root_pids: Iterable[int], *, interval_s: float = 2.0) -> None:
@@ -26,11 +27,14 @@ class PeakMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest sum seen so far, in bytes."""
+        """Return the largest sum so far, in bytes."""
         return self._peak
 
     def sample(self) -> int:
-        """Measure now, in bytes, and remember the sum if it is the largest. Processes that end meanwhile count nothing."""
+        """Measure now, in bytes, and keep the largest sum.
+
+        Processes that end meanwhile count nothing.
+        """
         total = sum(_proportional_bytes(process) for process in _trees(self._roots))
         self._peak = max(self._peak, total)
         return total
@@ -52,7 +56,10 @@ class PeakMemory:
 
 
 def _trees(roots: Iterable[int]) -> set[psutil.Process]:
-    """The living processes of all trees, each once; psutil reads the table of processes once per root."""
+    """Return the living processes of all trees, each once.
+
+    psutil reads the table of processes once per root.
+    """
     found: set[psutil.Process] = set()
     for pid in roots:
         try:

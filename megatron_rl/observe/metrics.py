@@ -1,11 +1,13 @@
-"""Metrics: values that know how they are reduced, and the one table that says what each name means.
+"""Metrics: values with a reduction, and the table of the meaning of each name.
 
-A metric is a share of a number that many ranks, micro-batches or samples make together. Merging two shares is associative, so
-the order and the grouping of merges change nothing, and a mean is never taken of means.
+A metric is a share of a number from many ranks, micro-batches or samples. Merging two shares is
+associative. The order and the grouping of merges change nothing, and a mean is never taken of
+means.
 """
 
 import difflib
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,21 +17,21 @@ Other = TypeVar("Other", bound="Metric")
 
 
 class Metric(ABC):
-    """A share of a number together with the rule by which shares become the number."""
+    """A share of a number together with the rule that reduces shares to the number."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def value(self) -> float:
-        """The number, NaN when nothing was measured."""
+        """Return the number, NaN without a measurement."""
 
     @abstractmethod
     def _combine(self: Other, other: Other) -> Other:
-        """The share that both shares make together; `other` has this very type."""
+        """Return the union of both shares; `other` has the same type."""
 
     def merge(self: Other, other: "Metric") -> Other:
-        """The share that both shares make together. Raises TypeError when their reductions differ."""
+        """Return the union of both shares. Raises TypeError for different reductions."""
         if type(other) is not type(self):
             raise TypeError(f"cannot merge the reductions {type(self).__name__} and {type(other).__name__} of one metric")
         return self._combine(other)
@@ -37,14 +39,14 @@ class Metric(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Mean(Metric):
-    """The weighted mean sum / weight. A weight of 0 means that nothing was measured."""
+    """The weighted mean sum / weight. A weight of 0 means no measurement."""
 
     sum: float
     weight: float
 
     @property
     def value(self) -> float:
-        """Sum / weight."""
+        """Return sum / weight."""
         return self.sum / self.weight if self.weight else math.nan
 
     def _combine(self, other: "Mean") -> "Mean":
@@ -53,13 +55,13 @@ class Mean(Metric):
 
 @dataclass(frozen=True, slots=True)
 class _Single(Metric):
-    """A share that is one number."""
+    """A share of a single number."""
 
     number: float
 
     @property
     def value(self) -> float:
-        """The number."""
+        """Return the number."""
         return self.number
 
 
@@ -73,7 +75,7 @@ class Sum(_Single):
 
 @dataclass(frozen=True, slots=True)
 class Max(_Single):
-    """The largest; NaN wins, because a maximum that hides a NaN would lie."""
+    """The largest; NaN wins, because a maximum without the NaN would be wrong."""
 
     def _combine(self, other: "Max") -> "Max":
         return other if math.isnan(other.number) or other.number > self.number else self
@@ -89,16 +91,20 @@ class Min(_Single):
 
 @dataclass(frozen=True, slots=True)
 class Last(_Single):
-    """The newest: in a merge the argument is the newer one. For numbers that all ranks agree on, such as a learning rate."""
+    """The newest number: in a merge the argument is newer.
+
+    For numbers equal on all ranks, such as a learning rate.
+    """
 
     def _combine(self, other: "Last") -> "Last":
         return other
 
 
 def merge_metrics(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the shares of many ranks or micro-batches by name, in the order given; each may lack names that others have.
+    """Merge the shares of many ranks or micro-batches by name, in the given order.
 
-    Raises TypeError when two shares of one name have different reductions.
+    A share may lack names of other shares. Raises TypeError for two shares of one name with
+    different reductions.
     """
     merged: dict[str, Metric] = {}
     for share in shares:
@@ -108,13 +114,19 @@ def merge_metrics(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The numbers of merged metrics, sorted by name. A mean over nothing is left out: what was not measured is not a number."""
+    """Return the numbers of merged metrics, sorted by name.
+
+    A mean over nothing is left out, because an absent measurement is not a number.
+    """
     return {name: float(metric.value) for name, metric in sorted(metrics.items()) if not (isinstance(metric, Mean) and metric.weight == 0)}
 
 
 @dataclass(frozen=True, slots=True)
 class MetricInfo:
-    """One line of the table of metrics. A name that ends in `*` stands for all names that begin like it."""
+    """One line of the table of metrics.
+
+    A name ending in `*` stands for all names with this beginning.
+    """
 
     name: str
     reduction: type[Metric]
@@ -123,7 +135,7 @@ class MetricInfo:
     healthy: str
 
 
-# Legend of the columns: name, reduction, unit, meaning, healthy range or what to do outside of it.
+# Legend of the columns: name, reduction, unit, meaning, healthy range or advice outside of the range.
 _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("rollout/reward", Mean, "reward", "Reward of the scored samples", "rises; flat from the start: look at zero_variance_fraction"),
     ("rollout/reward_component/*", Mean, "reward", "One part of a composite reward", "the parts that you want rise, no other"),
@@ -152,7 +164,10 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ),
     ("rollout/num_tokens", Sum, "tokens", "Response tokens generated", "num_samples x response_length"),
     ("rollout/tokens_per_second", Mean, "tokens/s", "Response tokens per second of time/rollout", "steady; falls with longer responses"),
-    ("rollout/retries", Sum, "requests", "Requests sent again after a failure", "0; see the engines' logs"),
+    ("rollout/failures", Sum, "trajectories", "Trajectories that the rollout failed to make; left out", "0; see logs/rollout.log"),
+    ("rollout/failures/*", Sum, "trajectories", "Those of one cause: error, timeout, contract", "0; mend the rollout"),
+    ("rollout/left_out_groups", Sum, "groups", "Groups too few of whose trajectories were made; other prompts take their places", "0"),
+    ("rollout/retries", Sum, "calls", "Calls of the rollout after one that failed", "0; see rollout/failures"),
     ("rollout/staleness", Mean, "versions", "Weight versions between a token and the step that trains on it", "0 in synchronous runs"),
     ("rollout/staleness_max", Max, "versions", "The same for the oldest token", "at most rollout.max_staleness"),
     ("rollout/staleness_share/*", Mean, "fraction", "Tokens of that age in versions", "most at the age of rollout.max_staleness"),
@@ -167,11 +182,12 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("eval/response_length", Mean, "tokens", "Response length in evaluation", "close to rollout/response_length"),
     ("eval/truncated_fraction", Mean, "fraction", "Responses in evaluation that the token budget cut", "< 0.1; truncated counts as wrong"),
     ("eval/reward_errors", Sum, "samples", "Reward calls in evaluation that raised or timed out", "0"),
+    ("eval/rollout_failures", Sum, "samples", "Held-out prompts that the rollout failed for; not counted in accuracy", "0"),
     ("eval/num_samples", Sum, "samples", "Samples evaluated", "the same every time"),
     ("train/loss", Mean, "loss", "All terms with their coefficients", "near 0 for policy gradients; its height means little"),
     ("train/policy_loss", Mean, "loss", "Policy term alone, when there are others", "near 0"),
     ("train/empty_step", Mean, "fraction", "Steps without a single trainable token", "0; mend the data or the filters"),
-    ("train/entropy", Mean, "nats", "Entropy per trainable token", "slow decline; fast: lower lr, raise clip_high or entropy_coef"),
+    ("train/entropy", Mean, "nats", "Entropy per trainable token", "slow decline; fast: lower lr, raise policy_loss.high or entropy.coef"),
     ("train/top_entropy", Mean, "nats", "Entropy of the tokens kept by top_entropy_fraction", "above entropy"),
     ("train/varentropy", Mean, "nats^2", "Variance of the surprise per trainable token", "of the order of the entropy"),
     ("train/entropy_coef", Last, "", "Coefficient of the entropy bonus in use", "steady unless a controller moves it"),
@@ -237,7 +253,9 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("time/*", Sum, "s", "Seconds in one phase of the step", "the longest but time/rollout is the bottleneck"),
     ("weights/version", Last, "version", "Weights that the engines serve", "rises by one per step"),
     ("weights/bytes", Sum, "bytes", "Bytes sent in a weight sync", "the model's size"),
-    ("weights/parity_mean", Last, "nats", "Mean |engine - trainer| log-prob of the probe after a sync", "below weights.parity_threshold"),
+    ("weights/parity_median", Last, "nats", "Median |engine - trainer| log-prob of sampled tokens", "below weights.parity_threshold"),
+    ("weights/parity_mean", Last, "nats", "Mean of the same", "a few medians; float32: below the threshold"),
+    ("weights/parity_outliers", Last, "fraction", "Share of tokens far above the median that is allowed", "few"),
     ("weights/parity_mean_without_replay", Last, "nats", "The same with the trainer's own routing", "what routing replay is for"),
     ("weights/parity_max", Last, "nats", "Largest |engine - trainer| log-prob of the probe", "within 100 times the mean"),
     ("buffer/pending", Last, "groups", "Prompts that wait for generation", ""),
@@ -251,7 +269,10 @@ METRICS: Mapping[str, MetricInfo] = {row[0]: MetricInfo(*row) for row in _TABLE}
 
 
 def find_info(name: str) -> MetricInfo | None:
-    """The line of METRICS for `name`, None when there is none: a user's own loss may report what it likes."""
+    """Return the line of METRICS for `name`, None without one.
+
+    A user's own loss may report metrics of any name.
+    """
     if name in METRICS:
         return METRICS[name]
     patterns = (
@@ -261,7 +282,7 @@ def find_info(name: str) -> MetricInfo | None:
 
 
 def metric_info(name: str) -> MetricInfo:
-    """The line of METRICS for `name`. Raises KeyError with the closest name when there is none."""
+    """Return the line of METRICS for `name`. Raises KeyError with the closest name without one."""
     found = find_info(name)
     if found is not None:
         return found
@@ -269,8 +290,18 @@ def metric_info(name: str) -> MetricInfo:
     raise KeyError(f"metric {name!r} is not in the table of metrics" + (f"; the closest is {closest[0]!r}" if closest else ""))
 
 
+def is_beyond_healthy(name: str, value: float) -> bool:
+    """Return True where `value` is not below the upper bound of the healthy range of `name`.
+
+    The table writes such a bound as the beginning of the range, `< 0.1`.
+    """
+    info = find_info(name)
+    bound = None if info is None else re.match(r"< ([\d.]+)(?=;|$)", info.healthy)
+    return bound is not None and not value < float(bound[1])
+
+
 def check_metrics(metrics: Mapping[str, Metric]) -> None:
-    """Raise KeyError for a name that the table lacks and TypeError for a reduction other than the declared one."""
+    """Raise KeyError for a name missing in the table and TypeError for an undeclared reduction."""
     for name, metric in metrics.items():
         declared = metric_info(name).reduction
         if type(metric) is not declared:

@@ -1,4 +1,4 @@
-"""The report of a run: curves.png and a self-contained report.html, made from metrics.jsonl alone."""
+"""The report of a run: curves.png and a self-contained report.html, from metrics.jsonl alone."""
 
 import base64
 import html
@@ -9,13 +9,14 @@ from pathlib import Path
 from megatron_rl.errors import UserError
 from megatron_rl.files import write_atomic
 from megatron_rl.observe.curves import Steps, draw_curves, drawable
-from megatron_rl.observe.metrics import find_info
+from megatron_rl.observe.metrics import find_info, is_beyond_healthy
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
-from megatron_rl.observe.summary import SUMMARY_FILE, facts_of, read_summary
+from megatron_rl.observe.summary import REPORT_FILE, SUMMARY_FILE, facts_of, read_summary
 
 CURVES_FILE = "curves.png"
-REPORT_FILE = "report.html"
 
+_BEYOND = "\N{WARNING SIGN}"
+"""Mark beside a last value beyond the healthy range."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #0f172a; background: #f8fafc; margin: 0; }
 main { max-width: 1100px; margin: 0 auto; padding: 24px 16px 64px; }
@@ -31,16 +32,19 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: 
 
 
 def has_curves(directory: Path) -> bool:
-    """Whether the run in `directory` has measured anything yet that is drawn. Raises UserError for a broken metrics.jsonl."""
+    """Return True when the run in `directory` has a measurement to draw.
+
+    Raises UserError for a broken metrics.jsonl.
+    """
     path = directory / METRICS_FILE
     return path.exists() and bool(drawable(read_metrics(path)))
 
 
 def write_report(directory: Path, *, facts: Mapping[str, str], commands: Sequence[str]) -> Path:
-    """Write the picture and the page into the run's `directory`, whose name is the title, and return the page's path.
+    """Write the picture and the page into the run's `directory` and return the page's path.
 
-    `facts` are shown as a table of names and values, `commands` as the lines with which to go on. Raises UserError when the run
-    has no metrics or the disk is full.
+    The directory's name is the title. `facts` are shown as a table of names and values, `commands`
+    as lines for going on. Raises UserError when the run has no metrics or the disk is full.
     """
     path, title = directory / METRICS_FILE, f"Run {directory.name}"
     if not path.exists():
@@ -55,7 +59,10 @@ def write_report(directory: Path, *, facts: Mapping[str, str], commands: Sequenc
 
 
 def report_run(directory: Path) -> Path:
-    """`write_report` of what lies in the `directory` of a run, whether it has ended, goes on or was killed. Raises UserError."""
+    """Call `write_report` on the `directory` of a run: ended, going on or killed.
+
+    Raises UserError.
+    """
     if not directory.is_dir():
         raise UserError(f"{directory} is no directory; give the run.directory of a run")
     summary = read_summary(directory)
@@ -85,13 +92,14 @@ def _page(steps: Steps, picture: bytes, *, title: str, facts: Mapping[str, str],
 
 
 def _final_rows(steps: Steps) -> list[tuple[str, ...]]:
-    """One row per metric with its first and last value."""
+    """Return one row per metric with the first and the last value."""
     rows: list[tuple[str, ...]] = []
     for name in sorted({name for metrics in steps.values() for name in metrics}):
         values = [metrics[name] for metrics in steps.values() if name in metrics]
         info = find_info(name)
         described = (info.unit, info.meaning, info.healthy) if info is not None else ("", "not in the table of metrics", "")
-        rows.append((name, _shown(values[0]), _shown(values[-1]), *described))
+        mark = f" {_BEYOND}" if is_beyond_healthy(name, values[-1]) else ""
+        rows.append((name, _shown(values[0]), f"{_shown(values[-1])}{mark}", *described))
     return rows
 
 
@@ -104,7 +112,10 @@ def _shown(value: float) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int]) -> str:
-    """An HTML table; the columns `numbers` are aligned to the right. Titles that are all empty are left out."""
+    """Return an HTML table with the columns `numbers` aligned to the right.
+
+    A row of empty titles is left out.
+    """
     head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
     body = "\n".join(
         "<tr>"

@@ -1,4 +1,4 @@
-"""Where the metrics of a step go: metrics.jsonl always, TensorBoard and Weights & Biases when asked for."""
+"""Sinks of a step's metrics: metrics.jsonl and TensorBoard always, Weights & Biases on request."""
 
 import importlib
 import json
@@ -11,6 +11,10 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_rl.config.settings import ObserveSettings
 from megatron_rl.errors import UserError
@@ -26,15 +30,17 @@ class Sink(Protocol):
         """Keep the metrics of a step."""
 
     def close(self) -> None:
-        """Bring everything to its destination."""
+        """Flush everything to the destination."""
 
 
 class Sinks:
-    """All sinks of a run that writes into `directory`. A resumed run goes on in the same files, after the row of `first_step`.
+    """All sinks of a run with files in `directory`.
 
-    What an earlier life of the run wrote about later steps is dropped; the first metrics logged of `first_step` are added to those that
-    are there of it, in `row` (what its checkpoint knows) or in the file. `config` are the run's settings, for those sinks that show
-    them. Raises UserError when a sink's package is not installed, the disk is full or metrics.jsonl is not what a run writes.
+    A resumed run goes on in the same files, after the row of `first_step`. Rows of an earlier life
+    of the run about later steps are dropped. The first metrics logged of `first_step` are added to
+    its known metrics, from `row` (the checkpoint's) or from the file. `config` are the run's
+    settings, for sinks with a view of settings. Raises UserError when a sink's package is not
+    installed, the disk is full or metrics.jsonl is not from a run.
     """
 
     def __init__(
@@ -50,9 +56,7 @@ class Sinks:
         self._first_step = first_step
         self._row = {**(row or {}), **lines.row}
         self._lines = lines
-        self._sinks: list[Sink] = [lines]
-        if settings.tensorboard:
-            self._sinks.append(TensorBoard(directory / "tensorboard", first_step=first_step))
+        self._sinks: list[Sink] = [lines, TensorBoard(directory / "tensorboard", first_step=first_step)]
         if settings.wandb_project is not None:
             self._sinks.append(WeightsAndBiases(directory, project=settings.wandb_project, config=config or {}))
 
@@ -64,7 +68,10 @@ class Sinks:
             sink.log(step, metrics)
 
     def sync(self) -> None:
-        """Let metrics.jsonl survive a power failure: a run that goes on from a checkpoint does not measure the steps before it again."""
+        """Sync metrics.jsonl to the disk, to survive a power failure.
+
+        A run continued from a checkpoint does not measure the earlier steps again.
+        """
         self._lines.sync()
 
     def close(self) -> None:
@@ -80,9 +87,10 @@ class Sinks:
 
 
 class JsonLines:
-    """One JSON object per call: `step`, `time` (seconds since 1970) and the metrics; null stands for NaN and infinities.
+    """One JSON object per call: `step`, `time` (seconds since 1970) and the metrics.
 
-    Lines of an earlier life of the run are kept up to `first_step`, whose own line the next call for that step replaces; `row` holds it.
+    Null stands for NaN and infinities. Lines of an earlier life of the run are kept up to
+    `first_step`. The next call for `first_step` replaces that step's line; `row` holds the line.
     """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
@@ -92,12 +100,12 @@ class JsonLines:
         self._replaces = first_step if first_step in known else None
         self.row = _numbers(known.get(first_step, {}))
         kept = [record for step, record in known.items() if step <= first_step]
-        # Also without a torn last line, which a kill or a full disk leaves.
+        # A kill or a full disk leaves a torn last line, dropped here as well.
         write_atomic(path, b"".join(map(_line, kept)))
         self._file = FileIO(path, "ab")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line with a single write, so that a kill cannot leave half of it in the middle of the file."""
+        """Append one line with a single write: a kill cannot leave half a line inside the file."""
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = _line({"step": step, "time": round(time.time(), 3), **numbers})
         if step == self._replaces:
@@ -110,16 +118,16 @@ class JsonLines:
             start, left = self._file.seek(0, os.SEEK_END), memoryview(line)
             try:
                 while left:
-                    # The last write before a disk is full is a short one.
+                    # A short write is the last write before a full disk.
                     left = left[self._file.write(left) :]
             except OSError:
-                # Behind a torn line the next one would be lost, too.
+                # A line behind a torn line would be lost, too.
                 with suppress(OSError):
                     self._file.truncate(start)
                 raise
 
     def sync(self) -> None:
-        """Bring what was logged to the disk itself."""
+        """Sync the logged lines to the disk itself."""
         with disk_errors(self._path):
             os.fsync(self._file.fileno())
 
@@ -129,24 +137,45 @@ class JsonLines:
 
 
 class TensorBoard:
-    """TensorBoard events; those from `first_step` on that an earlier life of the run wrote are hidden."""
+    """TensorBoard events; events of an earlier life of the run from `first_step` on are hidden.
+
+    Writes are immediate, because the thread of TensorBoard's own writer prints a traceback when the
+    disk is full.
+    """
 
     def __init__(self, directory: Path, *, first_step: int) -> None:
-        module = _import_tensorboard()
-        self._writer = module.SummaryWriter(str(directory), purge_step=first_step if directory.exists() else None)
+        with disk_errors(directory):
+            resumed = directory.exists()
+            directory.mkdir(parents=True, exist_ok=True)
+            self._path = directory / f"events.out.tfevents.{time.time_ns()}"
+            self._file = self._path.open("ab")
+        self._records = RecordWriter(self._file)
+        self._write(Event(file_version="brain.Event:2"))
+        if resumed:
+            self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write every metric as a scalar."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(Event(step=step, summary=Summary(value=values)))
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        with disk_errors(self._path):
+            self._records.write(event.SerializeToString())
+            self._records.flush()
 
     def close(self) -> None:
-        """Flush and close the event file."""
-        self._writer.close()
+        """Close the event file."""
+        with disk_errors(self._path):
+            self._records.close()
 
 
 class WeightsAndBiases:
-    """A Weights & Biases run named after the directory, whose id is kept there so that a resumed run continues it."""
+    """A Weights & Biases run named after the directory.
+
+    The directory keeps the run's id, so that a resumed run continues the same run.
+    """
 
     def __init__(self, directory: Path, *, project: str, config: Mapping[str, Any]) -> None:
         wandb = _import_wandb()
@@ -166,18 +195,9 @@ class WeightsAndBiases:
 
 
 def check_installed(settings: ObserveSettings) -> None:
-    """Import what the sinks that were asked for are made of. Raises UserError when a package is not installed."""
-    if settings.tensorboard:
-        _import_tensorboard()
+    """Import the packages of the requested sinks. Raises UserError for a missing package."""
     if settings.wandb_project is not None:
         _import_wandb()
-
-
-def _import_tensorboard() -> Any:
-    try:
-        return importlib.import_module("torch.utils.tensorboard")
-    except ImportError as error:
-        raise UserError("observe.tensorboard is on but tensorboard is not installed; pip install tensorboard, or turn it off") from error
 
 
 def _import_wandb() -> Any:
@@ -188,22 +208,23 @@ def _import_wandb() -> Any:
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """The metrics of every step in a metrics.jsonl, by step in rising order; NaN stands for null.
+    """Return the metrics of every step in a metrics.jsonl, by step in rising order; NaN for null.
 
-    Several lines of a step add up, a later one wins. A line of step s takes the place of everything that earlier lives of the run wrote
-    about later steps. Raises UserError for a broken line.
+    Several lines of a step add up; a later line wins. A line of step s replaces all lines of
+    earlier lives of the run about later steps. Raises UserError for a broken line.
     """
     return {step: _numbers(record) for step, record in _read_records(path).items()}
 
 
 def _read_records(path: Path) -> dict[int, dict[str, Any]]:
-    """The object of every step, with `step` and `time`; the rest as `read_metrics`."""
+    """Return the object of every step, with `step` and `time`; the rest as `read_metrics`."""
     steps: dict[int, dict[str, Any]] = {}
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = dict(json.loads(line))
             step = int(record["step"])
+            _numbers(record)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}:{number}: not a line of metrics ({error}); remove that line") from error
         while steps and next(reversed(steps)) > step:

@@ -1,4 +1,4 @@
-"""How a run ended and what it came to: summary.json, also of a run that failed or was interrupted."""
+"""The outcome of a run in summary.json, also of a failed or interrupted run."""
 
 import json
 import signal
@@ -9,16 +9,20 @@ from megatron_rl.errors import UserError
 from megatron_rl.files import write_atomic
 
 SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
+"""Made from the other files by `megatron-rl report`."""
 FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The outcome of a run, as summary.json holds it.
+    """The outcome of a run, in the form of summary.json.
 
-    `status` is finished, "failed: REASON" or "interrupted: SIGNAL"; `steps` are the rollout batches trained on. Accuracies are of
-    held-out prompts, None without data.eval; `seconds` per phase. `checkpoint` is the Hugging Face directory of the newest saved policy,
-    None when there is none; `go_on` is the command that continues the run.
+    `status` is finished, "failed: REASON" or "interrupted: SIGNAL"; `steps` counts trained rollout
+    batches. Accuracies and mean rewards (greedy) are of held-out prompts, and None without
+    data.eval. Accuracies are also None for rewards other than 0 and 1. `seconds` are per phase.
+    `checkpoint` is the Hugging Face directory of the newest saved policy, or None; `go_on` is the
+    command that continues the run.
     """
 
     status: str
@@ -28,6 +32,8 @@ class Summary:
     accuracy_after: float | None
     accuracy_sampled_before: float | None
     accuracy_sampled_after: float | None
+    reward_before: float | None = None
+    reward_after: float | None = None
     seconds: dict[str, float]
     peak_memory_bytes: int
     checkpoint: str | None
@@ -35,16 +41,23 @@ class Summary:
 
 
 def asked_to_end(error: BaseException) -> bool:
-    """Whether SIGTERM ends the run, as a scheduler sends it before it takes the machine away."""
-    return isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+    """Return True where a signal ends the run.
+
+    Senders are a scheduler, a user or a closing terminal.
+    """
+    return isinstance(error, SystemExit) and error.code in (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP)
+
+
+def signal_of(error: BaseException) -> signal.Signals:
+    """Return the signal behind an `error` with `asked_to_end` True."""
+    assert isinstance(error, SystemExit) and isinstance(error.code, int), "asked_to_end was asked first"
+    return signal.Signals(error.code - 128)
 
 
 def status_of(error: BaseException) -> str:
-    """The status of a run that `error` ends."""
-    if isinstance(error, KeyboardInterrupt):
-        return f"interrupted: {signal.SIGINT.name}"
-    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
-        return f"interrupted: {signal.Signals(error.code - 128).name}"
+    """Return the status of a run ended by `error`."""
+    if asked_to_end(error):
+        return f"interrupted: {signal_of(error).name}"
     return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
@@ -54,7 +67,10 @@ def write_summary(directory: Path, summary: Summary) -> None:
 
 
 def read_summary(directory: Path) -> Summary | None:
-    """The summary of the run in `directory`; None while it goes on, or when it was killed. Raises UserError for a file of another kind."""
+    """Return the summary of the run in `directory`; None while the run goes on, or after a kill.
+
+    Raises UserError for a file of another kind.
+    """
     path = directory / SUMMARY_FILE
     if not path.exists():
         return None
@@ -65,7 +81,7 @@ def read_summary(directory: Path) -> Summary | None:
 
 
 def facts_of(summary: Summary) -> dict[str, str]:
-    """The summary as rows of a table; what was not measured is left out."""
+    """Return the summary as rows of a table, without absent measurements."""
     facts = {
         "status": summary.status,
         "steps": str(summary.steps),
@@ -77,6 +93,8 @@ def facts_of(summary: Summary) -> dict[str, str]:
         facts["checkpoint"] = summary.checkpoint
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         facts["held-out accuracy, greedy"] = f"{summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}"
+    elif summary.reward_before is not None and summary.reward_after is not None:
+        facts["held-out mean reward, greedy"] = f"{summary.reward_before:.3f} → {summary.reward_after:.3f}"
     if summary.accuracy_sampled_before is not None and summary.accuracy_sampled_after is not None:
         facts["held-out accuracy, sampled"] = f"{summary.accuracy_sampled_before:.3f} → {summary.accuracy_sampled_after:.3f}"
     return facts

@@ -1,4 +1,4 @@
-"""How long the phases of a step take."""
+"""Durations of the phases of a step."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,17 +25,17 @@ class PhaseTimer:
             self.add(name, self._clock() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere to the phase `name`."""
+        """Add seconds measured elsewhere to the phase `name`."""
         self._step[name] = self._step.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, Metric]:
-        """Seconds per phase since the last call, as metrics `time/NAME`."""
+        """Return the seconds per phase since the last call, as metrics `time/NAME`."""
         taken, self._step = self._step, {}
         for name, seconds in taken.items():
             self._run[name] = self._run.get(name, 0.0) + seconds
         return {f"time/{name}": Sum(seconds) for name, seconds in taken.items()}
 
     def totals(self) -> dict[str, float]:
-        """Seconds per phase of the whole run so far."""
+        """Return the seconds per phase of the whole run so far."""
         names = self._run.keys() | self._step.keys()
         return {name: self._run.get(name, 0.0) + self._step.get(name, 0.0) for name in sorted(names)}

@@ -8,8 +8,13 @@ from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, Stop
 MakeGroup = Callable[..., Group]
 
 
-def make_group(group_id: str, *, num_samples: int = 2, version: int = 0, length: int = 5, prompt: Prompt | None = None) -> Group:
-    """A group whose every array follows from its arguments, so that what comes back can be compared with a fresh one."""
+def make_group(
+    group_id: str, *, num_samples: int = 2, version: int = 0, length: int = 5, prompt: Prompt | None = None, scored: bool = False
+) -> Group:
+    """A group whose every array follows from its arguments, so that what comes back can be compared with a fresh one.
+
+    The second sample has no score, unless all are `scored`.
+    """
     generator = np.random.default_rng([*group_id.encode(), version])
     prompt = prompt or Prompt(
         id=group_id, token_ids=generator.integers(0, 99, 4), text=f"text of {group_id}", label="7", metadata={"k": [1]}
@@ -30,7 +35,7 @@ def make_group(group_id: str, *, num_samples: int = 2, version: int = 0, length:
                 stop_reason=StopReason.LENGTH if index else StopReason.STOP,
                 response_text=f"réponse {index}",
                 reward=Reward(RewardOutcome.SCORED, 0.1 * index, components={"exact": 1.0})
-                if index != 1
+                if scored or index != 1
                 else Reward(RewardOutcome.ERROR, None, "Traceback"),
                 metadata={"turns": index},
             )

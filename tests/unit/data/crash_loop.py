@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from buffer_parts import finished_samples, take_done
 
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.types import Group, Prompt, Sample, StopReason
@@ -49,13 +50,13 @@ def write_forever(buffer_path: Path, journal: int, noted: int) -> None:
             first = buffer.counts().total
             buffer.add_prompts(Prompt(id=str(row), token_ids=[row], text=str(row)) for row in range(first, first + 8))
             for prompt in buffer.take_pending(8):
-                finished = buffer.finished_samples(prompt)
+                finished = finished_samples(buffer, prompt)
                 samples = [*finished, *(sample_of(prompt, index) for index in range(len(finished), SAMPLES))]
-                buffer.put_samples(samples[:1], prompt=prompt)
+                buffer.put_samples(Group(id=prompt.id, prompt=prompt, samples=tuple(samples[:1])))
                 note(f"sample {prompt.id}")
                 buffer.put_done(Group(id=prompt.id, prompt=prompt, samples=tuple(samples)))
                 note(f"done {prompt.id}")
-            for group in buffer.take_done(5, step=step):
+            for group in take_done(buffer, 5, step=step):
                 note(f"taken {group.id}")
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from buffer_parts import assert_same, fill, finished_samples, take_done
 
-from megatron_rl.data import buffer_rows
 from megatron_rl.data.buffer import COUNT, FRONT, LATER, PRUNABLE, Answer, Buffer, BufferCounts
 from megatron_rl.errors import UserError
 from megatron_rl.types import Group, Prompt, Sample
@@ -23,29 +23,6 @@ from megatron_rl.types import Group, Prompt, Sample
 def buffer(tmp_path: Path) -> Iterator[Buffer]:
     with Buffer(tmp_path / "buffer.sqlite") as opened:
         yield opened
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    """Field by field, arrays to the bit and with their type."""
-    assert type(got) is type(expected)
-    if isinstance(got, np.ndarray):
-        assert got.dtype == expected.dtype
-        np.testing.assert_array_equal(got, expected)
-    elif isinstance(got, tuple):
-        for one, other in zip(got, expected, strict=True):
-            assert_same(one, other)
-    elif dataclasses.is_dataclass(got):
-        for field in dataclasses.fields(got):
-            assert_same(getattr(got, field.name), getattr(expected, field.name))
-    else:
-        assert got == expected
-
-
-def fill(buffer: Buffer, groups: list[Group]) -> None:
-    buffer.add_prompts(group.prompt for group in groups)
-    assert [prompt.id for prompt in buffer.take_pending(len(groups))] == [group.id for group in groups]
-    for group in groups:
-        buffer.put_done(group)
 
 
 def test_a_group_passes_through_all_states_and_comes_back_equal(buffer: Buffer, make_group: Any) -> None:
@@ -61,16 +38,16 @@ def test_a_group_passes_through_all_states_and_comes_back_equal(buffer: Buffer, 
     buffer.put_done(groups[1])
     buffer.put_done(groups[0])
     assert buffer.counts() == BufferCounts(pending=0, in_flight=0, done=2, consumed=0)
-    taken = buffer.take_done(9, step=4)
+    taken = take_done(buffer, 9, step=4)
     assert_same(tuple(taken), tuple(groups))
-    assert buffer.take_done(9, step=4) == []
+    assert take_done(buffer, 9, step=4) == []
     assert buffer.counts() == BufferCounts(pending=0, in_flight=0, done=0, consumed=2)
 
 
 def test_only_the_first_unconsumed_groups_are_handed_out_and_counted(buffer: Buffer, make_group: Any) -> None:
     groups = [make_group(name) for name in "abcdef"]
     fill(buffer, groups[:1])
-    buffer.take_done(1, step=0)
+    take_done(buffer, 1, step=0)
     buffer.add_prompts(group.prompt for group in groups[1:])
     # In front are b, c, d, whatever state they are in.
     assert [prompt.id for prompt in buffer.take_pending(2, among=3)] == ["b", "c"]
@@ -90,20 +67,20 @@ def test_finished_groups_that_are_too_old_are_made_anew(buffer: Buffer, make_gro
     assert buffer.counts() == BufferCounts(pending=1, in_flight=0, done=3, consumed=0)
     (prompt,) = buffer.take_pending(9)
     assert prompt.id == "a"
-    assert buffer.finished_samples(prompt) == ()
+    assert finished_samples(buffer, prompt) == ()
     buffer.put_done(make_group("a", version=6))
-    assert [group.id for group in buffer.take_done(9, step=6)] == ["a", "b", "c", "d"]
+    assert [group.id for group in take_done(buffer, 9, step=6)] == ["a", "b", "c", "d"]
 
 
 def test_what_is_kept_of_a_pending_group_goes_when_it_is_too_old(buffer: Buffer, make_group: Any) -> None:
     old, young = make_group("old", version=3), make_group("young", version=4)
     buffer.add_prompts([old.prompt, young.prompt])
     buffer.take_pending(2)
-    buffer.put_samples(old.samples, prompt=old.prompt)
-    buffer.put_samples(young.samples, prompt=young.prompt)
+    buffer.put_samples(old)
+    buffer.put_samples(young)
     buffer.recover()
     assert buffer.renew(2, oldest_version=4) == 0
-    assert [len(buffer.finished_samples(prompt)) for prompt in buffer.take_pending(2)] == [0, len(young.samples)]
+    assert [len(finished_samples(buffer, prompt)) for prompt in buffer.take_pending(2)] == [0, len(young.samples)]
 
 
 def test_moves_that_skip_a_state_are_refused_and_change_nothing(buffer: Buffer, make_group: Any) -> None:
@@ -113,7 +90,7 @@ def test_moves_that_skip_a_state_are_refused_and_change_nothing(buffer: Buffer, 
     buffer.add_prompts([group.prompt])
     for move in (
         lambda: buffer.put_done(group),
-        lambda: buffer.put_samples(group.samples, prompt=group.prompt),
+        lambda: buffer.put_samples(group),
     ):
         with pytest.raises(ValueError, match="'a' is pending, needs to be in_flight"):
             move()
@@ -123,7 +100,7 @@ def test_moves_that_skip_a_state_are_refused_and_change_nothing(buffer: Buffer, 
     buffer.put_done(group)
     with pytest.raises(ValueError, match="'a' is done"):
         buffer.put_done(group)
-    assert len(buffer.take_done(1, step=0)[0].samples) == 2
+    assert len(take_done(buffer, 1, step=0)[0].samples) == 2
 
 
 def test_adding_prompts_again_is_harmless_unless_they_were_consumed_or_changed(buffer: Buffer, make_group: Any) -> None:
@@ -139,7 +116,7 @@ def test_adding_prompts_again_is_harmless_unless_they_were_consumed_or_changed(b
     assert (taken.label, taken.metadata) == ("present", {"level": 2}), "what waits is what the settings of now say"
     buffer.put_done(dataclasses.replace(group, prompt=taken))
     buffer.add_prompts([group.prompt])
-    assert buffer.take_done(1, step=5)[0].prompt.label == "present", "its samples were made with that"
+    assert take_done(buffer, 1, step=5)[0].prompt.label == "present", "its samples were made with that"
     with pytest.raises(UserError, match="already trained on at step 5"):
         buffer.add_prompts([group.prompt])
 
@@ -150,12 +127,12 @@ def test_reopening_recovers_what_was_in_flight_and_keeps_its_finished_samples(tm
     with Buffer(path) as buffer:
         buffer.add_prompts([group.prompt, make_group("b").prompt])
         buffer.take_pending(2)
-        buffer.put_samples([group.samples[2], group.samples[0]], prompt=group.prompt)
+        buffer.put_samples(dataclasses.replace(group, samples=(group.samples[2], group.samples[0])))
     with Buffer(path) as buffer:
         assert buffer.counts() == BufferCounts(pending=2, in_flight=0, done=0, consumed=0)
         (prompt, other) = buffer.take_pending(2)
-        assert_same(buffer.finished_samples(prompt), (group.samples[0], group.samples[2]))
-        assert buffer.finished_samples(other) == ()
+        assert_same(finished_samples(buffer, prompt), (group.samples[0], group.samples[2]))
+        assert finished_samples(buffer, other) == ()
 
 
 def test_answers_are_kept_until_the_samples_are_there_or_their_weights_are_gone_or_too_old(tmp_path: Path, make_group: Any) -> None:
@@ -177,7 +154,7 @@ def test_answers_are_kept_until_the_samples_are_there_or_their_weights_are_gone_
         with pytest.raises(ValueError, match="'d' is pending, needs to be in_flight"):
             buffer.put_answers("d", [])
         assert buffer.answers("a") == {"old": b"x", "aged": b"x", "mixed": b"x", "new": b"y"}
-        buffer.put_samples(groups[1].samples, prompt=groups[1].prompt)
+        buffer.put_samples(groups[1])
         buffer.put_done(groups[2])
         assert kept(buffer) == {"a": ["aged", "mixed", "new", "old"], "b": [], "c": [], "d": []}
     with Buffer(tmp_path / "buffer.sqlite") as buffer:
@@ -192,35 +169,35 @@ def test_answers_are_kept_until_the_samples_are_there_or_their_weights_are_gone_
 
 def test_rewind_hands_out_again_what_old_weights_made_and_regenerates_the_rest(buffer: Buffer, make_group: Any) -> None:
     """Step s, from 1 on, consumes g<s - 1> of version s - 1; g4 is done but unused; g5 is in flight with samples of versions 1 and 4."""
-    groups = [make_group(f"g{version}", version=version) for version in range(5)]
+    groups = [make_group(f"g{version}", version=version, scored=True) for version in range(5)]
     for step, group in enumerate(groups[:4], start=1):
         fill(buffer, [group])
-        buffer.take_done(1, step=step)
+        take_done(buffer, 1, step=step)
     fill(buffer, groups[4:])
-    old, new = make_group("g5", version=1), make_group("g5", version=4)
+    old, new = make_group("g5", version=1, scored=True), make_group("g5", version=4, scored=True)
     buffer.add_prompts([old.prompt])
     buffer.take_pending(1)
-    buffer.put_samples([old.samples[0], dataclasses.replace(new.samples[1], prompt=old.prompt)], prompt=old.prompt)
+    buffer.put_samples(dataclasses.replace(old, samples=(old.samples[0], dataclasses.replace(new.samples[1], prompt=old.prompt))))
     buffer.rewind(1, version=1)
     buffer.recover()
     assert buffer.counts() == BufferCounts(pending=4, in_flight=0, done=1, consumed=1)
-    assert_same(tuple(buffer.take_done(9, step=1)), (groups[1],))
+    assert_same(tuple(take_done(buffer, 9, step=1)), (groups[1],))
     prompts = buffer.take_pending(9)
     assert [prompt.id for prompt in prompts] == ["g2", "g3", "g4", "g5"]
-    assert [len(buffer.finished_samples(prompt)) for prompt in prompts] == [0, 0, 0, 0]
+    assert [len(finished_samples(buffer, prompt)) for prompt in prompts] == [0, 0, 0, 0]
 
 
 def test_what_other_settings_have_made_is_made_again_whatever_state_it_was_in(tmp_path: Path, make_group: Any) -> None:
     """Step s consumes g<s - 1>; g2 and g3 are done, g4 is in flight with its samples; of g3 an older release does not tell."""
-    groups = [make_group(f"g{number}", version=0) for number in range(5)]
+    groups = [make_group(f"g{number}", version=0, scored=True) for number in range(5)]
     with Buffer(tmp_path / "buffer.sqlite", made_by="old") as buffer:
         for step, group in enumerate(groups[:2], start=1):
             fill(buffer, [group])
-            buffer.take_done(1, step=step)
+            take_done(buffer, 1, step=step)
         fill(buffer, groups[2:4])
         buffer.add_prompts([groups[4].prompt])
         buffer.take_pending(1)
-        buffer.put_samples(groups[4].samples, prompt=groups[4].prompt)
+        buffer.put_samples(groups[4])
         buffer._connection.execute("UPDATE groups SET made_by = NULL WHERE id = 'g3'")
     with Buffer(tmp_path / "buffer.sqlite", made_by="old") as buffer:
         assert buffer.rewind(1, version=0) == {}
@@ -229,21 +206,21 @@ def test_what_other_settings_have_made_is_made_again_whatever_state_it_was_in(tm
         assert buffer.rewind(1, version=0) == {"old": 3}
         assert buffer.counts() == BufferCounts(pending=3, in_flight=0, done=1, consumed=1)
         prompts = buffer.take_pending(9)
-        assert [(prompt.id, buffer.finished_samples(prompt)) for prompt in prompts] == [("g1", ()), ("g2", ()), ("g4", ())]
+        assert [(prompt.id, finished_samples(buffer, prompt)) for prompt in prompts] == [("g1", ()), ("g2", ()), ("g4", ())]
         buffer.put_done(groups[1])
         assert buffer.rewind(1, version=0) == {}
-        assert [group.id for group in buffer.take_done(9, step=2)] == ["g1", "g3"]
-        buffer.prune(2)
+        assert [group.id for group in take_done(buffer, 9, step=2)] == ["g1", "g3"]
+        buffer.prune(2, keep=0)
         assert buffer._connection.execute("SELECT count(*) FROM groups WHERE made_by IS NOT NULL").fetchone() == (0,)
 
 
 def test_prune_keeps_readable_columns_and_rewinding_beyond_it_regenerates(tmp_path: Path, make_group: Any) -> None:
     path = tmp_path / "buffer.sqlite"
     with Buffer(path) as buffer:
-        fill(buffer, [make_group("a"), make_group("b")])
-        buffer.take_done(1, step=1)
-        buffer.take_done(1, step=2)
-        buffer.prune(1)
+        fill(buffer, [make_group("a", scored=True), make_group("b", scored=True)])
+        take_done(buffer, 1, step=1)
+        take_done(buffer, 1, step=2)
+        buffer.prune(1, keep=0)
         reader = sqlite3.connect(path)
         query = "SELECT group_id, response_ids IS NULL, num_tokens, reward FROM samples WHERE sample_index = 0 ORDER BY 1"
         assert reader.execute(query).fetchall() == [("a", 1, 5, 0.0), ("b", 0, 5, 0.0)]
@@ -251,17 +228,17 @@ def test_prune_keeps_readable_columns_and_rewinding_beyond_it_regenerates(tmp_pa
         buffer.rewind(0, version=0)
         assert buffer.counts() == BufferCounts(pending=1, in_flight=0, done=1, consumed=0)
         (prompt,) = buffer.take_pending(1)
-        assert prompt.id == "a" and buffer.finished_samples(prompt) == ()
-        buffer.put_done(make_group("a"))
-        buffer.take_done(2, step=1)
-        buffer.prune(1)
+        assert prompt.id == "a" and finished_samples(buffer, prompt) == ()
+        buffer.put_done(make_group("a", scored=True))
+        take_done(buffer, 2, step=1)
+        buffer.prune(1, keep=0)
         query = "SELECT count(*) FROM samples WHERE response_ids IS NOT NULL"
         assert buffer._connection.execute(query).fetchone() == (0,), "what was made again after a rewind is pruned again"
 
 
 def test_a_step_notes_what_it_trained_on_and_why_not(buffer: Buffer, make_group: Any) -> None:
     fill(buffer, [make_group("a"), make_group("b"), make_group("c")])
-    groups = buffer.take_done(2, step=1, rejection=lambda group: "no signal" if group.id == "a" else None)
+    groups = take_done(buffer, 2, step=1, rejections={"a": "no signal"})
     assert [group.id for group in groups] == ["a", "b"]
     query = "SELECT id, consumed_step, trained, rejection FROM groups ORDER BY position"
     assert buffer._connection.execute(query).fetchall() == [("a", 1, 0, "no signal"), ("b", 1, 1, None), ("c", None, None, None)]
@@ -282,59 +259,15 @@ def test_trajectories_and_prompts_of_samples_come_back_and_only_differing_prompt
     group = of_trajectories(make_group("a", num_samples=5))
     buffer.add_prompts([group.prompt])
     (prompt,) = buffer.take_pending(1)
-    buffer.put_samples(group.samples, prompt=group.prompt)
-    assert_same(buffer.finished_samples(prompt), group.samples)
+    buffer.put_samples(group)
+    assert_same(finished_samples(buffer, prompt), group.samples)
     buffer.put_done(group)
     query = "SELECT own_prompt_text, own_prompt_ids IS NULL FROM samples ORDER BY sample_index"
     texts = ["text of a", "what came before", "both"]
     assert buffer._connection.execute(query).fetchall() == [(None, 1), (None, 1), *((text, 0) for text in texts)]
-    assert_same(tuple(buffer.take_done(1, step=1)), (group,))
-    buffer.prune(1)
+    assert_same(tuple(take_done(buffer, 1, step=1)), (group,))
+    buffer.prune(1, keep=0)
     assert buffer._connection.execute(query).fetchall() == [(None, 1), (None, 1), *((text, 1) for text in texts)]
-
-
-def test_a_buffer_from_before_there_were_trajectories_goes_on(tmp_path: Path, make_group: Any) -> None:
-    path, old, new = tmp_path / "buffer.sqlite", make_group("a"), of_trajectories(make_group("b", num_samples=5))
-    with Buffer(path) as buffer:
-        fill(buffer, [old])
-    with sqlite3.connect(path) as connection:
-        for column in ("trajectory", "own_prompt_text", "own_prompt_ids"):
-            connection.execute(f"ALTER TABLE samples DROP COLUMN {column}")
-        connection.execute("ALTER TABLE groups DROP COLUMN made_by")
-        connection.execute("DROP TABLE answers")
-        connection.execute("PRAGMA user_version = 3")
-    with Buffer(path) as buffer:
-        fill(buffer, [new])
-        assert_same(tuple(buffer.take_done(2, step=1)), (old, new))
-    with Buffer(path):
-        pass
-
-
-def test_a_buffer_that_counted_steps_from_0_goes_on(tmp_path: Path, make_group: Any) -> None:
-    path, groups = tmp_path / "buffer.sqlite", [make_group("a"), make_group("b"), make_group("c")]
-    with sqlite3.connect(path) as old:
-        old.executescript(Path(__file__).with_name("schema_2.sql").read_text())
-        for step, group in enumerate(groups):
-            old.execute(buffer_rows.INSERT_GROUP, (1, *buffer_rows.prompt_row(group.prompt)))
-            columns, _, _ = buffer_rows.SAMPLE_COLUMNS.partition(", trajectory")
-            rows = [buffer_rows.sample_row(sample, prompt=group.prompt)[:19] for sample in group.samples]
-            old.executemany(f"INSERT INTO samples ({columns}) VALUES ({', '.join('?' * 19)})", rows)
-            old.execute("UPDATE groups SET state = 'consumed', consumed_step = ? WHERE id = ?", (step, group.id))
-        old.execute("UPDATE samples SET response_ids = NULL WHERE group_id = 'a'")
-    with Buffer(path) as buffer:
-        query = "SELECT id, consumed_step, trained, pruned FROM groups ORDER BY position"
-        assert buffer._connection.execute(query).fetchall() == [("a", 1, None, 1), ("b", 2, None, 0), ("c", 3, None, 0)]
-        assert buffer.counts() == BufferCounts(pending=0, in_flight=0, done=0, consumed=3)
-        buffer.rewind(2, version=9)
-        assert_same(tuple(buffer.take_done(9, step=3)), (groups[2],))
-    schemas = []
-    for file in (path, tmp_path / "new.sqlite"):
-        with Buffer(file) as buffer:
-            query = "SELECT name, type, [notnull], dflt_value FROM pragma_table_info('groups') UNION ALL {} pragma_table_info('samples')"
-            columns = buffer._connection.execute(query.format("SELECT name, type, [notnull], dflt_value FROM")).fetchall()
-            indices = buffer._connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'index' ORDER BY name").fetchall()
-            schemas.append((columns, indices))
-    assert schemas[0] == schemas[1]
 
 
 @pytest.mark.parametrize(
@@ -347,7 +280,8 @@ def test_a_buffer_that_counted_steps_from_0_goes_on(tmp_path: Path, make_group: 
     ],
 )
 def test_what_a_step_asks_is_answered_from_an_index_of_the_groups_that_it_is_about(buffer: Buffer, statement: str, expected: str) -> None:
-    (plan,) = (str(row[3]) for row in buffer._connection.execute(f"EXPLAIN QUERY PLAN {statement}", (1,)))
+    rows = [str(row[3]) for row in buffer._connection.execute(f"EXPLAIN QUERY PLAN {statement}", (1,))]
+    (plan,) = (row for row in rows if " groups " in row)
     assert plan.replace("COVERING ", "") == expected.replace("COVERING ", ""), "a scan of the table would read all groups of the run"
 
 
@@ -360,8 +294,8 @@ def test_indices_of_waiting_and_unpruned_groups_do_not_grow_with_the_history(buf
 
     for step in range(1, 6):
         fill(buffer, [make_group(f"{step}-{number}") for number in range(4)])
-        buffer.take_done(4, step=step)
-        buffer.prune(step - 1)
+        take_done(buffer, 4, step=step)
+        buffer.prune(step - 1, keep=1)
         assert (pages("groups_waiting"), pages("groups_unpruned")) == (0, 4)
 
 
@@ -379,7 +313,7 @@ def test_moves_reach_the_file_before_the_next_and_a_flush_reaches_the_disk(
 
 def test_anyone_can_query_the_live_file(buffer: Buffer, make_group: Any, tmp_path: Path) -> None:
     fill(buffer, [make_group("a", num_samples=3)])
-    buffer.take_done(1, step=7)
+    take_done(buffer, 1, step=7)
     reader = sqlite3.connect(tmp_path / "buffer.sqlite")
     query = (
         "select consumed_step, avg(reward), avg(num_tokens) from samples join groups on id = group_id where outcome = 'scored' group by 1"
@@ -447,7 +381,7 @@ def test_full_disk_is_one_sentence_and_the_buffer_stays_usable(buffer: Buffer, m
     assert buffer.counts().in_flight == 1
     connection.execute("PRAGMA max_page_count = 1000000")
     buffer.put_done(group)
-    assert_same(tuple(buffer.take_done(1, step=0)), (group,))
+    assert_same(tuple(take_done(buffer, 1, step=0)), (group,))
 
 
 def test_metadata_that_json_cannot_hold_is_a_user_error(buffer: Buffer) -> None:
@@ -470,8 +404,8 @@ def test_kill_9_loses_nothing_finished_and_hands_nothing_out_twice(tmp_path: Pat
     with Buffer(path) as buffer:
         for prompt in buffer.take_pending(10**6):
             assert prompt.id not in done
-            assert bool(buffer.finished_samples(prompt)) or ("sample", prompt.id) not in notes
-        left = buffer.take_done(10**6, step=0)
+            assert bool(finished_samples(buffer, prompt)) or ("sample", prompt.id) not in notes
+        left = take_done(buffer, 10**6, step=0)
         assert not taken.keys() & {group.id for group in left}
         lost = done - taken.keys() - {group.id for group in left}
         assert len(lost) <= KILLS * 5, "handed out but not noted: at most the 5 groups of one call per kill"

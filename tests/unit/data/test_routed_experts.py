@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from buffer_parts import take_done
 from numpy.typing import NDArray
 
-from megatron_rl.data import buffer_rows
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.packing import make_shards
@@ -63,7 +63,7 @@ def put_and_take(buffer: Buffer, group: Group) -> Group:
     buffer.add_prompts([group.prompt])
     buffer.take_pending(1)
     buffer.put_done(group)
-    return buffer.take_done(1, step=0)[0]
+    return take_done(buffer, 1, step=0)[0]
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16])
@@ -77,34 +77,9 @@ def test_the_buffer_gives_back_every_bit(tmp_path: Path, make_group: Any, kind: 
                 continue
             assert sample.routed_experts is not None and sample.routed_experts.dtype == kind
             np.testing.assert_array_equal(sample.routed_experts, expected.routed_experts)
-        buffer.prune(1)
+        buffer.prune(1, keep=0)
     with sqlite3.connect(tmp_path / "buffer.sqlite") as database:
         assert database.execute("SELECT count(*) FROM samples WHERE routed_experts IS NOT NULL").fetchone() == (0,)
-
-
-def test_a_buffer_from_before_there_were_records_is_read_and_written(tmp_path: Path, make_group: Any) -> None:
-    path = tmp_path / "buffer.sqlite"
-    schema = Path(__file__).with_name("schema_2.sql").read_text()
-    old = [line for line in schema.splitlines() if "routed_" not in line]
-    columns, rest, _ = buffer_rows.SAMPLE_COLUMNS.partition(", routed_format")
-    assert rest
-    group = make_group("a")
-    with sqlite3.connect(path) as database:
-        database.executescript("\n".join(old).replace("user_version = 2", "user_version = 1"))
-        database.execute(buffer_rows.INSERT_GROUP, (1, *buffer_rows.prompt_row(group.prompt)))
-        database.execute("UPDATE groups SET state = 'done'")
-        for sample in group.samples:
-            database.execute(
-                f"INSERT INTO samples ({columns}) VALUES ({', '.join('?' * 17)})", buffer_rows.sample_row(sample, prompt=group.prompt)[:17]
-            )
-    for _ in range(2):
-        with Buffer(path) as buffer:
-            if buffer.counts().done:
-                (got,) = buffer.take_done(1, step=0)
-                np.testing.assert_array_equal(got.samples[0].response_ids, group.samples[0].response_ids)
-                assert got.samples[0].routed_experts is None
-            name = f"new {buffer.counts().consumed}"
-            assert put_and_take(buffer, with_experts(make_group(name))).samples[1].routed_experts is not None
 
 
 def make_batch(make_group: Any) -> tuple[TrainBatch, list[Group]]:

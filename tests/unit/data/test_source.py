@@ -88,6 +88,19 @@ def test_chat_messages_go_through_the_template_without_more_special_tokens(tmp_p
     assert first.metadata == ({} if kind == "jsonl" else {"level": 3})
 
 
+def test_the_template_gets_the_tools_of_a_row(tmp_path: Path, tokenizer_path: Path) -> None:
+    chat, tools = [{"role": "user", "content": "1+1"}], [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    path = write(tmp_path / "a.jsonl", {"prompt": chat, "tools": tools})
+    tokenizer = load_tokenizer(tokenizer_path)
+    with pytest.raises(UserError, match=r"a\.jsonl:1: has 'tools', .* shows the model nothing, needs a template"):
+        open_source(path, tokenizer)
+    tokenizer.chat_template = "{% for t in tools or [] %}<{{ t['function']['name'] }}>{% endfor %}" + TEMPLATE
+    assert open_source(path, tokenizer).next_prompts(1)[0].text == "<add><user>1+1<assistant>"
+    # Parquet gives each row the field.
+    write(path, {"prompt": chat, "tools": None})
+    assert open_source(path, tokenizer).next_prompts(1)[0].text == "<user>1+1<assistant>"
+
+
 def test_every_epoch_is_a_new_complete_order_that_only_the_seed_decides(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": str(row)} for row in range(20)))
     ids = [prompt.id for prompt in open_source(path, tokenizer, seed=1).next_prompts(50)]
@@ -133,6 +146,11 @@ def test_a_restored_source_goes_on_where_the_other_stopped(tmp_path: Path, token
         ({"prompt": []}, r":2: 'prompt' is \[\], needs"),
         ({"prompt": [{"role": "user"}]}, r":2: chat message \{'role': 'user'\} needs the strings"),
         ({"prompt": [{"role": "bad", "content": ""}]}, r":2: the chat template refuses this prompt \(no such role\)"),
+        (
+            {"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]},
+            r":2: the last message is the assistant's, needs one that the policy answers; remove it, or move it to the field 'response'",
+        ),
+        ({"prompt": [{"role": "user", "content": "1"}], "tools": "add"}, r":2: the chat template refuses this prompt .* or its tools"),
         ({"prompt": "1", "label": [1]}, r":2: 'label' is \[1\], needs a string or a number"),
         ({"prompt": "1", "label": True}, r":2: 'label' is True"),
         ({"prompt": "1", "response": 4}, r":2: 'response' has type int, needs a string"),

@@ -19,7 +19,7 @@ ROW = {
     "rollout/reward": 0.4567,
     "eval/accuracy_greedy": 0.9,
     "train/entropy": 1.25,
-    "train/kl_reference": float("nan"),
+    "train/grad_norm": float("nan"),
     "train/log_prob_diff": 3.2e-6,
     "rollout/tokens_per_second": 12345.6,
     "time/rollout": 1.5,
@@ -28,7 +28,7 @@ ROW = {
 
 def test_columns_show_metrics_that_exist() -> None:
     for column in (*RL_COLUMNS, *SUPERVISED_COLUMNS):
-        metric_info(column.metric)
+        assert all(metric_info(name) for name in column.metrics)
         assert len(column.title) <= column.width
 
 
@@ -41,8 +41,28 @@ def test_rows_line_up_under_a_header_that_comes_back() -> None:
     headers = [index for index, line in enumerate(lines) if "reward" in line]
     assert headers == [0, 21] and len(lines) == 23
     assert len({len(line) for line in lines}) == 1
-    assert lines[2].split() == ["1/150", "0.457", "0.900", "1.250", "nan", "3.2e-06", "12,346", "1.50"]
+    assert lines[2].split() == ["1/150", "0.457", "0.900", "1.250", "3.2e-06", "nan", "12,346", "1.50"]
     assert lines[2].index("0.457") + 5 == lines[0].index("reward") + 6
+    assert len(lines[0]) <= 80 and "sampled" not in lines[0]
+
+
+def test_a_wide_terminal_gets_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = io.StringIO()
+    RunConsole(150, stream=stream).row(1, {"eval/reward_sampled": -1.5})
+    header, row = stream.getvalue().splitlines()
+    assert [column.title for column in RL_COLUMNS if column.title not in header] == []
+    assert row.split() == ["1/150", "-1.500"], "the mean reward stands where there is no accuracy"
+
+
+def test_a_metric_beyond_its_healthy_range_is_named_once() -> None:
+    stream = io.StringIO()
+    console = RunConsole(2, stream=stream)
+    for fraction in (0.05, 1.0, 1.0):
+        console.row(1, {"rollout/truncated_fraction": fraction, "train/kl_reference": 9.0})
+    notes = [line for line in stream.getvalue().splitlines() if line.startswith("note")]
+    assert len(notes) == 1
+    assert all(part in notes[0] for part in ("rollout/truncated_fraction is 1,", "< 0.1", "raise max_response_tokens"))
 
 
 def test_a_log_file_hears_of_the_first_run_of_a_phase_and_nothing_of_short_later_ones() -> None:

@@ -108,10 +108,19 @@ def test_accuracy_is_the_component_where_there_is_one() -> None:
     assert values["eval/reward_greedy"] == pytest.approx(0.85)
 
 
+@pytest.mark.parametrize("rewards", [(1.0, 0.5), (-1.0, 1.0), (0.0, 1.482)])
+def test_only_rewards_of_0_and_1_are_an_accuracy(rewards: tuple[float, ...]) -> None:
+    values = metric_values(evaluation_metrics([sample(scored(value)) for value in rewards], kind="greedy"))
+    assert "eval/accuracy_greedy" not in values
+    assert values["eval/reward_greedy"] == pytest.approx(sum(rewards) / 2)
+    solved = metric_values(evaluation_metrics([sample(scored(value)) for value in (0.0, 1.0, 1.0)], kind="greedy"))
+    assert solved["eval/accuracy_greedy"] == solved["eval/reward_greedy"] == pytest.approx(2 / 3)
+
+
 def test_failed_evaluations_are_counted_and_not_averaged() -> None:
     failed = [sample(Reward(RewardOutcome.ERROR, message="boom")), replace(sample(scored(0)), reward=None)]
     values = metric_values(evaluation_metrics([sample(scored(0.5)), *failed], kind="sampled"))
-    assert (values["eval/accuracy_sampled"], values["eval/reward_sampled"]) == (0.5, 0.5)
+    assert values["eval/reward_sampled"] == 0.5
     assert (values["eval/reward_errors"], values["eval/num_samples"]) == (2, 3)
 
 

@@ -2,9 +2,11 @@ import itertools
 import math
 import random
 import re
+from pathlib import Path
 
 import pytest
 
+from megatron_rl.observe import metrics
 from megatron_rl.observe.metrics import (
     METRICS,
     Last,
@@ -14,6 +16,7 @@ from megatron_rl.observe.metrics import (
     Min,
     Sum,
     check_metrics,
+    is_beyond_healthy,
     merge_metrics,
     metric_info,
     metric_values,
@@ -72,3 +75,34 @@ def test_the_table_is_complete() -> None:
     for name, info in METRICS.items():
         assert name == info.name and re.fullmatch(r"[a-z]+/[a-z0-9_]+(/?\*)?|[a-z]+/\*", name), name
         assert info.meaning
+
+
+def test_launch_scripts_name_metrics_that_exist() -> None:
+    scripts = sorted((Path(__file__).parents[3] / "examples" / "launch").glob("*.sh"))
+    lines = [line for script in scripts for line in re.findall("^# Watch(.*)$", script.read_text(), re.M)]
+    watched = [name for line in lines for name in re.findall(r"\w+/\w+", line)]
+    assert len(watched) >= 10
+    assert all(metric_info(name) for name in watched)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "beyond"),
+    [
+        ("rollout/truncated_fraction", 0.1, True),
+        ("rollout/truncated_fraction", 0.09, False),
+        ("rollout/truncated_fraction", math.nan, True),
+        ("train/dual_clip_fraction", 0.02, True),
+        ("train/kl_reference", 9.0, False),
+        ("rollout/reward", -9.0, False),
+        ("own/metric", 9.0, False),
+    ],
+)
+def test_values_are_held_against_an_upper_bound(name: str, value: float, beyond: bool) -> None:
+    assert is_beyond_healthy(name, value) == beyond
+
+
+def test_the_readme_shows_lines_of_the_table() -> None:
+    readme = Path(metrics.__file__).with_name("README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([^`]+/[^`]+)` \| (.*) \| (.*) \|$", readme, re.MULTILINE)
+    assert rows == [(name, METRICS[name].meaning, METRICS[name].healthy) for name, *_ in rows]
+    assert len(rows) > 5

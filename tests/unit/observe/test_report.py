@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from megatron_rl.config.settings import ObserveSettings
 from megatron_rl.errors import UserError
-from megatron_rl.observe.curves import PANELS, _smooth, draw_curves
+from megatron_rl.observe.curves import PANELS, _draw_panel, _smooth, draw_curves, drawable
 from megatron_rl.observe.metrics import metric_info
 from megatron_rl.observe.report import write_report
 from megatron_rl.observe.sinks import METRICS_FILE, Sinks
@@ -55,6 +56,27 @@ def test_report_is_one_page_that_loads_nothing_and_holds_the_picture(tmp_path: P
     assert re.search(r"eval/accuracy_greedy</td>\s*<td class=\"number\">0.5</td>\s*<td class=\"number\">0.54</td>", page)
     assert '<td class="number">12,346</td>' in page
     assert picture.startswith(b"\x89PNG")
+
+
+def test_a_last_value_beyond_its_healthy_range_is_marked(tmp_path: Path) -> None:
+    with Sinks(tmp_path, ObserveSettings()) as sinks:
+        sinks.log(1, {"rollout/truncated_fraction": 1.0, "rollout/zero_variance_fraction": 0.25, "rollout/reward": 0.5})
+    page = write_report(tmp_path, facts={}, commands=[]).read_text()
+    assert re.search(r"rollout/truncated_fraction</td>\s*<td class=\"number\">1</td>\s*<td class=\"number\">1 \N{WARNING SIGN}</td>", page)
+    assert page.count("\N{WARNING SIGN}") == 1
+
+
+def test_rewards_that_are_no_accuracy_are_drawn_on_an_axis_that_holds_them() -> None:
+    steps = {step: {"eval/reward_greedy": value, "eval/reward_sampled": -value} for step, value in ((0, -3.0), (5, 1.482))}
+    (panel,) = drawable(steps)
+    assert panel.title == "Held-out reward, mean"
+    axis = Figure().subplots()
+    _draw_panel(axis, panel, steps)
+    low, high = axis.get_ylim()
+    assert low < -3 and high > 3
+    with_accuracy = {step: {**values, "eval/accuracy_greedy": 1.0} for step, values in steps.items()}
+    assert [panel.title for panel in drawable(with_accuracy)] == ["Held-out accuracy"]
+    assert [panel.title for panel in drawable({**with_accuracy, 9: steps[5]})] == ["Held-out reward, mean"]
 
 
 def test_only_measured_panels_are_drawn(tmp_path: Path) -> None:

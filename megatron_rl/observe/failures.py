@@ -1,0 +1,69 @@
+"""Failed calls of plug-ins in a step: logged, counted by cause, and fatal beyond a share."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_rl.errors import UserError, counted
+from megatron_rl.files import disk_errors
+from megatron_rl.types import Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureLog:
+    """The failures of `calls`, such as "reward calls", made by the plug-in `owner`.
+
+    A share of failures beyond `max_error_rate`, given by `setting`, ends the run. `say` gets a
+    sentence about each step with a new failure.
+    """
+
+    path: Path
+    calls: str
+    owner: str
+    setting: str
+    max_error_rate: float
+    say: Callable[[str], None] = lambda words: None
+    _noted: set[str] = field(default_factory=set)
+
+    def note(self, failures: Sequence[Failure], *, total: int, step: int) -> None:
+        """Write the number of failed calls of `step` by cause, with the trace of each new cause.
+
+        Raises UserError when the disk is full or the log's directory is gone.
+        """
+        if not failures:
+            return
+        if not self.path.parent.is_dir():
+            raise UserError(
+                f"{self.path} cannot be written: its directory was deleted or moved while the run was going; start the run again in a "
+                "directory that stays"
+            )
+        new = [(headline, count) for headline, count in _headlines(failures) if headline not in self._noted]
+        if new:
+            others = f" and {counted(len(new) - 1, 'other cause')}" if len(new) > 1 else ""
+            self.say(f"step {step}: {new[0][1]} of {total} {self.calls} failed: {new[0][0]}{others}; see {self.path}")
+        with disk_errors(self.path), self.path.open("a") as log:
+            for headline, count in _headlines(failures):
+                log.write(f"step {step}: {count} of {total} {self.calls}: {headline}\n")
+                if headline not in self._noted:
+                    self._noted.add(headline)
+                    log.write(f"{next(each.trace for each in failures if each.headline == headline)}\n")
+
+    def check(self, failures: Sequence[Failure], *, total: int) -> None:
+        """Raise UserError for too large a share of failures among `total` calls.
+
+        The error has every cause, and the first trace.
+        """
+        if len(failures) <= self.max_error_rate * total:
+            return
+        causes = ", ".join(f"{count} {cause}" for cause, count in Counter(failure.cause for failure in failures).most_common())
+        headlines = "".join(f"\n{count} x {headline}" for headline, count in _headlines(failures))
+        raise UserError(
+            f"{len(failures)} of {total} {self.calls} failed ({causes}) = {len(failures) / total:.1%}, more than {self.setting} "
+            f"{self.max_error_rate:.1%}; mend {self.owner}, or raise {self.setting}{headlines}\nthe first failure is:\n{failures[0].trace}"
+        )
+
+
+def _headlines(failures: Sequence[Failure]) -> list[tuple[str, int]]:
+    """Return the causes and their counts, the most frequent first."""
+    return Counter(failure.headline for failure in failures).most_common()

@@ -1,0 +1,106 @@
+"""What the buffer keeps of failures and for readers, and what a foreign lock on it does."""
+
+import dataclasses
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from buffer_parts import assert_same, fill, take_done
+
+from megatron_rl.data.buffer import Buffer, BufferCounts
+from megatron_rl.errors import UserError
+from megatron_rl.types import Failure
+
+
+@pytest.fixture
+def buffer(tmp_path: Path) -> Iterator[Buffer]:
+    with Buffer(tmp_path / "buffer.sqlite") as opened:
+        yield opened
+
+
+def test_a_rewind_tries_again_what_failed(buffer: Buffer, make_group: Any) -> None:
+    """Of a, b and c, which no checkpoint knows, a is scored again, b is made anew, and c is left as it is; d is trained on."""
+    a, b, c, d = make_group("a"), make_group("b", scored=True), make_group("c", scored=True), make_group("d")
+    failures = (Failure("error", "ValueError: no", "Traceback"), Failure("timeout", "no samples after 5 s"))
+    b, d = dataclasses.replace(b, failures=failures), dataclasses.replace(d, failures=failures[:1])
+    fill(buffer, [d, a, b, c])
+    assert_same(tuple(take_done(buffer, 1, step=1)), (d,))
+    assert_same(tuple(take_done(buffer, 2, step=2)), (a, b))
+    buffer.rewind(1, version=0)
+    assert buffer.counts() == BufferCounts(pending=2, in_flight=0, done=1, consumed=1)
+    first, second = buffer.take_pending(9)
+    assert_same(buffer.finished(first), a)
+    assert second.id == "b" and buffer.finished(second) is None
+    assert_same(tuple(buffer.done(9)), (c,))
+    query = "SELECT group_id, cause, headline, trace FROM failures"
+    assert buffer._connection.execute(query).fetchall() == [("d", "error", "ValueError: no", "Traceback")]
+
+
+def test_a_group_of_failures_alone_is_kept_and_one_of_nothing_is_not(buffer: Buffer, make_group: Any) -> None:
+    group = dataclasses.replace(make_group("a"), samples=(), failures=(Failure("contract", "it returned None"),))
+    buffer.add_prompts([group.prompt])
+    buffer.take_pending(1)
+    with pytest.raises(ValueError, match="'a' has no samples and no failures, needs at least one"):
+        buffer.put_done(dataclasses.replace(group, failures=()))
+    buffer.put_samples(group)
+    assert_same(buffer.finished(group.prompt), group)
+    buffer.put_done(group)
+    assert_same(tuple(buffer.done(1)), (group,))
+
+
+def test_prune_keeps_some_groups_of_each_step_whole(buffer: Buffer, make_group: Any) -> None:
+    groups = [make_group(name, scored=True) for name in "abcdef"]
+    fill(buffer, groups)
+    take_done(buffer, 3, step=1)
+    take_done(buffer, 2, step=2)
+    take_done(buffer, 1, step=3)
+    buffer.prune(2, keep=2)
+    query = "SELECT id, pruned, response_ids IS NOT NULL FROM groups JOIN samples ON id = group_id WHERE sample_index = 0 ORDER BY position"
+    assert buffer._connection.execute(query).fetchall() == [("a", 2, 1), ("b", 2, 1), ("c", 1, 0), ("d", 2, 1), ("e", 2, 1), ("f", 0, 1)]
+    (first,) = buffer._groups("id = ?", ("a",))
+    assert_same(first, groups[0])
+    buffer.prune(3, keep=0)
+    assert buffer._connection.execute(query).fetchall()[-1] == ("f", 1, 0)
+    assert buffer._connection.execute(query).fetchall()[:2] == [("a", 2, 1), ("b", 2, 1)], "what was kept stays"
+
+
+@pytest.fixture
+def locked(buffer: Buffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A connection of another program in the midst of a transaction, which the buffer waits for in short turns."""
+    monkeypatch.setattr("megatron_rl.data.buffer.NAMED_S", 0.02)
+    monkeypatch.setattr("megatron_rl.data.buffer.BUFFER_LOCK_S", 0.5)
+    with closing(sqlite3.connect(tmp_path / "buffer.sqlite", isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield other
+
+
+def test_a_foreign_lock_is_named_once_and_waited_for(buffer: Buffer, locked: sqlite3.Connection, make_group: Any) -> None:
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        locked.execute("COMMIT")
+
+    buffer._note = note
+    assert buffer.add_prompts([make_group("a").prompt]) == 1
+    (text,) = notes
+    assert "another program has kept the buffer" in text and "locked for 0.02 s" in text
+    assert text.endswith("end the other program's transaction on this file, or this run ends after 0.5 s")
+
+
+def test_a_foreign_lock_that_stays_ends_every_write_at_one_deadline(
+    buffer: Buffer, locked: sqlite3.Connection, make_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"another program has kept the buffer .* locked for 0\.5 s; end the other program's"):
+        buffer.add_prompts([make_group("a").prompt])
+    # Waits no second time.
+    monkeypatch.setattr("megatron_rl.data.buffer.BUFFER_LOCK_S", 100)
+    with pytest.raises(UserError, match=r"locked for 0\.5 s"):
+        buffer.recover()
+    # What a last checkpoint asks for.
+    buffer.prune(1, keep=0)
+    buffer.flush()
+    assert buffer.num_consumed(step=0) == buffer.counts().total == 0
