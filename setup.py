@@ -34,7 +34,7 @@ INSTALL_REQUIRES = [
     "jinja2>=3.1",
     "msgspec>=0.18",
     "packaging>=23",
-    "pyyaml>=6.0",
+    "ruamel.yaml>=0.18",
     "pebble>=5.0",
     "psutil>=5.9",
     "pyarrow>=16",
@@ -47,9 +47,8 @@ INSTALL_REQUIRES = [
 
 EXTRAS_REQUIRE = {
     "gpu": [
-        # Exact: server flags, the platform plugin and the response fields differ between releases. Needs Python 3.11.
-        'sglang==0.5.23; python_version >= "3.11"',
-        'sglang==0.5.21; python_version < "3.11"',
+        # Exact: server flags, the platform plugin and the response fields differ between releases.
+        "sglang==0.5.23",
         # One per megatron-core, whose layers derive from its; the core for CUDA 13, which SGLang's torch is built with.
         'transformer-engine[core-cu13,pytorch]==2.11.0; python_version < "3.12"',
         'transformer-engine[core-cu13,pytorch]==2.18.0; python_version >= "3.12"',
@@ -85,7 +84,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     package_data={"megatron_rl": ["py.typed", "CHANGES.md"]},
     install_requires=INSTALL_REQUIRES,

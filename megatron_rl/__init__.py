@@ -1,7 +1,7 @@
-"""RL post-training for large language models; the names below are what other programs use of it.
+"""RL post-training for large language models; the names below are for other programs.
 
-They are imported when they are first asked for: `import megatron_rl` itself loads neither torch nor Megatron-Core nor Ray. Examples are
-in `examples/library`.
+Names are imported at first use: `import megatron_rl` itself loads neither torch nor Megatron-Core
+nor Ray. Examples are in `examples/library`.
 """
 
 import importlib
@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_rl.algorithms.advantage import group_advantages
-    from megatron_rl.algorithms.inputs import LossInputs
+    from megatron_rl.algorithms.aggregation import LossInputs
     from megatron_rl.algorithms.log_prob import token_statistics
     from megatron_rl.algorithms.loss import LossOutput, compute_loss
-    from megatron_rl.algorithms.objective import AdvantageSettings, Objective
+    from megatron_rl.algorithms.objective import Objective
     from megatron_rl.config.settings import ModelSettings, TopologySettings, TrainingSettings
     from megatron_rl.errors import UserError
     from megatron_rl.training.trainer import Trainer
     from megatron_rl.types import TrainBatch
 
 __all__ = [
-    "AdvantageSettings",
     "LossInputs",
     "LossOutput",
     "ModelSettings",
@@ -35,8 +34,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AdvantageSettings": "megatron_rl.algorithms.objective",
-    "LossInputs": "megatron_rl.algorithms.inputs",
+    "LossInputs": "megatron_rl.algorithms.aggregation",
     "LossOutput": "megatron_rl.algorithms.loss",
     "ModelSettings": "megatron_rl.config.settings",
     "Objective": "megatron_rl.algorithms.objective",

@@ -1,9 +1,16 @@
-"""The command line: `train`, `eval`, `report`, `plan`, `models`, `convert`, `serve`, `verify-checkpoint`, `check-plugin` and `doctor`.
+"""The command line.
 
-Exit status: 0 done; 2 input that the user can mend, told in one sentence; 75 ended by SIGTERM or by the death of a process of the run,
-which goes on from its checkpoint with `--resume`; 1 any other failure; 130 after Ctrl-C, 143 after SIGTERM without a checkpoint;
-141 when nobody reads the output to its end, as behind `| head`: a run that has started goes on instead.
-What is heavy is imported inside the command that needs it, so that help and mistakes answer at once.
+Commands are `train`, `eval`, `report`, `plan`, `models`, `convert`, `serve`, `verify-checkpoint`,
+`check-plugin` and `doctor`.
+
+Exit status: 0 done; 2 for input that the user can mend, told in one sentence; 75 ended by SIGTERM,
+SIGHUP or the death of a process of the run, where `--resume` goes on from the checkpoint; 1 any
+other failure; 130 after Ctrl-C, with a checkpoint, too; 143 and 129 after SIGTERM and SIGHUP
+without a checkpoint; 137 where the system killed the command; 141 when the output is not read to
+the end, as behind `| head`: a started run goes on instead.
+
+Heavy modules are imported inside the command with the need, so that help and mistakes answer at
+once.
 """
 
 import os
@@ -11,34 +18,38 @@ import select
 import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, get_args
 
 import click
 
-from megatron_rl.config.load import dump_settings, load_settings
+from megatron_rl.check import report as report_checks
+from megatron_rl.config.decided import Decision
+from megatron_rl.config.help import SettingsCommand
+from megatron_rl.config.load import dump_settings, load_decided
 from megatron_rl.config.overrides import apply_overrides, split_words
-from megatron_rl.config.settings import Settings
-from megatron_rl.config.settings_reference import SettingField, section_description, setting_fields
+from megatron_rl.config.settings import RuntimeSettings, Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import MegatronRLError, ResumableError, UserError
 from megatron_rl.plugins import PluginKind, kind_of
+from megatron_rl.process_variables import check_home, settle_output
+from megatron_rl.runtime.grace import ENDING, Grace
+from megatron_rl.runtime.supervisor import supervise
 
 RESUMABLE = 75
-"""The exit status that says: start the same command again. It is EX_TEMPFAIL of sysexits.h."""
-_LEFT_BY = {128 + number: number for number in (signal.SIGTERM, signal.SIGHUP)}
-"""The signals that end a command by `_leave`, by the exit status."""
+"""Exit status for starting the same command again: EX_TEMPFAIL of sysexits.h."""
+_LEFT_BY = {128 + number: number for number in ENDING}
+"""Signals that end a command, by the exit status."""
 _COUNT = click.IntRange(1, 2**17)
 _STAND_INS = 2
 _OVERRIDES = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
 
 class _BrokenPipe(Exception):
-    """Some pipe has no reader any more; as a BrokenPipeError click would end the command without a word, whichever pipe it is."""
+    """Some pipe without a reader; click would end the command in silence for a BrokenPipeError."""
 
 
 @contextmanager
@@ -50,10 +61,10 @@ def _past_click() -> Iterator[None]:
 
 
 class Commands(click.Group):
-    """The commands, whose broken pipes reach `_run`."""
+    """Commands whose broken pipes reach `_run`."""
 
     def make_context(self, *words: Any, **extra: Any) -> click.Context:
-        """Parse the words, which prints the help where they ask for it."""
+        """Parse the words, and print the help on request."""
         with _past_click():
             return super().make_context(*words, **extra)
 
@@ -61,21 +72,6 @@ class Commands(click.Group):
         """Run the command."""
         with _past_click():
             return super().invoke(ctx)
-
-
-class SettingsCommand(click.Command):
-    """A command whose help ends with every setting: name, type, default and description."""
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the settings, one list per section."""
-        sections: dict[str, list[SettingField]] = {}
-        for field in setting_fields():
-            section = field.path.rpartition(".")[0]
-            # Arguments stand below the mapping that holds them.
-            sections.setdefault(section.rpartition(".")[0] if field.owners else section, []).append(field)
-        for section, fields in sections.items():
-            with formatter.section(f"{section}: {section_description(section).rstrip('.')}"):
-                formatter.write_dl([(field.path, _help(field)) for field in fields], col_max=48)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -106,21 +102,25 @@ def train(
     Settings come from CONFIG.yaml and from overrides, whose values are YAML; a later override wins. Example:
 
     megatron-rl train grpo.yaml run.seed=2 --training.optimizer.lr 2e-6
+
+    `megatron-rl train --help SECTION` lists the settings of a section, such as rollout or training.schedule, and --help all lists all.
     """
     if config_only and not check:
         raise UserError("--config-only was given without --check, but a run needs weights, data and machines; add --check")
     if weights_only and not resume:
         raise UserError("--weights-only was given without --resume, but a new run has no checkpoint to take weights from; add --resume")
-    settings = _settings(words, reward=reward, ray_address=ray_address)
-    # Heavy from here on: megatron-core and transformers are asked what they know.
+    settings, decisions = _settings(words, reward=reward, ray_address=ray_address)
+    # Heavy from here on: megatron-core and transformers are asked for their knowledge.
     from megatron_rl.runtime.preflight import preflight
     from megatron_rl.runtime.resumption import check_is_not_a_copy
 
     if resume:
         check_is_not_a_copy(split_words(words, options=_own_options()).config, settings)
     if check:
-        return _check(settings, resume=resume, config_only=config_only)
+        return _check(settings, decisions, resume=resume, config_only=config_only)
     print("checking settings, model and data ...", flush=True)
+    for decision in decisions:
+        print(f"decided: {decision.path}={decision.value} ({decision.reason})", flush=True)
     _print_notes(preflight(settings, resume=resume, probe=False))
     _session(settings).train(settings, resume=resume, weights_only=weights_only)
     return 0
@@ -131,8 +131,13 @@ def train(
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Short for reward.function=MODULE:FUNCTION.")
 @click.option("--ray-address", metavar="ADDRESS", help="Short for runtime.ray_address=ADDRESS: use a running Ray cluster.")
 def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None) -> int:
-    """Evaluate the model at model.path on data.eval, with the settings of a training run (`megatron-rl train --help` lists them)."""
-    settings = _settings(words, reward=reward, ray_address=ray_address)
+    """Evaluate the model at model.path on data.eval, with the settings of a training run (`megatron-rl train --help all` lists them).
+
+    The result is printed, and kept in run.directory with the samples: evaluation.json and evaluation.jsonl.
+    """
+    # Evaluation reads no training rows.
+    words = (*words, "data.train=unused", "data.source=null", "data.args={}")
+    settings, _ = _settings(words, reward=reward, ray_address=ray_address)
     if settings.data.eval is None:
         raise UserError("data.eval is not set, so there is nothing to evaluate on; set it to a file of held-out rows with data.eval=PATH")
     _session(settings).evaluate(settings)
@@ -168,11 +173,12 @@ def report(directory: Path) -> int:
 def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | bool | None) -> int:
     """Say what each GPU of a run would hold, and whether it fits. Needs the model's config.json only, no weights and no GPU.
 
-    MODEL is a Hugging Face directory or a config.json; settings of a run (`megatron-rl train --help` lists them) come from CONFIG.yaml and
-    from overrides. The exit status is 2 when it does not fit. Example: megatron-rl plan /models/Qwen3-30B-A3B --gpu H100-80 --gpus 64
+    MODEL is a Hugging Face directory or a config.json; settings of a run (`megatron-rl train --help all` lists them) come from
+    CONFIG.yaml and from overrides. The exit status is 2 when it does not fit.
+    Example: megatron-rl plan /models/Qwen3-30B-A3B --gpu H100-80 --gpus 64
     """
+    from megatron_rl.config.gpus import find_gpu
     from megatron_rl.planning.command import parse_request, plans
-    from megatron_rl.planning.gpus import find_gpu
 
     given = split_words(words, options=_own_options())
     topology = {name: size for name, size in layout.items() if size is not None}
@@ -197,26 +203,24 @@ def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | boo
 @click.option("--max-shard-size", default="4GB", show_default=True, metavar="SIZE", help="Largest file, such as 500MB or 4GB.")
 @click.option("--copy-code", is_flag=True, help="Copy Python files of the source, too. They are never run here.")
 @click.option("--drop-mtp", is_flag=True, help="Leave out layers of multi-token prediction; they are kept as they are when not given.")
-@click.option("--verify", is_flag=True, help="Compare all tensors; run both sides on prompts in float32 (needs memory for the model).")
+@click.option("--verify", is_flag=True, help="Compare all tensors of both sides exactly.")
 def convert_checkpoint(source: Path, target: Path, verify: bool, max_shard_size: str, **asked: Any) -> int:
     """Convert the checkpoint SOURCE into the directory TARGET, tensor by tensor, without a GPU.
 
     SOURCE is a Hugging Face directory (also a quantised one), a checkpoint of a run, or a distributed checkpoint of Megatron-LM, slime or
-    verl; its files say which. TARGET appears when it is complete; after a kill the same command goes on where it stopped.
+    verl; its files say which. TARGET appears when it is complete; after a kill the same command starts anew.
     The exit status is 2 when --verify finds that the two differ.
     """
-    from megatron_rl.convert.conversion import check_verifiable, convert, parse_options, say_on_terminal, size, verify_conversion
+    from megatron_rl.convert.conversion import convert, parse_options, say_on_terminal, size, verify_conversion
 
     options = parse_options(max_shard_size=max_shard_size, **asked)
-    if verify:
-        check_verifiable(source, options)
     done = convert(source, target, options, say=say_on_terminal)
     print(f"{target}: {done.to}, {size(done.num_bytes)} in {done.seconds:.1f} s ({size(done.num_bytes / done.seconds)}/s)")
     if not verify:
         return 0
     compared = verify_conversion(source, target, options)
-    print("\n".join(found.line() for found in compared), flush=True)
-    return 0 if all(found.same for found in compared) else 2
+    print(compared.line(), flush=True)
+    return 0 if compared.same else 2
 
 
 @cli.command(short_help="Serve a model with an SGLang server.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
@@ -227,7 +231,8 @@ def convert_checkpoint(source: Path, target: Path, verify: bool, max_shard_size:
 def serve(model: Path, words: tuple[str, ...], host: str, port: int) -> int:
     """Serve MODEL, a Hugging Face directory such as a run's export, by OpenAI's API, on GPUs or without.
 
-    An argument of the SGLang server follows by its own name. Example: megatron-rl serve runs/first/huggingface tp_size=2
+    An argument of the SGLang server follows by its own name. Requests need the key that the command prints once the server is ready,
+    in an example that can be pasted; each start makes another key. Example: megatron-rl serve runs/first/huggingface tp_size=2
     """
     from megatron_rl.runtime.serving import serve as serve_model
 
@@ -257,19 +262,23 @@ def verify_checkpoint(path: Path, config: Path | None, equal_to: Path | None) ->
 @click.argument("path", metavar="MODULE:NAME")
 @click.option("--kind", type=click.Choice(get_args(PluginKind)), help="What it is; found by the arguments that it takes when not given.")
 @click.option("--args", "words", multiple=True, metavar="NAME=VALUE", help="An argument of its own; may be given several times.")
-def check_plugin(path: str, kind: PluginKind | None, words: tuple[str, ...]) -> int:
+@click.option("--model", type=click.Path(path_type=Path), help="Directory of a model, whose tokenizer and chat template a rollout gets.")
+def check_plugin(path: str, kind: PluginKind | None, words: tuple[str, ...], model: Path | None) -> int:
     """Call the plug-in at MODULE:NAME as a run would, and print one line for each promise of its contract. Starts no engine.
 
     The exit status is 2 when it breaks one. Example: megatron-rl check-plugin my_package.rewards:score --args threshold=0.5
     """
     from megatron_rl.contracts import check
 
-    args = apply_overrides({}, list(words))
-    broken = 0
-    for found in check(path, kind or kind_of(path), args):
-        broken += found.problem is not None
-        print(f"ok      {found.promise}" if found.problem is None else f"BROKEN  {found.promise}: {found.problem}", flush=True)
-    return 2 if broken else 0
+    args, kind = apply_overrides({}, list(words)), kind or kind_of(path)
+    tokenizer = None
+    if model is not None:
+        from megatron_rl.data.tokenizer import load_tokenizer
+
+        if kind != "rollout":
+            raise UserError(f"--model is {model}, but a plug-in of the kind {kind} gets no tokenizer; leave it out")
+        tokenizer = load_tokenizer(model)
+    return 0 if report_checks(check(path, kind, args, tokenizer=tokenizer)) else 2
 
 
 @cli.command(short_help="List the families of models that can be trained.")
@@ -283,7 +292,7 @@ def models() -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Says what is being waited for: in a line that changes on a terminal, in a line each where nobody watches."""
+    """Yield a function that prints the awaited work: one line on a terminal, else a line each."""
     if not sys.stderr.isatty():
         yield lambda words: print(f"megatron-rl: {words}", file=sys.stderr, flush=True)
         return
@@ -300,7 +309,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
     default=Path(),
     help="Where runs are to be written; the working directory when not given.",
 )
-@click.option("--gpu", is_flag=True, help="Try the GPUs of this node with real ranks and engines instead (15 minutes).")
+@click.option("--gpu", is_flag=True, help="Try the GPUs of this node with real ranks, engines and runs as well (20 minutes).")
 @click.option(
     "--on-cpu",
     type=click.IntRange(min=_STAND_INS),
@@ -308,40 +317,39 @@ def _progress() -> Iterator[Callable[[str], None]]:
     flag_value=_STAND_INS,
     default=None,
     metavar="[COUNT]",
-    help=f"With --gpu: COUNT processes on the CPU ({_STAND_INS} when not given) stand for GPUs, to try the acceptance itself.",
+    help=f"With --gpu: COUNT processes on the CPU ({_STAND_INS} when not given) stand for GPUs, to try the trial itself.",
 )
 def doctor(directory: Path, gpu: bool, on_cpu: int | None) -> int:
     """Compare this machine and its packages with what was tested; print the command that mends each difference.
 
-    With --gpu, start tiny models on the GPUs and print PASS or FAIL and a number for each promise, from the all-reduce to weight syncs,
-    layouts, colocation and checkpoints; the exit status is 1 when a line fails.
+    With --gpu, start tiny models on the GPUs and print a line with a number for each promise, from the all-reduce to layouts, checkpoints,
+    sleeping engines and whole runs; the exit status is 1 when one is broken.
     """
     if on_cpu and not gpu:
         raise UserError("--on-cpu was given without --gpu, whose stand-in it chooses; add --gpu")
     if gpu:
-        from megatron_rl.acceptance.verdict import accept
+        from megatron_rl.runtime.ray_session import prepare_environment
 
-        return accept(directory, stand_ins=on_cpu or 0)
-    from megatron_rl.doctor import examine
-    from megatron_rl.doctor import report as report_findings
+        prepare_environment(RuntimeSettings())
+        from megatron_rl.doctor.trial import accept
 
-    return report_findings(examine(directory))
+        return 0 if accept(directory, stand_ins=on_cpu or 0) else 1
+    from megatron_rl.doctor.machine import examine
+
+    return 0 if report_checks(examine(directory)) else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line on `arguments` (those of the process when None) and return the exit status."""
-    # torchvision is only a dependency of transformers here; that it cannot read image files concerns nobody.
-    warnings.filterwarnings("ignore", message="Failed to load image Python extension", category=UserWarning)
-    before = {number: signal.signal(number, _leave) for number in _LEFT_BY.values()}
-    try:
+    """Run the command line on `arguments` (the process's own when None); return the exit status."""
+    settle_output()
+    with Grace():
+        if arguments is None:
+            supervise()
         return _run(arguments)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    """The command, with every way that it can end turned into an exit status."""
+    """Run the command and turn every end into an exit status."""
     try:
         return _status(arguments)
     except (BrokenPipeError, _BrokenPipe):
@@ -352,7 +360,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _status(arguments: Sequence[str] | None) -> int:
-    """The exit status of the command. Raises BrokenPipeError or _BrokenPipe for any pipe without a reader."""
+    """Return the exit status. Raises BrokenPipeError or _BrokenPipe for a pipe without a reader."""
     try:
         status = cli.main(args=None if arguments is None else list(arguments), prog_name="megatron-rl", standalone_mode=False)
         print(end="", flush=True)
@@ -369,29 +377,29 @@ def _status(arguments: Sequence[str] | None) -> int:
         return 128 + signal.SIGINT
     except SystemExit as error:
         if error.code not in _LEFT_BY:
-            # Of a user's own function.
+            # An error of a user's own function.
             traceback.print_exc()
             return 1
-        _tell(f"ended by {_LEFT_BY[error.code].name}")
-        return 128 + _LEFT_BY[error.code]
+        _tell("interrupted" if error.code == 128 + signal.SIGINT else f"ended by {_LEFT_BY[error.code].name}")
+        return int(error.code)
     except UserError as error:
         _tell(str(error))
         return 2
     except ResumableError as error:
         _tell(str(error))
-        return RESUMABLE
+        return 128 + signal.SIGINT if error.interrupted else RESUMABLE
     except MegatronRLError as error:
         _tell(f"{type(error).__name__}: {error}")
         return 1
     except Exception:
-        # The third of the named boundaries: whatever nobody foresaw ends with its traceback and a status that scripts notice.
+        # The third of the named boundaries: unforeseen errors end with a traceback and a status for scripts.
         traceback.print_exc()
         return 1
     return int(status or 0)
 
 
 def _sentence(error: click.ClickException) -> str:
-    """What click does not take, with the way to what it takes where it proposes nothing."""
+    """Return click's complaint, with a way to valid input where click proposes none."""
     message = error.format_message().rstrip(".")
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None or message.endswith("?"):
@@ -400,7 +408,7 @@ def _sentence(error: click.ClickException) -> str:
 
 
 def _tell(sentence: str) -> None:
-    """Say why the command ends; that nobody reads it changes no exit status."""
+    """Say why the command ends; without a reader the exit status stays."""
     try:
         print(f"megatron-rl: {sentence}", file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -408,7 +416,7 @@ def _tell(sentence: str) -> None:
 
 
 def _silence_unread() -> bool:
-    """Let what is still buffered for nobody go nowhere, which would fail again when the interpreter ends; False when somebody reads all."""
+    """Drop text buffered for a closed stream, which would fail at exit; False if none is closed."""
     poll = select.poll()
     # Standard output and standard error.
     for output in (1, 2):
@@ -421,26 +429,22 @@ def _silence_unread() -> bool:
     return bool(unread)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Turn a signal into an exception, so that every `finally` on the way out stops the processes that it started."""
-    raise SystemExit(128 + number)
-
-
 def _own_options() -> list[str]:
-    """The options of the command that runs, without dashes."""
+    """Return the options of the running command, without dashes."""
     context = click.get_current_context()
     return [name.removeprefix("--") for option in context.command.get_params(context) for name in option.opts if name.startswith("--")]
 
 
-def _settings(words: Sequence[str], *, reward: str | None, ray_address: str | None) -> Settings:
+def _settings(words: Sequence[str], *, reward: str | None, ray_address: str | None) -> tuple[Settings, tuple[Decision, ...]]:
+    check_home()
     given = split_words(words, options=_own_options())
     short = {"reward.function": reward, "runtime.ray_address": ray_address}
     overrides = [*given.overrides, *(f"{key}={format_value(value)}" for key, value in short.items() if value is not None)]
-    return load_settings(given.config, overrides)
+    return load_decided(given.config, overrides)
 
 
 def _session(settings: Settings) -> ModuleType:
-    """What starts processes. Ray reads its environment when it is imported, so that comes first."""
+    """Return the module that starts processes, after settling Ray's environment, read at import."""
     from megatron_rl.runtime.ray_session import prepare_environment
 
     prepare_environment(settings.runtime)
@@ -449,14 +453,14 @@ def _session(settings: Settings) -> ModuleType:
     return session
 
 
-def _check(settings: Settings, *, resume: bool, config_only: bool) -> int:
-    """Print the resolved settings as YAML with everything else as comments, so that the output is itself a settings file."""
-    from megatron_rl.runtime.launch_plan import launch_plan, memory_plan
+def _check(settings: Settings, decisions: Iterable[Decision], *, resume: bool, config_only: bool) -> int:
+    """Print the resolved settings as a YAML settings file, with everything else as comments."""
+    from megatron_rl.planning.launch_plan import launch_plan, memory_plan
     from megatron_rl.runtime.preflight import preflight, preflight_config
     from megatron_rl.runtime.target import find_target
 
-    # Before anything is printed, so that where something is wrong nothing else is. What the user's own functions print when they are
-    # tried is no part of the settings file.
+    # Run before the first print, so that nothing else is printed beside an error. Output of the user's own functions
+    # during the trial is no part of the settings file.
     with redirect_stdout(sys.stderr):
         notes = preflight_config(settings) if config_only else preflight(settings, resume=resume)
     plan = memory_plan(settings) if config_only else None
@@ -464,7 +468,8 @@ def _check(settings: Settings, *, resume: bool, config_only: bool) -> int:
     if plan is not None and not plan.fits:
         print(planned, end="", flush=True)
         raise UserError(f"{plan.verdict}; `megatron-rl plan` lists layouts that fit")
-    tables = launch_plan(settings, find_target(settings, config_only=config_only))
+    decided = {"What was decided, as it was not set": {one.path: f"{one.value}: {one.reason}" for one in decisions}}
+    tables = {**decided, **launch_plan(settings, find_target(settings, config_only=config_only))}
     if resume and not config_only:
         from megatron_rl.runtime.resumption import resume_rows
 
@@ -484,8 +489,3 @@ def _check(settings: Settings, *, resume: bool, config_only: bool) -> int:
 def _print_notes(notes: Iterable[str]) -> None:
     for note in notes:
         print(f"megatron-rl: note: {note}", file=sys.stderr)
-
-
-def _help(field: SettingField) -> str:
-    default = "required" if field.required else f"default {field.default}"
-    return f"{field.meaning} [{field.type}; {default}]"

@@ -1,94 +1,98 @@
-"""What a plug-in promises, tried on it: the arguments that it takes, what it returns, and what may never differ from what engines made.
+"""Contracts of plug-ins, tried on the plug-in: arguments, results, and fidelity to the engines.
 
-`megatron-rl check-plugin` prints these checks, `train --check` stops at the first that fails, tests/contract asserts them.
+`megatron-rl check-plugin` prints these checks, `train --check` stops at the first failure,
+tests/contract asserts all.
 """
 
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from megatron_rl.algorithms.advantage import group_advantages
-from megatron_rl.algorithms.objective import AdvantageSettings, Objective
-from megatron_rl.algorithms.policy_loss import find_policy_loss
-from megatron_rl.algorithms.policy_terms import PolicyTerms
-from megatron_rl.algorithms.sequences import Sequences
+from megatron_rl.algorithms.advantage import PlugInAdvantage, group_advantages
+from megatron_rl.algorithms.aggregation import Sequences
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.policy_loss import PolicyTerms
+from megatron_rl.algorithms.unclipped_losses import PlugInLoss
+from megatron_rl.check import Check
 from megatron_rl.config.settings import DataSettings, FilterSettings, RewardSettings, RolloutSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import OwnRows
 from megatron_rl.deadlines import PLUGIN_PROBE_S
+from megatron_rl.engines.client import Generation
+from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import UserError, counted
-from megatron_rl.plugins import PluginKind, load
+from megatron_rl.plugins import KINDS, PluginKind, load, without_exits
 from megatron_rl.rewards.runner import RewardRunner, probe_sample
-from megatron_rl.rollout.client import Generation
 from megatron_rl.rollout.group_choice import load_filter
-from megatron_rl.rollout.groups import load_rollout
+from megatron_rl.rollout.groups import load_rollout, without_exit
 from megatron_rl.rollout.sample_checks import check_samples
-from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Experts, Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RESPONSES = ("4", "5", "", "no idea", "\\boxed{4}", "\N{GRINNING FACE}", "x" * 10_000)
-"""Responses that a reward function has to cope with."""
+"""Responses for the trial of a reward function."""
 PROBE_REWARDS: tuple[tuple[float | None, ...], ...] = ((0.0, 1.0), (1.0, 1.0), (0.0,), (0.5, None), (-1e6, 0.0, 1e6, 1.0))
-"""Rewards of the groups that a filter has to cope with; None where the reward call failed."""
+"""Rewards of the groups for the trial of a filter; None for a failed reward call."""
 NUM_PROBE_ROWS = 10
 """Rows that a data source has to give again."""
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One promise of a contract, and why the plug-in breaks it; None when it keeps it."""
-
-    promise: str
-    problem: str | None = None
-
-
 class NumberTokenizer:
-    """Stands for a tokenizer where no model is at hand: the text of tokens is their numbers, separated by blanks."""
+    """Stand-in for a tokenizer without a model: text is the tokens' numbers and blanks."""
 
     vocab_size = 50
     eos_token_id = 1
 
     def __len__(self) -> int:
-        """Tokens of the vocabulary."""
+        """Return the number of tokens in the vocabulary."""
         return self.vocab_size
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The numbers; no token is special."""
+        """Return the numbers as text; no token is special."""
         return " ".join(str(int(token)) for token in token_ids)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The numbers in `text`, and for each other word one that follows from its characters."""
+        """Return the numbers in `text`; each other word gives a number from its characters."""
         return [(int(word) if word.isdigit() else sum(map(ord, word))) % self.vocab_size for word in text.split()]
+
+    def apply_chat_template(self, *messages: object, **options: object) -> str:
+        """Raise ValueError: a chat needs the tokenizer of a model."""
+        raise ValueError("the tokenizer of this trial has no chat template, needs a model's; give its directory by --model DIR")
 
 
 class ScriptedEngine:
-    """An engine that answers with seeded random tokens below `vocab_size`, and remembers each token's log-prob and version.
+    """An engine that answers with seeded random tokens below `vocab_size`.
 
-    It routes a token to an expert of the token's number modulo 50 and to one that is 50 plus its position modulo 200.
+    The engine remembers each token's log-prob and version. Experts of a token are the token's
+    number modulo 50, and 50 plus the position modulo 200.
     """
+
+    context = 2**14
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(0)
         self.made: dict[float, tuple[int, int]] = {}
-        """Log-prob of each token made -> the token and the version of its weights; no log-prob comes twice."""
+        """Log-prob of each made token -> the token and the weights' version; all are unique."""
         self.seen: dict[float, Ints] = {}
-        """Log-prob of each token made -> all tokens before it."""
+        """Log-prob of each token made -> all tokens before."""
 
     async def generate(
         self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1, session: str | None = None
     ) -> tuple[Generation, ...]:
-        """`num_samples` responses to `token_ids` [P] of 1 to `sampling.max_tokens` tokens; `session` changes nothing."""
+        """Return `num_samples` responses of 1 to `sampling.max_tokens` tokens to `token_ids` [P].
+
+        `session` changes nothing.
+        """
         await asyncio.sleep(0)
         return tuple(self._answer(np.asarray(token_ids), sampling) for _ in range(num_samples))
 
@@ -103,23 +107,30 @@ class ScriptedEngine:
 
 
 def scripted_experts(tokens: Ints) -> Experts:
-    """The scripted engine's experts [T, 1, 2] of a sequence `tokens` [T]."""
+    """Return the scripted engine's experts [T, 1, 2] of a sequence `tokens` [T]."""
     return np.stack([tokens % 50, 50 + np.arange(len(tokens)) % 200], axis=-1).astype(np.uint8)[:, None]
 
 
-def check(path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS) -> Iterator[Check]:
-    """Try the plug-in at `path`, with its own arguments `args`, on what the contract of its kind promises; one check after the other."""
+def check(
+    path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS, *, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> Iterator[Check]:
+    """Try the plug-in at `path`, with `args`, on each promise of its kind's contract in order.
+
+    A rollout gets `tokenizer`, a model's, or NumberTokenizer for None.
+    """
     try:
         load(path, kind=kind, args=args)
     except UserError as error:
-        yield Check("it can be imported and called with its arguments", str(error))
+        yield Check("it can be imported and called with its arguments", "broken", str(error))
         return
     yield Check("it can be imported and called with its arguments")
-    for promise, attempt in _ATTEMPTS[kind](path, args):
+    attempts = _rollout_attempts(path, args, tokenizer) if kind == "rollout" else _ATTEMPTS[kind](path, args)
+    for promise, attempt in attempts:
         try:
-            attempt()
+            with without_exits(f"{KINDS[kind].setting} {path}", doing="being tried"):
+                attempt()
         except UserError as error:
-            yield Check(promise, str(error))
+            yield Check(promise, "broken", str(error))
             return
         yield Check(promise)
 
@@ -127,12 +138,12 @@ def check(path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS) -> Ite
 def require(path: str, kind: PluginKind, args: Mapping[str, Any]) -> None:
     """Raise UserError with the first promise of its contract that the plug-in breaks."""
     for found in check(path, kind, args):
-        if found.problem is not None:
-            raise UserError(found.problem)
+        if found.level == "broken":
+            raise UserError(found.text)
 
 
 Attempts = Iterator[tuple[str, Callable[[], None]]]
-"""Promises in words, each with what raises UserError where the plug-in breaks it."""
+"""Promises in words, each with a function that raises UserError for a broken promise."""
 
 
 def _reward_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
@@ -159,7 +170,7 @@ def _reward_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
 
 
 def score_all(runner: RewardRunner, prompt: Prompt) -> list[Reward]:
-    """The rewards of RESPONSES as answers to `prompt`."""
+    """Return the rewards of RESPONSES as answers to `prompt`."""
 
     async def work() -> list[Reward]:
         return await asyncio.gather(*(runner.score(probe_sample(prompt, response)) for response in RESPONSES))
@@ -167,8 +178,8 @@ def score_all(runner: RewardRunner, prompt: Prompt) -> list[Reward]:
     return asyncio.run(work())
 
 
-def _rollout_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
-    trial = RolloutTrial(RolloutSettings(function=path, args=dict(args)))
+def _rollout_attempts(path: str, args: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> Attempts:
+    trial = RolloutTrial(RolloutSettings(function=path, args=dict(args)), tokenizer=tokenizer)
     yield "one prompt becomes as many trajectories as are asked for", trial.run
     yield "what is trained on is what the engine made, with its log-prob and version", trial.check_trained
     yield "what is trained on stands behind the tokens that the engine saw", trial.check_seen
@@ -177,9 +188,10 @@ def _rollout_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
 
 
 class RolloutTrial:
-    """A rollout function tried with a scripted engine; every method raises UserError where it breaks its contract.
+    """A rollout function tried with a scripted engine; every method raises UserError on a breach.
 
-    `tokenizer` is the model's where there is one. `need_experts` says that samples have to bring experts.
+    `tokenizer` is the model's where there is one. `need_experts` says that samples have to bring
+    experts.
     """
 
     def __init__(
@@ -193,7 +205,7 @@ class RolloutTrial:
         self.samples: tuple[Sample, ...] = ()
 
     def run(self) -> None:
-        """Call it for 1 and for 4 samples, and check what comes back as a run does."""
+        """Call the function for 1 and for 4 samples, and check the results as a run does."""
         self.samples = (*self._call(1), *self._call(4))
 
     def _call(self, num_samples: int) -> tuple[Sample, ...]:
@@ -207,23 +219,33 @@ class RolloutTrial:
                 num_samples=num_samples,
                 tokenizer=self._tokenizer,
             )
-            return await asyncio.wait_for(made, PLUGIN_PROBE_S)
+            return await asyncio.wait_for(without_exit(made), PLUGIN_PROBE_S)
 
         try:
             samples = asyncio.run(work())
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise UserError(f"{self._name} has not answered a probe after {PLUGIN_PROBE_S:.0f} s; look what it waits for") from error
         except Exception as error:  # a user's function can fail in any way
             raise UserError(
                 f"{self._name} failed for a probe of {counted(num_samples, 'sample')}: {type(error).__name__}: {error}"
             ) from error
-        vocab_size = len(self._tokenizer)
-        return check_samples(
-            samples, prompt=prompt, num_samples=num_samples, vocab_size=vocab_size, need_experts=self._need_experts, rollout=self._name
-        )
+        try:
+            return check_samples(
+                samples,
+                prompt=prompt,
+                num_samples=num_samples,
+                vocab_size=len(self._tokenizer),
+                max_tokens=self._engine.context,
+                need_experts=self._need_experts,
+            )
+        except UserError as error:
+            raise UserError(f"{self._name}: {error}") from error
 
     def check_trained(self) -> None:
-        """Each trained token, its log-prob and its version came from the engine together, and each sample has one."""
+        """Check that each trained token came from the engine with log-prob and version.
+
+        Each sample has a trained token.
+        """
         for sample in self.samples:
             if not sample.loss_mask.any():
                 raise UserError(f"{self._name} returned sample {sample.index} with loss_mask False everywhere, needs a token to train on")
@@ -238,7 +260,10 @@ class RolloutTrial:
                     )
 
     def check_seen(self) -> None:
-        """The engine was asked for each trained token with the sample's own prompt and the tokens of its response before."""
+        """Check that the engine was asked for each trained token with the sample's own text before.
+
+        The text before is the sample's prompt and the response tokens before the trained token.
+        """
         for sample in self.samples:
             tokens = np.concatenate([sample.prompt.token_ids, sample.response_ids])
             for position in np.flatnonzero(sample.loss_mask):
@@ -252,7 +277,7 @@ class RolloutTrial:
                     )
 
     def check_masked(self) -> None:
-        """Tokens that no engine made have loss_mask False and version -1."""
+        """Check loss_mask False and version -1 for tokens that no engine made."""
         for sample in self.samples:
             for position, log_prob in enumerate(sample.rollout_log_probs):
                 made = self._engine.made.get(float(log_prob))
@@ -264,7 +289,7 @@ class RolloutTrial:
                     )
 
     def check_experts(self) -> None:
-        """The experts are the engine's, of all tokens before the last that it made."""
+        """Check that the experts are the engine's, of all tokens before the last made token."""
         for sample in self.samples:
             tokens = np.concatenate([sample.prompt.token_ids, sample.response_ids])
             last_made = len(sample.prompt.token_ids) + int(np.flatnonzero(sample.weight_versions >= 0)[-1])
@@ -277,7 +302,7 @@ class RolloutTrial:
 
 
 def _advantage_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
-    settings = AdvantageSettings(estimator=path, args=dict(args))
+    estimator = PlugInAdvantage(path=path, args=dict(args)).loaded(load)
     rewards = torch.tensor([1.0, 0.0, 0.25, 5.0, -3.0, 2.0, 7.0], dtype=torch.float64)
     group_ids, lengths = torch.tensor([0, 0, 0, 1, 1, 1, 2]), torch.tensor([3, 5, 2, 4, 9, 1, 6])
 
@@ -288,14 +313,14 @@ def _advantage_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
             _advantages(rewards, torch.nonzero(group_ids == group).flatten())
 
     def _advantages(given: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        return group_advantages(settings, rewards=given[order], group_ids=group_ids[order], lengths=lengths[order])
+        return group_advantages(estimator, rewards=given[order], group_ids=group_ids[order], lengths=lengths[order])
 
     def any_order() -> None:
         order = torch.tensor([6, 3, 0, 4, 1, 5, 2])
         sorted_ones, mixed = _advantages(rewards, torch.arange(7))[order], _advantages(rewards, order)
         if not torch.allclose(sorted_ones, mixed, rtol=1e-9, atol=1e-12):
             raise UserError(
-                f"objective.advantage.estimator {path} returned {mixed.tolist()} for samples in another order, needs "
+                f"objective.advantage {path} returned {mixed.tolist()} for samples in another order, needs "
                 f"{sorted_ones.tolist()}; find the samples of a prompt by group_ids"
             )
 
@@ -304,16 +329,19 @@ def _advantage_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
 
 
 def _policy_loss_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
-    objective = Objective(policy_loss=path, loss_args=dict(args))
+    loss = PlugInLoss(path=path, args=dict(args)).loaded(load, Objective())
 
     def loss_of(advantages: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses [T] of two sequences of 3 and 2 tokens, and the log-probs [T] that they are differentiated by."""
+        """Return losses [T] of sequences of 3 and 2 tokens, and their log-probs [T]."""
         log_probs = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0], dtype=torch.float64, requires_grad=True)
         old = torch.tensor([-0.6, -1.0, -1.5, -0.1, -3.5], dtype=torch.float64)
         mask = torch.ones(5, dtype=torch.bool)
         sequences = Sequences(index=torch.tensor([0, 0, 0, 1, 1]), mask=mask, tokens=torch.tensor([3.0, 2.0], dtype=torch.float64))
-        terms = PolicyTerms(log_probs, old, log_probs - old, torch.tensor(advantages, dtype=torch.float64), sequences, ref_log_probs=old)
-        return find_policy_loss(objective)(objective=objective, terms=terms).losses, log_probs
+        terms = PolicyTerms(
+            log_probs=log_probs, old_log_probs=old, log_ratio=log_probs - old, advantages=torch.tensor(advantages, dtype=torch.float64),
+            sequences=sequences, ref_log_probs=old,
+        )  # fmt: skip
+        return loss.losses(terms).losses, log_probs
 
     def losses() -> None:
         for advantages in ((1.0, 1.0, 1.0, -2.0, -2.0), (0.0,) * 5):
@@ -393,7 +421,7 @@ def _filter_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
 
 
 def _probe_group(rewards: Sequence[float | None]) -> Group:
-    """A group whose samples have these rewards; a reward call that failed where one is None."""
+    """Return a group whose samples have these rewards; None makes a failed reward call."""
     prompt = Prompt(id="contract", token_ids=np.array([1]), text="2+2=", label="4")
     outcomes = [
         Reward(RewardOutcome.TIMEOUT, message="timeout") if reward is None else Reward(RewardOutcome.SCORED, reward) for reward in rewards
@@ -404,7 +432,6 @@ def _probe_group(rewards: Sequence[float | None]) -> Group:
 
 _ATTEMPTS: Mapping[PluginKind, Callable[[str, Mapping[str, Any]], Attempts]] = MappingProxyType({
     "reward": _reward_attempts,
-    "rollout": _rollout_attempts,
     "filter": _filter_attempts,
     "advantage": _advantage_attempts,
     "policy_loss": _policy_loss_attempts,

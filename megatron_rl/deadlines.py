@@ -1,51 +1,79 @@
-"""How long, in seconds, each wait may take that no setting bounds; acceptance has its own. What ends here names what it waited for.
+"""Deadlines in seconds of every wait, except doctor's.
 
-Those that depend on the model or the user are settings: training.step_timeout_s, rollout.request_timeout_s, rollout.startup_timeout_s,
-weights.sync_timeout_s, reward.timeout_s.
+An expired deadline's error names the wait. Deadlines dependent on the user's code are settings,
+such as rollout.timeout_s and reward.timeout_s.
 """
+
+# `config/derived.py` adds the time for a model's bytes and tokens. A setting can replace each deadline.
+START_S = 900.0
+"""Start of the ranks, and of the engines: imports, first compiles, CUDA graphs."""
+SYNC_S = 600.0
+"""One weight sync, and engines freeing or taking memory again."""
+STEP_S = 3600.0
+"""One training step, and a collective in the step."""
+REQUEST_S = 600.0
+"""One generation request, retries included."""
+MODEL_BYTES_PER_S = 0.25e9
+"""Least bytes a second of one model copy, while all ranks and engines read or send."""
+REQUEST_TOKENS_PER_S = 4.0
+"""Least tokens a second of one response, on a full engine."""
 
 # The start of a run. All of these are long, because a machine may be busy and a file system slow.
 NODES_START_S = 1800.0
-"""Until a cluster has as many nodes as were asked for."""
+"""Time until a cluster has all requested nodes."""
 RAY_START_S = 300.0
-"""Ray's own parts among each other, 30 to 60 s by default, and its node."""
+"""Connections among Ray's own parts, 30 to 60 s by default, and its node."""
+RAY_ANSWER_S = 5.0
+"""A connection to Ray's control service, which the kernel accepts also where the machine is busy."""
+RAY_JOIN_S = 60.0
+"""Time for this process to join an existing Ray cluster."""
+RAY_SILENT_S = 8.0
+"""Time without Ray's control service until a run ends.
+
+Ray itself ends the driver after 60 s, a local Ray after RAY_START_S.
+"""
 PLACEMENT_S = 120.0
-"""Until Ray has reserved what ranks and engines need."""
+"""Time for Ray to reserve the needs of ranks and engines."""
 RANKS_START_S = 600.0
-"""The processes of the ranks, then the model on each of them."""
+"""The processes of the ranks, before they build the model."""
 REWARDS_START_S = 300.0
 """All reward workers."""
-REWARD_IMPORT_S = 120.0
-"""The module of the user's reward function."""
+PLUGIN_IMPORT_S = 120.0
+"""The module of a plug-in."""
 PLUGIN_PROBE_S = 60.0
-"""A rollout function that is tried before the run."""
+"""Trial of a rollout function before the run."""
 ENGINE_STORE_S = 600.0
-"""The processes of one engine, until they have met."""
+"""Time for the processes of one engine to meet."""
 ENGINE_READY_S = 10.0
-"""One question whether an engine is ready; it is asked again."""
+"""One readiness request to an engine, repeated until ready."""
 PLANNING_S = 900.0
 """A process that measures layouts."""
 IMPORT_S = 180.0
-"""A package that doctor imports."""
+"""Import of a package by doctor."""
 
-# Calls in a run that no work of a model is behind.
+# Calls in a run without work of a model behind.
 ENGINE_CONTROL_S = 60.0
 """A call that controls an engine."""
-ENGINE_MEMORY_S = 60.0
-"""Engines that free their memory or take it again."""
 ENGINE_ABORT_S = 5.0
-"""The abort of a request that nobody waits for any more."""
+"""Abort of a request without a waiting caller."""
 RANK_ANSWER_S = 60.0
-"""Within it a rank that has nothing to do takes a call, also on a machine that is overloaded."""
+"""Time for an idle rank to take a call, also on an overloaded machine."""
 BUFFER_LOCK_S = 30.0
-"""Somebody else who reads or writes the buffer's file."""
+"""Another program's transaction on the buffer's file."""
+REWARD_TAKE_S = 60.0
+"""A call without a free reward worker, before the workers are replaced.
 
-# A failure waits for the death that explains it: a call to a dead engine fails at once with a refused connection, but its process, which
-# is looked at twice a second, is only then found dead.
+A worker that starts on a busy machine takes less.
+"""
+NAMED_S = 5.0
+"""A wait for others worth a line of output."""
+
+# Failures wait for the explaining death: a call to a dead engine fails at once with a refused
+# connection, but the process is checked twice a second, and found dead only then.
 CAUSE_S = 5.0
-"""Until a watched actor tells its death, with exit status and log."""
+"""Time for a watched actor to report death, with exit status and log."""
 DEATH_S = 5.0
-"""Until an engine leaves the pool."""
+"""Time for an engine to leave the pool."""
 
 # The end of a run.
 CLOSE_S = 60.0
@@ -56,5 +84,7 @@ ENGINES_STOP_S = 30.0
 """The actor of an engine; within it ENGINE_STOP_S."""
 ENGINE_STOP_S = 10.0
 """The server, before it is killed."""
+RAY_LEAVE_S = 1.0
+"""The driver's farewell to a Ray of its own, before the processes of that are killed."""
 RAY_STOP_S = 10.0
-"""Ray's processes, before they are killed."""
+"""The farewell to a Ray cluster, and Ray's processes after they were killed."""

@@ -1,8 +1,9 @@
-"""The device layer: CPU or GPU, gloo or NCCL, default dtype, and what megatron-core needs to run without CUDA.
+"""The device layer: CPU or GPU, gloo or NCCL, default dtype, and shims for megatron-core on CPU.
 
-Released megatron-core (0.16 to 0.19) assumes CUDA in a handful of places. On a machine without a GPU `prepare_megatron` applies
-`CPU_SHIMS`: each entry names the upstream behaviour that it works around, touches megatron's own modules only, and changes nothing
-for any other caller. On a GPU only those are applied that Transformer Engine's absence makes necessary.
+Released megatron-core (0.16 to 0.19) assumes CUDA in a handful of places. On a machine without a
+GPU `prepare_megatron` applies `CPU_SHIMS`: each entry names the upstream behaviour behind the shim,
+touches megatron's own modules only, and changes nothing for any other caller. On a GPU only shims
+for the absence of Transformer Engine are applied.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ _TENSOR_FACTORIES = (
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one process computes on: `backend` is the process group backend."""
+    """The compute device of one process: `backend` is the process group backend."""
 
     kind: Literal["cpu", "cuda"]
     torch_device: torch.device
@@ -45,14 +46,22 @@ class Device:
 
 
 def local_device(local_rank: int = 0) -> Device:
-    """The device of the process with this rank on its machine: its GPU where CUDA is available, else the CPU."""
+    """Return the device for this rank on the machine: a GPU with CUDA, else the CPU."""
     if torch.cuda.is_available():
         return Device("cuda", torch.device("cuda", local_rank), "nccl")
     return Device("cpu", torch.device("cpu"), "gloo")
 
 
+def local_capability() -> tuple[int, int] | None:
+    """Return the CUDA compute capability of this process's GPU, (9, 0) for Hopper; None without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
 def megatron_version() -> tuple[int, int]:
-    """Major and minor version of the installed megatron-core. Raises UserError outside the releases that were verified."""
+    """Return major and minor version of the installed megatron-core.
+
+    Raises UserError outside the verified releases.
+    """
     try:
         text = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError as error:
@@ -64,9 +73,10 @@ def megatron_version() -> tuple[int, int]:
 
 
 def chosen_backends() -> dict[str, str]:
-    """Versions of the optional accelerators, for printing: package name to version or "not installed".
+    """Return versions of the optional accelerators: package name to version or "not installed".
 
-    Apex is recognised by its extension `amp_C`, because the package named apex on PyPI is another project.
+    The result is for printing. Apex is recognised by the extension `amp_C`, because the package
+    named apex on PyPI is another project.
     """
     chosen = {"torch": torch.__version__, "megatron-core": importlib.metadata.version("megatron-core")}
     for package, module in (("transformer-engine", "transformer_engine"), ("apex", "amp_C")):
@@ -81,25 +91,34 @@ def chosen_backends() -> dict[str, str]:
 
 
 def chosen_row_maths(device_kind: str, dtype: str) -> Literal["triton", "torch"]:
-    """What makes log-probs, entropies and their gradients of logits of `dtype` on a device of this kind; runs and `--check` print it.
+    """Return the maker of log-probs, entropies and gradients from logits of `dtype` on a kind of
+    device.
 
-    `dtype` is the name of a torch dtype. Triton's kernels on every GPU, at all sizes; they have no float64. `tools/bench/gpu.py` measures
-    both, and a size at which torch is faster belongs here.
+    Runs and `--check` print the name. `dtype` is the name of a torch dtype. Triton's kernels serve
+    every GPU, at all sizes, but not float64. `tools/bench/gpu.py` measures both makers, and a size
+    with torch as the faster one belongs here.
     """
     return "triton" if device_kind == "cuda" and dtype in ("bfloat16", "float16", "float32") else "torch"
 
 
 @contextlib.contextmanager
 def quiet_megatron_imports() -> Iterator[None]:
-    """Hide megatron-core's import-time warnings: that Transformer Engine or Apex is missing, which `chosen_backends` prints once instead,
-    and that parts of it which nobody here uses are experimental.
+    """Hide megatron-core's import-time warnings about missing or unused parts.
 
-    Without a GPU what is decorated with torch.compile stays as it is written: it is never compiled there (`CPU_SHIMS`), and the compiler
-    alone takes longer to import than all of megatron-core.
+    Missing parts are Transformer Engine and Apex: `chosen_backends` prints each once instead.
+    Experimental parts are not used here.
+
+    Without a GPU functions decorated with torch.compile stay as written: no compilation happens
+    there (`CPU_SHIMS`), and the compiler alone takes longer to import than all of megatron-core.
+    FlashMLA counts as absent: megatron-core expects an ImportError from an unusable package, but
+    FlashMLA raises OSError where libcuda.so.1, a part of the driver, is missing.
     """
     compile_function = torch.compile
+    hides_flash_mla = not torch.cuda.is_available() and "flash_mla" not in sys.modules
     if not torch.cuda.is_available():
         torch.compile = _leave_uncompiled
+    if hides_flash_mla:
+        sys.modules["flash_mla"] = None  # type: ignore[assignment]  # Python then raises ImportError
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*not installed.*")
@@ -107,21 +126,28 @@ def quiet_megatron_imports() -> Iterator[None]:
             yield
     finally:
         torch.compile = compile_function
+        if hides_flash_mla:
+            del sys.modules["flash_mla"]
 
 
 def _leave_uncompiled(model: Any = None, **_options: Any) -> Any:
-    """torch.compile's signature: the function itself, or a decorator that gives it back."""
+    """Return the function itself, or a decorator without effect; the signature is
+    torch.compile's.
+    """
     return model if model is not None else lambda function: function
 
 
 def import_megatron() -> None:
-    """Import what this package uses of megatron-core, without those warnings. Raises UserError for a release that was not verified."""
+    """Import the used parts of megatron-core, without warnings.
+
+    Raises UserError for a release that was not verified.
+    """
     megatron_version()
     with quiet_megatron_imports():
         import megatron.core.dist_checkpointing
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.optimizer  # noqa: F401
-    # Since 0.19 each model that is built says so: a dozen lines in a run, hundreds in `plan`.
+    # Since 0.19 each built model logs the message: a dozen lines in a run, hundreds in `plan`.
     logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_not_deprecated)
 
 
@@ -130,14 +156,15 @@ def _not_deprecated(record: logging.LogRecord) -> bool:
 
 
 def prepare_megatron(device: Device) -> None:
-    """Import megatron-core quietly and make it usable on `device`. Call it before building anything; further calls are harmless.
+    """Import megatron-core quietly and prepare it for `device`. Call before building anything.
 
-    A call after more megatron modules were imported prepares those too. Raises UserError for a release that was not verified.
+    Further calls are harmless. A call after imports of more megatron modules prepares the new
+    modules too. Raises UserError for a release that was not verified.
     """
     import_megatron()
     if device.kind == "cuda":
         for name, value in RANK_VARIABLES.items():
-            # A run's processes have them already; here they come to ranks that somebody else started. CUDA and NCCL read them later.
+            # A run's processes have the variables already; ranks started by another program get them here. CUDA and NCCL read them later.
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device.torch_device)
     for shim in CPU_SHIMS:
@@ -146,10 +173,13 @@ def prepare_megatron(device: Device) -> None:
 
 
 class SideStream:
-    """A second queue of a GPU, in which a thread copies what was computed before while others go on; a CPU needs none."""
+    """A second queue of a GPU for a thread that copies earlier results while other threads go on.
+
+    A CPU needs none.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """Made by the thread that computes: what it has given to `device` until now will be there."""
+        """Mark the computing thread's work so far on `device`; copies come after."""
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             # Here, because each thread has a current device of its own.
@@ -158,7 +188,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, what the calling thread copies waits for nothing that was given to the device since, nor does that wait for it."""
+        """Run the calling thread's copies beside later work of the device; neither waits."""
         if self._stream is None:
             yield
             return
@@ -167,20 +197,25 @@ class SideStream:
 
 
 def to_device(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
-    """`values` [T, ...] of host memory on `device`. Nobody waits until the device has done what it was given before.
+    """Copy `values` [T, ...] of host memory to `device`, without a wait for earlier work.
 
-    A copy out of memory that is not page-locked would. Where the device is the CPU the tensor may share the memory of `values`.
+    A copy out of memory that is not page-locked would wait. On the CPU the tensor may share the
+    memory of `values`.
     """
+    return in_host_memory(values, device).to(device, non_blocking=True)
+
+
+def in_host_memory(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
+    """Return `values` [T, ...] in host memory, page-locked where `device` is a GPU; else the tensor may share an array's memory."""
     host = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
-    if torch.device(device).type != "cuda":
-        return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)
+    return host.pin_memory() if torch.device(device).type == "cuda" else host
 
 
 def set_allocator(options: str | None) -> None:
-    """Give torch's allocator of GPU memory these options, as PYTORCH_CUDA_ALLOC_CONF has them; before the first tensor is on the GPU.
+    """Give torch's allocator of GPU memory options in the form of PYTORCH_CUDA_ALLOC_CONF.
 
-    Raises UserError for options that torch does not know. Does nothing without options, and where there is no GPU.
+    Call before the first tensor is on the GPU. Raises UserError for options unknown to torch. Does
+    nothing without options, and without a GPU.
     """
     if options is None or not torch.cuda.is_available():
         return
@@ -194,9 +229,11 @@ def set_allocator(options: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shim:
-    """One workaround: `behaviour` says what megatron-core does without a GPU that makes it necessary. `apply` is idempotent.
+    """One workaround: `behaviour` is the reason in megatron-core without a GPU. `apply` is
+    idempotent.
 
-    `without_te` says that the absence of Transformer Engine makes it necessary, on a GPU too; with Transformer Engine it changes nothing.
+    `without_te`: the absence of Transformer Engine is the reason, on a GPU too; with Transformer
+    Engine the shim changes nothing.
     """
 
     name: str
@@ -211,7 +248,7 @@ def _megatron_modules() -> list[types.ModuleType]:
 
 
 class _Delegate(types.ModuleType):
-    """A module that answers its own attributes first and those of `target` otherwise."""
+    """A module with attributes of its own first and the attributes of `target` otherwise."""
 
     def __init__(self, target: types.ModuleType, attributes: dict[str, Any]) -> None:
         super().__init__(target.__name__)
@@ -232,7 +269,10 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Inert:
-    """Stands for a CUDA stream or event: every method does nothing and answers another one, and it can be entered."""
+    """A stand-in for a CUDA stream or event: methods do nothing and return a stand-in.
+
+    A stand-in is also a context manager.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -364,7 +404,7 @@ def _hand_over_splits() -> None:
 
 def _gather_uneven(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def gather_along_first_dim(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Of ranks' tensors [n, ...] of these sizes n, whole and one after the other."""
+        """Return ranks' tensors [n, ...] of the given sizes n, whole and one after the other."""
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, None, *args, **kwargs)
         sizes = [int(size) for size in output_split_sizes]
@@ -379,7 +419,7 @@ def _reduce_scatter_uneven(reduce_scatter: Callable[..., torch.Tensor]) -> Calla
     def reduce_scatter_along_first_dim(
         input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """This rank's part of the sum of ranks' tensors [n, ...], which is divided in parts of these sizes."""
+        """Return this rank's part, by the given sizes, of the sum of tensors [n, ...]."""
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, None, *args, **kwargs)
         sizes = [int(size) for size in input_split_sizes]

@@ -1,40 +1,50 @@
-"""Exceptions of the project, all of one tree, each also of the standard type it refines; and what their messages count.
+"""Exceptions of the project in one tree, each also of a standard type; and counts in messages.
 
-A message says in one sentence what happened, the value got, the value needed and how to fix it.
+A message gives in one sentence the event, the value got, the value needed and the fix.
 """
 
 
 def counted(count: int, noun: str) -> str:
-    """`count` of these in words: "1 rank", "2 ranks"."""
+    """Return `count` and the noun in words: "1 rank", "2 ranks"."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
+def sized(num_bytes: float) -> str:
+    """Return a size with its unit: "700 KiB" below a MiB, "45 MiB" below a GiB, "1.5 GiB" from there on."""
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**10:.0f} KiB" if num_bytes < 2**20 else f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
 class MegatronRLError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error raised by this package on purpose."""
 
 
 class UserError(MegatronRLError, ValueError):
-    """Input that the user can mend: a setting, a file, a reward function. Printed as one sentence, without a traceback."""
+    """A mistake in the user's input: a setting, a file, a reward function.
+
+    Printed as one sentence, without a traceback.
+    """
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be gone on from as it is: the same command would end the same way."""
+    """A checkpoint that does not allow a continuation: the same command would end the same way."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint whose files are not those that were saved."""
+    """A checkpoint with other files than the saved ones."""
 
 
 class EngineError(MegatronRLError, RuntimeError):
-    """A generation engine died, refused a request or did not answer within its deadline."""
+    """The end of a generation engine, a refused request, or no answer within the deadline."""
 
 
 class WorkerDiedError(MegatronRLError, RuntimeError):
     """A process of the run ended without being asked to."""
 
 
-class EngineKilledError(EngineError, WorkerDiedError):
-    """A server of a generation engine was ended by a signal from outside, such as that of a machine without memory."""
+class EngineDiedError(EngineError, WorkerDiedError):
+    """The end of an engine's server after service, by itself or by an outside signal."""
 
 
 class ParityError(MegatronRLError, RuntimeError):
@@ -42,8 +52,15 @@ class ParityError(MegatronRLError, RuntimeError):
 
 
 class DeadlineError(MegatronRLError, TimeoutError):
-    """A named wait ran past its deadline."""
+    """The end of a named wait at its deadline."""
 
 
 class ResumableError(MegatronRLError, RuntimeError):
-    """The run was ended by what has nothing to do with it, and goes on from a checkpoint when it is started again with --resume."""
+    """An end of the run by an outside cause; a new start with --resume goes on from a checkpoint.
+
+    `interrupted` is True at the user's request: no program should start the run again by itself.
+    """
+
+    def __init__(self, message: str, *, interrupted: bool = False) -> None:
+        super().__init__(message)
+        self.interrupted = interrupted

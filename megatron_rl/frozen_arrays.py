@@ -1,4 +1,4 @@
-"""Arrays as records hold them: of one type and shape, read-only, out of reach of who gave them.
+"""Arrays of records: of one type and shape, read-only, not shared with the giver.
 
 Legend: L mixture layers, K experts of a token.
 """
@@ -13,7 +13,7 @@ Array = TypeVar("Array", bound=NDArray[Any])
 
 
 def freeze(owner: object, name: str, dtype: type[np.generic]) -> None:
-    """Replace the field `name` by a read-only one-dimensional array of `dtype` that nobody else can write to."""
+    """Replace the field `name` by a private, read-only one-dimensional array of `dtype`."""
     array = np.array(getattr(owner, name), dtype=dtype)
     if array.ndim != 1:
         raise ValueError(f"{type(owner).__name__}.{name} has {array.ndim} dimensions, needs 1")
@@ -33,13 +33,16 @@ def freeze_table(owner: object, name: str, *, num_rows: int, num_columns: int) -
 
 
 def read_only(array: Array) -> Array:
-    """`array`, which nobody else holds, so that it need not be copied when it is put into a record."""
+    """Return `array`, made read-only, for a record without a copy; allow no other holder."""
     array.setflags(write=False)
     return array
 
 
 def freeze_experts(owner: object, name: str) -> None:
-    """Replace the field `name` by a read-only array [tokens, L, K] of experts; it is not copied when nobody else can write to it."""
+    """Replace the field `name` by a read-only array [tokens, L, K] of experts.
+
+    An array that is read-only already is not copied.
+    """
     array = np.asarray(getattr(owner, name))
     what = f"{type(owner).__name__}.{name}"
     if array.dtype not in (np.uint8, np.uint16) or array.ndim != 3 or 0 in array.shape[1:]:
@@ -53,7 +56,7 @@ def freeze_experts(owner: object, name: str) -> None:
 def check_distinct(owner: object, experts: NDArray[Any]) -> None:
     """Raise ValueError where `experts` [tokens, L, K] name one expert twice."""
     _, num_layers, top_k = experts.shape
-    # Pairs of whole columns, so that nothing has to be sorted.
+    # Pairs of whole columns, to avoid sorting.
     columns = np.ascontiguousarray(experts.reshape(-1, top_k).T)
     for column, other in itertools.combinations(range(top_k), 2):
         twice = columns[column] == columns[other]

@@ -1,11 +1,12 @@
-"""Plug-ins: your own code in six places of a run, each found as `package.module:name` and called by keyword only.
+"""Plug-ins: your own code in six places of a run, found as `package.module:name`.
 
-A plug-in takes the arguments of its kind and, as further keyword arguments with annotations, its own, which the settings give as a
-mapping: `reward: {function: my.module:score, args: {threshold: 0.5}}` calls `score(sample=.., threshold=0.5)`. Everything that can be
-known without a call is checked by `load`: that the module can be imported, that the arguments of the kind can be given, and that each
-own argument exists and has its annotated type. `megatron-rl check-plugin` calls it as well.
+Calls are by keyword only. A plug-in takes the arguments of its kind and further keyword arguments
+with annotations. The settings give the further arguments as a mapping: `reward: {function:
+my.module:score, args: {threshold: 0.5}}` calls `score(sample=.., threshold=0.5)`. `load` checks as
+much as possible without a call: a working import, the arguments of the kind, and the existence and
+annotated type of each further argument. `megatron-rl check-plugin` also calls the plug-in.
 
-Legend: B trajectories of a batch; each counts once, whatever number of samples it has.
+Legend: B trajectories of a batch; each counts once, whatever the number of samples.
 """
 
 import difflib
@@ -13,12 +14,16 @@ import functools
 import importlib
 import inspect
 import os
+import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType, ModuleType
+from types import FrameType, MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from megatron_rl.deadlines import PLUGIN_IMPORT_S
 from megatron_rl.errors import UserError
 from megatron_rl.typed_arguments import argument_values
 
@@ -27,45 +32,59 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatron_rl.algorithms.objective import Objective
-    from megatron_rl.algorithms.policy_terms import PolicyLossTerms, PolicyTerms
-    from megatron_rl.rollout.client import Generation
-    from megatron_rl.rollout.sampling import Sampling
+    from megatron_rl.algorithms.policy_loss import PolicyLossTerms, PolicyTerms
+    from megatron_rl.engines.client import Generation
+    from megatron_rl.engines.sampling import Sampling
     from megatron_rl.types import Group, Ints, Prompt, Sample
 
 PluginKind = Literal["reward", "rollout", "filter", "advantage", "policy_loss", "data_source"]
 
 
 class Reward(Protocol):
-    """`reward.function`: how good a sample is. Runs in worker processes, sync or async."""
+    """`reward.function`: the quality of a sample. Runs in worker processes, sync or async."""
 
     def __call__(self, *, sample: "Sample") -> float | Mapping[str, float]:
-        """A finite number, or a mapping with the key `reward`, whose other items are recorded as its components.
+        """Return a finite number, or a mapping with the key `reward`; other items are components.
 
-        `sample` has text and ids of prompt and response, `truncated`, `num_turns`, label and metadata; of its experts nothing is sent. Of a
-        trajectory of several samples it is the last one, and what is returned is the reward of all of them; what it has to know of those
-        before, the rollout puts into the last one's metadata.
+        Components are recorded. `sample` has text and ids of prompt and response, `truncated`,
+        `num_turns`, label and metadata; its experts are not sent. `sample` is the last of a
+        trajectory's samples, and the result is the reward of all. The rollout puts needed facts
+        about earlier samples into the last sample's metadata.
         """
         ...
 
 
 class Generator(Protocol):
-    """What a rollout may ask of the engines."""
+    """The engines, from a rollout's side."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt and response together: in an engine, and in a trainer's micro-batch.
+
+        A sample with more is a failure of the rollout, as is a call whose prompt leaves no room for
+        `sampling.max_tokens`.
+        """
+        ...
 
     async def generate(
         self, token_ids: "Ints", *, sampling: "Sampling", num_samples: int = 1, session: str | None = None
     ) -> "tuple[Generation, ...]":
-        """`num_samples` responses to `token_ids` [P], which one engine gives.
+        """Return `num_samples` responses to `token_ids` [P], from one engine.
 
-        Each call is a request of its own: it occupies an engine only until it is answered, goes to another engine when its engine
-        fails, and is aborted when the task that awaits it is cancelled. Calls may run at the same time. Give the requests of one
-        conversation the same `session`, any name that is unique among those of this prompt: they prefer the engine that has computed
-        the earlier turns, and their seeds do not depend on how long the tools of others take.
+        Each call is a separate request. The request occupies an engine only until the answer, goes
+        to another engine on failure, and is aborted when the awaiting task is cancelled. Calls may
+        run at the same time. Give the requests of one conversation the same `session`, any name
+        unique among the names of this prompt. Such requests prefer the engine with the computed
+        earlier turns, and their seeds do not depend on the duration of other conversations' tools.
         """
         ...
 
 
 class Rollout(Protocol):
-    """`rollout.function`, an async function: how one prompt becomes samples. `megatron_rl.rollout.single_turn:single_turn` is one."""
+    """`rollout.function`, an async function: from one prompt to samples.
+
+    `megatron_rl.rollout.groups:single_turn` is one.
+    """
 
     def __call__(
         self,
@@ -76,68 +95,85 @@ class Rollout(Protocol):
         num_samples: int,
         tokenizer: "PreTrainedTokenizerBase",
     ) -> "Awaitable[Sequence[Sample]]":
-        """Samples of `num_samples` trajectories from `prompt`, each with its `group_id`, `index` (0, 1, ... over all) and response text.
+        """Return samples of `num_samples` trajectories from `prompt`.
 
-        Their token ids are those that `generator` returned, never text that was tokenized again. A trajectory is one sample, unless several
-        have the same number in `trajectory`, the last by `index` being its end. A turn that saw another history than what the tokens before
-        it say is a sample with a prompt of its own, `dataclasses.replace(prompt, token_ids=.., text=..)`.
+        Each has a `group_id`, an `index` (0, 1, ... over all) and response text. Token ids are from
+        `generator`, never from text tokenized again. A trajectory is one sample, unless several
+        have the same number in `trajectory`; the last by `index` is the end. A turn with another
+        history than the tokens before say is a sample with a prompt of its own,
+        `dataclasses.replace(prompt, token_ids=.., text=..)`.
+
+        A call that raises, takes longer than `rollout.timeout_s` or returns another type is
+        repeated for each trajectory alone, with `num_samples` 1. A trajectory with repeated
+        failures is left out and counted by cause.
         """
         ...
 
 
 class Filter(Protocol):
-    """`rollout.filter.function`: which groups a step trains on. Called once for each group, when it and its rewards are finished."""
+    """`rollout.filter.function`: selection of the groups for a step.
+
+    Called once for each group, after the group and its rewards are finished.
+    """
 
     def __call__(self, *, group: "Group") -> str | None:
-        """None to keep the group, or why not, which the buffer notes beside it.
+        """Return None to keep the group, or a reason for the buffer to note beside the group.
 
-        `group` has a sample whose reward has a value, and was not left out by objective.zero_variance.
+        `group` has a sample whose reward has a value, and was not left out by
+        objective.zero_variance.
         """
         ...
 
 
 class Advantage(Protocol):
-    """`objective.advantage.estimator`: how rewards become advantages."""
+    """`objective.advantage` of kind plug_in: from rewards to advantages."""
 
     def __call__(self, *, rewards: "Tensor", group_ids: "Tensor", lengths: "Tensor") -> "Tensor":
-        """One advantage per trajectory, [B] float64, for all its tokens.
+        """Return one advantage per trajectory, [B] float64, for all its tokens.
 
-        `rewards` [B] float64, `group_ids` [B] equal for those of one prompt, which need not stand together, `lengths` [B] their trainable
-        tokens. It is also called for one group alone, to find those whose advantages are all 0.
+        `rewards` [B] float64; `group_ids` [B], equal for trajectories of one prompt, in any order;
+        `lengths` [B], trainable tokens. Also called for one group alone, to find groups with all
+        advantages 0.
         """
         ...
 
 
 class PolicyLoss(Protocol):
-    """`objective.policy_loss`: what is minimised, per token."""
+    """`objective.policy_loss` of kind plug_in: the minimised value per token."""
 
     def __call__(self, *, objective: "Objective", terms: "PolicyTerms") -> "PolicyLossTerms":
-        """Losses [T] of the policy term, before any mean, and the events to be counted."""
+        """Return the losses [T] of the policy term, before any mean, and the events to count."""
         ...
 
 
 class DataSource(Protocol):
-    """`data.source`, a class: where training rows come from, without end. Only the driver has one, whatever the arrangement of ranks.
+    """`data.source`, a class: the endless source of training rows.
 
-    What comes follows from the seed and the arguments alone, and does not depend on how many rows are asked for at once.
+    Only the driver has one, whatever the arrangement of ranks. Rows follow from the seed and the
+    arguments alone, and do not depend on the number of rows in a request.
     """
 
     state: Any
-    """Where it stands, as a value that JSON can hold. Set to an earlier value, also of another process, it goes on from there."""
+    """The position, as a value with a form in JSON.
+
+    A source set to an earlier position, also another process's, goes on from that position.
+    """
 
     def __init__(self, *, seed: int) -> None:
-        """At the first row. `seed` is run.seed."""
+        """Start at the first row. `seed` is run.seed."""
 
     def next_rows(self, count: int) -> Sequence[Mapping[str, Any]]:
-        """The next `count` rows, each with the fields that a line of data.train would have: prompt, label, for supervised training
-        response, and others, which reward functions get as metadata.
+        """Return the next `count` rows, each with the fields of a line of data.train.
+
+        Fields are prompt, label, for supervised training response, and others, given to reward
+        functions as metadata.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One kind of plug-in: the settings that name it and its own arguments, and what it is called with."""
+    """One kind of plug-in: settings for name and own arguments, and the arguments of a call."""
 
     setting: str
     args_setting: str
@@ -152,20 +188,18 @@ KINDS: Mapping[PluginKind, Kind] = MappingProxyType({
     ),
     "filter": Kind(setting="rollout.filter.function", args_setting="rollout.filter.args", arguments=("group",)),
     "advantage": Kind(
-        setting="objective.advantage.estimator", args_setting="objective.advantage.args", arguments=("rewards", "group_ids", "lengths"),
+        setting="objective.advantage", args_setting="objective.advantage.args", arguments=("rewards", "group_ids", "lengths"),
     ),
-    "policy_loss": Kind(setting="objective.policy_loss", args_setting="objective.loss_args", arguments=("objective", "terms")),
+    "policy_loss": Kind(setting="objective.policy_loss", args_setting="objective.policy_loss.args", arguments=("objective", "terms")),
     "data_source": Kind(setting="data.source", args_setting="data.args", arguments=("seed",)),
 })  # fmt: skip
 
 
 def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
-    """The plug-in at `path` with its own arguments `args` filled in: what is left to give are the arguments of its kind, by keyword.
+    """Return the plug-in at `path` with `args` filled in; the kind's arguments remain, by keyword.
 
-    Looked for on PYTHONPATH, then in the current directory. Importing it runs the user's module.
-
-    Raises:
-        UserError: it cannot be imported, cannot be called with the arguments of its kind, or does not take `args`.
+    Searched on PYTHONPATH, then in the current directory. The import runs the user's module. Raises
+    UserError for a failed import, a mismatch with the arguments of the kind, or refused `args`.
     """
     spec = KINDS[kind]
     function = _find(path, setting=spec.setting)
@@ -179,17 +213,62 @@ def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyT
 
 
 def _check_class(found: Callable[..., Any], *, path: str, setting: str) -> None:
-    """Raise UserError where a data source is no class that gives rows."""
+    """Raise UserError for a data source other than a class with rows."""
     if not inspect.isclass(found) or "next_rows" not in dir(found):
         got = "has no method next_rows" if inspect.isclass(found) else f"is a {type(found).__name__}"
         raise UserError(f"{setting} {path} {got}, needs a class with next_rows(count) and the attribute state")
 
 
+class _TimeIsOver(BaseException):
+    """Not an Exception, because user code may catch an Exception."""
+
+
+@contextmanager
+def without_exits(name: str, *, doing: str, timeout_s: float | None = None) -> Iterator[None]:
+    """Run the code of the plug-in `name`, in the body.
+
+    An interrupt by the user ends the body as ever. Raises UserError where the code exits,
+    interrupts itself or, in the main thread, takes longer than `timeout_s` seconds.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    interrupts: list[int] = []
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        if callable(before):
+            before(number, frame)
+
+    def over(number: int, frame: FrameType | None) -> None:
+        raise _TimeIsOver
+
+    before = signal.getsignal(signal.SIGINT)
+    if in_main:
+        signal.signal(signal.SIGINT, interrupted)
+        alarm = signal.signal(signal.SIGALRM, over)
+        signal.setitimer(signal.ITIMER_REAL, timeout_s or 0.0)
+    try:
+        yield
+    except _TimeIsOver:
+        raise UserError(f"{name} has not ended {doing} after {timeout_s:g} s, needs less; move slow work to where it is used") from None
+    except (SystemExit, KeyboardInterrupt) as error:
+        if interrupts:
+            raise
+        raise UserError(f"{name} raised {type(error).__name__} while {doing}, needs to return, or to raise an Exception") from error
+    finally:
+        if in_main:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, alarm)
+            signal.signal(signal.SIGINT, before)
+
+
 def kind_of(path: str) -> PluginKind:
-    """The kind whose arguments the plug-in at `path` takes by name. Raises UserError when there is none, or it cannot be imported."""
+    """Return the kind whose arguments the plug-in at `path` takes by name.
+
+    Raises UserError without such a kind, and for a failed import.
+    """
     function = _find(path, setting="plug-in")
     named = _signature(function, path=path, setting="plug-in").parameters.keys()
-    # A data source is the only class among them; `seed` may be an own argument of a function.
+    # A data source is the only class among the kinds; `seed` may be an own argument of a function.
     kinds = {kind: spec for kind, spec in KINDS.items() if inspect.isclass(function) == (kind == "data_source")}
     fitting: list[PluginKind] = [kind for kind, spec in kinds.items() if named >= set(spec.arguments)]
     if len(fitting) != 1:
@@ -212,7 +291,10 @@ def _find(path: str, *, setting: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        with without_exits(f"{setting} {path}", doing="being imported", timeout_s=PLUGIN_IMPORT_S):
+            module = importlib.import_module(module_name)
+    except UserError:
+        raise
     except Exception as error:  # a user's module can fail in any way while it is imported
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{setting} {path} cannot be imported ({reason}); it is looked for on PYTHONPATH and in {os.getcwd()}") from error
@@ -229,13 +311,13 @@ def _find(path: str, *, setting: str) -> Callable[..., Any]:
 
 
 def _public_names(module: ModuleType) -> list[str]:
-    """Functions and classes that `module` itself defines."""
+    """Return the names of functions and classes defined in `module` itself."""
     own = [name for name, value in vars(module).items() if inspect.isroutine(value) or inspect.isclass(value)]
     return [name for name in own if not name.startswith("_") and vars(module)[name].__module__ == module.__name__]
 
 
 def _own_parameters(function: Callable[..., Any], *, path: str, spec: Kind) -> dict[str, inspect.Parameter]:
-    """What `function` takes besides the arguments of its kind, by name."""
+    """Return the parameters of `function` besides the arguments of its kind, by name."""
     signature = _signature(function, path=path, setting=spec.setting)
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     own = {name: parameter for name, parameter in signature.parameters.items() if name not in spec.arguments and parameter.kind in by_name}

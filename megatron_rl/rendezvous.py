@@ -1,4 +1,7 @@
-"""The stores at which processes meet: torch's TCPStore, which without a secret would listen on every interface of the machine."""
+"""Stores for processes to meet, on one address alone.
+
+torch's TCPStore has no secret and would listen on every interface of the machine.
+"""
 
 import socket
 from datetime import timedelta
@@ -7,9 +10,10 @@ from torch.distributed import TCPStore
 
 
 def serve_store(address: str, *, port: int = 0, num_clients: int | None = None, timeout_s: float) -> TCPStore:
-    """A store that listens on `address` alone, at `port` or else a free one (see its `port`).
+    """Return a store listening on `address` alone, at `port` or a free one (see its `port`).
 
-    With `num_clients`, this process included, it waits until all of them have come, at most `timeout_s` seconds.
+    With `num_clients`, this process included, wait until all have come, at most `timeout_s`
+    seconds.
     """
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listening = socket.socket(family, kind, protocol)
@@ -33,5 +37,5 @@ def serve_store(address: str, *, port: int = 0, num_clients: int | None = None, 
 
 
 def join_store(address: str, *, port: int, num_clients: int, timeout_s: float) -> TCPStore:
-    """The store that another process serves at this address."""
+    """Return the store of another process at this address."""
     return TCPStore(address, port, world_size=num_clients, is_master=False, timeout=timedelta(seconds=timeout_s))

@@ -1,7 +1,7 @@
 """Records that cross a process boundary: immutable, validated when they are made.
 
-Legend: P prompt tokens, R response tokens, T tokens of a flat batch of sequences, B sequences.
-Per-token arrays are aligned with the token they score: `log_probs[t] = log p(token[t] | token[<t])`.
+Legend: P prompt tokens, R response tokens, T tokens of a flat batch of sequences, B sequences. Per-token arrays are
+aligned with the token they score: `log_probs[t] = log p(token[t] | token[<t])`.
 """
 
 import enum
@@ -53,7 +53,7 @@ def _token_ids(name: str, ids: ArrayLike) -> Ints:
 
 
 def _behind_prompts(name: str, given: Sequence[ArrayLike], prompts: Sequence[Ints], responses: Sequence[Ints], *, fill: float) -> Floats:
-    """Numbers of the responses' tokens, each row behind as many `fill` as its prompt has tokens, flat [T]."""
+    """Return response numbers, flat [T], with one `fill` per prompt token before each row."""
     if len(given) != len(responses):
         raise ValueError(f"from_sequences got {name} of {len(given)} responses, needs those of all {len(responses)}")
     parts = [np.empty(0, np.float32)]
@@ -71,13 +71,13 @@ def _behind_prompts(name: str, given: Sequence[ArrayLike], prompts: Sequence[Int
 
 
 def _numbered(labels: Iterable[Hashable]) -> Ints:
-    """Equal labels as equal numbers, counted from 0 in the order in which they first appear, [B]."""
+    """Return equal labels as equal numbers, counted from 0 in order of first appearance, [B]."""
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(label, len(numbers)) for label in labels], np.int64)
 
 
-class StopReason(str, enum.Enum):
-    """Why a response ended."""
+class StopReason(enum.StrEnum):
+    """The reason for the end of a response."""
 
     STOP = "stop"
     """The model emitted a stop token or stop string."""
@@ -87,8 +87,8 @@ class StopReason(str, enum.Enum):
     """The request was aborted; the response is partial."""
 
 
-class RewardOutcome(str, enum.Enum):
-    """What became of a reward call. An error or a timeout is never a score of zero."""
+class RewardOutcome(enum.StrEnum):
+    """The outcome of a reward call. An error or a timeout is never a score of zero."""
 
     SCORED = "scored"
     ERROR = "error"
@@ -99,8 +99,8 @@ class RewardOutcome(str, enum.Enum):
 class Reward:
     """The result of one reward call.
 
-    `value` is a finite number exactly when `outcome` is SCORED, else None; `message` then holds the traceback or the timeout.
-    `components` names the parts of a composite reward.
+    `value` is a finite number exactly when `outcome` is SCORED, else None; `message` then holds the traceback or the
+    timeout. `components` names the parts of a composite reward.
     """
 
     outcome: RewardOutcome
@@ -118,7 +118,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One problem to generate for: token ids [P], the text they came from, the label a reward function compares with."""
+    """One problem: token ids [P], the source text, and the label for the reward function."""
 
     id: str
     token_ids: Ints
@@ -134,19 +134,19 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One response to a prompt, with everything known of each of its tokens.
+    """One response to a prompt, with all known values of each token.
 
-    Samples of a group that have the same `trajectory` are parts of one attempt at its problem, such as turns of several agents, or those
-    before and after a history was cut; they carry the same reward, the highest `index` is the last. None: an attempt of this sample alone.
-    `prompt` is what the engine saw before this response: the group's, or one with token ids and text of its own.
+    Samples of a group with the same `trajectory` are parts of one attempt at the problem. Examples: turns of several agents,
+    or parts before and after a history cut. All parts carry the same reward, and the highest `index` is the last. None: an
+    attempt of this sample alone. `prompt` is the engine's input: the group's prompt, or one with other tokens and text.
 
-    Arrays have length R: `response_ids`; `loss_mask`, True where the policy chose the token and trains on it;
-    `rollout_log_probs`, nats, of the sampling distribution; `weight_versions`, the weights that made each token
-    (-1 for tokens no engine made).
+    Arrays have length R: `response_ids`; `loss_mask`, True where the policy chose the token and trains on the token;
+    `rollout_log_probs`, nats, of the sampling distribution; `weight_versions`, the version of the weights behind each
+    token (-1 for tokens not made by an engine).
 
-    `routed_experts` [N, L, K], from an engine that was asked for them, are the experts of the first N tokens of prompt and response
-    in each of the model's L mixture layers. The engine never routes the last token that it makes, so N is at most P + R - 1 for one
-    turn. None means that nothing is known.
+    `routed_experts` [N, L, K], from an engine with recording, are the experts of the first N tokens of prompt and
+    response in each of the model's L mixture layers. The engine never routes the last token of a turn, so N is at
+    most P + R - 1 for one turn. None: not known.
     """
 
     group_id: str
@@ -189,18 +189,18 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """True when the token budget ended the response."""
+        """Return True when the token budget ended the response."""
         return self.stop_reason is StopReason.LENGTH
 
     @property
     def num_turns(self) -> int:
-        """Turns of the model in this response: runs of tokens that an engine made, divided by tokens that none made."""
+        """Count the model's turns: runs of engine tokens, divided by other tokens."""
         made = self.weight_versions >= 0
         return int(made[:1].sum() + (made[1:] & ~made[:-1]).sum())
 
 
 def trajectories(samples: Iterable[Sample]) -> tuple[tuple[Sample, ...], ...]:
-    """The samples of each trajectory by index; trajectories in the order in which they first appear in `samples`."""
+    """Return each trajectory's samples by index; trajectories in order of appearance."""
     found: dict[Hashable, list[Sample]] = {}
     for position, sample in enumerate(samples):
         key = (position,) if sample.trajectory is None else (sample.group_id, sample.trajectory)
@@ -209,17 +209,31 @@ def trajectories(samples: Iterable[Sample]) -> tuple[tuple[Sample, ...], ...]:
 
 
 def last_samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
-    """The last sample of each trajectory: the one that was scored, and whose reward is that of the trajectory."""
+    """Return the last sample of each trajectory, with the trajectory's reward."""
     return tuple(parts[-1] for parts in trajectories(samples))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A trajectory without a result after all attempts of its rollout.
+
+    `cause` is one word: error, timeout or contract. `headline` is one line, the same for failures of one kind and any
+    prompt; `trace` is a traceback, where there is one.
+    """
+
+    cause: str
+    headline: str
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """All trajectories from one prompt, of a sample or more each; the unit that moves through the buffer."""
+    """All trajectories from one prompt, failed ones too: the unit of the buffer."""
 
     id: str
     prompt: Prompt
     samples: tuple[Sample, ...]
+    failures: tuple[Failure, ...] = ()
 
     def __post_init__(self) -> None:
         strays = [sample.group_id for sample in self.samples if sample.group_id != self.id]
@@ -232,17 +246,20 @@ class TrainBatch:
     """B whole sequences as flat arrays, prompt and response tokens alike.
 
     `cu_seqlens` [B + 1] are the offsets of the sequences in the token arrays of length T. `loss_mask` [T] is False on
-    prompts. `rollout_log_probs` [T] nats and `weight_versions` [T] hold 0 and -1 where no engine made the token; log-probs None: they are
-    not known. `rewards` [B] (NaN: none), `group_ids` [B] (equal for samples of one prompt), `truncated` [B]. `reward_components` [B, K]
-    are the parts of composite rewards, named by `component_names` [K]; NaN where a sample's reward lacks the part. `routed_experts`
-    [T, L, K] are the experts of each token in each mixture layer as engines chose them, known where `routed` [T] is True; None without
-    any record. `trajectory_ids` [B] are equal for the sequences of one trajectory, which have one group and one reward: baselines and
-    means over sequences count it once, with the tokens of all its sequences; when not given, each sequence is a trajectory.
+    prompts. `rollout_log_probs` [T] nats and `weight_versions` [T] hold 0 and -1 at tokens not made by an engine;
+    log-probs None: not known. `rewards` [B] (NaN: none), `group_ids` [B] (equal for samples of one prompt),
+    `truncated` [B]. `reward_components` [B, K] are the parts of composite rewards, named by `component_names` [K];
+    NaN where a sample's reward lacks the part. `routed_experts` [T, L, K] are the experts of each token in each
+    mixture layer as engines chose them, known where `routed` [T] is True; None without any record. `trajectory_ids`
+    [B] are equal for the sequences of one trajectory. Sequences of one trajectory have one group and one reward.
+    Baselines and means count a trajectory once, with all its tokens. Without
+    `trajectory_ids` each sequence is a trajectory.
 
-    What a loop of its own has computed, each [T], finite on trainable tokens and used as it is; None lets the trainer compute it:
-    `old_log_probs` nats, of the policy before the first optimizer step on these tokens; `ref_log_probs` nats, of the reference;
-    `values`, reward units, of a critic in the state in which the token was chosen; `advantages`, in place of those that the
-    objective's estimator makes of the rewards: no baseline, scale or whitening is applied to them.
+    Values computed by the caller's own loop, each [T], are finite on trainable tokens and used unchanged; None lets
+    the trainer compute the values. `old_log_probs` nats, of the policy before the first optimizer step on these
+    tokens; `ref_log_probs` nats, of the reference; `values`, reward units, of a critic in the state before the choice
+    of the token; `advantages`, in place of the estimator's advantages from the rewards: no baseline, scale or
+    whitening is applied.
 
     Example: `TrainBatch.from_sequences(prompts=[[5, 6], [5, 6]], responses=[[7], [8, 9]], rewards=[1.0, 0.0])`.
     """
@@ -287,7 +304,7 @@ class TrainBatch:
             check_lengths(self, ("routed_experts", "routed"), int(self.cu_seqlens[-1]))
 
     def _check_optional(self, name: str) -> None:
-        """Freeze the field `name` [T], where it is given. Raises ValueError for another length or a trainable token without a number."""
+        """Freeze the field `name` [T], if given. Raises ValueError for another length or a trainable token without a number."""
         if getattr(self, name) is None:
             return
         freeze(self, name, np.float32)
@@ -334,14 +351,14 @@ class TrainBatch:
         truncated: ArrayLike | None = None,
         trajectory_ids: Iterable[Hashable] | None = None,
     ) -> "TrainBatch":
-        """A batch of B responses, `responses[b]` [R_b] token ids to `prompts[b]` [P_b] (at least one), no padding in either.
+        """Return a batch of B responses, `responses[b]` [R_b] to `prompts[b]` [P_b], as token ids.
 
-        `rewards` [B]. `group_ids` [B], any labels: equal ones share a baseline; equal prompts when not given. `trajectory_ids` [B], any
-        labels that no other group uses: equal ones are one trajectory, whose first prompt decides its group where none is given. Whatever
-        is given per token is [R_b] for response b, aligned with its tokens: `loss_masks`, True where the token is trained on (all when
-        not given), and the fields of that name; `advantages` may also be one number for each response. `truncated` [B], False when not
-        given.
-        Without `rollout_log_probs` the generator is taken to be the policy before the step. Raises ValueError for other lengths.
+        Prompts have at least one token; no padding. `rewards` [B]. `group_ids` [B], any labels: equal ones
+        share a baseline; equal prompts when not given. `trajectory_ids` [B], any labels, not shared between groups: equal
+        ones are one trajectory. A trajectory's first prompt decides the group by default. Values per token are [R_b] for
+        response b, aligned with the response's tokens: `loss_masks`, True at trained tokens (all when not given), and the
+        fields of the same name; `advantages` may also be one number for each response. `truncated` [B], False when not given.
+        Without `rollout_log_probs` the generator is the policy before the step. Raises ValueError for other lengths.
         """
         rows = [_token_ids(name, ids) for name, parts in (("prompts", prompts), ("responses", responses)) for ids in parts]
         prompt_ids, response_ids = rows[: len(prompts)], rows[len(prompts) :]
@@ -392,13 +409,13 @@ class TrainBatch:
 
     @property
     def trainable_tokens(self) -> Ints:
-        """Tokens of each sequence that the loss mask keeps, [B]."""
+        """Count each sequence's tokens inside the loss mask, [B]."""
         return np.add.reduceat(self.loss_mask, self.cu_seqlens[:-1], dtype=np.int64) if self.num_sequences else np.empty(0, np.int64)
 
     def select(self, rows: Ints, *, may_cut: bool = False) -> "TrainBatch":
-        """The sequences `rows`, in that order, as a batch of their own.
+        """Return the sequences `rows`, in the given order, as a batch.
 
-        Raises ValueError when they are a part of a trajectory, whose other sequences its means count, unless they `may_cut` one.
+        Raises ValueError for a part of a trajectory, unless the rows `may_cut` one: means count the others too.
         """
         chosen = np.zeros(self.num_sequences, np.bool_)
         chosen[rows] = True
@@ -432,8 +449,9 @@ class TrainBatch:
 class StepTotals:
     """The denominators of one optimizer step, counted once over all ranks and micro-batches.
 
-    `num_tokens` trainable tokens N; `num_trajectories` trajectories with at least one trainable token, B; `num_sequences` sequences with
-    at least one, which are as many where each is a trajectory; `num_sequence_tokens` all tokens of these sequences, prompts included.
+    `num_tokens` trainable tokens N; `num_trajectories` trajectories with at least one trainable token, B;
+    `num_sequences` sequences with at least one, equal to B where each sequence is a trajectory; `num_sequence_tokens`
+    all tokens of the counted sequences, prompts included.
     """
 
     num_tokens: int
@@ -444,7 +462,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One optimizer step on one data-parallel rank: which rows of the shard form each micro-batch, and the step's totals.
+    """One optimizer step of a data-parallel rank: rows of each micro-batch, and totals.
 
     Every data-parallel rank has the same number of micro-batches; one may be empty.
     """
@@ -455,11 +473,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """What one data-parallel rank trains on: its sequences, its optimizer steps, and the rewards of the whole batch.
+    """The training data of one data-parallel rank: sequences, optimizer steps, and all rewards.
 
-    `rows` [B_local] are the positions of this shard's sequences in the whole batch. `all_rewards`, `all_group_ids`, `all_trajectory_ids`
-    and `all_trainable_tokens` [B_all] and `all_reward_components` [B_all, K] describe the whole batch, because a baseline needs groups,
-    and a mean trajectories, that other ranks hold.
+    `rows` [B_local] are the positions of this shard's sequences in the whole batch. `all_rewards`, `all_group_ids`,
+    `all_trajectory_ids` and `all_trainable_tokens` [B_all] and `all_reward_components` [B_all, K] describe the whole
+    batch: a baseline needs groups, and a mean needs trajectories, held by other ranks.
     """
 
     batch: TrainBatch
