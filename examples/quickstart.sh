@@ -126,7 +126,7 @@ cat <<MESSAGE
 
 curves      $directory/grpo/curves.png and $directory/grpo/report.html
 checkpoint  $("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["checkpoint"])' "$directory/summary.json")
-continue    $python -m megatron_rl train $directory/grpo/settings.yaml --resume run.num_steps=60
+continue    $(printf %q "$python") -m megatron_rl train $(printf %q "$directory")/grpo/settings.yaml --resume run.num_steps=60
 change      bash examples/quickstart.sh --seed $seed training.optimizer.lr=1e-4
 
 $directory/summary.json

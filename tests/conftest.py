@@ -50,7 +50,7 @@ def written_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pa
     directory, written = tmp_path_factory.mktemp("models"), dict[str, Path]()
 
     def find(**options: Any) -> Path:
-        from megatron_rl.acceptance.tiny_models import write_tiny_model
+        from megatron_rl.doctor.tiny_models import write_tiny_model
 
         key = repr(sorted(options.items()))
         if key not in written:
@@ -107,11 +107,10 @@ def read_all():
     """`read_all(path, dtype)` gives every tensor of the checkpoint at `path` by its name, quantised ones in `dtype`."""
     from contextlib import closing
 
-    from megatron_rl.convert.sources import open_source
+    from megatron_rl.checkpoints.stored_weights import in_order, open_weights
 
     def read(path, dequantised_dtype=None):
-        with closing(open_source(path, dequantised_dtype=dequantised_dtype)) as source:
-            units = [(unit, source.read(unit)) for unit in source.units()]
-        return {told.name: tensor for unit, tensors in units for told, tensor in zip(unit.tensors, tensors, strict=True)}
+        with closing(open_weights(path, dequantised_dtype=dequantised_dtype)) as source:
+            return {name: source.read(name) for name in in_order(source)}
 
     return read

@@ -6,7 +6,8 @@
 #
 # --style stops after style and types: what pre-commit runs.
 # --wide adds the tests marked slow, among them the whole matrix of layouts (tests/dist/README.md), whose table is printed and, where
-# MATRIX_FILE names a file, written; and it runs the gate's tests of several ranks once more under NCCL's rules (tests/rehearsal).
+# MATRIX_FILE names a file, written; and it runs the gate's tests of several ranks once more under NCCL's rules (tests/rehearsal), and those of
+# ranks, engines and weights in a second environment with the releases of a GPU machine (Python 3.12, 11 GB; tools/setup_env.sh --rehearsal).
 # pytest arguments, such as -k packing or -x, go to every group of tests.
 # GPU tests run where there is a GPU. About 20 minutes on 2 cores; every section is run even when an earlier one fails.
 set -uo pipefail
@@ -19,7 +20,11 @@ case ${1:-} in
     --style) only_style=yes && shift ;;
     -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//p}' tests/run.sh && exit ;;
 esac
-[ -n "$(nvidia-smi -L 2>/dev/null)" ] || marks="$marks and not gpu"
+rehearsed=no
+if [ -z "$(nvidia-smi -L 2>/dev/null)" ]; then
+    marks="$marks and not gpu"
+    rehearsed=$wide
+fi
 
 bash tools/setup_env.sh || exit 1
 PATH=$(cd "${VENV:-.venv}/bin" && pwd):$PATH
@@ -54,6 +59,12 @@ under_nccl_rules() (
     marks="not slow and not gpu"
     tests --nccl-rules tests/dist "$@"
 )
+# What GPUs run, as far as it runs without one; on a machine with GPUs the first environment has these releases.
+on_gpu_stack() (
+    PATH=$PWD/.venv-rehearsal/bin:$PATH
+    marks="not slow and not gpu"
+    tests "$@"
+)
 narrowed=no
 [ $# -eq 0 ] || narrowed=yes
 
@@ -70,6 +81,17 @@ if [ "$only_style" = no ]; then
     section "multi-process tests" tests tests/dist "$@"
     [ "$wide" = no ] || section "multi-process tests under NCCL's rules" under_nccl_rules "$@"
     section "end-to-end tests" tests tests/e2e "$@"
+    ! nvidia-smi -L >/dev/null 2>&1 || section "tests on GPUs" tests tests/gpu "$@"
+fi
+if [ "$only_style" = no ] && [ "$rehearsed" = yes ]; then
+    section "GPU stack: set-up" bash tools/setup_env.sh --rehearsal
+    section "GPU stack: unit tests" on_gpu_stack "${at_once[@]}" \
+        tests/unit/{models,rollout,runtime,training,weights,test_device.py,test_doctor.py,test_process_variables.py} "$@"
+    section "GPU stack: trainer tests" on_gpu_stack "${at_once[@]}" tests/trainer "$@"
+    section "GPU stack: contract tests" on_gpu_stack tests/contract/test_{sglang,shared_memory,transformer_engine,upstream_surface}.py "$@"
+    section "GPU stack: multi-process tests" on_gpu_stack \
+        tests/dist/test_{attention,byte_ledger,experts,head_kernels,latent_attention,models,nccl_rules,te_layouts}.py "$@"
+    section "GPU stack: end-to-end tests" on_gpu_stack tests/e2e/test_{engine,engine_rotary,engine_weights,routing_replay,run}.py "$@"
 fi
 
 if [ ${#failed[@]} -gt 0 ]; then

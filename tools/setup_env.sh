@@ -1,25 +1,24 @@
 #!/usr/bin/env bash
 # Creates .venv with everything that megatron_rl needs and installs this checkout into it. A second call finds it complete and returns at once.
 #
-#   bash tools/setup_env.sh [--check]
+#   bash tools/setup_env.sh [--rehearsal] [--check]
 #
-# --check   says which stack and interpreter would be taken and whether this machine can hold them; changes nothing
+# --rehearsal   the GPU stack of Python 3.12 on a machine without a GPU, in .venv-rehearsal: tests/run.sh --wide tests what GPUs run in it
+# --check       says which stack and interpreter would be taken and whether this machine can hold them; changes nothing
 #
-# PYTHON=python3.12     the interpreter to use (3.10, 3.11 or 3.12); when not set, the one of a complete .venv, else the first usable one
+# PYTHON=python3.12     the interpreter to use (3.11 or 3.12); when not set, the first usable one, on PATH or kept by pyenv or uv
 # DEVICE=cpu | gpu      the stack to install; gpu when nvidia-smi lists one
-# VENV=DIR              another place than .venv
+# VENV=DIR              another place than .venv; a rehearsal looks at neither
 # WITHOUT_TRANSFORMER_ENGINE=1   do not build TransformerEngine on a GPU machine; attention then takes torch's path
 #
 # CPU: about 110 packages, 3 GB, 3 minutes plus download. GPU: about 15 GB and the time that TransformerEngine takes to compile.
+# Rehearsal: 240 packages, 11 GB, 4 minutes plus download.
 # What went wrong stands in .venv/setup.log. The script removes nothing that it did not create.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 repository=$PWD
-venv=${VENV:-.venv}
-log=$venv/setup.log
-stamp=$venv/.setup_complete       # written last: the hash of everything that the environment was made from
-owned=$venv/.made_by_setup_env    # written first: this script may clear the directory, for the checkout that is named in it
+stack=''                          # what is installed: cpu, gpu or rehearsal
 requirements=tools/requirements
 cuda_major=13       # of the torch that SGLang pins
 needed_driver=580   # the oldest that runs CUDA 13
@@ -30,56 +29,74 @@ fail() {
     exit 1
 }
 
-choose_device() {
-    if [ -n "${DEVICE:-}" ]; then
+choose_stack() {
+    if [ "$stack" = rehearsal ]; then
+        reason="--rehearsal asks for it"
+    elif [ -n "${DEVICE:-}" ]; then
         case $DEVICE in
-            cpu | gpu) device=$DEVICE reason="DEVICE=$DEVICE is set" ;;
+            cpu | gpu) stack=$DEVICE reason="DEVICE=$DEVICE is set" ;;
             *) fail "DEVICE is '$DEVICE', needs cpu or gpu: unset it to let the machine decide" ;;
         esac
     elif command -v nvidia-smi >/dev/null && [ -n "$(nvidia-smi -L 2>/dev/null || true)" ]; then
-        device=gpu reason="nvidia-smi lists a GPU"
+        stack=gpu reason="nvidia-smi lists a GPU"
     else
-        device=cpu reason="nvidia-smi lists no GPU"
+        stack=cpu reason="nvidia-smi lists no GPU"
     fi
+    venv=${VENV:-.venv}
+    [ "$stack" != rehearsal ] || venv=.venv-rehearsal
+    log=$venv/setup.log
+    stamp=$venv/.setup_complete    # written last: the hash of everything that the environment was made from
+    owned=$venv/.made_by_setup_env # written first: this script may clear the directory, for the checkout that is named in it
 }
 
 # Hash of what the environment depends on. A moved checkout counts: neither a venv nor an editable install survives that.
 fingerprint() {
     {
-        printf '%s\n' "$repository" "$device"
+        printf '%s\n' "$repository" "$stack"
         cat "$requirements"/*.txt setup.py tools/setup_env.sh
     } | sha256sum | cut -d ' ' -f 1
 }
 
 # A shim may exist for an interpreter that is not installed, so each candidate has to run.
 usable_python() {
-    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
 }
 
 choose_python() {
     # A newer Python brings a newer megatron-core. On GPUs that decides: before 0.19 gradient norms are wrong with TransformerEngine under
     # tensor parallel latent attention and experts. On CPU 3.11 is what everything was run on.
-    local candidate order=(python3.11 python3.12 python3.10 python3)
-    [ "$device" = cpu ] || order=(python3.12 python3.11 python3.10 python3)
-    if [ -n "${PYTHON:-}" ]; then
-        usable_python "$PYTHON" || fail "PYTHON=$PYTHON does not run, is not Python 3.10 to 3.12, or lacks the venv module: name another one"
+    local version candidate order
+    case $stack in
+        cpu) order=(3.11 3.12) ;;
+        gpu) order=(3.12 3.11) ;;
+        rehearsal) order=(3.12) ;;
+    esac
+    if [ -n "${PYTHON:-}" ] && [ "$stack" != rehearsal ]; then
+        usable_python "$PYTHON" || fail "PYTHON=$PYTHON does not run, is not Python 3.11 or 3.12, or lacks the venv module: name another one"
         python=$PYTHON
         return
     fi
-    for candidate in "${order[@]}"; do
-        if usable_python "$candidate"; then
-            python=$candidate
-            return
-        fi
+    for version in "${order[@]}"; do
+        for candidate in "python$version" "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$version".*/bin/python \
+            "${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-${HOME:-}/.local/share}/uv/python}/cpython-$version".*/bin/python; do
+            if usable_python "$candidate"; then
+                python=$candidate
+                return
+            fi
+        done
     done
-    fail "found no Python 3.10 to 3.12 with the venv module: install one (Debian, Ubuntu: apt-get install python3-venv) or set PYTHON"
+    if [ "$stack" != rehearsal ] && usable_python python3; then
+        python=python3
+        return
+    fi
+    fail "found no Python ${order[0]}${order[1]:+ or ${order[1]}} with the venv module on PATH, nor among those of pyenv and uv: install one (Debian, Ubuntu: apt-get install python3-venv; anywhere: uv python install ${order[0]})${order[1]:+ or set PYTHON}"
 }
 
-# The environment's interpreter runs, and it is of the version that PYTHON asks for, if it asks.
+# The environment's interpreter runs and is of the version that PYTHON asks for, which a rehearsal does not look at.
 same_python() {
     local version='import sys; print(sys.version_info[:2])' found
     found=$("$venv/bin/python" -c "$version" 2>/dev/null) || return 1
-    [ -z "${PYTHON:-}" ] || [ "$found" = "$("$PYTHON" -c "$version" 2>/dev/null)" ]
+    [ "$stack" = rehearsal ] || [ -z "${PYTHON:-}" ] || [ "$found" = "$("$PYTHON" -c "$version" 2>/dev/null)" ]
 }
 
 check_system() {
@@ -88,19 +105,20 @@ check_system() {
     command -v lscpu >/dev/null || fail "lscpu is not on PATH and SGLang's server calls it: apt-get install util-linux"
     command -v c++ >/dev/null || command -v g++ >/dev/null ||
         fail "found no C++ compiler, which torch.compile calls inside megatron-core and SGLang: apt-get install g++"
-    if [ "$device" = gpu ]; then
+    [ "$stack" != rehearsal ] || need_gb=14
+    if [ "$stack" = gpu ]; then
         need_gb=25
         has_python_headers ||
             fail "$python has no Python.h, with which Triton compiles at the first training step and TransformerEngine when it is installed: install the headers of that Python (Debian, Ubuntu: apt-get install python3-dev, or python3.12-dev beside a python3.12)"
         check_gpu_system
     fi
     free_gb=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1048576))
-    [ "$free_gb" -ge "$need_gb" ] || fail "$repository has $free_gb GB free and the $device stack needs $need_gb: free some space or clone elsewhere"
+    [ "$free_gb" -ge "$need_gb" ] || fail "$repository has $free_gb GB free and the $stack stack needs $need_gb: free some space or clone elsewhere"
 }
 
 # What the GPU stack cannot do without and pip does not bring: found now, not after an hour of compiling or by the first rank.
 check_gpu_system() {
-    local driver glibc toolkit
+    local driver glibc file release
     # A program that is missing or fails says nothing, and what it was to say is then missing in a sentence below.
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | awk '{print $2}') || true
     at_least "${glibc:-0}" 2.34 ||
@@ -108,12 +126,15 @@ check_gpu_system() {
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
     at_least "${driver:-0}" "$needed_driver" ||
         fail "the NVIDIA driver is ${driver:-not found}, and CUDA $cuda_major needs $needed_driver or newer: update the driver, or set DEVICE=cpu"
-    [ -z "${WITHOUT_TRANSFORMER_ENGINE:-}" ] || return 0
-    command -v nvcc >/dev/null ||
-        fail "nvcc is not on PATH, and TransformerEngine is compiled with it: install the CUDA $cuda_major toolkit, or set WITHOUT_TRANSFORMER_ENGINE=1"
-    toolkit=$(nvcc --version | sed -n 's/.*release \([0-9]*\).*/\1/p') || true
-    [ "$toolkit" = "$cuda_major" ] ||
-        fail "nvcc is of CUDA ${toolkit:-?}, and torch of this stack is built for CUDA $cuda_major: put a CUDA $cuda_major toolkit first on PATH, or set WITHOUT_TRANSFORMER_ENGINE=1"
+    # SGLang compiles kernels when it first needs them, so each node needs the toolkit; `megatron-rl doctor` looks for it there.
+    toolkit=${CUDA_HOME:-${CUDA_PATH:-$(dirname "$(dirname "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")}}
+    for file in bin/nvcc lib64/libcudart.so; do
+        [ -f "$toolkit/$file" ] ||
+            fail "there is no $toolkit/$file, with which TransformerEngine and, at run time, SGLang's kernels are compiled: install the CUDA $cuda_major toolkit and set CUDA_HOME to it"
+    done
+    release=$("$toolkit/bin/nvcc" --version | sed -n 's/.*release \([0-9]*\).*/\1/p') || true
+    [ "$release" = "$cuda_major" ] ||
+        fail "$toolkit/bin/nvcc is of CUDA ${release:-?}, and torch of this stack is built for CUDA $cuda_major: set CUDA_HOME to a CUDA $cuda_major toolkit"
 }
 
 has_python_headers() {
@@ -184,7 +205,7 @@ make_venv() {
         printf '%s' "$repository" >"$owned"
     else
         usable_python "$venv/bin/python" ||
-            fail "$venv exists, was not made by this script and holds no Python 3.10 to 3.12: move it away or set VENV to another directory"
+            fail "$venv exists, was not made by this script and holds no Python 3.11 or 3.12: move it away or set VENV to another directory"
         python=$venv/bin/python
     fi
     : >"$log"
@@ -193,7 +214,7 @@ make_venv() {
 # torchvision's newest usable wheel is for Python <= 3.11; on 3.12 pip has to be told to take that one (see torchvision.txt).
 install_torchvision() {
     local target=()
-    if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+    if has_python_312; then
         target=(--target "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
             --upgrade --only-binary=:all: --python-version 3.11 --implementation cp --abi cp311)
     fi
@@ -206,55 +227,70 @@ install_cpu() {
     step 'torchvision' install_torchvision
 }
 
+has_python_312() {
+    "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'
+}
+
+# All that gpu.txt brings. The tests ran on Python 3.12; on 3.11, where some of those versions do not exist, pip resolves freely.
+install_rehearsal() {
+    local tested=()
+    ! has_python_312 || tested=(-c "$requirements/gpu-constraints.txt")
+    step 'packages' "${pip[@]}" "${tested[@]}" -r "$requirements/gpu.txt" -r "$requirements/test.txt"
+}
+
+# TransformerEngine beside it, which cannot be compiled everywhere; the tests of a rehearsal fetch its Python half.
 install_gpu() {
-    step 'packages' "${pip[@]}" -r "$requirements/gpu.txt" -r "$requirements/test.txt"
+    install_rehearsal
     if [ -z "${WITHOUT_TRANSFORMER_ENGINE:-}" ]; then
         # Compiled against the installed torch, so what the build needs has to be installed as well.
         step 'build needs' "${pip[@]}" -r "$requirements/gpu-build-needs.txt"
-        step 'TransformerEngine' env CPLUS_INCLUDE_PATH="$(wheel_headers)${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}" \
-            "${pip[@]}" --no-build-isolation -r "$requirements/gpu-build.txt"
+        # The headers come from torch's wheels: a toolkit has neither cuDNN's nor NCCL's, a small one has few, and the system's may be of
+        # other releases than are loaded. ninja compiles files at once, where the environment has it.
+        step 'TransformerEngine' env NVTE_BUILD_USE_NVIDIA_WHEELS=1 CUDA_HOME="$toolkit" \
+            PATH="$(cd "$venv/bin" && pwd):$toolkit/bin:$PATH" "${pip[@]}" --no-build-isolation -r "$requirements/gpu-build.txt"
     fi
-}
-
-# The headers of cuDNN and NCCL that came with torch. Where there is a toolkit TransformerEngine's build looks at that one's headers alone
-# (build_tools/utils.py, get_cuda_include_dirs), and a toolkit has neither; those of the system may be of other releases than are loaded.
-wheel_headers() {
-    local packages
-    packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    printf '%s:%s' "$packages/nvidia/cudnn/include" "$packages/nvidia/nccl/include"
 }
 
 verify() {
     local names=(torch transformers ray megatron.core sglang)
     # Its three packages have to be of one release, which only an import finds out.
-    [ "$device" = cpu ] || [ -n "${WITHOUT_TRANSFORMER_ENGINE:-}" ] || names+=(transformer_engine.pytorch)
-    "$venv/bin/python" - "${names[@]}" <<'PYTHON'
+    [ "$stack" != gpu ] || [ -n "${WITHOUT_TRANSFORMER_ENGINE:-}" ] || names+=(transformer_engine.pytorch)
+    "$venv/bin/python" - "$stack" "${names[@]}" <<'PYTHON'
 import importlib
 import importlib.metadata
 import sys
 
-for module in sys.argv[1:]:
+from megatron_rl.check import report
+from megatron_rl.doctor.machine import check_toolchain
+
+for module in sys.argv[2:]:
     importlib.import_module(module)
+if sys.argv[1] == "gpu" and not report(check_toolchain("cuda")):
+    sys.exit("what engines need at run time is missing")
 for name in ("torch", "megatron-core", "sglang", "transformers", "ray"):
     print(name, importlib.metadata.version(name))
 PYTHON
 }
 
 main() {
-    case ${1:-} in
-        '' | --check) ;;
-        *) fail "'$1' is not an option, needs --check or nothing: settings are environment variables, see the top of this script" ;;
-    esac
-    choose_device
-    if [ "${1:-}" = --check ]; then
+    local check='' option
+    for option in "$@"; do
+        case $option in
+            --check) check=yes ;;
+            --rehearsal) stack=rehearsal ;;
+            *) fail "'$option' is not an option, needs --check, --rehearsal or nothing: settings are environment variables, see the top of this script" ;;
+        esac
+    done
+    choose_stack
+    if [ -n "$check" ]; then
         choose_python
         check_system
-        printf 'environment: %s stack, because %s; %s; would go into %s\n' "$device" "$reason" "$("$python" --version)" "$venv"
+        printf 'environment: %s stack, because %s; %s; would go into %s\n' "$stack" "$reason" "$("$python" --version)" "$venv"
         return
     fi
     wanted=$(fingerprint)
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && same_python; then
-        printf 'environment: %s is complete (%s: %s)\n' "$venv" "$device" "$reason"
+        printf 'environment: %s is complete (%s: %s)\n' "$venv" "$stack" "$reason"
         return
     fi
 
@@ -269,10 +305,10 @@ main() {
     trap 'printf "\nsetup_env: interrupted; the next call starts over\n" >&2; exit 130' INT TERM
     rm -f "$stamp"
     make_venv
-    printf 'environment: %s stack, because %s; %s; into %s\n' "$device" "$reason" "$("$python" --version)" "$venv"
+    printf 'environment: %s stack, because %s; %s; into %s\n' "$stack" "$reason" "$("$python" --version)" "$venv"
     pip=("$venv/bin/python" -m pip install --progress-bar off)
     step 'build tools' "${pip[@]}" 'setuptools>=77' wheel
-    "install_$device"
+    "install_$stack"
     step 'megatron_rl (this checkout)' "${pip[@]}" --no-deps --no-build-isolation -e .
     step 'check' verify
     tail -n 5 "$log" | tr '\n' ',' | sed 's/^/  /; s/,$/\n/; s/,/, /g'

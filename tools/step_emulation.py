@@ -11,15 +11,16 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.aggregation import LossInputs, Metrics
 from megatron_rl.algorithms.coefficients import Coefficients
-from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.loss import compute_loss
-from megatron_rl.algorithms.loss_metrics import Metrics
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.selection import step_statistics
+from megatron_rl.algorithms.value_loss import ValueLoss
 
 _BARRIER_TIMEOUT_S = 60.0
 _WITH_GRADIENT = ("log_probs", "entropy", "values")
+_OF_CRITIC = ("values", "old_values", "returns")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +35,7 @@ class Step:
     trajectories: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        unknown = set(self.tokens) - {item.name for item in fields(LossInputs)}
+        unknown = set(self.tokens) - {item.name for item in fields(LossInputs)} - set(_OF_CRITIC)
         if unknown or sum(self.lengths) != len(self.loss_mask):
             raise ValueError(
                 f"Step has unknown tensors {sorted(unknown)}, or lengths of {sum(self.lengths)} and a mask of {len(self.loss_mask)}"
@@ -105,9 +106,12 @@ def trivial_layout(num_sequences: int) -> Layout:
     return Layout(ranks=((tuple(range(num_sequences)),),))
 
 
-def run_step(objective: Objective, step: Step, layout: Layout, *, coefficients: Coefficients | None = None, seed: int = 0) -> StepResult:
-    """The step under `layout`; `coefficients` are those that the objective begins with when None."""
-    coefficients = coefficients or Coefficients(entropy=objective.entropy_coef, kl_loss=objective.kl_loss_coef)
+def run_step(
+    objective: Objective | ValueLoss, step: Step, layout: Layout, *, coefficients: Coefficients | None = None, seed: int = 0
+) -> StepResult:
+    """Return the step under `layout`; `coefficients` are those that the objective begins with when None."""
+    if coefficients is None and isinstance(objective, Objective):
+        coefficients = Coefficients.begin(objective)
     leaves = {name: tensor.clone() for name, tensor in step.tokens.items()}
     for name in _WITH_GRADIENT:
         if name in leaves:
@@ -144,9 +148,9 @@ def run_step(objective: Objective, step: Step, layout: Layout, *, coefficients: 
 
 
 def rank_share(
-    objective: Objective,
+    objective: Objective | ValueLoss,
     step: Step,
-    micro_batches: Sequence[LossInputs],
+    micro_batches: Sequence[tuple[LossInputs, Mapping[str, Tensor]]],
     coefficients: Coefficients | None,
     sequence_sum: Callable[[Tensor], Tensor],
     gather: Callable[[Tensor], Tensor],
@@ -155,15 +159,18 @@ def rank_share(
     """What one rank's program does in a step."""
     num_tokens = int(step.loss_mask.sum())
     num_sequences = sum(count > 0 for count in step.trajectory_tokens().values())
-    statistics = None
-    if objective.needs_step_statistics:
-        statistics = step_statistics(objective, micro_batches, num_tokens=num_tokens, sequence_sum=sequence_sum, gather=gather, seed=seed)
+    statistics, counts = None, {"num_tokens": num_tokens, "num_sequences": num_sequences}
+    if isinstance(objective, Objective) and objective.needs_step_statistics:
+        of_policy = [inputs for inputs, _ in micro_batches]
+        statistics = step_statistics(objective, of_policy, num_tokens=num_tokens, sequence_sum=sequence_sum, gather=gather, seed=seed)
     total, metrics = torch.zeros((), dtype=torch.float64), []
-    for inputs in micro_batches:
-        output = compute_loss(
-            objective, inputs, num_tokens=num_tokens, num_sequences=num_sequences, coefficients=coefficients,
-            sequence_sum=sequence_sum, statistics=statistics,
-        )  # fmt: skip
+    for inputs, of_critic in micro_batches:
+        if isinstance(objective, ValueLoss):
+            share, own = objective.share(inputs.sequences(sequence_sum), **of_critic, **counts)
+            total = total + share
+            metrics.append(own)
+            continue
+        output = compute_loss(objective, inputs, **counts, coefficients=coefficients, sequence_sum=sequence_sum, statistics=statistics)
         total = total + output.loss
         metrics.append(output.metrics)
     return total, metrics
@@ -183,8 +190,13 @@ def _merged(shares: Sequence[tuple[Tensor, list[Metrics]]], leaves: Mapping[str,
     return StepResult(float(loss.detach()), gradients, {name: total / weight for name, (total, weight) in sums.items() if weight})
 
 
-def rank_inputs(step: Step, leaves: Mapping[str, Tensor], rows: Sequence[int], layout: Layout, cp_rank: int) -> LossInputs:
-    """The micro-batch of sequences `rows` on one context-parallel rank, in zigzag order, with gaps filled by the padding."""
+def rank_inputs(
+    step: Step, leaves: Mapping[str, Tensor], rows: Sequence[int], layout: Layout, cp_rank: int
+) -> tuple[LossInputs, Mapping[str, Tensor]]:
+    """Return the micro-batch of sequences `rows` on one context-parallel rank, in zigzag order, with gaps filled by the padding.
+
+    The second part is a critic's: values, old values and returns.
+    """
     starts = [sum(step.lengths[:row]) for row in rows]
     positions, index = [], []
     for place, (row, start) in enumerate(zip(rows, starts, strict=True)):
@@ -202,13 +214,16 @@ def rank_inputs(step: Step, leaves: Mapping[str, Tensor], rows: Sequence[int], l
         fill = 0 if not tensor.is_floating_point() else layout.padding
         return torch.where(real, tensor[where.clamp(min=0)], torch.tensor(fill, dtype=tensor.dtype))
 
-    return LossInputs(
+    taken = {name: take(leaf) for name, leaf in leaves.items()}
+    of_critic = {name: taken.pop(name) for name in _OF_CRITIC if name in taken}
+    inputs = LossInputs(
         loss_mask=take(step.loss_mask),
         sequence_index=torch.tensor(index + [0] * tail, dtype=torch.int64),
         sequence_tokens=torch.tensor([trainable[row] for row in rows], dtype=torch.int64),
         **_owners(step, rows),
-        **{name: take(leaf) for name, leaf in leaves.items()},
+        **taken,
     )
+    return inputs, of_critic
 
 
 def _owners(step: Step, rows: Sequence[int]) -> dict[str, Tensor]:

@@ -3,22 +3,35 @@
 Numbers may be written "nan", "inf" and "-inf"; NaN and infinities are refused where they would take part in a result.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from megatron_rl.algorithms.arguments import ESTIMATOR_ARGUMENTS, LOSS_ARGUMENTS, Arguments, ControlArguments
-from megatron_rl.algorithms.objective import AdvantageSettings, EntropyControl, KLControl, Objective
-from megatron_rl.algorithms.presets import expand_preset
+from megatron_rl.algorithms.entropy import Entropy
+from megatron_rl.algorithms.kl import KLControl
+from megatron_rl.algorithms.objective import Advantages, Objective, PolicyLosses, expand_preset
+from megatron_rl.algorithms.value_loss import ValueLoss
 
 FORMAT = "objective-vectors/1"
 _NAMED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_ALIASES = {"pass_at_k": "pass@k", "passk": "pass@k"}
+_ESTIMATORS = {
+    "pass_at_k": {"kind": "pass@k"}, "passk": {"kind": "pass@k"}, "grpo": {"kind": "group"}, "ppo": {"kind": "gae"},
+    "dr_grpo": {"kind": "group", "scale": "none"},
+}  # fmt: skip
+"""Choices by the neutral names of estimators that have others here."""
+
+_CLIPPED = ("clip", "clip_cov", "cispo", "gmpo", "dppo_tv", "dppo_kl")
+_OWN = frozenset({
+    "preset", "policy_loss", "clip_low", "clip_high", "aggregation", "max_response_length", "advantage", "kl_loss_coef", "kl_estimator",
+    "kl_unbiased", "kl_control", "kl_reward_coef", "kl_reward_estimator", "off_policy_correction", "entropy_coef", "entropy_mode",
+    "entropy_control", "distillation_coef", "zero_variance", "top_entropy_fraction",
+})  # fmt: skip
+"""Neutral names of the objective; any other is an argument of the policy loss, by its name with or without the loss's before it."""
 _TOKEN_COLUMNS = (
     "log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy", "varentropy", "values", "old_values", "returns",
 )  # fmt: skip
@@ -100,7 +113,7 @@ class PolicyCase(Case):
     set: str
     config: dict[str, Any]
     sequences: list[SequenceRow] = []
-    objective: Objective = Objective()
+    objective: Objective | ValueLoss = Objective()
 
 
 class AdvantageCase(Case):
@@ -108,6 +121,7 @@ class AdvantageCase(Case):
 
     QUANTITIES: ClassVar[tuple[str, ...]] = ("advantages",)
     config: dict[str, Any]
+    estimator: Any = None
     rewards: list[list[Finite | list[Finite]]]
     lengths: list[list[int]] | None = None
     baselines: list[Finite | list[Finite]] | None = None
@@ -167,7 +181,7 @@ class EntropyControllerCase(Case):
     QUANTITIES: ClassVar[tuple[str, ...]] = ("applied", "after")
     config: dict[str, Any]
     entropies: list[Finite]
-    settings: EntropyControl = EntropyControl()
+    settings: Entropy | None = None
     clip_high: float = 0.0
 
 
@@ -208,13 +222,18 @@ def json_path(parts: tuple[Any, ...]) -> str:
     return "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
 
 
-def _validated(kind: Any, value: Any, parts: tuple[Any, ...]) -> Any:
+def _validated(kind: Any, value: Any, parts: tuple[Any, ...], flat: Mapping[str, Any] | None = None) -> Any:
+    """Return `value` as `kind`. Raises MalformedError with its place below `parts`, or below a `flat` config that it was made of."""
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         # Names of union members are no part of the file.
         inner = tuple(part for part in first["loc"] if isinstance(part, int) or str(part).isidentifier())
+        if flat is not None:
+            places = {"off_policy": "off_policy_correction"}
+            inner = inner[-1:] if inner[-1:] and inner[-1] in flat else tuple(places.get(str(part), part) for part in inner)
+            raise MalformedError(f"{json_path(inner).removeprefix('$')}: {first['msg']}") from error
         raise MalformedError(f"{json_path((*parts, *inner))}: {first['msg']}") from error
 
 
@@ -263,46 +282,97 @@ def _case(case: dict[str, Any], parts: tuple[Any, ...], sets: Mapping[str, list[
     if isinstance(parsed, PolicyCase):
         if parsed.set not in sets:
             raise MalformedError(f"{json_path((*parts, 'set'))}: got {parsed.set!r}, needs one of {', '.join(sets) or 'none in the file'}")
-        update |= {"sequences": sets[parsed.set], "objective": _objective(parsed.config, config)}
+        try:
+            objective = neutral_objective(**parsed.config)
+        except MalformedError as error:
+            raise MalformedError(f"{json_path(config)}{error}") from error
+        update |= {"sequences": sets[parsed.set], "objective": objective}
     elif isinstance(parsed, AdvantageCase):
-        choices = _advantage(parsed.config)
-        _validated(AdvantageSettings, choices, config)
-        update |= {"config": choices}
+        update |= {"estimator": _validated(Advantages, advantage_choice(parsed.config), config)}
         _check_shape(parsed.lengths, parsed.rewards, (*parts, "lengths"))
     elif isinstance(parsed, EntropyControllerCase):
         choices = dict(parsed.config)
         update |= {"clip_high": _validated(float, choices.pop("clip_high", 0.0), (*config, "clip_high"))}
-        if choices.pop("actuator", "coefficient") == "clip_high":
-            choices["rule"] = "clip_high"
-        update |= {"settings": _validated(EntropyControl, _with_args(choices, ControlArguments, "args"), config)}
+        update |= {"settings": _validated(Entropy, entropy_choice({"entropy_control": choices}), config)}
     elif isinstance(parsed, GAECase):
         _check_shape(parsed.values, parsed.token_rewards, (*parts, "values"))
         _check_shape(parsed.loss_mask, parsed.token_rewards, (*parts, "loss_mask"))
     return parsed.model_copy(update=update)
 
 
-def _objective(config: dict[str, Any], parts: tuple[Any, ...]) -> Objective:
+def neutral_objective(**flat: Any) -> Objective | ValueLoss:
+    """Return the objective of a neutral, flat config. Raises MalformedError, which begins with the path below it."""
     try:
-        flat = expand_preset(config)
+        preset = expand_preset({"preset": flat.get("preset")})
     except ValueError as error:
-        raise MalformedError(f"{json_path((*parts, 'preset'))}: {error}") from error
-    loss = flat.get("policy_loss", "clip")
-    nested = _with_args(flat, LOSS_ARGUMENTS.get(loss, Arguments), "loss_args", prefix=f"{loss}_")
-    return _validated(Objective, nested if "advantage" not in nested else {**nested, "advantage": _advantage(nested["advantage"])}, parts)
+        raise MalformedError(f".preset: {error}") from error
+    same = ("aggregation", "distillation_coef", "zero_variance", "top_entropy_fraction")
+    made: dict[str, Any] = {name: flat[name] for name in same if name in flat}
+    aggregation = made.get("aggregation", preset["aggregation"])
+    if aggregation == "sequence_mean_token_sum_norm":
+        made["max_response_length"] = flat.get("max_response_length")
+    loss = _policy_loss(flat, preset["policy_loss"])
+    if loss["kind"] == "value":
+        return ValueLoss(**{**made, **{key: value for key, value in loss.items() if key == "value_clip"}})
+    made["policy_loss"] = loss
+    if "advantage" in flat:
+        made["advantage"] = advantage_choice(flat["advantage"])
+    control = {} if flat.get("kl_control") is None else {"control": flat["kl_control"]}
+    if flat.get("kl_loss_coef"):
+        kl = {"coef": flat["kl_loss_coef"], "estimator": flat.get("kl_estimator"), "unbiased": flat.get("kl_unbiased"), **control}
+        made["kl"] = {key: value for key, value in kl.items() if value is not None}
+    if flat.get("kl_reward_coef"):
+        made["kl_reward"] = {"coef": flat["kl_reward_coef"], "estimator": flat.get("kl_reward_estimator", "k1"), **control}
+    made["off_policy"] = flat.get("off_policy_correction")
+    made["entropy"] = entropy_choice(flat)
+    return _validated(Objective, expand_preset({**made, "preset": flat.get("preset")}), (), flat)
 
 
-def _advantage(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of an estimator, whose arguments stand beside its name in a file."""
-    named = {key: _ALIASES.get(value, value) if key == "estimator" else value for key, value in config.items()}
-    return _with_args(named, ESTIMATOR_ARGUMENTS.get(named.get("estimator", "grpo"), Arguments), "args")
+def _policy_loss(flat: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the policy loss with its arguments: clip distances are 0.2 unless a preset has others."""
+    kind = flat.get("policy_loss", preset["kind"])
+    loss: dict[str, Any] = dict(preset) if kind == preset["kind"] else {"kind": kind}
+    for side in ("low", "high"):
+        if f"clip_{side}" in flat:
+            loss[side] = flat[f"clip_{side}"]
+        elif kind in _CLIPPED and "preset" not in flat:
+            loss[side] = 0.2
+    known = {"value_clip"} if kind == "value" else {"low", "high", *_arguments(kind)}
+    for name, value in flat.items():
+        if name not in _OWN:
+            short = name.removeprefix(f"{kind}_")
+            short = short if short in known else name
+            loss[f"covariance_{short}" if kind == "clip_cov" and short in ("low", "high") else short] = value
+    return loss
 
 
-def _with_args(config: Mapping[str, Any], kind: type[Arguments], home: str, *, prefix: str = "") -> dict[str, Any]:
-    """`config` with the arguments of `kind`, with or without `prefix`, below `home`: a file has them beside the name of what takes them."""
-    names = {name: item.name for item in dataclasses.fields(kind) for name in (item.name, f"{prefix}{item.name}")}
-    args = {names[key]: value for key, value in config.items() if key in names}
-    rest = {key: value for key, value in config.items() if key not in names}
-    return {**rest, home: {**rest.get(home, {}), **args}} if args else rest
+def _arguments(kind: str) -> set[str]:
+    """Return the names of the arguments of the policy loss of this kind."""
+    losses = {kind_of: loss for loss in get_args(get_args(PolicyLosses)[0]) for kind_of in get_args(get_type_hints(loss)["kind"])}
+    return {item.name for item in fields(losses[kind])} if kind in losses else set()
+
+
+def advantage_choice(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an estimator's choice from its neutral name and arguments."""
+    estimator = config.get("estimator", "grpo")
+    choice = {**_ESTIMATORS.get(estimator, {"kind": estimator}), **{key: value for key, value in config.items() if key != "estimator"}}
+    if "scale" in choice:
+        choice["scale"] = {"group": "std", "batch": "batch_std"}.get(choice["scale"], choice["scale"])
+    return choice
+
+
+def entropy_choice(flat: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the choice of entropy from the neutral coefficient, mode and control; None without any."""
+    if flat.get("entropy_control") is None and not flat.get("entropy_coef"):
+        return None
+    entropy = {"coef": flat.get("entropy_coef", 0.0), "mode": flat.get("entropy_mode", "absolute")}
+    if flat.get("entropy_control") is None:
+        return entropy
+    control = dict(flat["entropy_control"])
+    rule = "clip_high" if control.pop("actuator", "coefficient") == "clip_high" else control.pop("rule", "trl")
+    if rule != "clip_high":
+        entropy["coef"] = control.pop("initial", 0.0)
+    return {**entropy, "control": {"kind": rule, **control}}
 
 
 def _check_shape(rows: list[list[Any]] | None, like: list[list[Any]], parts: tuple[Any, ...]) -> None:

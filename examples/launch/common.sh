@@ -165,6 +165,9 @@ launch() {
     local config=$here/$1 status=0
     shift
     [ -x "$python" ] || fail "$python does not exist; run bash tools/setup_env.sh once, or set VENV to the environment to use"
+    # What was installed beside the interpreter is found without activating its environment: SGLang compiles kernels with ninja.
+    PATH=$(cd "$(dirname "$python")" && pwd):$PATH
+    export PATH
     num_nodes=$(number_in "$config" num_nodes)
     read_options "$@"
     fill_nodes "$config"

@@ -11,7 +11,7 @@
 # Layout     256 Megatron ranks, tp 4 × pp 8 × dp 8, ep 32; 8 engines of 8 GPUs (disaggregated), synchronous
 # Memory     trainer 65 GiB, engine 156 GiB of weights and 8 GiB of KV cache, of 179 GiB per GPU (megatron-rl plan)
 # Target     12 minutes a step of 256 × 8 samples of 3,000 tokens, 40 at a time in an engine's cache; 200 steps in 40 hours (not measured)
-# Watch      reward/mean rises within 50 steps; train/log_prob_diff stays below 0.02
+# Watch      rollout/reward rises within 50 steps; train/log_prob_diff stays below 0.02
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/common.sh"

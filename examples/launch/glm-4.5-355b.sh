@@ -11,7 +11,7 @@
 # Layout     128 Megatron ranks, tp 4 × pp 4 × cp 2 × dp 4, ep 32; 8 engines of 8 GPUs (disaggregated), asynchronous with max_staleness 1
 # Memory     trainer 63 GiB, engine 82 GiB of weights and 41 GiB of KV cache, of 140 GiB per GPU (megatron-rl plan)
 # Target     6 minutes a step of 256 × 8 samples, 200 steps in 20 hours (arithmetic from usual throughputs, not measured here)
-# Watch      reward/mean rises within 50 steps; train/log_prob_diff stays below 0.02
+# Watch      rollout/reward rises within 50 steps; train/log_prob_diff stays below 0.02
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/common.sh"

@@ -11,7 +11,7 @@
 # Layout     32 Megatron ranks, tp 2 × pp 2 × cp 2 × dp 4, ep 16; 4 engines of 8 GPUs (disaggregated), asynchronous with max_staleness 1
 # Memory     trainer 77 GiB, engine 25 GiB of weights and 94 GiB of KV cache, of 140 GiB per GPU (megatron-rl plan)
 # Target     5 minutes a step of 128 × 8 samples, 300 steps in 25 hours (arithmetic from usual throughputs, not measured here)
-# Watch      reward/mean rises within 50 steps; train/log_prob_diff stays below 0.02
+# Watch      rollout/reward rises within 50 steps; train/log_prob_diff stays below 0.02
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/common.sh"

@@ -11,7 +11,7 @@
 # Layout     16 Megatron ranks, tp 2 × dp 8, ep 8; 4 engines of 4 GPUs on the same GPUs (colocated), synchronous
 # Memory     trainer 57 GiB, engine 14 GiB of weights and 31 GiB of KV cache, of 80 GiB per GPU (megatron-rl plan)
 # Target     4 minutes a step of 128 × 8 samples, 300 steps in 20 hours (arithmetic from usual throughputs, not measured here)
-# Watch      reward/mean rises within 50 steps; train/log_prob_diff stays below 0.02
+# Watch      rollout/reward rises within 50 steps; train/log_prob_diff stays below 0.02
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/common.sh"

@@ -10,7 +10,7 @@
 # Layout     4 Megatron ranks, tp 2 × dp 2; 4 engines of 1 GPU (disaggregated), asynchronous with max_staleness 1
 # Memory     trainer 53 GiB, engine 15 GiB of weights and 52 GiB of KV cache, of 80 GiB per GPU (megatron-rl plan)
 # Target     5 minutes a step of 64 × 8 samples, 400 steps in 33 hours (arithmetic from usual throughputs, not measured here)
-# Watch      reward/mean rises within 50 steps; train/log_prob_diff stays below 0.02
+# Watch      rollout/reward rises within 50 steps; train/log_prob_diff stays below 0.02
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/common.sh"

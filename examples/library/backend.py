@@ -56,7 +56,7 @@ def main() -> None:
     """Three iterations, one line for each of their optimizer steps."""
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
     settings = {"model": ModelSettings(path=sys.argv[1]), "training": TrainingSettings(optimizer={"lr": 1e-3})}
-    with Trainer(**settings, objective=Objective(kl_loss_coef=0.01), temperature=TEMPERATURE) as trainer:
+    with Trainer(**settings, objective=Objective.of(kl={"coef": 0.01}), temperature=TEMPERATURE) as trainer:
         for seed in range(3):
             for metrics in iterate(model, trainer, seed):
                 print(" ".join(f"{name} {metrics[f'train/{name}']:.4f}" for name in ("loss", "ratio", "kl_reference", "grad_norm")))

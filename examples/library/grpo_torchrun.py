@@ -29,7 +29,7 @@ def main() -> None:
         optimizer={"lr": 1e-3},
         max_tokens_per_micro_batch=64,
     )
-    with Trainer(model=ModelSettings(path=sys.argv[1]), training=training, objective=Objective(kl_loss_coef=0.01)) as trainer:
+    with Trainer(model=ModelSettings(path=sys.argv[1]), training=training, objective=Objective.of(kl={"coef": 0.01})) as trainer:
         for seed in range(2):
             for metrics in trainer.train(make_batch(seed, vocab_size)):
                 if os.environ.get("RANK", "0") == "0":

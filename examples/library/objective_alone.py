@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_rl import LossInputs, Objective, compute_loss, group_advantages, token_statistics
 
 GROUPS, SAMPLES, PROMPT, LENGTH = 4, 4, 5, 12
-OBJECTIVE = Objective(aggregation="token_mean", clip_high=0.28, entropy_coef=0.001)
+OBJECTIVE = Objective.of(aggregation="token_mean", policy_loss={"high": 0.28}, entropy={"coef": 0.001})
 
 
 def loss_of(model: PreTrainedModel, ids: torch.Tensor, lengths: torch.Tensor, rewards: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

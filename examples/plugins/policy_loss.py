@@ -1,7 +1,7 @@
 """REINFORCE with the ratio's square as a penalty: -A log pi + coef (log r)^2 per token."""
 
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.policy_terms import PolicyLossTerms, PolicyTerms
+from megatron_rl.algorithms.policy_loss import PolicyLossTerms, PolicyTerms
 
 
 def loss(*, objective: Objective, terms: PolicyTerms, coef: float = 0.05) -> PolicyLossTerms:

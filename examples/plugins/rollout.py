@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.rollout.single_turn import single_turn
+from megatron_rl.rollout.groups import single_turn
 from megatron_rl.types import Sample
 
 

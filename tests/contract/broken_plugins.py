@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 from two_turns import rollout as two_turns
 
-from megatron_rl.algorithms.policy_terms import PolicyLossTerms
-from megatron_rl.rollout.single_turn import single_turn
+from megatron_rl.algorithms.policy_loss import PolicyLossTerms
+from megatron_rl.rollout.groups import single_turn
 
 CALLS = itertools.count()
 
@@ -30,6 +30,22 @@ async def one_too_few(*, num_samples, **arguments):
 
 async def fails(*, prompt, **arguments):
     return [prompt.metadata["tool"]]
+
+
+async def exits(**arguments):
+    raise SystemExit(3)
+
+
+def interrupts(*, group):
+    raise KeyboardInterrupt
+
+
+def exits_in_a_loss(*, objective, terms):
+    raise SystemExit(3)
+
+
+def exits_in_a_worker(*, sample):
+    raise SystemExit(3)
 
 
 async def wrong_version(**arguments):

@@ -32,7 +32,11 @@ def by_response(*, sample):
         time.sleep(60)
     if sample.response_text == "exit":
         os._exit(3)
-    return {"nan": float("nan"), "none": None, "text": "1.0"}.get(sample.response_text, 1.0)
+    if sample.response_text == "sys.exit":
+        sys.exit(3)
+    if sample.response_text == "interrupt":
+        raise KeyboardInterrupt
+    return {"nan": float("nan"), "none": None, "text": "1.0", "huge": 10**400}.get(sample.response_text, 1.0)
 
 
 def echo_metadata(*, sample):
@@ -82,4 +86,15 @@ def leaves_processes(*, sample):
 def prints(*, sample):
     print("printed:", sample.response_text)
     print("warned:", sample.response_text, file=sys.stderr)
+    return 1.0
+
+
+def makes_a_daemon(*, sample):
+    """A process of a session of its own whose parent is gone; its number is written where the label says."""
+    code = "import os, sys, time; os.fork() and os._exit(0); os.setsid(); open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+    subprocess.run([sys.executable, "-c", code, sample.prompt.label], check=True)
+    while not os.path.exists(sample.prompt.label) or not os.path.getsize(sample.prompt.label):
+        time.sleep(0.01)
+    if sample.response_text == "hang":
+        time.sleep(60)
     return 1.0

@@ -20,7 +20,7 @@ EXAMPLES = {
 }
 OURS = [
     ("reward", "megatron_rl.rewards.math:score"),
-    ("rollout", "megatron_rl.rollout.single_turn:single_turn"),
+    ("rollout", "megatron_rl.rollout.groups:single_turn"),
     ("rollout", "two_turns:rollout"),
     ("rollout", "cut_history:rollout"),
 ]
@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_a_plugin_keeps_its_contract(kind, path: str) -> None:
     checks = list(check(path, kind))
-    assert [each.problem for each in checks if each.problem is not None] == []
+    assert [each.text for each in checks if each.level == "broken"] == []
     assert len(checks) > 1, "more is checked than that it can be imported"
 
 
@@ -66,7 +66,7 @@ def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
         ("rollout", "without_experts", "no routed_experts"),
         ("rollout", "another_history", "before trained token 0, 4 tokens in all, needs the"),
         ("rollout", "without_label", "a prompt whose label is None, needs '4'"),
-        ("rollout", "one_too_few", "returned 0 samples of 0 trajectories for prompt contract, needs 1"),
+        ("rollout", "one_too_few", "returned 0 samples of 0 trajectories, needs 1"),
         ("filter", "keeps_by_true", "returned True of type bool for the group of prompt contract, needs None to keep it"),
         ("filter", "needs_rewards", "failed for the group of prompt contract: TypeError"),
         ("advantage", "by_position", "for samples in another order, needs"),
@@ -88,9 +88,13 @@ def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
         ("data_source", "rows", "is a function, needs a class with next_rows(count)"),
         ("data_source", "NoRows", "has no method next_rows"),
         ("rollout", "fails", "failed for a probe of 1 sample: KeyError: 'tool'"),
+        ("rollout", "exits", "failed for a probe of 1 sample: RuntimeError: the rollout raised SystemExit"),
+        ("policy_loss", "exits_in_a_loss", "raised SystemExit while being tried, needs to return"),
+        ("filter", "interrupts", "failed for the group of prompt contract: KeyboardInterrupt"),
+        ("reward", "exits_in_a_worker", "SystemExit: 3"),
     ],
 )
 def test_a_broken_promise_is_one_sentence_that_names_plugin_field_got_and_needed(kind, name: str, message: str) -> None:
     *kept, last = check(f"broken_plugins:{name}", kind)
-    assert all(each.problem is None for each in kept)
-    assert last.problem is not None and message in last.problem and f"broken_plugins:{name}" in last.problem
+    assert all(each.level == "ok" for each in kept)
+    assert last.level == "broken" and message in last.text and f"broken_plugins:{name}" in last.text

@@ -288,18 +288,61 @@ def test_without_a_log_what_a_reward_prints_stays_out_of_the_standard_output(cap
     assert printed.out == "" and sorted(printed.err.splitlines()) == ["printed: one", "warned: one"]
 
 
-def test_failures_print_nothing_and_are_noted_once_per_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log = tmp_path / "rewards.log"
+def test_failures_print_nothing_and_begin_with_what_happened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     responses = ["raise", "exit", "raise", "hang", "raise", "fine"]
-    with RewardRunner(RewardSettings(function=f"{MODULE}:by_response", timeout_s=0.5), log_path=log) as runner:
+    with RewardRunner(RewardSettings(function=f"{MODULE}:by_response", timeout_s=0.5), log_path=tmp_path / "rewards.log") as runner:
         rewards = score_all(runner, [make_sample(response) for response in responses])
         gc.collect()
-        runner.note_failures(rewards, step=1)
-        runner.note_failures(rewards[:1], step=2)
     assert caplog.text == "", "asyncio prints 14 lines for each failure that nobody has asked for"
-    lines = log.read_text().splitlines()
-    assert lines[0] == "step 1: 3 of 6 reward calls: KeyError: 'no such answer'"
-    assert lines[1] == "Traceback (most recent call last):"
-    assert lines[-1] == "step 2: 1 of 1 reward calls: KeyError: 'no such answer'", "its traceback is known"
-    assert sum(line.startswith("step 1: 1 of 6 reward calls: ") for line in lines) == 2
-    assert log.read_text().count("Traceback") == 1
+    assert rewards[0].message.splitlines()[:2] == ["KeyError: 'no such answer'", "Traceback (most recent call last):"]
+
+
+HUGE = (
+    "reward.function rewards_under_test:by_response returned a number that no float holds "
+    "(int too large to convert to float), needs a finite number"
+)
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [("sys.exit", "SystemExit: 3"), ("interrupt", "KeyboardInterrupt"), ("huge", HUGE)],
+)
+def test_an_exit_an_interrupt_or_a_huge_number_is_an_error(response: str, message: str) -> None:
+    with make_runner("by_response") as runner:
+        worker, error, fine = score_all(runner, [make_sample("fine"), make_sample(response), make_sample("fine")])
+    assert (worker.value, fine.value, error.outcome) == (1.0, 1.0, RewardOutcome.ERROR)
+    assert error.message.splitlines()[0] == message
+
+
+@pytest.mark.parametrize(("response", "outcome"), [("fine", RewardOutcome.SCORED), ("hang", RewardOutcome.TIMEOUT)])
+def test_a_daemon_of_a_reward_ends_with_its_worker(tmp_path: Path, response: str, outcome: RewardOutcome) -> None:
+    with make_runner("makes_a_daemon", timeout_s=5.0) as runner:
+        (reward,) = score_all(runner, [make_sample(response, label=str(tmp_path / "pid"))])
+        assert reward.outcome is outcome
+        daemon = int((tmp_path / "pid").read_text())
+    _, alive = psutil.wait_procs([psutil.Process(daemon)] if psutil.pid_exists(daemon) else [], timeout=10)
+    assert not alive
+
+
+def test_a_worker_that_is_stopped_while_idle_is_named_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.rewards.runner.NAMED_S", 0.1)
+    monkeypatch.setattr("megatron_rl.rewards.runner.REWARD_TAKE_S", 20.0)
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        # From now on without patience; a worker that starts on a busy machine takes seconds.
+        monkeypatch.setattr("megatron_rl.rewards.runner.REWARD_TAKE_S", 0.1 if "(stopped)" in text else 20.0)
+
+    with RewardRunner(RewardSettings(function=f"{MODULE}:worker"), note=note) as runner:
+        (first,) = score_all(runner, [make_sample("")])
+        assert first.value is not None
+        os.kill(int(first.value), signal.SIGSTOP)
+        notes.clear()
+        rewards = score_all(runner, [make_sample("") for _ in range(3)])
+    assert all(reward.value not in (None, first.value) for reward in rewards)
+    named, replaced = (
+        [text for text in notes if "(stopped)" in text],
+        [text for text in notes if "are replaced: none has taken a call" in text],
+    )
+    assert f"processes: {int(first.value)} (stopped)" in named[0] and replaced

@@ -8,13 +8,12 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import distribution, version
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.runtime.engine_model import make_model
@@ -61,7 +60,6 @@ class Recorder(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-@pytest.mark.skipif(Version(version("sglang")) < Version("0.5.22"), reason="this release allows whole modules, not names")
 def test_a_handle_of_shared_memory_names_only_what_the_server_allows() -> None:
     """SGLang refuses everything that is not in its list, and the server dies of it."""
     flat = allocate_shared(24, torch.device("cpu"))

@@ -6,21 +6,23 @@ That they also train to the same numbers is proved in tests/dist/test_te_layouts
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from te_sources import ALLOWED, PAIRS, Pair
+from te_sources import ALLOWED, NEWEST, PAIRS, Pair
 
-from megatron_rl.acceptance.tiny_models import FAMILIES
+from megatron_rl.doctor.tiny_models import FAMILIES
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.weight_table import Sharding, rules, shard
+from megatron_rl.versions import installed_version
 
 REHEARSAL = Path(__file__).parents[1] / "rehearsal"
 NOT_ON_TE = {
@@ -95,23 +97,32 @@ def rehearsal(
         if name not in NOT_ON_TE
     }
     forwards["cp2"] = {**forwards["qwen3"], "topology": LAYOUTS["cp2"], "rank": 1}
-    # flash-attn is not installed.
+    # Apex is not installed.
     forwards["flash"] = {**forwards["qwen3"], "megatron": {"attention_backend": "flash"}}
-    orders = {"sources": te_sources(request.param), "orders": [*built.values(), *forwards.values()]}
-    (directory / "orders.json").write_text(json.dumps(orders), encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(REHEARSAL / "te_build.py"), directory / "orders.json", directory / "results.json"]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert child.returncode == 0, child.stderr[-4000:]
-    found = json.loads((directory / "results.json").read_text(encoding="utf-8"))
+    forwards["apex"] = {**forwards["qwen3"], "megatron": {"gradient_accumulation_fusion": True}}
+    found, printed = carry_out([*built.values(), *forwards.values()], directory, sources=te_sources(request.param))
     results = found["results"]
     return Rehearsal(
         pair=request.param,
         versions=found["versions"],
         built={key: (order, result) for (key, order), result in zip(built.items(), results[: len(built)], strict=True)},
         forwards=dict(zip(forwards, results[len(built) :], strict=True)),
-        printed=child.stdout + child.stderr,
+        printed=printed,
     )
+
+
+def carry_out(
+    orders: Sequence[Order], directory: Path, *, sources: Sequence[str], capability: Sequence[int] = (9, 0)
+) -> tuple[dict[str, Any], str]:
+    """Return the results of `te_build` on a GPU of this capability, and the text that it printed."""
+    asked = {"sources": sources, "capability": capability, "orders": orders}
+    (directory / "orders.json").write_text(json.dumps(asked), encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(REHEARSAL / "te_build.py"), directory / "orders.json", directory / "results.json"]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert child.returncode == 0, child.stderr[-4000:]
+    found: dict[str, Any] = json.loads((directory / "results.json").read_text(encoding="utf-8"))
+    return found, child.stdout + child.stderr
 
 
 @cache
@@ -144,13 +155,13 @@ def test_every_family_is_built_under_every_layout_with_marks_that_fit_or_refused
 def refusal(family: str, order: Order) -> str | None:
     """The sentence that refuses a family under a layout, None where TransformerEngine has both."""
     spec, topology = spec_of(order["model"]), order["topology"]
+    if family in NOT_ON_TE:
+        return f"the checkpoint has {NOT_ON_TE[family]}, not with Transformer Engine; set model.attention=torch"
     if spec.moe and topology.get("tp", 1) > 1 and not topology.get("sequence_parallel", False):
         return (
             f"training.topology.tp is {topology['tp']} without sequence parallelism, but experts get their tokens sharded over the tensor "
             "parallel ranks; set training.topology.sequence_parallel to true"
         )
-    if family in NOT_ON_TE:
-        return f"the checkpoint has {NOT_ON_TE[family]}, not with Transformer Engine; set model.attention=torch"
     if spec.sliding_layers and topology.get("cp", 1) > 1:
         return (
             f"the checkpoint has sliding windows and training.topology.cp is {topology['cp']}, which Transformer Engine does not compute "
@@ -194,13 +205,16 @@ def test_a_forward_pass_asks_the_kernels_for_packed_causal_attention(rehearsal: 
     """And for no other: an attention that is not there is an error, never the slow one that has the whole matrix of scores."""
     results = dict(rehearsal.forwards)
     error = results.pop("flash")["error"]
-    assert error.startswith("UserError: Transformer Engine's attention that model.megatron.attention_backend names"), error
+    # The GPU stack has the kernels of the newest, which want a real GPU.
+    has_kernels = installed_version("flash-attn-4") is not None and rehearsal.pair.transformer_engine == PAIRS[-1].transformer_engine
+    wanted = "UserError: Transformer Engine's attention that model.megatron.attention_backend names"
+    assert error.startswith("AssertionError: Only SM" if has_kernels else wanted), error
+    fused = results.pop("apex")["error"]
+    assert re.search(r"UserError: model\.megatron\.gradient_accumulation_fusion is True, .* Apex .* not installed; remove it", fused), fused
     assert not {name: result["error"] for name, result in results.items() if "error" in result}
     kernels = {name: result["kernels"] for name, result in results.items()}
     check_context_parallel(kernels.pop("cp2"))
-    # Since 0.18 megatron-core widens the values of latent attention by zeros to the width of its keys.
-    value = 12 if rehearsal.pair.megatron_core < "0.18" else 24
-    check_attention({name: arguments["attention"] for name, arguments in kernels.items()}, value=value)
+    check_attention({name: arguments["attention"] for name, arguments in kernels.items()})
     assert "rotary" not in kernels.pop("deepseek_v3"), "this project's latent attention rotates"
     rotated = {"glm4_moe": 8, "phi3": 12}
     for name, arguments in kernels.items():
@@ -209,8 +223,8 @@ def test_a_forward_pass_asks_the_kernels_for_packed_causal_attention(rehearsal: 
         assert rotary["angles"]["dtype"] == "torch.float32" and rotary["angles"]["shape"][-1] == rotated.get(name, 16), name
 
 
-def check_attention(attentions: dict[str, dict[str, Any]], *, value: int) -> None:
-    """The arguments of cuDNN's attention, by model; `value` channels of latent attention."""
+def check_attention(attentions: dict[str, dict[str, Any]]) -> None:
+    """The arguments of cuDNN's attention, by model."""
     windows = {"window": 5, "mistral": 48, "ministral": 48, "phi3": 70}
     for name, attention in attentions.items():
         wanted = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal", "dropout": 0.0, "max_seqlen_q": 12, "max_seqlen_kv": 12}
@@ -225,7 +239,7 @@ def check_attention(attentions: dict[str, dict[str, Any]], *, value: int) -> Non
     )
     plain, latent = ([attentions[name][tensor]["shape"] for tensor in "qkv"] for name in ("qwen3", "deepseek_v3"))
     assert plain == [[24, 4, 16], [24, 2, 16], [24, 2, 16]]
-    assert latent == [[24, 4, 24], [24, 4, 24], [24, 4, value]]
+    assert latent == [[24, 4, 24], [24, 4, 24], [24, 4, 8]], "megatron-core 0.18 and newer would pad the values"
 
 
 def check_context_parallel(kernels: dict[str, dict[str, Any]]) -> None:
@@ -242,3 +256,33 @@ def check_context_parallel(kernels: dict[str, dict[str, Any]]) -> None:
     }
     assert {name: attention[name] for name in wanted} == wanted
     assert (attention["cp_group"], attention["q"]["shape"]) == ({"group of": 2}, [12, 4, 16])
+
+
+FUSED = {(8, 0): (), (9, 0): ("latent", "wide"), (10, 0): ("latent",)}
+DEEPSEEK_HEADS = {"family": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+def test_each_gpu_has_an_attention_that_trains_there(
+    capability: tuple[int, int],
+    te_sources: Callable[[Pair], tuple[str, ...]],
+    written_models: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Of DeepSeek-V3's heads and of heads of 256 channels, chosen for the GPU and asked for."""
+    wide = {"num_attention_heads": 4, "head_dim": 256}
+    models = [str(written_models(layers=4, **options)) for options in (DEEPSEEK_HEADS, wide)]
+    orders = [
+        {"model": model, "attention": attention, "topology": LAYOUTS["one"], "rank": 0, "lengths": LENGTHS}
+        for model in models
+        for attention in ("auto", "transformer_engine")
+    ]
+    found, _ = carry_out(orders, tmp_path, sources=te_sources(NEWEST), capability=capability)
+    latent, latent_asked, wide_heads, wide_asked = found["results"]
+    assert "error" not in latent and "error" not in wide_heads, found["results"]
+    fused = [answer in FUSED[capability] for answer in ("latent", "wide")]
+    assert ["attention" in result["kernels"] for result in (latent, wide_heads)] == fused
+    for asked, trains, heads in ((latent_asked, fused[0], "192 .* 128"), (wide_asked, fused[1], "256 .* 256")):
+        assert ("error" not in asked) == trains, asked
+        needed = rf"heads of {heads} .* {capability[0]}\.{capability[1]}; set model\.attention=torch, or .*flash"
+        assert trains or re.search(needed, asked["error"]), asked["error"]

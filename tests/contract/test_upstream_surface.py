@@ -23,12 +23,12 @@ import numpy as np
 import pytest
 from upstream_surface import ARGUMENTS, ROUTES, TARGETS, VARIABLES, Surface, changes, own_variables, surface
 
+from megatron_rl.engines import client as engine_client
+from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.engines.server_args import OWNED, OWNED_PREFIXES, RECORD_ROUTING, server_arguments
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout import client as rollout_client
-from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.engine import EngineAddress
-from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.server_args import OWNED, OWNED_PREFIXES, RECORD_ROUTING, server_arguments
 from megatron_rl.versions import known_releases
 from megatron_rl.weights.ipc import handle_of
 
@@ -38,7 +38,7 @@ PACKAGE = ROOT / "megatron_rl"
 PINNED = sorted(
     {
         f"{release.distribution}-{release.version}"
-        for python in ((3, 10), (3, 11), (3, 12))
+        for python in ((3, 11), (3, 12))
         for release in known_releases("cuda", python=python)
         if release.distribution in TARGETS
     }
@@ -60,7 +60,6 @@ OWN = {"PackedSequences": {"positions", "make_lengths", "make_plan"}}
 IDS = np.arange(2, 5)
 MADE_CALLS: dict[str, list[dict[str, Any]]] = {
     "generate": [{"token_ids": IDS, "sampling": Sampling(max_tokens=1)}],
-    "score": [{"token_ids": IDS}],
     "abort": [{"request_ids": ["a"]}],
     "pause": [{"mode": "abort"}],
     "resume": [{}],
@@ -75,9 +74,9 @@ MADE_CALLS: dict[str, list[dict[str, Any]]] = {
     "receive_bucket": [{"names": [], "dtypes": [], "shapes": [], "group": "n", "version": 1}],
     "take_bucket": [{"handles": ["h"], "version": 1}],
     "load_weights": [{"path": Path("p"), "version": 1}],
-    "checksum": [{}],
+    "checksums": [{}],
 }
-ANSWERS = {"/model_info": {"weight_version": "1"}, "/weights_checker": {"per_engine_checksum": "c"}}
+ANSWERS = {"/model_info": {"weight_version": "1"}, "/weights_checker": {"ranks": [{"checksums": {}}]}}
 
 
 @dataclass
@@ -106,7 +105,7 @@ def sent() -> list[tuple[str, str, dict[str, Any]]]:
                     await getattr(client, name)(**arguments)
 
     asyncio.run(call_all())
-    asked = re.findall(r'"(/\w[\w/]*)"', (PACKAGE / "rollout" / "engine.py").read_text(encoding="utf-8"))
+    asked = re.findall(r'"(/\w[\w/]*)"', (PACKAGE / "engines" / "engine.py").read_text(encoding="utf-8"))
     assert "/server_info" in asked, "what the start of an engine asks"
     return [*recorder.sent, *(("GET", path, {}) for path in asked)]
 
@@ -151,7 +150,7 @@ def test_every_call_of_the_client_is_made_here(sent: list[tuple[str, str, dict[s
     public = {name for name, value in vars(EngineClient).items() if inspect.iscoroutinefunction(value) and not name.startswith("_")}
     assert MADE_CALLS.keys() == public
     written = set[str]()
-    for node in ast.walk(parsed(rollout_client)):
+    for node in ast.walk(parsed(engine_client)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in ("EngineClient", "_version"):
             written |= set(_keys(node))
     fields = {name for _, _, body in sent for name in body} | {name for _, _, body in sent for name in _sampling(body)}
@@ -249,8 +248,8 @@ def test_sglang_has_the_arguments_and_variables_that_are_set(release: str) -> No
     taken, names = recorded(release), server_argument_names()
     written = set(_keys(parsed(server_arguments))) | {RECORD_ROUTING}
     assert {"enable_memory_saver", "load_format", "disable_radix_cache", "attention_backend"} | written <= names
-    by_hand = {name for folder in ("examples", "megatron_rl/acceptance") for path in (ROOT / folder).rglob("*") for name in _by_hand(path)}
-    assert {"mem_fraction_static", "skip_server_warmup"} <= by_hand
+    by_hand = {name for folder in ("examples", "megatron_rl/doctor") for path in (ROOT / folder).rglob("*") for name in _by_hand(path)}
+    assert {"mem_fraction_static", "max_total_tokens"} <= by_hand
     missing = sorted((names | by_hand) - set(taken[ARGUMENTS]))
     assert missing == [], f"{release}: the server has no such arguments"
     unread = sorted(own_variables() - set(taken[VARIABLES]))
@@ -258,14 +257,14 @@ def test_sglang_has_the_arguments_and_variables_that_are_set(release: str) -> No
 
 
 def _by_hand(path: Path) -> Iterator[str]:
-    """Arguments of the server in a file: rollout.sglang.NAME, below `sglang:`, and what the acceptance sets."""
+    """Arguments of the server in a file: rollout.sglang.NAME, below `sglang:`, and what the trial of a node sets."""
     if path.suffix not in (".sh", ".yaml", ".md", ".py"):
         return
     text = path.read_text(encoding="utf-8")
     yield from re.findall(r"rollout\.sglang\.(\w+)", text)
     for block in re.findall(r"sglang: *\{([^}]*)\}", text):
         yield from re.findall(r"(\w+):", block)
-    for block in re.findall(r"\barguments\b.*= *\{(.*)\}", text) if path.name == "node.py" else ():
+    for block in re.findall(r"\barguments\b.*= *\{(.*)\}", text) if path.name == "trial.py" else ():
         yield from re.findall(r'"(\w+)":', block)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import head_statistics as chunking
 from megatron_rl.algorithms.head_statistics import head_statistics
-from megatron_rl.algorithms.log_prob import TORCH_ROWS, Shard, TokenStatistics, merge_partials
+from megatron_rl.algorithms.log_prob import TORCH_ROWS, Shard, TokenStatistics, merged_rows
 from megatron_rl.models import head_kernels
 from megatron_rl.models.head_kernels import TRITON_ROWS
 
@@ -66,13 +66,11 @@ def kernel_results(
     shards = shards_of(logits.shape[1], vocab_size=vocab_size, num_ranks=num_ranks, temperature=temperature)
     pieces = logits.chunk(num_ranks, 1)
     partials = [TRITON_ROWS.partials(piece, targets, shard=shard, with_entropy=True) for piece, shard in zip(pieces, shards, strict=True)]
-    maximum, log_normaliser, log_prob, entropy, varentropy = merge_partials(torch.stack(partials))
     gradients = []
     for piece, shard, local in zip(pieces, shards, partials, strict=True):
-        share = torch.where(local[:, 1] > 0, (local[:, 0] - maximum).exp() * local[:, 1] / log_normaliser.exp(), 0.0)
-        saved = [maximum, log_normaliser, entropy, varentropy, share]
+        log_prob, saved = merged_rows(local, torch.stack(partials))
         gradients.append(TRITON_ROWS.gradient(piece, targets, shard, saved, upstream))
-    return [log_prob, entropy, varentropy], torch.cat(gradients, 1)
+    return [log_prob, saved[2], saved[3]], torch.cat(gradients, 1)
 
 
 def expected_results(
@@ -113,6 +111,17 @@ def test_minus_infinity_has_no_mass_in_whole_tiles_and_whole_shards(num_ranks: i
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(have_gradient.double(), gradient, rtol=1e-5, atol=1e-5)
     assert bool((have_gradient[logits == -math.inf] == 0).all())
+
+
+@pytest.mark.parametrize("gap", [0.0, 88.0, 103.0, 106.0, 300.0])
+def test_a_target_far_below_the_maximum_of_another_shard(gap: float) -> None:
+    logits, _ = random_rows(3, 64)
+    logits[:, 32:] -= gap
+    targets = torch.tensor([40, 63, 5], device=DEVICE)
+    values, gradient, upstream = expected_results(logits, targets, (True, True, True), vocab_size=64, temperature=0.7)
+    have, have_gradient = kernel_results(logits, targets, upstream, vocab_size=64, num_ranks=2, temperature=0.7)
+    torch.testing.assert_close(have[0].double(), values[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(have_gradient.double(), gradient, rtol=1e-5, atol=1e-5)
 
 
 def test_uniform_and_one_hot_rows_are_exact_and_nothing_cancels() -> None:
@@ -163,8 +172,7 @@ def test_logits_are_written_to_only_on_demand(in_place: bool) -> None:
     before, shard = logits.clone(), Shard(1.0, 0, 30)
     local = TRITON_ROWS.partials(logits, targets % 30, shard=shard, with_entropy=True)
     assert torch.equal(logits, before)
-    maximum, log_normaliser, _, entropy, varentropy = merge_partials(local[None])
-    saved = [maximum, log_normaliser, entropy, varentropy, torch.ones_like(maximum)]
+    _, saved = merged_rows(local, local[None])
     upstream = [torch.ones(3, device=DEVICE)] * 3
     result = TRITON_ROWS.gradient(logits, targets % 30, shard, saved, upstream, in_place=in_place)
     assert (result is logits) == in_place and torch.equal(logits, before) == (not in_place)

@@ -3,6 +3,7 @@
 `run_cases` is the body of a rank: it trains case after case in one process, because importing megatron-core takes seconds.
 """
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -66,6 +67,17 @@ def make_batch(
     )
 
 
+def batch_with_record(seed: int, *, num_layers: int, num_experts: int, top_k: int) -> Any:
+    """A batch whose sequences, but for one, have experts of all tokens but the last, at random."""
+    batch = make_batch(seed)
+    random = np.random.default_rng(seed)
+    experts = random.random((len(batch.tokens), num_layers, num_experts)).argsort(-1)[..., :top_k].astype(np.uint8)
+    routed = np.ones(len(batch.tokens), np.bool_)
+    routed[batch.cu_seqlens[1:] - 1] = False
+    routed[batch.cu_seqlens[3] : batch.cu_seqlens[4]] = False
+    return dataclasses.replace(batch, routed_experts=experts, routed=routed)
+
+
 def make_settings(
     model: str,
     directory: Path,
@@ -76,6 +88,7 @@ def make_settings(
     dtype: str = "float32",
 ) -> Any:
     """Settings of a training of `objective` under `layout`; `training` has further fields of that section."""
+    from megatron_rl.algorithms.objective import expand_preset
     from megatron_rl.config.settings import Settings
 
     section = {
@@ -92,7 +105,7 @@ def make_settings(
             "run": {"directory": directory / "run"},
             "model": {"path": model, "dtype": dtype, "megatron": dict(layout.megatron)},
             "data": {"train": "unused.jsonl"},
-            "objective": dict(objective),
+            "objective": expand_preset(objective),
             "training": section,
         }
     )
@@ -135,9 +148,9 @@ def weights_of(trainer: Any) -> dict[str, np.ndarray]:
     """Whole tensors of policy and critic by Hugging Face names; the critic's head only where this rank holds it."""
     import dataclasses
 
+    from megatron_rl.models.build import complete_parameters
     from megatron_rl.models.hf_weights import export_hf_weights
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.training.trained_model import complete_parameters
 
     weights = {f"policy {name}": tensor.float().numpy().copy() for name, tensor in trainer.weights()}
     if trainer.critic is None:

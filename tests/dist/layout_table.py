@@ -124,77 +124,70 @@ class Training:
 
 # Two optimizer steps on a batch make ratios other than 1, so that clipping has something to do.
 OBJECTIVES: dict[str, Training] = {
-    "grpo": Training({"kl_loss_coef": 0.05, "entropy_coef": 0.01, "clip_low": 0.01, "clip_high": 0.01}),
+    "grpo": Training({"kl": {"coef": 0.05}, "entropy": {"coef": 0.01}, "policy_loss": {"low": 0.01, "high": 0.01}}),
     "gspo": Training(
         {
-            "ratio_level": "sequence",
-            "clip_low": 3e-3,
-            "clip_high": 4e-3,
-            "kl_loss_coef": 0.05,
-            "entropy_coef": 0.01,
+            "policy_loss": {"ratio_level": "sequence", "low": 0.003, "high": 0.004},
+            "kl": {"coef": 0.05},
+            "entropy": {"coef": 0.01},
             "zero_variance": "mask_kl",
         }
     ),
     "ppo": Training(
         {
             "aggregation": "token_mean",
-            "kl_reward_coef": 0.05,
-            "kl_control": {"target": 0.01, "horizon": 100},
-            "entropy_coef": 0.01,
-            "advantage": {"estimator": "ppo", "args": {"gamma": 0.95, "lam": 0.9, "bootstrap_truncated": True, "value_clip": 0.1}},
+            "kl_reward": {"coef": 0.05, "control": {"target": 0.01, "horizon": 100}},
+            "entropy": {"coef": 0.01},
+            "advantage": {"kind": "gae", "gamma": 0.95, "lam": 0.9, "bootstrap_truncated": True, "value_clip": 0.1},
         },
-        {"optimizer_steps_per_batch": 2, "critic": {"optimizer": {"lr": 2e-3}}},
+        {"optimizer_steps_per_batch": 2, "critic": {"optimizer": {"lr": 0.002}}},
     ),
     "sft": Training({"policy_loss": "sft", "aggregation": "token_mean"}, {}),
-    # One step on a batch: all ratios are 1, so that no rounding of bfloat16 decides what is clipped.
-    "on-policy grpo": Training({"kl_loss_coef": 0.05, "entropy_coef": 0.01}, {}),
-    # Two steps on a batch whose ratios weigh the tokens, but clip none.
-    "grpo without clip": Training({"kl_loss_coef": 0.05, "entropy_coef": 0.01, "clip_low": None, "clip_high": None}),
+    "on-policy grpo": Training({"kl": {"coef": 0.05}, "entropy": {"coef": 0.01}}, {}),
+    "grpo without clip": Training({"kl": {"coef": 0.05}, "entropy": {"coef": 0.01}, "policy_loss": {"low": None, "high": None}}),
     "gspo without clip": Training(
         {
-            "ratio_level": "sequence",
-            "clip_low": None,
-            "clip_high": None,
-            "kl_loss_coef": 0.05,
-            "entropy_coef": 0.01,
+            "policy_loss": {"ratio_level": "sequence", "low": None, "high": None},
+            "kl": {"coef": 0.05},
+            "entropy": {"coef": 0.01},
             "zero_variance": "mask_kl",
         }
     ),
-    # Each of the others leans on something that must be summed or chosen over the whole step, whatever the layout.
     "rejection": Training(
         {
-            "ratio_level": "sequence",
-            "off_policy_correction": {"mode": "mask", "low": 0.5, "high": 2.0, "keep_rejected_in_denominator": False},
-            "kl_loss_coef": 0.1,
-            "kl_control": {"target": 0.01, "horizon": 100},
+            "policy_loss": {"ratio_level": "sequence"},
+            "off_policy": {"mode": "mask", "low": 0.5, "high": 2.0, "keep_rejected_in_denominator": False},
+            "kl": {"coef": 0.1, "control": {"target": 0.01, "horizon": 100}},
         }
     ),
     "top entropy": Training(
         {
             "aggregation": "token_mean",
             "top_entropy_fraction": 0.5,
-            "entropy_control": {"rule": "paper", "target": 4.0, "args": {"delta": 0.1, "initial": 0.2}},
-            "advantage": {"estimator": "rloo"},
+            "entropy": {"coef": 0.2, "control": {"kind": "paper", "target": 4.0, "delta": 0.1}},
+            "advantage": {"kind": "rloo"},
         }
     ),
     "KL in the rewards": Training(
         {
-            "kl_reward_coef": 0.1,
-            "advantage": {"estimator": "reinforce_plus_plus_baseline"},
-            "policy_loss": "kl_cov",
-            "loss_args": {"fraction": 0.1},
+            "kl_reward": {"coef": 0.1},
+            "advantage": {"kind": "reinforce_plus_plus_baseline"},
+            "policy_loss": {"kind": "kl_cov", "fraction": 0.1},
         }
     ),
     "geometric mean": Training(
-        {"policy_loss": "gmpo", "aggregation": "sequence_mean_token_sum_norm", "zero_variance": "mask_kl", "kl_loss_coef": 0.1}
+        {
+            "policy_loss": {"kind": "gmpo", "low": 0.2, "high": 0.2},
+            "aggregation": "sequence_mean_token_sum_norm",
+            "zero_variance": "mask_kl",
+            "kl": {"coef": 0.1},
+        }
     ),
-    # Of one to three sequences each, which ranks and micro-batches divide.
     "trajectories": Training(
         {
-            "advantage": {"estimator": "opo"},
-            "off_policy_correction": {"mode": "mask", "low": 0.8, "high": 1.25, "keep_rejected_in_denominator": False},
-            "kl_loss_coef": 0.1,
-            "kl_control": {"target": 0.01, "horizon": 100},
+            "advantage": {"kind": "opo"},
+            "off_policy": {"mode": "mask", "low": 0.8, "high": 1.25, "keep_rejected_in_denominator": False},
+            "kl": {"coef": 0.1, "control": {"target": 0.01, "horizon": 100}},
         },
         trajectories=(4, 0, 0, 1, 3, 2, 2, 2),
     ),

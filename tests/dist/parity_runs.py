@@ -9,7 +9,7 @@ from layout_runs import Outcome, compare, make_batch, make_settings, make_traine
 from layout_table import BASE, Layout
 
 TOLERANCE = 1e-5
-OBJECTIVE = {"kl_loss_coef": 0.05, "entropy_coef": 0.01}
+OBJECTIVE = {"kl": {"coef": 0.05}, "entropy": {"coef": 0.01}}
 PROBED = 7
 """Seed of the batch whose log-probs are compared."""
 SECONDS_PER_CASE = 20

@@ -9,9 +9,7 @@ from layout_runs import make_settings, make_trainer, train_batches
 from layout_table import BASE, LAYOUTS
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    # With a critic and a reference.
-    "ppo": {"advantage": {"estimator": "ppo"}, "kl_loss_coef": 0.05},
-    # With a teacher.
+    "ppo": {"advantage": {"kind": "gae"}, "kl": {"coef": 0.05}},
     "distillation": {"distillation_coef": 0.5},
 }
 

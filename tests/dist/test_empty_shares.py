@@ -99,6 +99,9 @@ def poisoned_step(rank: int, world_size: int, init_method: str, model: str, dire
     sft = OBJECTIVES["sft"]
     settings = make_settings(model, Path(directory), LAYOUTS["dp2"], objective=sft.objective, training=sft.training)
     trainer = make_trainer(settings, rank, init_method)
+    # In memory: weights that are read may not be infinite.
+    embedding = next(tensor for name, tensor in trainer.weights() if name == "model.embed_tokens.weight")
+    embedding[31] = np.inf
     batch = make_batch(1, vocab=31)
     sound = trainer.train_shard(shards_of(batch, settings)[trainer.dp_rank])
     before = {name: tensor.numpy().copy() for name, tensor in trainer.weights()}
@@ -114,15 +117,11 @@ def poisoned_step(rank: int, world_size: int, init_method: str, model: str, dire
 def test_a_non_finite_loss_on_one_rank_stops_all(
     run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from safetensors.numpy import load_file, save_file
-
     model = tiny_model(tied=False)
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.embed_tokens.weight"][31] = np.inf
-    save_file(tensors, model / "model.safetensors")
     outcomes = run_ranks(poisoned_step, 2, str(model), str(tmp_path), timeout_s=120)
     steps = {name: merged_metrics([{"metrics": outcome[name]} for outcome in outcomes])[0] for name in ("sound", "poisoned")}
     assert (steps["sound"]["train/skipped_steps"], steps["poisoned"]["train/skipped_steps"]) == (0, 1)
+    assert np.isinf(outcomes[0]["after"]["model.embed_tokens.weight"][31]).all(), "the weights of the steps were poisoned"
     for outcome in outcomes:
         for name, want in outcomes[0]["before"].items():
             np.testing.assert_array_equal(outcome["before"][name], want, err_msg=name)

@@ -55,9 +55,8 @@ def make_batch(seed: int) -> Any:
 def run(rank: int, world_size: int, init_method: str, model: str, topologies: list[dict[str, int]]) -> list[dict[str, Any]]:
     """For each layout everything that the trainer says: of whole steps, of steps in halves, and of tokens."""
     from megatron_rl import ModelSettings, Objective, TopologySettings, Trainer, TrainingSettings, UserError
-    from megatron_rl.algorithms.objective import AdvantageSettings
 
-    ppo = Objective(kl_loss_coef=0.1, advantage=AdvantageSettings(estimator="ppo", args={"lam": 0.9}))
+    ppo = Objective.of(kl={"coef": 0.1}, advantage={"kind": "gae", "lam": 0.9})
     said = []
     for number, topology in enumerate(topologies):
         training = TrainingSettings(

@@ -66,15 +66,15 @@ def one_case(path: Path, topology: dict, world_size: int) -> dict:
     """Load, run forward and backward, and hand back what the main process compares."""
     from megatron.core import parallel_state
 
+    from megatron_rl.checkpoints.stored_weights import load_hf_weights
     from megatron_rl.config.settings import TopologySettings
     from megatron_rl.device import local_device
     from megatron_rl.models.build import build_model
-    from megatron_rl.models.hf_weights import export_hf_weights, load_hf_weights
+    from megatron_rl.models.hf_weights import export_hf_weights
     from megatron_rl.models.megatron_config import transformer_config
     from megatron_rl.models.packed_sequences import packed_sequences
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.weights.bucket import WeightSpec
-    from megatron_rl.weights.manifest import make_manifest
+    from megatron_rl.weights.bucket import WeightSpec, exported_specs
 
     spec = read_model_spec(path)
     settings = TopologySettings(num_ranks=world_size, **topology)
@@ -85,7 +85,7 @@ def one_case(path: Path, topology: dict, world_size: int) -> dict:
         saved = {key: tensor for chunk in chunks for key, tensor in chunk.sharded_state_dict().items() if "q_layernorm.weight" in key}
         assert saved and {tensor.global_shape[-1] for tensor in saved.values()} == {spec.num_heads * spec.head_dim}
     weights = {key: tensor.clone() for key, tensor in export_hf_weights(chunks, spec)}
-    assert make_manifest(spec, dtype="float32") == tuple(WeightSpec.of(key, tensor) for key, tensor in weights.items())
+    assert exported_specs(spec, dtype="float32") == tuple(WeightSpec.of(key, tensor) for key, tensor in weights.items())
     cp_rank, tp_rank = parallel_state.get_context_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     tokens, device = zigzag(settings.cp, cp_rank), local_device().torch_device
     input_ids, loss_weights = (tensor.to(device) for tensor in inputs(spec.vocab_size))

@@ -117,6 +117,7 @@ def accidents(rank: int, world_size: int, init_method: str) -> tuple[str, list[C
     pretended_gpu.pretend()
     calls = nccl_rules.record()
     device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
     distributed.init_process_group("nccl", init_method=init_method, rank=rank, world_size=world_size, device_id=device)
     distributed.all_reduce(torch.ones(2, device=device))
     distributed.all_reduce(torch.from_numpy(np.ones(2)).to(device))

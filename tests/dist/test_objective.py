@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from step_emulation import Layout, Step, rank_inputs, rank_share, run_step, trivial_layout
 from torch import Tensor, distributed
+from vector_format import neutral_objective
 
-from megatron_rl.algorithms.objective import Aggregation, Objective
-from megatron_rl.algorithms.presets import PRESETS, expand_preset
+from megatron_rl.algorithms.aggregation import Aggregation
+from megatron_rl.algorithms.objective import PRESETS, Objective
+from megatron_rl.algorithms.value_loss import ValueLoss
 from megatron_rl.device import local_device
 from megatron_rl.training.collectives import SequenceSum
 
@@ -36,7 +37,7 @@ LAYOUTS = {
 }
 
 
-def variants() -> list[Objective]:
+def variants() -> list[Objective | ValueLoss]:
     """Every preset x aggregation and every preset x correction x entropy mode."""
     made: list[dict[str, Any]] = [
         {"preset": preset, "aggregation": aggregation, "max_response_length": 9, "kl_loss_coef": 0.1}
@@ -45,10 +46,10 @@ def variants() -> list[Objective]:
     for preset, correction, entropy in itertools.product(PRESETS, CORRECTIONS, ENTROPIES):
         made.append({"preset": preset, "max_response_length": 9, "off_policy_correction": correction, **entropy})
     made += [
-        {"policy_loss": loss, "loss_args": {"low": -1.0, "fraction": 0.3} if loss == "clip_cov" else {}}
+        {"policy_loss": loss, **({"low": -1.0, "fraction": 0.3} if loss == "clip_cov" else {})}
         for loss in ("clip_cov", "kl_cov", "gpg", "sft", "value")
     ]
-    return [TypeAdapter(Objective).validate_python(expand_preset(config)) for config in made]
+    return [neutral_objective(**config) for config in made]
 
 
 def make_step() -> Step:
@@ -81,7 +82,7 @@ def summed(value: Tensor) -> Tensor:
     return total
 
 
-def check_variant(objective: Objective, step: Step, layout: Layout, rank: int) -> None:
+def check_variant(objective: Objective | ValueLoss, step: Step, layout: Layout, rank: int) -> None:
     """This rank's share of the step, added up over both ranks, is the step of one rank."""
     leaves = {name: tensor.clone().requires_grad_(name in ("log_probs", "entropy", "values")) for name, tensor in step.tokens.items()}
     dp_rank, cp_rank = (0, rank) if layout.cp == 2 else (rank, 0)

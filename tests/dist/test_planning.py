@@ -34,6 +34,7 @@ TOLERANCE = 0.1
 
 def make_settings(model: str, name: str, training: dict[str, Any]) -> Any:
     """A layout with "teacher" in its name distils one that lies beside the model."""
+    from megatron_rl.algorithms.objective import expand_preset
     from megatron_rl.config.settings import Settings
 
     distilled = "teacher" in name
@@ -48,7 +49,7 @@ def make_settings(model: str, name: str, training: dict[str, Any]) -> Any:
             },
             "data": {"train": "unused", "prompts_per_step": 8, "max_prompt_tokens": 56},
             "rollout": {"sampling": {"max_response_tokens": 200}},
-            "objective": {"distillation_coef": 0.5} if distilled else {"policy_loss": "sft"},
+            "objective": expand_preset({"distillation_coef": 0.5} if distilled else {"policy_loss": "sft"}),
             "training": {"max_tokens_per_micro_batch": 512, **training},
         }
     )

@@ -12,8 +12,8 @@ from layout_runs import Outcome, compare, make_batch, make_settings, make_traine
 from layout_table import LAYOUTS, OBJECTIVES
 from safetensors.torch import load_file
 
+from megatron_rl.checkpoints.stored_weights import open_weights
 from megatron_rl.convert.conversion import Options, convert
-from megatron_rl.convert.sources import open_source
 from megatron_rl.convert.verification import check_padding
 
 TOLERANCE = 1e-5
@@ -85,7 +85,7 @@ def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["hf", "megatron"]
         assert_converted_is_exported(tmp_path / name, tmp_path / f"{name} converted")
         for state in (tmp_path / name / "megatron", tmp_path / f"{name} later"):
-            with closing(open_source(state, config=tmp_path / name / "hf")) as saved:
+            with closing(open_weights(state, config=tmp_path / name / "hf")) as saved:
                 check_padding(saved)
         straight, resumed = ([result[name][which] for result in results] for which in ("straight", "resumed"))
         differences = compare(resumed, straight)

@@ -5,9 +5,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from layout_runs import Outcome, check_ranks_agree, compare, make_batch, make_settings, make_trainer, merged_metrics, outcome_of, shards_of
+from layout_runs import (
+    Outcome,
+    batch_with_record,
+    check_ranks_agree,
+    compare,
+    make_settings,
+    make_trainer,
+    merged_metrics,
+    outcome_of,
+    shards_of,
+)
 from layout_table import DISTRIBUTED, RECOMPUTED, SEQUENCE_PARALLEL, Layout
 
 TOLERANCE = 1e-5
@@ -66,17 +75,6 @@ FOUR_RANKS: dict[str, Layout] = {
 }
 
 
-def batch_with_record(seed: int, *, num_layers: int) -> Any:
-    """A batch whose sequences, but for one, have experts of all tokens but the last, at random."""
-    batch = make_batch(seed)
-    random = np.random.default_rng(seed)
-    experts = random.random((len(batch.tokens), num_layers, NUM_EXPERTS)).argsort(-1)[..., :TOP_K].astype(np.uint8)
-    routed = np.ones(len(batch.tokens), np.bool_)
-    routed[batch.cu_seqlens[1:] - 1] = False
-    routed[batch.cu_seqlens[3] : batch.cu_seqlens[4]] = False
-    return dataclasses.replace(batch, routed_experts=experts, routed=routed)
-
-
 def run_layouts(
     rank: int, world_size: int, init_method: str, model: str, directory: str, layouts: dict[str, Layout], num_layers: int
 ) -> dict[str, Outcome]:
@@ -90,13 +88,13 @@ def run_layouts(
         print(f"layout {name}", flush=True)
         layout = dataclasses.replace(layout, megatron={**layout.megatron, **LOSSES})
         training = {"routing_replay": True, "optimizer_steps_per_batch": 2}
-        settings = make_settings(model, Path(directory), layout, objective={"kl_loss_coef": 0.05}, training=training)
+        settings = make_settings(model, Path(directory), layout, objective={"kl": {"coef": 0.05}}, training=training)
         trainer = make_trainer(settings, rank, f"{init_method}-{number}")
         metrics = []
         for seed in (1, 2):
-            shards = shards_of(batch_with_record(seed, num_layers=num_layers), settings, seed=seed)
+            shards = shards_of(batch_with_record(seed, num_layers=num_layers, num_experts=NUM_EXPERTS, top_k=TOP_K), settings, seed=seed)
             metrics += trainer.train_shard(shards[trainer.dp_rank])
-        log_probs = trainer.log_probs(batch_with_record(7, num_layers=num_layers))
+        log_probs = trainer.log_probs(batch_with_record(7, num_layers=num_layers, num_experts=NUM_EXPERTS, top_k=TOP_K))
         outcomes[name] = outcome_of(trainer, metrics, log_probs=[log_probs], whole=rank == 0)
         shutdown()
     return outcomes

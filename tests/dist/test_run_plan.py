@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from megatron_rl.cli import main
+from megatron_rl.config.gpus import GIB, GPUS, Gpu
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 from megatron_rl.models.weight_table import tensor_shapes
-from megatron_rl.planning import measurement, run_plan
-from megatron_rl.planning.gpus import GIB, GPUS, Gpu
+from megatron_rl.planning import launch_plan, measurement, run_plan
 from megatron_rl.planning.records import RunPlan
 from megatron_rl.planning.run_plan import plan_layouts
 from megatron_rl.planning.search import best_layouts
-from megatron_rl.runtime import launch_plan
 from megatron_rl.training.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("shared_process")
@@ -175,10 +174,12 @@ def test_a_layout_is_planned_and_what_was_assumed_is_said(capsys: pytest.Capture
     assert main(["plan", model, "--gpus", "4", "--tp", "2", "--sequence-parallel"]) == 0
     assumed, layout, *lines = capsys.readouterr().out.strip().splitlines()
     assert assumed == (
-        "training.topology.num_ranks=2 training.topology.tp=2 training.topology.sequence_parallel=true rollout.num_engines=2 "
+        "training.topology.num_ranks=2 training.topology.tp=2 training.topology.sequence_parallel=true "
+        "model.megatron.recompute_granularity=null rollout.num_engines=2 "
         "training.optimizer.use_distributed_optimizer=true runtime.num_gpus_per_engine=1"
     )
-    assert layout == "2 ranks = tp 2 × pp 1 × cp 1 × dp 1 (sequence parallel)"
+    ranks = "2 ranks = tp 2 × pp 1 × cp 1 × dp 1 (sequence parallel)"
+    assert layout == f"{ranks}, attention transformer_engine, fused"
     assert lines[-1].startswith("fits: ")
     engine = lines[lines.index("SGLang engines, GiB per GPU") + 2].split()
     assert engine[:2] == ["2", "1"]
@@ -202,7 +203,7 @@ def test_the_plan_decides_how_a_config_only_check_ends(
         (4096, 1, 2, "megatron-rl: does not fit: "),
         (10**9, 80, 2, "1000000000 tokens × cp 1 = 1000000000 tokens is more than the 4194304 that a plan measures"),
     ):
-        monkeypatch.setattr(launch_plan, "find_gpu", lambda name, gib=gib: Gpu(name, gib * GIB))
+        monkeypatch.setattr(launch_plan, "find_gpu", lambda name, gib=gib: Gpu(name, (9, 0), gib * GIB))
         config.write_text(
             f"run: {{directory: {tmp_path / 'run'}}}\n"
             f"model: {{path: {model}}}\n"

@@ -12,9 +12,9 @@ import pytest
 from layout_runs import (
     Differences,
     Outcome,
+    batch_with_record,
     check_ranks_agree,
     compare,
-    make_batch,
     make_settings,
     make_trainer,
     run_cases,
@@ -73,6 +73,12 @@ def run_on_te(
 
     pretended_gpu.pretend()
     pretended_gpu.load_te(sources)
+    from megatron_rl.models.megatron_config import resolve_attention
+    from megatron_rl.models.read_spec import read_model_spec
+
+    for case in cases:
+        spec, cp = read_model_spec(Path(models[case.model])), LAYOUTS[case.layout].topology.get("cp", 1)
+        assert resolve_attention("auto", spec, overrides={}, cp=cp, capability=(9, 0)) == "transformer_engine", f"{case} would run on torch"
     return run_cases(rank, world_size, init_method, models, directory, cases)
 
 
@@ -95,20 +101,43 @@ def run_on_torch_layers(
         Path(directory) / "checkpoint",
         dataclasses.replace(LAYOUTS[case.layout], budget=10),
         objective=OBJECTIVES[case.objective].objective,
-        training=OBJECTIVES[case.objective].training,
+        training={**OBJECTIVES[case.objective].training, "routing_replay": True},
     )
     trainer = make_trainer(settings, rank, f"{init_method}-saved")
     train_batches(trainer, settings, [1])
     trainer.save(Path(directory) / "saved")
     saved = {name: tensor.clone() for name, tensor in trainer.weights()}
-    shard = shards_of(make_batch(2), settings, seed=2)[trainer.dp_rank]
+    recorded = batch_with_record(2, num_layers=3, num_experts=8, top_k=4)
+    shard = shards_of(recorded, settings, seed=2)[trainer.dp_rank]
     with device_waits.counted_waits(Path(megatron_rl.__file__).parent) as lines:
         steps = trainer.train_shard(shard)
     assert len(steps) == 2
     if rank == 0:
+        assert all(0.2 < step["train/routing_replayed"].value < 1 for step in steps), "nothing was replayed"
         assert sum(step["train/num_micro_batches"].value for step in steps) >= 6, "steps of few micro-batches show nothing"
     trainer.load(Path(directory) / "saved")
     return outcome, {name: torch.equal(tensor, saved[name]) for name, tensor in trainer.weights()}, dict(lines)
+
+
+def copies_to_the_gpu(rank: int, world_size: int, init_method: str) -> list[bool]:
+    """Whether each of four copies out of page-locked memory waits: of all of it, of rows, of columns, and into another type."""
+    import device_waits
+    import pretended_gpu
+    import torch
+
+    pretended_gpu.pretend()
+    locked = torch.arange(6, dtype=torch.uint8, device="cpu").view(2, 3).pin_memory()
+    waits = []
+    for source, dtype in ((locked, None), (locked[1], None), (locked[:, 1], None), (locked, torch.int64)):
+        with device_waits.counted_waits(Path(__file__).parent) as lines:
+            source.to(device="cuda", dtype=dtype, non_blocking=True)
+        waits.append(bool(lines))
+    return waits
+
+
+def test_copies_through_pageable_memory_are_seen(run_ranks: Callable[..., list[Any]]) -> None:
+    """Strides and types are changed on the host, in memory that is not page-locked."""
+    assert run_ranks(copies_to_the_gpu, 1) == [[False, False, True, True]]
 
 
 def differences_of(

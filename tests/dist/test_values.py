@@ -15,7 +15,7 @@ from layout_table import LAYOUTS
 
 TOLERANCE = 1e-5
 CHOSEN = ("dp2", "tp2", "tp2 sp", "cp2", "pp2", "pp2 vpp2")
-OBJECTIVE = {"aggregation": "token_mean", "advantage": {"estimator": "ppo", "args": {"gamma": 1.0, "lam": 1.0}}}
+OBJECTIVE = {"aggregation": "token_mean", "advantage": {"kind": "gae", "gamma": 1.0, "lam": 1.0}}
 # Gradients are looked at as they are, so they must not be clipped.
 TRAINING = {"optimizer": {"clip_grad": 1e9}, "critic": {"optimizer": {"lr": 2e-3}}}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.rollout.single_turn import single_turn
+from megatron_rl.rollout.groups import single_turn
 from megatron_rl.types import Prompt, Sample
 
 STEP_1, ACROSS_A_SYNC, STEP_3 = 0, 32, 33

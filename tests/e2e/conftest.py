@@ -63,12 +63,12 @@ class Command:
             assert time.monotonic() < deadline, f"no {text!r} within {TIMEOUT_S} s:\n{self.output}"
             time.sleep(0.2)
 
-    def wait(self) -> int:
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """Wait for the end and return the exit status."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
             self.descendants()
-            assert time.monotonic() < deadline, f"still running after {TIMEOUT_S} s:\n{self.output}"
+            assert time.monotonic() < deadline, f"still running after {timeout_s} s:\n{self.output}"
             time.sleep(0.2)
         return self.process.returncode
 

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
+from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.transport import Transport
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.transport import Transport
 
 Result = TypeVar("Result")
 TOKEN_S = 0.02

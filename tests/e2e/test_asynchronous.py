@@ -50,7 +50,7 @@ def test_later_steps_are_generated_while_one_trains(task: Path, tmp_path: Path, 
     run = start(*arguments(task, directory, *overrides, "rollout.function=tests.e2e.ahead_of_training:rollout"))
     assert run.wait() == 0, run.output
     assert run.survivors() == []
-    assert "without objective.off_policy_correction" in run.output
+    assert "without objective.off_policy" in run.output
     assert_no_token_is_too_old(directory / "buffer.sqlite", num_steps=6, max_staleness=2)
     steps = metrics(directory)
     assert steps[1]["rollout/staleness_max"] == 0

@@ -26,11 +26,12 @@ cluster.shutdown()
 
 SEATS = """
 import json, os, sys
+from pathlib import Path
 import ray
 from megatron_rl.config.settings import ClusterSettings, Settings
 from megatron_rl.errors import DeadlineError
 from megatron_rl.runtime.await_nodes import await_nodes
-from megatron_rl.runtime.cluster import own_gpus, reserved
+from megatron_rl.runtime.cluster import own_gpus, reserve
 from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.trainers import TrainerGroup
@@ -51,14 +52,52 @@ try:
 except DeadlineError as error:
     assert "3 of 4 nodes joined" in str(error), error
 
-with ray_cluster(address=sys.argv[1], num_processes=0):
-    with reserved(needs, cluster=ClusterSettings(), device_kind="cuda", timeout_s=60, variables={"NCCL_NVLS_ENABLE": "0"}) as reservation:
-        trainers = TrainerGroup(settings, reservation=reservation, watchdog=Watchdog())
-        gpus = trainers.gpus
-        actors = {actor["ActorID"]: actor["Address"]["NodeID"] for actor in ray._private.state.actors().values()}
-        ranks = [(actors[worker._actor_id.hex()], list(held)) for worker, held in zip(trainers.workers, gpus)]
-        engines = [Engine.options(**reservation.engine_options(number)).remote() for number in range(2)]
-        print(json.dumps({"ranks": ranks, "engines": ray.get([engine.seat.remote() for engine in engines])}))
+with ray_cluster(address=sys.argv[1], num_processes=0, logs=Path("logs")):
+    reservation = reserve(needs, cluster=ClusterSettings(), device_kind="cuda", timeout_s=60, variables={"NCCL_NVLS_ENABLE": "0"})
+    trainers = TrainerGroup(settings, reservation=reservation, watchdog=Watchdog())
+    gpus = trainers.gpus
+    actors = {actor["ActorID"]: actor["Address"]["NodeID"] for actor in ray._private.state.actors().values()}
+    ranks = [(actors[worker._actor_id.hex()], list(held)) for worker, held in zip(trainers.workers, gpus)]
+    engines = [Engine.options(**reservation.engine_options(number)).remote() for number in range(2)]
+    print(json.dumps({"ranks": ranks, "engines": ray.get([engine.seat.remote() for engine in engines])}))
+"""
+
+
+GPUS = """
+import json, sys
+from pathlib import Path
+import ray
+from megatron_rl.config.settings import ClusterSettings, Settings
+from megatron_rl.engines.engine import Engine
+from megatron_rl.runtime import engines
+from megatron_rl.runtime.cluster import reserve
+from megatron_rl.runtime.engine_model import EngineModel
+from megatron_rl.runtime.placement import Needs
+from megatron_rl.runtime.trainers import TrainerGroup
+from megatron_rl.runtime.watchdog import Watchdog
+
+class Seen(Engine):
+    \"""An engine that starts no server, and answers which GPUs it would see.\"""
+
+    def start(self):
+        return self._environment()["CUDA_VISIBLE_DEVICES"]
+
+engines.Engine = Seen
+settings = Settings.model_validate({
+    "run": {"directory": "x"}, "model": {"path": sys.argv[2]}, "data": {"train": "x"}, **json.loads(sys.argv[1]),
+})
+ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, object_store_memory=150 * 2**20, log_to_driver=False)
+needs = Needs.of(settings, device_kind="cuda")
+with Watchdog() as watchdog:
+    reservation = reserve(needs, cluster=ClusterSettings(), device_kind="cuda", timeout_s=60)
+    trainers = TrainerGroup(settings, reservation=reservation, watchdog=watchdog)
+    shared = {"gpus_of_ranks": trainers.gpus} if needs.colocated else {}
+    group = engines.EngineGroup(
+        settings, model=EngineModel(Path(sys.argv[2])), reservation=reservation, watchdog=watchdog, **shared
+    )
+    print(json.dumps({"ranks": trainers.gpus, "engines": ray.get(group.begin_start(), timeout=100)}))
+    watchdog.forget()
+ray.shutdown()
 """
 
 
@@ -95,6 +134,31 @@ def test_ranks_and_engines_are_where_the_placement_says(cluster: Callable[..., s
     assert sorted(gpus_2 + engine_gpus) == ["0", "1"]
     assert variable == "0"
     assert len({node_0, node_2, alone}) == 3
+
+
+@pytest.mark.parametrize(
+    ("sections", "ranks", "engines"),
+    [
+        (
+            {"training": {"topology": {"num_ranks": 4}}, "runtime": {"colocate": True, "num_gpus_per_engine": 2}},
+            [["0"], ["1"], ["2"], ["3"]],
+            ["0,1", "2,3"],
+        ),
+        ({"training": {"topology": {"num_ranks": 2}}}, [["0"], ["1"]], ["2", "3"]),
+    ],
+    ids=["shared", "own"],
+)
+def test_each_process_sees_its_gpus_in_order(
+    tiny_model: Callable[..., Path], sections: dict[str, Any], ranks: list[list[str]], engines: list[str]
+) -> None:
+    """Rank i of an engine beside ranks is on the GPU of the rank whose weights it opens; Ray has 4 GPUs that are not there."""
+    command = [sys.executable, "-c", GPUS, json.dumps({"rollout": {"num_engines": 2}, **sections}), str(tiny_model())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ranks"] == ranks
+    # Engines with GPUs of their own are equal, and Ray deals these out in any order.
+    assert (found["engines"] if "runtime" in sections else sorted(found["engines"])) == engines
 
 
 @pytest.mark.slow

@@ -6,9 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from packaging.version import Version
+from maker_parts import make_maker
+from scoring import score
 from slowed_engine import in_the_middle
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -24,14 +26,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.config.settings import RolloutSettings, SamplingSettings
-from megatron_rl.contracts import NumberTokenizer
+from megatron_rl.engines.client import ENGINE_PARTS, EngineClient, Generation
+from megatron_rl.engines.engine import Engine, EngineAddress
+from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.engines.sampling import Sampling, make_sampling
 from megatron_rl.errors import EngineError, UserError
-from megatron_rl.rollout.client import ENGINE_PARTS, EngineClient, Generation
-from megatron_rl.rollout.engine import Engine, EngineAddress
-from megatron_rl.rollout.engine_pool import EnginePool
-from megatron_rl.rollout.groups import GroupMaker, make_groups
-from megatron_rl.rollout.sampling import Sampling, make_sampling
-from megatron_rl.rollout.single_turn import single_turn
+from megatron_rl.leftovers import remove_leftovers
+from megatron_rl.rollout.groups import make_groups
 from megatron_rl.types import Group, Prompt, StopReason
 from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender
 
@@ -139,7 +140,7 @@ def test_log_probs_of_a_mixed_batch_agree_with_transformers(ask, models) -> None
 
 def test_scores_agree_with_transformers(ask, models) -> None:
     for tokens in prompts_of_many_lengths()[1:]:
-        scores = ask(lambda client, tokens=tokens: client.score(np.array(tokens))).log_probs
+        scores = ask(lambda client, tokens=tokens: score(client, np.array(tokens)))
         assert scores[0] == 0
         np.testing.assert_allclose(scores[1:], reference_log_probs(models["first"][1], tokens, temperature=1.0), atol=2e-5)
 
@@ -163,22 +164,21 @@ def test_weights_from_disk_take_effect_with_their_version(ask, models) -> None:
     tokens = [5, 6, 7, 8]
 
     async def work(client: EngineClient) -> tuple[np.ndarray, int]:
-        await client.score(np.array(tokens))
+        await score(client, np.array(tokens))
         await load(client, models["second"][0], version=2)
-        return (await client.score(np.array(tokens))).log_probs, await client.weight_version()
+        return await score(client, np.array(tokens)), await client.weight_version()
 
     scores, version = ask(work)
     np.testing.assert_allclose(scores[1:], reference_log_probs(models["second"][1], tokens, temperature=1.0), atol=2e-5)
     assert version == 2
 
 
-@pytest.mark.skipif(Version(version("sglang")) < Version("0.5.22"), reason="this release computes checksums on CUDA only")
 def test_the_checksum_follows_the_weights(ask, models) -> None:
-    async def work(client: EngineClient) -> list[str]:
-        checksums = [await client.checksum()]
+    async def work(client: EngineClient) -> list[dict[str, str]]:
+        checksums = [await client.checksums()]
         for name in ("second", "first"):
             await load(client, models[name][0], version=2)
-            checksums.append(await client.checksum())
+            checksums.append(await client.checksums())
         return checksums
 
     first, second, again = ask(work)
@@ -206,7 +206,7 @@ def test_weights_by_broadcast_take_effect_with_their_version(ask, models, flatte
         joining = asyncio.to_thread(join_as_sender, group, timeout_s=30)
         place = {"address": group.address, "port": group.port, "rank_offset": 1, "world_size": 2, "name": group.name, "backend": "gloo"}
         process_group, _ = await asyncio.gather(joining, client.join_group(**place))
-        await client.score(np.array([9, 9, 9, 2]))
+        await score(client, np.array([9, 9, 9, 2]))
         await client.pause("abort")
         await client.begin_weight_update()
         receiving = client.receive_bucket(
@@ -222,7 +222,7 @@ def test_weights_by_broadcast_take_effect_with_their_version(ask, models, flatte
         await client.resume()
         await client.leave_group(group.name)
         torch.distributed.destroy_process_group(process_group)
-        return (await client.score(np.array([9, 9, 9, 2]))).log_probs, await client.weight_version()
+        return await score(client, np.array([9, 9, 9, 2])), await client.weight_version()
 
     scores, version = ask(work)
     np.testing.assert_allclose(scores[1:], reference_log_probs(models["third"][1], [9, 9, 9, 2], temperature=1.0), atol=2e-5)
@@ -288,15 +288,8 @@ def test_the_loop_yields_a_group_per_prompt(engine) -> None:
 
     async def work() -> list[Group]:
         async with EngineClient(engine[1], request_timeout_s=60) as client:
-            maker = GroupMaker(
-                pool=EnginePool([client], max_requests=32),
-                sampling=Sampling(max_tokens=4),
-                num_samples=4,
-                tokenizer=NumberTokenizer(),
-                score=None,
-                rollout=single_turn,
-            )
-            return [group async for group in make_groups(prompts, maker)]
+            maker = make_maker(EnginePool([client], max_requests=32))
+            return [group async for group in make_groups(prompts, partial(maker.make, num_samples=4))]
 
     groups = asyncio.run(work())
     assert sorted(group.id for group in groups) == sorted(prompt.id for prompt in prompts)
@@ -358,7 +351,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from megatron_rl.config.settings import RolloutSettings
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.engines.engine import Engine
 engine = Engine(Path(sys.argv[1]), settings=RolloutSettings(), device_kind="cpu", dtype="float32", seed=0, log_path=Path(sys.argv[2]))
 engine.start()
 print(engine.pid, flush=True)
@@ -366,7 +359,8 @@ time.sleep(600)
 """
 
 
-def test_the_server_goes_down_with_a_killed_owner(models, tmp_path) -> None:
+def test_the_server_goes_down_with_a_killed_owner(models, tmp_path, monkeypatch) -> None:
+    """Also one that is stopped. The next start removes its files."""
     scratch = tmp_path / "tmp"
     scratch.mkdir()
     command = [sys.executable, "-c", OWNER, models["first"][0], tmp_path / "log"]
@@ -375,11 +369,14 @@ def test_the_server_goes_down_with_a_killed_owner(models, tmp_path) -> None:
     server = psutil.Process(int(owner.stdout.readline()))
     family = [server, *server.children(recursive=True)]
     assert len(family) >= 3
+    for process in family:
+        process.suspend()
     owner.kill()
     owner.wait()
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    assert not list(scratch.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    assert remove_leftovers() and not list(scratch.iterdir())
 
 
 @pytest.mark.slow

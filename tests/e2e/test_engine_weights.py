@@ -7,38 +7,50 @@ its counterpart, or that the loader dropped without a word, shows. Where SGLang 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from layout_table import GENERATING
-from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.config.settings import RolloutSettings, Settings
+from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.engine import Engine, EngineAddress, free_port
+from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.errors import ParityError
 from megatron_rl.leftovers import SHARED_MEMORY
 from megatron_rl.models.read_spec import read_model_spec
-from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.engine import Engine, EngineAddress, free_port
-from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
-from megatron_rl.types import Floats, Prompt
+from megatron_rl.types import Floats, Prompt, TrainBatch
 from megatron_rl.weights import ipc
+from megatron_rl.weights.bucket import exported_specs
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
 from megatron_rl.weights.ipc import allocate_shared
-from megatron_rl.weights.manifest import make_manifest
-from megatron_rl.weights.parity import check_parity, make_probe, sequences
+from megatron_rl.weights.parity import (
+    DENSE,
+    FLOAT32,
+    Checksums,
+    Limits,
+    SampledProbe,
+    check_probe,
+    check_read,
+    check_replaced,
+    sample_probe,
+    weight_checksums,
+)
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
-PARITY = 1e-5
+PARITY = Limits.of(dtype="float32", mixture=False, replays=False, median=1e-5)
 TINY_BUCKET = 20_000
 """Bytes: some buckets begin and end among the experts of a layer."""
 LET_GO_S = 10.0
@@ -50,8 +62,6 @@ ONLY_DEEPSEEK = {
 }
 """What SGLang reads without a default, and the only rotary embedding with which it builds latent attention on a CPU."""
 
-checksums = pytest.mark.skipif(Version(version("sglang")) < Version("0.5.22"), reason="this release computes checksums on CUDA only")
-
 
 def make_trainer(model: Path, directory: Path) -> Trainer:
     settings = Settings.model_validate(
@@ -59,7 +69,7 @@ def make_trainer(model: Path, directory: Path) -> Trainer:
             "run": {"directory": directory / "run"},
             "model": {"path": model, "dtype": "float32"},
             "data": {"train": "unused.jsonl"},
-            "objective": {"policy_loss": "sft", "aggregation": "token_mean"},
+            "objective": {"policy_loss": {"kind": "sft"}, "aggregation": "token_mean"},
             "training": {"max_tokens_per_micro_batch": 200},
         }
     )
@@ -86,10 +96,23 @@ class OneRank:
         return [self._thread.submit(self._sender.send, version=version)]
 
 
-async def sync(trainer: Trainer, client: EngineClient, *, transport: str, version: int, model: Path, directory: Path, tp: int = 1) -> None:
-    """Give the engine the trainer's weights, over a transport that is opened for this alone."""
+class Without:
+    """A trainer that leaves weights out."""
+
+    def __init__(self, trainer: Trainer, left_out: str) -> None:
+        self._trainer, self._left_out = trainer, left_out
+
+    def weights(self, *, receivers: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in self._trainer.weights(receivers=receivers) if self._left_out not in name)
+
+
+async def sync(
+    trainer: Trainer, client: EngineClient, *, version: int, model: Path, directory: Path, transport: str = "broadcast", tp: int = 1,
+    left_out: str = "none",
+) -> None:  # fmt: skip
+    """Give the engine the trainer's weights but those `left_out`, over a transport that is opened for this alone."""
     surroundings = Surroundings(
-        manifest=make_manifest(read_model_spec(model), dtype="float32"),
+        manifest=[spec for spec in exported_specs(read_model_spec(model), dtype="float32") if left_out not in spec.name],
         directory=directory / "weights",
         free_address=lambda: ("127.0.0.1", free_port("127.0.0.1")),
         backend="gloo",
@@ -100,7 +123,8 @@ async def sync(trainer: Trainer, client: EngineClient, *, transport: str, versio
         bucket_bytes=TINY_BUCKET,
     )
     pool = EnginePool([client], max_requests=8)
-    opened = WeightSync(lambda urls: TRANSPORTS[transport](surroundings), ranks=OneRank(trainer), pool=pool, timeout_s=60)
+    source: Any = trainer if left_out == "none" else Without(trainer, left_out)
+    opened = WeightSync(lambda urls: TRANSPORTS[transport](surroundings), ranks=OneRank(source), pool=pool, timeout_s=60)
     await opened.run(version=version)
     await opened.disconnect()
 
@@ -151,7 +175,6 @@ def serving(model: Path, log: Path, *, has_weights: bool = True, **arguments: ob
         engine.stop()
 
 
-@checksums
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("family", "tp"),
@@ -178,26 +201,26 @@ def test_every_transport_leaves_what_the_checkpoint_says(
     trainer = make_trainer(trained, tmp_path)
     shared = SharedBuckets(monkeypatch)
 
-    async def checksum(address: EngineAddress) -> str:
+    async def checksums(address: EngineAddress) -> dict[str, str]:
         async with EngineClient(address, request_timeout_s=60) as client:
-            return await client.checksum()
+            return await client.checksums()
 
-    async def checksums_after_syncs(address: EngineAddress) -> dict[str, str]:
+    async def checksums_after_syncs(address: EngineAddress) -> dict[str, dict[str, str]]:
         found = {}
         async with EngineClient(address, request_timeout_s=60, control_timeout_s=60) as client:
             for number, transport in enumerate(TRANSPORTS, start=1):
                 if number > 1:
                     await client.load_weights(served, version=0)
-                found[f"before {transport}"] = await client.checksum()
+                found[f"before {transport}"] = await client.checksums()
                 await sync(trainer, client, transport=transport, version=number, model=trained, directory=tmp_path, tp=tp)
-                found[transport] = await client.checksum()
+                found[transport] = await client.checksums()
                 assert not shared.left(), transport
         return found
 
     try:
         trainer.save_hf(exported)
         with serving(exported, tmp_path / "fresh.log", **arguments) as address:
-            expected = asyncio.run(checksum(address))
+            expected = asyncio.run(checksums(address))
         with serving(served, tmp_path / "engine.log", has_weights=False, **arguments) as address:
             found = asyncio.run(checksums_after_syncs(address))
     finally:
@@ -215,25 +238,92 @@ def round_sinks(model: Path) -> None:
     save_file({name: t.bfloat16().float() if name.endswith("sinks") else t for name, t in tensors.items()}, file, metadata={"format": "pt"})
 
 
+PROMPTS = [Prompt(id=str(number), token_ids=np.array([2 + number, 3, 4]), text="") for number in range(3)]
+SAMPLING = Sampling(max_tokens=32, seed=0)
+
+
+@contextmanager
+def talking(address: EngineAddress) -> Iterator[tuple[asyncio.Runner, EngineClient, EnginePool]]:
+    """A loop, a client and a pool of it."""
+    with asyncio.Runner() as runner:
+        client = EngineClient(address, request_timeout_s=60, control_timeout_s=60)
+        runner.run(client.__aenter__())
+        try:
+            yield runner, client, EnginePool([client], max_requests=8)
+        finally:
+            runner.run(client.__aexit__(None, None, None))
+
+
 # In the gate every run compares the log-probs of qwen3, and here those of a family whose layers have other norms and tensors.
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", [pytest.param(family, marks=() if family == "glm4" else pytest.mark.slow) for family in GENERATING])
 def test_log_probs_agree_after_a_sync(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
+    """And no weight stays that the engine had made up."""
     # SGLang leaves a head of Gemma-3 out, whose published checkpoints have none.
     tied = family == "gemma3"
     served, trained = (tiny_model(family=family, name=f"model{seed}", seed=seed, tied=tied) for seed in (0, 1))
     round_sinks(trained)
-    prompts = [Prompt(id=str(number), token_ids=np.array([2 + number, 3, 4]), text="") for number in range(3)]
-    probe = make_probe(prompts, vocab_size=32, num_sequences=6, length=40, seed=0)
-
-    async def scored(trainer: Trainer, address: EngineAddress) -> Floats:
-        async with EngineClient(address, request_timeout_s=60, control_timeout_s=60) as client:
-            await sync(trainer, client, transport="broadcast", version=1, model=trained, directory=tmp_path)
-            return np.concatenate([(await client.score(tokens)).log_probs for tokens in sequences(probe)])
-
-    with serving(served, tmp_path / "engine.log", has_weights=False) as address:
+    with serving(served, tmp_path / "engine.log", has_weights=False) as address, talking(address) as (runner, client, pool):
         trainer = make_trainer(trained, tmp_path)
-        expected = trainer.log_probs(probe)
-        found = asyncio.run(scored(trainer, address))
+        before = runner.run(weight_checksums(pool))
+        runner.run(sync(trainer, client, version=1, model=trained, directory=tmp_path))
+        after = runner.run(weight_checksums(pool))
+        check_replaced(before, after)
+        runner.run(check_read(trained, pool, after, timeout_s=60))
+        probe = runner.run(sample_probe(PROMPTS, pool, sampling=SAMPLING))
+        check_probe(probe, trainer.own_log_probs, limits=PARITY, replays=False)
         shutdown()
-    check_parity(found, expected, mask_T=probe.loss_mask, threshold=PARITY)
+
+
+@pytest.mark.timeout(300)
+def test_the_gate_stops_what_is_broken_on_purpose(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """A layer that a sync leaves out, another checkpoint, another temperature, another rope; the last three by far more than bfloat16's."""
+    model, other = (tiny_model(family="qwen3", name=f"model{seed}", seed=seed, tied=False) for seed in (0, 1))
+    turned = tiny_model(family="qwen3", name="turned", tied=False, rope_theta=100.0)
+
+    with serving(model, tmp_path / "engine.log", has_weights=False) as address, talking(address) as (runner, client, pool):
+        before = runner.run(weight_checksums(pool))
+
+        def synced(version: int, left_out: str) -> tuple[Checksums, SampledProbe]:
+            runner.run(sync(trainer, client, version=version, model=model, directory=tmp_path, left_out=left_out))
+            return runner.run(weight_checksums(pool)), runner.run(sample_probe(PROMPTS, pool, sampling=SAMPLING))
+
+        trainer = make_trainer(model, tmp_path)
+        after, probe = synced(1, "layers.1.mlp.")
+        named = r"2 of 19 weights, needs 0: model\.layers\.1\.mlp\.gate_up_proj\.weight \(tp rank 0\), model\.layers\.1\.mlp\.down_proj"
+        with pytest.raises(ParityError, match=named):
+            check_replaced(before, after)
+        for limits in (FLOAT32, DENSE):
+            with pytest.raises(ParityError, match="a weight that the sync did not reach"):
+                check_probe(probe, trainer.own_log_probs, limits=limits, replays=False)
+
+        after, probe = synced(2, "none")
+        check_replaced(before, after)
+        check_probe(probe, trainer.own_log_probs, limits=PARITY, replays=False)
+        runner.run(check_read(model, pool, after, timeout_s=60))
+        with pytest.raises(ParityError, match=r"got other bits by the first sync than it reads from .*model1: 19 of 19 weights"):
+            runner.run(check_read(other, pool, after, timeout_s=60))
+
+        def warmer(batch: TrainBatch, *, temperature: float) -> Floats:
+            return trainer.own_log_probs(batch, temperature=1.25 * temperature)
+
+        with pytest.raises(ParityError, match=r"temperature .* one side only"):
+            check_probe(probe, warmer, limits=DENSE, replays=False)
+        shutdown()
+        trainer = make_trainer(turned, tmp_path / "turned")
+        with pytest.raises(ParityError, match="rope"):
+            check_probe(probe, trainer.own_log_probs, limits=DENSE, replays=False)
+        shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_head_that_an_engine_keeps_for_itself_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """SGLang's Qwen3-MoE has one, also where config.json ties it to the embedding."""
+    model = tiny_model(family="qwen3_moe", tied=True)
+    with serving(model, tmp_path / "engine.log", has_weights=False) as address, talking(address) as (runner, client, pool):
+        before = runner.run(weight_checksums(pool))
+        runner.run(sync(make_trainer(model, tmp_path), client, version=1, model=model, directory=tmp_path))
+        shutdown()
+        with pytest.raises(ParityError, match=r"1 of \d+ weights, needs 0: lm_head\.weight"):
+            check_replaced(before, runner.run(weight_checksums(pool)))

@@ -91,11 +91,14 @@ def reach(moment: Moment, run: Any, directory: Path, *, step: int) -> None:
 
 
 def kill_driver(run: Any) -> None:
-    """kill -9 for the driver alone, when Ray has logged as much as it does in hours: all goes down by itself."""
+    """kill -9 for the command alone, when Ray has logged as much as it does in hours and an engine hangs: all goes down with it."""
     (raylet,) = run.members("/raylet/raylet ")
     (log,) = {file.path for file in raylet.open_files() if "raylet.out" in file.path}
     with open(log, "a") as file:
         file.write(f"{'x' * 99}\n" * 20_000)
+    (server,) = run.members("megatron_rl.engines.sglang_server")[:1]
+    for process in (server, *server.children(recursive=True)):
+        process.suspend()
     run.process.kill()
     assert run.wait() == -signal.SIGKILL, run.output
     assert run.survivors(timeout_s=GONE_S) == []
@@ -232,7 +235,7 @@ def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
     directory = tmp_path / "run"
     run = start(*rl_arguments(task, directory, REWARD, *EXACT, "rollout.num_engines=2"))
     run.wait_for(f"  2/{NUM_STEPS}")
-    run.members("megatron_rl.rollout.sglang_server")[0].kill()
+    run.members("megatron_rl.engines.sglang_server")[0].kill()
     assert run.wait() == 0, run.output
     assert "the run goes on with 1 of 2 engines" in run.output and "Traceback" not in run.output
     assert_same_run(directory, whole)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.gpus import GPUS
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
-from megatron_rl.planning.gpus import GPUS
 from megatron_rl.runtime.target import find_target
 
 ROOT = Path(__file__).parents[2]
@@ -272,6 +272,15 @@ def test_a_cluster_that_was_given_is_left_running(stand_ins: dict[str, str]) -> 
     assert status == 143
     assert "ray start" not in record
     assert "--resume --ray-address 10.0.0.1:6379" in record
+
+
+def test_training_finds_the_programs_beside_its_interpreter(stand_ins: dict[str, str], tmp_path: Path) -> None:
+    """Nobody activates the environment, and SGLang compiles kernels with its ninja."""
+    _executable(tmp_path / "venv" / "bin" / "ninja", "")
+    _executable(tmp_path / "venv" / "bin" / "python", 'command -v ninja >"$RECORD"')
+    words = ["bash", str(LAUNCH / "qwen3-4b.sh")]
+    subprocess.run(words, env=stand_ins, cwd=tmp_path, check=True, timeout=60, capture_output=True)
+    assert Path(stand_ins["RECORD"]).read_text().strip() == str(tmp_path / "venv" / "bin" / "ninja")
 
 
 def test_a_script_asks_training_to_end_and_has_its_status(stand_ins: dict[str, str]) -> None:

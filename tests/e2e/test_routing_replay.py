@@ -19,12 +19,12 @@ from megatron_rl.config.settings import RolloutSettings, SamplingSettings, Setti
 from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.packing import make_shards
+from megatron_rl.engines.client import EngineClient, Generation
+from megatron_rl.engines.engine import Engine, EngineAddress
+from megatron_rl.engines.routing_record import MixtureShape
+from megatron_rl.engines.sampling import Sampling
 from megatron_rl.observe.metrics import metric_values
-from megatron_rl.rollout.client import EngineClient, Generation
-from megatron_rl.rollout.engine import Engine, EngineAddress
-from megatron_rl.rollout.routing_record import MixtureShape
-from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.single_turn import single_turn
+from megatron_rl.rollout.groups import single_turn
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, StopReason, TrainBatch

@@ -66,17 +66,14 @@ def listeners(run: Any) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "sentence"),
-    [
-        (signal.SIGINT, 130, "megatron-rl: interrupted"),
-        (signal.SIGTERM, 75, r"megatron-rl: ended by SIGTERM; the same command with --resume continues after step \d+"),
-    ],
-)
-def test_a_signal_stops_everything_and_keeps_what_there_is(
-    task: Path, tmp_path: Path, start: Callable[..., Any], number: signal.Signals, status: int, sentence: str
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_leaves_a_checkpoint_and_no_process(
+    task: Path, tmp_path: Path, start: Callable[..., Any], number: signal.Signals, status: int
 ) -> None:
-    """Without held-out data, which is the default."""
+    """SIGINT to the foreground process group, as a terminal sends it; SIGTERM to every process, as Slurm does it.
+
+    Without held-out data, which is the default.
+    """
     directory = tmp_path / "run"
     run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=2", "data.eval=null", "run.eval_interval=0"))
     run.wait_for("  2/1000")
@@ -86,16 +83,19 @@ def test_a_signal_stops_everything_and_keeps_what_there_is(
     assert {name: addresses - loopback for name, addresses in by_process.items() if addresses - loopback} == {}
     assert all(f"start: {part} ..." in run.output for part in ("reward workers", "Ray", "ranks", "engines"))
     if number == signal.SIGINT:
-        # As a terminal does it: the whole foreground process group gets the signal.
         os.killpg(run.process.pid, number)
     else:
-        run.process.send_signal(number)
+        for process in (psutil.Process(run.process.pid), *run.descendants()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
     assert run.wait() == status, run.output
-    assert re.fullmatch(sentence, run.output.splitlines()[-1]), run.output
+    sentence = rf"megatron-rl: ended by {number.name}; the same command with --resume continues after step (\d+)"
+    ended = re.fullmatch(sentence, run.output.splitlines()[-1])
+    assert ended is not None, run.output
     assert "***" not in run.output and "logging.cc" not in run.output and "Traceback" not in run.output
     assert run.survivors() == []
     summary = json.loads((directory / "summary.json").read_text())
-    assert summary["status"] == f"interrupted: {number.name}" and summary["steps"] >= 2
+    assert summary["status"] == f"interrupted: {number.name}" and summary["steps"] == int(ended[1]) >= 2
     assert {"start", "start_ray", "start_ranks", "start_engines", "start_reward_workers"} <= summary["seconds"].keys()
     assert steps_of(directory) == list(range(summary["steps"] + 1))
     assert (directory / "curves.png").stat().st_size > 10_000 and summary["go_on"] in (directory / "report.html").read_text()
@@ -106,7 +106,7 @@ def test_a_signal_stops_everything_and_keeps_what_there_is(
     [
         # The actor's name is its process title; the server is the one with the module on its command line.
         pytest.param("ray::TrainerWorker", r"WorkerDiedError: Megatron rank \d died", id="rank"),
-        pytest.param("megatron_rl.rollout.sglang_server", r"SGLang server at http\S+ died \(killed by signal 9\)", id="engine"),
+        pytest.param("megatron_rl.engines.sglang_server", r"SGLang server at http\S+ died \(killed by signal 9\)", id="engine"),
     ],
 )
 def test_death_of_a_process_surfaces_and_leaves_nothing(
@@ -121,13 +121,32 @@ def test_death_of_a_process_surfaces_and_leaves_nothing(
     assert re.match(f"failed: .*{message}", json.loads((tmp_path / "run" / "summary.json").read_text())["status"])
 
 
+def test_a_run_whose_ray_dies_goes_on_from_its_checkpoint(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    """Its control service: a question to it blocks until Ray ends the driver with a status and words of its own."""
+    directory = tmp_path / "run"
+    run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=1"))
+    run.wait_for("  2/1000")
+    run.members("gcs/gcs_server")[0].kill()
+    assert run.wait() == 75, run.output
+    sentence = r"megatron-rl: (Ray's control service at \S+ is gone); the same command with --resume continues after step (\d+)"
+    ended = re.fullmatch(sentence, run.output.splitlines()[-1])
+    assert ended is not None, run.output
+    assert "rpc_client.h" not in run.output and "Traceback" not in run.output
+    assert run.survivors() == []
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["status"] == f"failed: WorkerDiedError: {ended[1]}" and summary["steps"] == int(ended[2]) >= 2
+    again = start(*rl_arguments(task, directory, f"run.num_steps={summary['steps'] + 1}", "run.save_interval=1"), "--resume")
+    assert again.wait() == 0, again.output
+    assert steps_of(directory) == list(range(summary["steps"] + 2))
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_without_an_engine_that_dies(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     """Killed in the middle of a rollout, which its reward function keeps going."""
     words = ("run.num_steps=4", "run.save_interval=0", "rollout.num_engines=2", "reward.function=tests.e2e.one_by_one:slow_score")
     run = start(*rl_arguments(task, tmp_path / "run", *words))
     run.wait_for("  1/4")
-    run.members("megatron_rl.rollout.sglang_server")[0].kill()
+    run.members("megatron_rl.engines.sglang_server")[0].kill()
     assert run.wait() == 0, run.output
     assert re.search(r"the run goes on with 1 of 2 engines, because one ended: .*killed by signal 9", run.output), run.output
     steps = metrics(tmp_path / "run")

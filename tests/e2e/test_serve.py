@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_rl.rollout.engine import free_port
+from megatron_rl.engines.engine import free_port
 
 TIMEOUT_S = 60.0
 
@@ -35,6 +35,14 @@ def test_an_export_is_served_as_transformers_reads_it(task: Path, start: Callabl
     ids = tokenizer(body["prompt"], return_tensors="pt")["input_ids"]
     expected = model.generate(ids, max_new_tokens=body["max_tokens"], do_sample=False)[0, ids.shape[1] :]
     assert answer == tokenizer.decode(expected, skip_special_tokens=True) != ""
+
+    # SGLang itself takes these, and its scheduler ends.
+    for odd in ({"prompt": [10**6]}, {"prompt": [[2], [-1]]}, {"logprobs": 10**6}):
+        deadly = urllib.request.Request(words[1], json.dumps(body | odd).encode(), headers)
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(deadly, timeout=TIMEOUT_S)
+    with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as response:
+        assert json.load(response)["choices"][0]["text"] == answer
 
     stranger = urllib.request.Request(words[1], words[-1].encode(), {"Content-Type": "application/json"})
     with pytest.raises(urllib.error.HTTPError, match="401"):

@@ -13,14 +13,15 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
+from scoring import score
 from small_run import metrics, rl_arguments
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.acceptance.tiny_models import write_tiny_model
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.convert.conversion import Options, convert
-from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.doctor.tiny_models import write_tiny_model
+from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.engine import Engine
 from megatron_rl.types import Floats
 
 
@@ -28,7 +29,7 @@ def assert_trained(run: Any, directory: Path) -> None:
     """Two steps, in each of which engines and trainer have the same weights."""
     assert run.wait() == 0, run.output
     assert re.search(
-        r"note: engines cannot read the weights in .*: they start without, from .*/engine-model, and get the trainer's", run.output
+        r"note: .* has weights that engines cannot read: engines start on .*/engine-model, which describes the same model", run.output
     )
     steps = metrics(directory)
     assert steps[0]["weights/parity_mean"] <= 1e-4
@@ -43,7 +44,7 @@ async def scores(model: Path, log: Path) -> Floats:
     engine = Engine(model, settings=RolloutSettings(startup_timeout_s=180), device_kind="cpu", dtype="float32", seed=7, log_path=log)
     try:
         async with EngineClient(engine.start(), request_timeout_s=60) as client:
-            return (await client.score(TOKENS)).log_probs
+            return await score(client, TOKENS)
     finally:
         engine.stop()
 

@@ -22,6 +22,16 @@ _COPIES = frozenset(("to", "cuda", "cpu", "tensor", "as_tensor"))
 _TORCH, _HERE = str(Path(torch.__file__).parent), Path(__file__).parent
 
 
+def _is_copied_as_it_is(one: Any, other: Any) -> bool:
+    """Return whether the side in host memory is page-locked and needs no copy in pageable memory, for its strides or the dtype."""
+    sides = (one, other)
+    return (
+        all(isinstance(side, torch.Tensor) for side in sides)
+        and one.dtype == other.dtype
+        and any(is_locked(side) and side.is_contiguous() for side in sides)
+    )
+
+
 class _Waits(TorchFunctionMode):
     def __init__(self, lines: Counter[str], root: Path) -> None:
         super().__init__()
@@ -43,9 +53,9 @@ class _Waits(TorchFunctionMode):
         if name in _COPIES:
             # What is made of numbers comes from host memory.
             comes_from_host = on_host(source) if isinstance(source, torch.Tensor) else True
-            return comes_from_host != on_host(result) and not (kwargs.get("non_blocking") and is_locked(source))
+            return comes_from_host != on_host(result) and not (kwargs.get("non_blocking") and _is_copied_as_it_is(source, result))
         if name == "copy_" and on_host(source) != on_host(args[1]):
-            return not (kwargs.get("non_blocking") and (is_locked(source) or is_locked(args[1])))
+            return not (kwargs.get("non_blocking") and _is_copied_as_it_is(source, args[1]))
         if not isinstance(source, torch.Tensor) or on_host(source):
             return False
         if name in ("__getitem__", "__setitem__"):

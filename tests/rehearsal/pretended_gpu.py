@@ -147,24 +147,30 @@ class _Inert:
 
 
 @cache
-def pretend() -> TensorsOnCpu:
-    """Make this process one with a GPU of compute capability 9.0; the mode is entered, also in backward passes. Once is enough."""
+def pretend(capability: tuple[int, int] = (9, 0)) -> TensorsOnCpu:
+    """Make this process one with a GPU of this compute capability; the mode is entered, also in backward passes. Once is enough."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     importlib.import_module("torch._dynamo")  # it takes stock of torch.cuda as it is
-    properties = types.SimpleNamespace(major=9, minor=0, name="pretended", multi_processor_count=132, total_memory=80 << 30)
+    properties = types.SimpleNamespace(
+        major=capability[0], minor=capability[1], name="pretended", multi_processor_count=132, total_memory=80 << 30
+    )
+
+    chosen: list[Any] = []
+    """What `torch.cuda.set_device` was given."""
 
     def nothing(*_unused: Any, **_named: Any) -> None:
         pass
 
     torch.cuda.__dict__.update(
         {
-            **dict.fromkeys(("synchronize", "empty_cache", "set_device", "set_stream", "manual_seed", "ipc_collect"), nothing),
+            **dict.fromkeys(("synchronize", "empty_cache", "set_stream", "manual_seed", "ipc_collect"), nothing),
             **dict.fromkeys(("Stream", "Event", "stream", "current_stream", "default_stream"), _Inert),
             "is_available": lambda: True,
+            "set_device": chosen.append,
             "is_current_stream_capturing": lambda: False,
             "current_device": lambda: 0,
             "device_count": lambda: 1,
-            "get_device_capability": lambda *_unused: (9, 0),
+            "get_device_capability": lambda *_unused: capability,
             "get_device_properties": lambda *_unused: properties,
             "get_device_name": lambda *_unused: "pretended",
             "get_rng_state": lambda *_unused: torch.get_rng_state(),
@@ -181,6 +187,7 @@ def pretend() -> TensorsOnCpu:
     vars(torch.distributed.distributed_c10d).update(_new_process_group_helper=make_gloo_group, _get_split_source=nothing)
 
     def meet_over_gloo(backend: str = "nccl", *, device_id: Any = None, **named: Any) -> None:
+        assert chosen, "every rank would join NCCL with GPU 0: torch.cuda.set_device comes first"
         meet("gloo", **named)
         if device_id is not None:
             # So that torch asks for the group to split from, of which nccl_rules takes note.
@@ -201,6 +208,8 @@ def pretend() -> TensorsOnCpu:
     mode.__enter__()
     device = importlib.import_module("megatron_rl.device")
     import_alone = vars(device)["import_megatron"]
+    # Of the GPU stack, it loads a part of the driver, which nobody pretends.
+    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
 
     def import_and_prepare() -> None:
         import_alone()

@@ -27,7 +27,7 @@ def build(order: Mapping[str, Any]) -> dict[str, Any]:
 
     from megatron_rl.config.settings import TopologySettings
     from megatron_rl.models.build import build_model
-    from megatron_rl.models.megatron_config import transformer_config
+    from megatron_rl.models.megatron_config import resolve_attention, transformer_config
     from megatron_rl.models.parameter_marks import mark_parameters
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.training.topology import Topology, initialize_groups
@@ -40,8 +40,12 @@ def build(order: Mapping[str, Any]) -> dict[str, Any]:
     try:
         initialize_groups(topology, timeout_s=60.0, seed=0)
         overrides = order.get("megatron", {})
-        config = transformer_config(spec, topology=settings, dtype=torch.bfloat16, overrides=overrides, attention="transformer_engine")
-        chunks = build_model(spec, config, attention="transformer_engine")
+        capability = torch.cuda.get_device_capability()
+        attention = resolve_attention(
+            order.get("attention", "transformer_engine"), spec, overrides=overrides, cp=settings.cp, capability=capability
+        )
+        config = transformer_config(spec, topology=settings, dtype=torch.bfloat16, overrides=overrides, attention=attention)
+        chunks = build_model(spec, config, attention=attention)
         mark_parameters(chunks, spec)
         kernels = ask_kernels(chunks[0], order["lengths"], settings.cp, order["rank"]) if "lengths" in order else {}
         return {"parameters": parameters(chunks, spec), "kernels": kernels}
@@ -73,7 +77,8 @@ def ask_kernels(chunk: torch.nn.Module, lengths: list[int], cp: int, rank: int) 
     bounds = np.cumsum([0, *lengths])
     packed = packed_sequences(bounds, device="cuda", cp_size=cp, cp_rank=rank)
     # Index arrays are made by no layer of TransformerEngine, lengths of sequences are copied to the GPU for longrope alone.
-    packed = dataclasses.replace(packed, make_plan=never_asked, make_lengths=never_asked)
+    if chunk.config.transformer_impl == "transformer_engine":
+        packed = dataclasses.replace(packed, make_plan=never_asked, make_lengths=never_asked)
     num_tokens = int(bounds[-1]) // cp
     te_kernels.CALLS.clear()
     forward_selected(chunk, torch.zeros(1, num_tokens, dtype=torch.int64), packed.positions[None], packed, torch.arange(num_tokens))
@@ -101,7 +106,7 @@ def main(orders: str, results: str) -> None:
     from megatron_rl.device import chosen_backends, local_device, prepare_megatron
 
     given = json.loads(Path(orders).read_text(encoding="utf-8"))
-    pretended_gpu.pretend()
+    pretended_gpu.pretend(tuple(given.get("capability", (9, 0))))
     pretended_gpu.load_te(given["sources"])
     prepare_megatron(local_device())
     found = []

@@ -32,15 +32,15 @@ MEGATRON: Mapping[str, str] = {
     "megatron/core/distributed/finalize_model_grads.py:finalize_model_grads": "training/trained_model.py",
     "megatron/core/optimizer/__init__.py:get_megatron_optimizer": "training/optimizer.py",
     "megatron/core/optimizer/clip_grads.py:clip_grad_by_total_norm_fp32": "training/optimizer.py",
-    f"{_DISTRIBUTED}._get_main_param_and_optimizer_states": "training/optimizer_shards.py",
-    f"{_DISTRIBUTED}._get_model_param_range_map": "training/optimizer_shards.py",
+    f"{_DISTRIBUTED}._get_main_param_and_optimizer_states": "checkpoints/optimizer_shards.py",
+    f"{_DISTRIBUTED}._get_model_param_range_map": "checkpoints/optimizer_shards.py",
     "megatron/core/optimizer_param_scheduler.py:OptimizerParamScheduler.__init__": "training/optimizer.py",
-    "megatron/core/dist_checkpointing/serialization.py:save": "training/sharded_checkpoint.py",
-    "megatron/core/dist_checkpointing/serialization.py:load": "training/sharded_checkpoint.py",
+    "megatron/core/dist_checkpointing/serialization.py:save": "checkpoints/training_state.py",
+    "megatron/core/dist_checkpointing/serialization.py:load": "checkpoints/training_state.py",
 }
 _REQUESTS = "sglang/srt/managers/io_struct.py"
 SGLANG: Mapping[str, str] = {
-    f"{_REQUESTS}:{name}": "rollout/client.py"
+    f"{_REQUESTS}:{name}": "engines/client.py"
     for name in (
         "GenerateReqInput",
         "AbortReq",
@@ -59,12 +59,12 @@ SGLANG: Mapping[str, str] = {
         "CheckWeightsReqInput",
     )
 } | {
-    "sglang/srt/sampling/sampling_params.py:SamplingParams": "rollout/sampling.py",
+    "sglang/srt/sampling/sampling_params.py:SamplingParams": "engines/sampling.py",
     "sglang/srt/weight_sync/tensor_bucket.py:FlattenedTensorMetadata": "weights/ipc.py",
 }
 ARGUMENTS, ROUTES, VARIABLES = "arguments of the server", "routes of the server", "variables of the environment"
-OTHERS = {ARGUMENTS: "rollout/server_args.py", ROUTES: "rollout/client.py", VARIABLES: "rollout/server_args.py"}
-ROLLOUT = Path(__file__).resolve().parents[2] / "megatron_rl" / "rollout"
+OTHERS = {ARGUMENTS: "engines/server_args.py", ROUTES: "engines/client.py", VARIABLES: "engines/server_args.py"}
+ENGINES = Path(__file__).resolve().parents[2] / "megatron_rl" / "engines"
 TARGETS: Mapping[str, Mapping[str, str]] = {"megatron-core": MEGATRON, "sglang": SGLANG}
 Surface = dict[str, list[str]]
 
@@ -146,7 +146,7 @@ def _variables(path: Path) -> set[str]:
 
 def own_variables() -> set[str]:
     """SGLang's variables of the environment that are named here."""
-    return set[str]().union(*map(_variables, ROLLOUT.glob("*.py")))
+    return set[str]().union(*map(_variables, ENGINES.rglob("*.py")))
 
 
 def changes(distribution: str, before: Surface, after: Surface) -> list[str]:

@@ -1,3 +1,4 @@
+import io
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_rl import runtime
 from megatron_rl.cli import main
+from megatron_rl.config.help import FIRST_RUN
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings_reference import setting_fields
 from megatron_rl.errors import EngineError, ResumableError, UserError
@@ -52,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 def fake_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `train --check` says of the launch."""
-    plan, target = ModuleType("megatron_rl.runtime.launch_plan"), ModuleType("megatron_rl.runtime.target")
+    plan, target = ModuleType("megatron_rl.planning.launch_plan"), ModuleType("megatron_rl.runtime.target")
     vars(plan).update(launch_plan=lambda settings, target: {"layout": {"tp": 2}}, memory_plan=None)
     vars(target).update(find_target=lambda settings, config_only: None)
     for module in (plan, target):
@@ -106,7 +108,7 @@ def test_of_a_run_that_does_not_fit_the_plan_alone_is_printed(
 ) -> None:
     vars(sys.modules["megatron_rl.runtime.preflight"]).update(preflight_config=lambda settings: [])
     found = SimpleNamespace(fits=fits, verdict="does not fit: 3 of 2", lines=lambda: ["stage 0  ", ""])
-    plan, target = ModuleType("megatron_rl.runtime.launch_plan"), ModuleType("megatron_rl.runtime.target")
+    plan, target = ModuleType("megatron_rl.planning.launch_plan"), ModuleType("megatron_rl.runtime.target")
     vars(plan).update(launch_plan=lambda settings, target: {}, memory_plan=lambda settings: found)
     vars(target).update(find_target=lambda settings, config_only: None)
     for module in (plan, target):
@@ -249,8 +251,22 @@ def test_no_words_at_all_are_answered_by_the_help(capsys: pytest.CaptureFixture[
     assert "check-plugin" in capsys.readouterr().err
 
 
-def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_page_of_help_is_for_a_first_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [path for path in FIRST_RUN if f"  {path} " not in text and f"  {path}\n" not in text] == []
+    assert "rollout.sampling.temperature" not in text and "training.schedule" in text and len(text.splitlines()) < 90
+    assert main(["train", "--help", "rollout.sampling"]) == 0
+    text = capsys.readouterr().out
+    assert {line.split()[0] for line in text.splitlines() if line.startswith("  rollout")} == {
+        field.path for field in setting_fields() if field.path.startswith("rollout.sampling.")
+    }
+    assert main(["train", "--help", "trainin"]) == 2
+    assert "--help trainin names no section of settings; did you mean training?" in capsys.readouterr().err
+
+
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "all"]) == 0
     text = capsys.readouterr().out
     assert [field.path for field in setting_fields() if f"  {field.path} " not in text and f"  {field.path}\n" not in text] == []
     assert "one of auto, float32, bfloat16" in " ".join(text.split())
@@ -304,6 +320,7 @@ def sleeper(config: str) -> Iterator["subprocess.Popen[str]"]:
 def test_signals_run_the_clean_up(sleeper: "subprocess.Popen[str]", number: signal.Signals, status: int, sentence: str) -> None:
     assert sleeper.stdout is not None
     assert sleeper.stdout.readline().startswith("checking settings")
+    assert sleeper.stdout.readline().startswith("decided: reward.num_workers=")
     assert sleeper.stdout.readline() == "started\n"
     os.kill(sleeper.pid, number)
     out, err = sleeper.communicate(timeout=20)
@@ -323,6 +340,10 @@ def test_report_draws_what_a_run_has_measured(tmp_path: Path, capsys: pytest.Cap
 
 
 PLUGINS = """
+from dataclasses import replace
+import numpy as np
+from megatron_rl.rollout.groups import single_turn
+
 def good(*, sample, weight: float = 1.0):
     return weight * len(sample.response_text)
 
@@ -331,6 +352,16 @@ def infinite(*, sample):
 
 async def rollout(**arguments):
     return []
+
+async def chat(*, prompt, generator, sampling, num_samples, tokenizer):
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}], tokenize=False, add_generation_prompt=True)
+    return await single_turn(
+        prompt=replace(prompt, token_ids=np.array(tokenizer.encode(text))),
+        generator=generator,
+        sampling=sampling,
+        num_samples=num_samples,
+        tokenizer=tokenizer,
+    )
 """
 
 
@@ -343,7 +374,7 @@ async def rollout(**arguments):
         (
             ["rollout", "--kind", "rollout"],
             2,
-            "BROKEN  one prompt becomes .* returned 0 samples of 0 trajectories for prompt contract, needs 1",
+            "BROKEN  one prompt becomes .* returned 0 samples of 0 trajectories, needs 1 ",
         ),
     ],
 )
@@ -353,8 +384,25 @@ def test_a_plugin_is_checked_with_a_line_for_each_promise(
     (tmp_path / "plugins_of_user.py").write_text(PLUGINS)
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["check-plugin", f"plugins_of_user:{words[0]}", *words[1:]]) == status
-    *kept, found = capsys.readouterr().out.splitlines()
+    *kept, found, _, verdict = capsys.readouterr().out.splitlines()
     assert re.match(last, found) and all(line.startswith("ok ") for line in kept)
+    assert verdict.endswith("something broken" if status else "passed")
+
+
+def test_a_chat_rollout_is_checked_with_a_models_template(
+    tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plugins_of_user.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    words, model = ["check-plugin", "plugins_of_user:chat"], tiny_model()
+    assert main(words) == 2
+    assert "needs a model's; give its directory by --model DIR" in capsys.readouterr().out
+    assert main([*words, "--model", str(model)]) == 2
+    assert "chat_template is not set" in capsys.readouterr().out
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}=")
+    assert main([*words, "--model", str(model)]) == 0, capsys.readouterr().out
+    assert main(["check-plugin", "plugins_of_user:good", "--model", str(model)]) == 2
+    assert "the kind reward gets no tokenizer" in capsys.readouterr().err
 
 
 def test_a_plugin_of_no_kind_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -367,3 +415,19 @@ def test_a_plugin_of_no_kind_is_one_sentence(tmp_path: Path, monkeypatch: pytest
 def test_weights_only_needs_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--weights-only"]) == 2
     assert "--weights-only was given without --resume" in capsys.readouterr().err
+
+
+def test_output_without_a_character_for_a_letter_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["--help"]) == 0
+    print("mean |\N{GREEK CAPITAL LETTER DELTA} log-prob| 1e-7", flush=True)
+    assert b"mean |? log-prob| 1e-7" in stream.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("given", [(), ("data.source=my:Source", "data.args={a: 1}"), ("data.train=gone.jsonl",)])
+def test_an_evaluation_asks_for_no_training_rows(given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated: list[Any] = []
+    monkeypatch.setattr("megatron_rl.cli._session", lambda _settings: SimpleNamespace(evaluate=evaluated.append))
+    assert main(["eval", "run.directory=run", "model.path=model", "data.eval=held_out.jsonl", *given]) == 0
+    assert [settings.data.eval for settings in evaluated] == [Path("held_out.jsonl")]

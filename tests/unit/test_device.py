@@ -2,6 +2,8 @@
 
 import inspect
 import logging
+import os
+import subprocess
 import sys
 import types
 import warnings
@@ -35,6 +37,15 @@ def test_device_follows_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chosen = device.local_device(3)
     assert (chosen.kind, chosen.backend, str(chosen.torch_device)) == ("cuda", "nccl", "cuda:3")
+
+
+def test_megatron_imports_beside_a_package_without_driver(tmp_path):
+    (tmp_path / "flash_mla.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    code = "import megatron_rl.models, megatron.core.transformer.attention as used, sys; print(used.HAVE_FMLA, 'flash_mla' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "False False\n"), done.stderr
 
 
 def test_a_side_stream_begins_behind_what_was_computed_and_is_the_threads_inside(monkeypatch):

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("training", "models", "rollout", "weights", "algorithms")
+ROOMS = ("training", "checkpoints", "models", "engines", "rollout", "weights", "algorithms")
 WORDS = re.compile(r"cuda(:.*)?|cpu(:.*)?|nccl|gloo|transformer_engine|triton|(CUDA|NCCL|NVTE|PYTORCH_(CUDA|HIP))_\w*")
 """A whole string: a device, a backend, what is taken on GPUs alone, or a variable of the environment."""
 ATTRIBUTES = {"cuda", "is_cuda", "is_pinned", "pin_memory", "accelerator", "get_device", "get_backend", "is_nccl_available", "device_kind"}
 NAMES = {"local_device", "device_kind", "chosen_backends", "chosen_row_maths", "resolve_attention", "HAVE_TE"}
 
 TE = "tests/dist/test_te_layouts.py"  # trains on a pretended GPU
-ENGINE = "tests/unit/rollout/test_server_args.py"
+ENGINE = "tests/unit/engines/test_server_args.py"
 KERNELS = "tests/unit/models/test_head_kernels.py"  # in Triton's interpreter, and on the meta device
 REHEARSED: dict[str, str] = {
     "training/collectives.py collective_device": TE,
@@ -31,8 +31,9 @@ REHEARSED: dict[str, str] = {
     "training/offload.py ModelMemory._synchronize": "tests/trainer/test_offload.py",
     "training/offload.py ModelMemory._release_caches": "tests/trainer/test_offload.py",
     "training/resting.py RestingWeights.__init__": TE,
-    "training/sharded_checkpoint.py _rng_state": TE,
-    "training/sharded_checkpoint.py _set_rng_state": TE,
+    "checkpoints/checkpoint_writer.py TwoHalves.save": TE,
+    "checkpoints/training_state.py _rng_state": TE,
+    "checkpoints/training_state.py _set_rng_state": TE,
     "training/teacher.py build_teacher": TE,
     "training/trained_model.py build_trained_model": TE,
     "training/trained_model.py model_dtype": TE,
@@ -45,23 +46,23 @@ REHEARSED: dict[str, str] = {
     "models/layer_spec.py _layer": TE,
     "models/layer_spec.py layer_specs": TE,
     "models/megatron_config.py transformer_config": TE,
-    "models/unavailable_fields.py check_recompute": "tests/unit/models/test_recompute.py",
+    "models/unavailable_fields.py transformer_engine_here": "tests/unit/models/test_recompute.py",
     "algorithms/head_statistics.py add_product": KERNELS,
     "weights/ipc.py _HandlePickler.reducer_override": "tests/unit/weights/test_ipc.py",
     "models/hf_weights.py _from_owner": TE,
     "models/megatron_config.py resolve_attention": TE,
     "models/megatron_config.py _topology_fields": TE,
     "models/megatron_config.py _default_fields": TE,
-    "rollout/engine.py Engine.__init__": ENGINE,
-    "rollout/engine.py Engine._environment": "tests/unit/rollout/test_engine.py",
-    "rollout/server_args.py server_arguments": ENGINE,
+    "engines/engine.py Engine.__init__": ENGINE,
+    "engines/engine.py Engine._environment": "tests/unit/engines/test_engine.py",
+    "engines/server_args.py server_arguments": ENGINE,
 }
 """Function -> the tests in which a GPU's branch of it runs."""
 THE_SAME_ON_A_GPU: dict[str, str] = {
     "models/attention/attention_plan.py plan_attention": "a default",
     "models/attention/packed.py _attend_bucket": "the CPU takes a shorter way to the same numbers, which test_attention compares",
     "models/attention/packed.py _attend_long": "the CPU takes a shorter way to the same numbers, which test_attention compares",
-    "models/torch_dist.py stored_tensor": "tensors are read into host memory",
+    "engines/on_cpu/sglang_shims.py take_cpu_for_the_device.get_device_module": "a server on a CPU alone",
     "models/norms.py NormOverHeads.__init__": "where its weight lies, as that of RMSNorm, which is rehearsed",
     "models/attention/packed.py PackedAttention._sinks": "where they lie, as the weight of RMSNorm, which is rehearsed",
     "models/packed_sequences.py packed_sequences": "a default",
@@ -75,9 +76,9 @@ THE_SAME_ON_A_GPU: dict[str, str] = {
     "weights/ipc.py IpcSender._those_that_took": "users of a CPU's memory, which are counted here",
     "weights/ipc.py memory_of_seats": "a rank on a GPU has one seat of an engine",
     "weights/ipc.py allocate_shared": "torch.empty, where a CPU needs a file",
-    "rollout/server_args.py keeps_prefixes": "what the CPU's server does not have",
-    "rollout/sglang_server.py main": "shims for a server without a GPU",
-    "rollout/sglang_shims.py allocate_host_memory_unpinned": "shims for a server without a GPU",
+    "engines/server_args.py keeps_prefixes": "what the CPU's server does not have",
+    "engines/sglang_server.py main": "shims for a server without a GPU",
+    "engines/on_cpu/sglang_shims.py allocate_host_memory_unpinned": "shims for a server without a GPU",
 }
 """Function -> why nothing in it is for GPUs alone."""
 

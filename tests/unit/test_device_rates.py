@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_rl.acceptance import device_rates as module
-from megatron_rl.acceptance.device_rates import device_rates
 from megatron_rl.device import Device, local_device
+from megatron_rl.doctor import device_rates as module
+from megatron_rl.doctor.device_rates import device_rates
 from megatron_rl.planning.step_time import Rates
 
 SECONDS = 4.0

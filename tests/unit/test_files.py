@@ -153,6 +153,18 @@ def test_only_what_has_to_survive_a_power_failure_waits_for_the_disk(
     assert bool(synced) == durable
 
 
+def test_every_file_and_directory_of_a_tree_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[str] = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.readlink(f"/proc/self/fd/{descriptor}")))
+    partial = start_partial(tmp_path / "model")
+    (partial / "deep").mkdir()
+    files = [partial / "file", partial / "deep" / "file"]
+    for file in files:
+        file.write_text("content")
+    commit_partial(tmp_path / "model")
+    assert synced == {str(path) for path in (*files, partial, partial / "deep", tmp_path)}
+
+
 def test_why_a_file_that_torch_writes_is_refused_is_told(tmp_path: Path) -> None:
     class Refused:
         room = 1000

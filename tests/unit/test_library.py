@@ -62,7 +62,7 @@ def test_somebody_else_s_loop_trains_with_us_as_its_backend(tiny_model: Callable
     backend, path = load("backend"), tiny_model(vocab=VOCAB_SIZE)
     model = hf_model(path)
     settings = {"model": megatron_rl.ModelSettings(path=path), "training": megatron_rl.TrainingSettings(optimizer={"lr": 1e-3})}
-    objective = megatron_rl.Objective(kl_loss_coef=0.01)
+    objective = megatron_rl.Objective.of(kl={"coef": 0.01})
     with megatron_rl.Trainer(**settings, objective=objective, temperature=backend.TEMPERATURE) as trainer:
         metrics = backend.iterate(model, trainer, seed=0)
         assert len(metrics) == backend.EPOCHS * backend.MINI_BATCHES

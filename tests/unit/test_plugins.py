@@ -1,4 +1,6 @@
 import inspect
+import math
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,7 @@ import pytest
 
 from megatron_rl import plugins
 from megatron_rl.errors import UserError
-from megatron_rl.plugins import KINDS, load
+from megatron_rl.plugins import KINDS, load, without_exits
 
 MODULE = """
 from __future__ import annotations
@@ -82,3 +84,41 @@ def test_the_arguments_of_a_kind_are_those_of_its_protocol() -> None:
     assert tuple(inspect.signature(plugins.DataSource.__init__).parameters)[1:] == KINDS["data_source"].arguments
     for kind, protocol in protocols.items():
         assert tuple(inspect.signature(protocol.__call__).parameters)[1:] == KINDS[kind].arguments
+
+
+BAD_IMPORTS = {
+    "exits": "import sys\nsys.exit(3)",
+    "interrupts": "raise KeyboardInterrupt",
+    "sleeps": "import time\ntry:\n    time.sleep(60)\nexcept Exception:\n    pass",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exits", "raised SystemExit while being imported, needs to return, or to raise an Exception"),
+        ("interrupts", "raised KeyboardInterrupt while being imported"),
+        ("sleeps", "has not ended being imported after 0.2 s, needs less; move slow work"),
+    ],
+)
+def test_an_import_that_exits_or_never_ends_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    (tmp_path / f"import_that_{name}.py").write_text(BAD_IMPORTS[name])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(plugins, "PLUGIN_IMPORT_S", 0.2)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)
+    with pytest.raises(UserError, match=rf"^reward.function import_that_{name}:score {message}"):
+        load(f"import_that_{name}:score", kind="reward")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)) == handlers
+
+
+def test_an_interrupt_of_the_user_ends_an_import_as_ever() -> None:
+    with pytest.raises(KeyboardInterrupt), without_exits("reward.function a:b", doing="being imported", timeout_s=60):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_reaches_no_plug_in(number: float) -> None:
+    with pytest.raises(UserError, match=rf"reward.args.threshold is {number}, my_plugins:score needs threshold: float \(.*finite"):
+        load("my_plugins:score", kind="reward", args={"threshold": number})

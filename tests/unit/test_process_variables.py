@@ -3,6 +3,7 @@
 import contextlib
 import os
 import unittest.mock
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from megatron_rl import device
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import ModelSettings, TrainingSettings
 from megatron_rl.errors import UserError
-from megatron_rl.process_variables import RANK_VARIABLES, interface_names, shared_variables
+from megatron_rl.process_variables import RANK_VARIABLES, check_home, interface_names, shared_variables
 from megatron_rl.runtime import session
 from megatron_rl.training import trainer
 
@@ -119,12 +120,19 @@ def test_a_trainer_gives_torch_the_options_of_its_settings(monkeypatch):
 def test_a_run_hands_them_to_the_places_of_its_processes_and_says_so(monkeypatch):
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
     monkeypatch.setattr(session, "cluster_device_kind", lambda: "cuda")
-    monkeypatch.setattr(session, "ray_cluster", lambda **_unused: contextlib.nullcontext())
-    monkeypatch.setattr(session, "reserved", lambda _needs, **named: contextlib.nullcontext(named["variables"]))
+    monkeypatch.setattr(session, "ray_cluster", lambda **_unused: contextlib.nullcontext(Future()))
+    monkeypatch.setattr(session, "reserve", lambda _needs, **named: named["variables"])
     start, notes = unittest.mock.MagicMock(), []
     start.note = notes.append
     settings = load_settings(None, ["run.directory=run", "model.path=model", "data.train=train.jsonl"])
     with contextlib.ExitStack() as stack:
-        variables = session._reserve(settings, stack, start)
+        variables = session._reserve(settings, stack, start, unittest.mock.MagicMock())
     assert variables["NCCL_IB_HCA"] == "mlx5_0" and variables["NCCL_NVLS_ENABLE"] == "0"
     assert "NCCL_CUMEM_ENABLE=0" in notes[0] and "CUDA_DEVICE_MAX_CONNECTIONS=1" in notes[0]
+
+
+@pytest.mark.parametrize("home", ["/dev/null/home", "/proc/home"])
+def test_a_home_that_cannot_be_written_is_one_sentence(monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    monkeypatch.setenv("HOME", home)
+    with pytest.raises(UserError, match=rf"HOME is {home}.* set HOME to a directory that can be written"):
+        check_home()

@@ -113,8 +113,36 @@ def test_exceptions_are_still_needed() -> None:
 
 
 def test_readme_stays_short() -> None:
-    lines = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
-    assert lines <= 200, f"README.md has {lines} lines, needs at most 200"
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120, f"README.md has {len(lines)} lines, needs at most 120"
+    long = [number for number, line in enumerate(lines, 1) if len(line) > 100]
+    assert not long, f"README.md has more than 100 columns in the lines {long}"
+
+
+def test_readme_names_files_and_rooms_that_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    way = text.split("## Read the code")[1].split("All rooms")[0]
+    files = re.findall(r"`([a-z_/]+)`", way.split("are the loop")[1])
+    missing = [file for file in files if not (ROOT / "megatron_rl" / f"{file}.py").exists()]
+    assert files and not missing, f"README.md names {', '.join(missing)} below megatron_rl, which do not exist"
+    table = text.split("| room |")[1].split("\n\n")[0]
+    named = {name for row in table.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    rooms = {path.parent.name for path in (ROOT / "megatron_rl").glob("*/__init__.py")}
+    assert named == rooms, f"the rooms of README.md differ from the folders: {', '.join(sorted(named ^ rooms))}"
+
+
+def test_links_of_readmes_lead_to_files() -> None:
+    readmes = [
+        ROOT / "README.md",
+        *(path for top in ("examples", "megatron_rl", "tests", "tools") for path in (ROOT / top).rglob("README.md")),
+    ]
+    broken = [
+        f"{path.relative_to(ROOT)}: {target}"
+        for path in readmes
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
+        if not (path.parent / target).exists()
+    ]
+    assert not broken, f"links that lead nowhere: {', '.join(broken)}"
 
 
 def test_index_hosts_are_not_named() -> None:

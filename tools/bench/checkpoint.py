@@ -39,9 +39,9 @@ import transformers
 from torch import distributed
 from training import make_settings
 
+from megatron_rl.checkpoints.manifest import entry_of
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
-from megatron_rl.models.checkpoint_manifest import entry_of
 
 GOAL_SHARE, GOAL_PAUSE = 0.9, 0.1
 ROLLOUT_S = 1.0

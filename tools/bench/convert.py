@@ -37,12 +37,12 @@ import torch
 from megatron_rl.device import local_device, prepare_megatron, quiet_megatron_imports
 
 with quiet_megatron_imports():
+    from megatron_rl.checkpoints.hugging_face import save_hf
+    from megatron_rl.checkpoints.manifest import entry_of
+    from megatron_rl.checkpoints.stored_weights import load_hf_weights
     from megatron_rl.config.settings import TopologySettings
     from megatron_rl.convert.conversion import Options, convert
     from megatron_rl.models.build import build_model
-    from megatron_rl.models.checkpoint_manifest import entry_of
-    from megatron_rl.models.hf_files import save_hf
-    from megatron_rl.models.hf_weights import load_hf_weights
     from megatron_rl.models.megatron_config import transformer_config
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.weight_table import tensor_shapes

@@ -207,7 +207,7 @@ def _run_on_node(part: str, *, rehearse: bool) -> None:
     # Imported here: the kernels need no ranks.
     import gpu_system
 
-    from megatron_rl.acceptance.node import Node
+    from megatron_rl.doctor.node import Node
 
     sizes = gpu_system.REHEARSED if rehearse else gpu_system.ON_GPU
     num_gpus = STAND_INS if rehearse else torch.cuda.device_count()

@@ -3,7 +3,6 @@
 Ranks, engines and their turns are those of `megatron-rl doctor --gpu`, in a real model's size, or small on a CPU that stands for GPUs.
 """
 
-import asyncio
 import json
 import os
 import sys
@@ -22,13 +21,12 @@ from grpo import ROOT, run_and_watch
 from training import MODELS, make_model, make_settings
 from weights import Peak, memory_bytes
 
-from megatron_rl.acceptance.lines import OneEngine
-from megatron_rl.acceptance.node import Node
+from megatron_rl.config.gpus import Gpu
 from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.doctor import on_rank
+from megatron_rl.doctor.node import Joined, Node
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.planning.gpus import Gpu
-from megatron_rl.rollout.engine import EngineAddress
 from megatron_rl.weights.bucket import BUCKET_BYTES
 from megatron_rl.weights.sync import TRANSPORTS
 
@@ -37,8 +35,6 @@ with quiet_megatron_imports():
     from megatron_rl.planning.run_plan import plan_layouts
     from megatron_rl.planning.step_time import Flops, ModelSize
     from megatron_rl.runtime.colocation import SharedDevices, Turn
-    from megatron_rl.runtime.watchdog import Watchdog
-    from megatron_rl.training.offload import PARTS
 
 GPU_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s by the vendor's data sheets."""
@@ -59,12 +55,11 @@ class Sizes:
     models: tuple[str, ...]
     token_counts: tuple[int, ...]
     model: str
-    bucket_bytes: int
     step: tuple[int, int, int]
 
 
-ON_GPU = Sizes(("0.6B", "4B"), (16_384, 65_536), "0.6B", BUCKET_BYTES, (64, 8, 512))
-REHEARSED = Sizes(("small",), (128, 256), "small", 2**22, (4, 2, 8))
+ON_GPU = Sizes(("0.6B", "4B"), (16_384, 65_536), "0.6B", (64, 8, 512))
+REHEARSED = Sizes(("small",), (128, 256), "small", (4, 2, 8))
 
 
 # Train steps
@@ -93,9 +88,10 @@ def _train_case(node: Node, name: str, model: Path, tokens: int) -> str:
         return f"does not fit on {node.num_gpus} GPUs by the plan, {recomputed}"
     batch = node.batch(list(lengths - 1))
     node.ranks.open(settings)
-    node.ranks.call("train", batch=batch)
-    seconds = min(max(metrics["seconds"] for metrics in node.ranks.call("train", batch=batch)) for _ in range(TURNS))
-    peak = max(map(sum, zip(node.ranks.call("state_bytes"), node.ranks.call("peak_of_step", batch=batch), strict=True)))
+    node.ranks.apply(on_rank.step, batch=batch)
+    seconds = min(max(metrics["seconds"] for metrics in node.ranks.apply(on_rank.step, batch=batch)) for _ in range(TURNS))
+    held, peaks = node.ranks.apply(on_rank.state_bytes), node.ranks.apply(on_rank.peak_of_step, batch=batch)
+    peak = max(map(sum, zip(held, peaks, strict=True)))
     speed = Flops.of(ModelSize.of(read_model_spec(model)), lengths).of_model / seconds / node.num_gpus
     possible = next((flops for gpu, flops in GPU_PEAK_FLOPS.items() if gpu in device_name(node)), None)
     mfu = "unknown, no peak FLOP/s for this device" if possible is None else f"{speed / possible:.1%}"
@@ -105,7 +101,9 @@ def _train_case(node: Node, name: str, model: Path, tokens: int) -> str:
 
 def _first_that_fits(node: Node, model: Path, *, tokens: int, sequences: int, longest: int) -> tuple[Settings | None, str]:
     """Settings without, else with recomputation of activations, and which; None and the plan's sentence where neither fits."""
-    gpu = Gpu("this", memory_bytes=memory_of(node), per_node=node.num_gpus, host_bytes=psutil.virtual_memory().total)
+    capability = torch.cuda.get_device_capability() if node.kind == "cuda" else (9, 0)  # the attention of a CPU is torch's
+    host_bytes = psutil.virtual_memory().total
+    gpu = Gpu("this", capability, memory_of(node), per_node=node.num_gpus, host_bytes=host_bytes)
     ways: dict[str, Mapping[str, Any]] = {"nothing recomputed": {}, "full recompute": FULL_RECOMPUTE}
     variants = [_training_settings(node, model, tokens=tokens, sequences=sequences, longest=longest, megatron=way) for way in ways.values()]
     said = "nothing planned"
@@ -147,17 +145,22 @@ def memory_of(node: Node) -> int:
 def bench_weights(node: Node, sizes: Sizes) -> None:
     """Print seconds per GB and peak memory of a sync from one rank to one engine, by transport."""
     model = make_model(node.directory, sizes.model, dtype=getattr(torch, node.dtype))
-    node.ranks.open(node.settings(model, num_ranks=1))
     num_bytes = node.weight_bytes(model)
-    print(f"weight syncs of {num_bytes / 1e9:.2f} GB in buckets of {sizes.bucket_bytes / 1e6:.0f} MB; published: {PUBLISHED['weights']}")
+    print(f"weight syncs of {num_bytes / 1e9:.2f} GB in buckets of {BUCKET_BYTES / 1e6:.0f} MB; published: {PUBLISHED['weights']}")
     for gpu, transports in sync_places(node).items():
-        with node.serving(model, gpus=[gpu], name=f"engine-{gpu}") as address:
+        for transport in transports:
             readings = _readings(node, gpu)
-            for number, transport in enumerate(transports):
-                sync = _timed_syncs(node, address, transport, model=model, bucket_bytes=sizes.bucket_bytes, first=10 * number, of=readings)
-                seconds, peaks = asyncio.run(sync)
-                memory = ", ".join(f"{end} {peak / sizes.bucket_bytes:.2f}" for end, peak in zip(readings, peaks, strict=True))
-                print(f"  {transport:<10}{seconds / (num_bytes / 1e9):>8.3f} s/GB; peak in buckets: {memory}", flush=True)
+            settings = _sync_settings(node, model, transport, beside=gpu == 0 and node.kind == "cuda")
+            with node.ranks_and_engine(settings) as joined:
+                seconds, peaks = _timed_syncs(joined, beside=settings.runtime.colocate, of=readings)
+            memory = ", ".join(f"{end} {peak / BUCKET_BYTES:.2f}" for end, peak in zip(readings, peaks, strict=True))
+            print(f"  {transport:<10}{seconds / (num_bytes / 1e9):>8.3f} s/GB; peak in buckets: {memory}", flush=True)
+
+
+def _sync_settings(node: Node, model: Path, transport: str, *, beside: bool) -> Settings:
+    runtime = {"colocate": beside or transport == "ipc"}
+    engines = {"runtime": runtime, "weights": {"transport": transport}, "rollout": {"sglang": {"max_total_tokens": 16384}}}
+    return Settings.model_validate(node.run_settings(f"sync-{transport}", model, engines=engines, topology={"num_ranks": 1}))
 
 
 def sync_places(node: Node) -> dict[int, list[str]]:
@@ -182,22 +185,19 @@ def _used_bytes(gpu: int) -> int:
     return total - free
 
 
-async def _timed_syncs(
-    node: Node, address: EngineAddress, transport: str, *, model: Path, bucket_bytes: int, first: int, of: Mapping[str, Callable[[], int]]
-) -> tuple[float, Sequence[int]]:
+def _timed_syncs(joined: Joined, *, beside: bool, of: Mapping[str, Callable[[], int]]) -> tuple[float, Sequence[int]]:
     """Seconds of the fastest sync after one to warm up, and the peak of each reading beyond what it was before, over all others."""
     seconds, peaks = [], [0] * len(of)
-    async with node.client(address) as client:
-        sync = node.weight_sync(client, transport, model=model, bucket_bytes=bucket_bytes)
-        await sync.connect()
-        for version in range(first + 1, first + 2 + TURNS):
-            with Peak(*of.values()) as peak:
-                start = time.perf_counter()
-                await sync.run(version=version)
-                seconds.append(time.perf_counter() - start)
-            if version > first + 1:
-                peaks = list(map(max, peaks, peak.bytes))
-        await sync.disconnect()
+    if beside:
+        SharedDevices(joined.ranks, joined.client, watchdog=joined.watchdog).take(Turn.SYNC)
+    for version in range(1, 2 + TURNS):
+        with Peak(*of.values()) as peak:
+            start = time.perf_counter()
+            joined.wait(joined.sync.run(version=version), name="weight sync")
+            seconds.append(time.perf_counter() - start)
+        if version > 1:
+            peaks = list(map(max, peaks, peak.bytes))
+    joined.wait(joined.sync.disconnect(), name="parting")
     return min(seconds[1:]), peaks
 
 
@@ -207,12 +207,9 @@ async def _timed_syncs(
 def bench_sleep(node: Node, sizes: Sizes) -> None:
     """Print the seconds of each turn of a rank and an engine on one device, and what the device holds in it."""
     model = make_model(node.directory, sizes.model, dtype=getattr(torch, node.dtype))
-    node.ranks.open(node.settings(model, num_ranks=1))
-    node.ranks.call("train", batch=node.batch())
-    node.ranks.put_away(PARTS)
-    print(f"turns on one device, {sizes.model}, cache of {node.cache_tokens:,} tokens; no published figure of this size is known")
-    with node.serving(model, gpus=[0], name="sleeper", colocated=True) as address, Watchdog() as watchdog:
-        turns = SharedDevices(node.ranks, OneEngine(node, address), watchdog=watchdog)
+    print(f"turns on one device, {sizes.model}; no published figure of this size is known")
+    with node.ranks_and_engine(_sync_settings(node, model, "ipc", beside=True)) as joined:
+        turns = SharedDevices(joined.ranks, joined.client, watchdog=joined.watchdog)
         seconds: dict[Turn, list[float]] = {turn: [] for turn in (Turn.SYNC, Turn.GENERATION, Turn.TRAINING)}
         engine: dict[Turn, int] = {}
         for version in range(1, 1 + TURNS):
@@ -220,20 +217,13 @@ def bench_sleep(node: Node, sizes: Sizes) -> None:
                 start = time.perf_counter()
                 turns.take(turn)
                 taken.append(time.perf_counter() - start)
-                engine[turn] = node.ranks.call("foreign_bytes")[0]
+                engine[turn] = joined.ranks.apply(on_rank.foreign_bytes)[0]
                 if turn is Turn.SYNC:
-                    asyncio.run(_sync_once(node, address, model, sizes, version=version))
+                    joined.wait(joined.sync.run(version=version), name="weight sync")
+        joined.wait(joined.sync.disconnect(), name="parting")
     for turn, taken in seconds.items():
         held = f"{engine[turn] / 2**30:.2f} GiB beside the rank's" if node.kind == "cuda" else "no device to look at"
         print(f"  to {turn.name.lower():<12}{min(taken[1:]):>8.3f} s, {held}", flush=True)
-
-
-async def _sync_once(node: Node, address: EngineAddress, model: Path, sizes: Sizes, *, version: int) -> None:
-    async with node.client(address) as client:
-        sync = node.weight_sync(client, "ipc", model=model, bucket_bytes=sizes.bucket_bytes)
-        await sync.connect()
-        await sync.run(version=version)
-        await sync.disconnect()
 
 
 # A GRPO step

@@ -36,7 +36,7 @@ import psutil
 
 if TYPE_CHECKING:
     from megatron_rl.config.settings import Settings
-    from megatron_rl.rollout.engine import EngineAddress
+    from megatron_rl.engines.engine import EngineAddress
 
 ROOT = Path(__file__).parents[2]
 PROMPTS, SAMPLES, RESPONSE_TOKENS = 128, 8, 4
@@ -180,8 +180,8 @@ def peer_main(task: Path, metrics: Path, *, steps: int, threads: int) -> None:
 def floor_main(task: Path, metrics: Path, *, steps: int) -> None:
     """SGLang's server, and the barest client that makes the HTTP calls of our run; the seconds of each step in `metrics`."""
     from megatron_rl.config.load import load_settings
-    from megatron_rl.rollout.engine import Engine
-    from megatron_rl.rollout.server_args import sent_prompt_tokens
+    from megatron_rl.engines.engine import Engine
+    from megatron_rl.engines.server_args import sent_prompt_tokens
 
     settings = load_settings(*ours_settings(task, metrics.parent / "floor", steps=steps))
     engine = Engine(
@@ -223,11 +223,11 @@ async def _calls_of_each_step(address: "EngineAddress", settings: "Settings") ->
     """Path and body of each HTTP call that our client makes for the samples of each step, with its own way of putting them together."""
     from megatron_rl.data.source import PromptSource
     from megatron_rl.data.tokenizer import load_tokenizer
-    from megatron_rl.rollout.client import EngineClient
-    from megatron_rl.rollout.engine_pool import EnginePool
+    from megatron_rl.engines.client import EngineClient
+    from megatron_rl.engines.engine_pool import EnginePool
+    from megatron_rl.engines.sampling import make_sampling
+    from megatron_rl.engines.transport import Transport
     from megatron_rl.rollout.groups import GroupMaker, make_groups
-    from megatron_rl.rollout.sampling import make_sampling
-    from megatron_rl.rollout.transport import Transport
 
     calls: list[tuple[str, bytes]] = []
     call = Transport.call

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.advantage import group_advantages
-from megatron_rl.algorithms.inputs import LossInputs
+from megatron_rl.algorithms.aggregation import LossInputs
 from megatron_rl.algorithms.log_prob import token_statistics
 from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import Objective

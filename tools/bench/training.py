@@ -136,7 +136,7 @@ def make_settings(model: Path, *, num_ranks: int, max_tokens: int) -> Settings:
             "run": {"directory": model.parent / "run"},
             "model": {"path": model},
             "data": {"train": "unused.jsonl"},
-            "objective": {"policy_loss": "sft", "aggregation": "token_mean"},
+            "objective": {"policy_loss": {"kind": "sft"}, "aggregation": "token_mean"},
             "training": {"topology": {"num_ranks": num_ranks}, "max_tokens_per_micro_batch": max_tokens, "optimizer": {"lr": 1e-5}},
         }
     )

@@ -33,24 +33,24 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from remote import Remote, free_address
 from safetensors import safe_open
 from torch.distributed import distributed_c10d as c10d
 from training import MODELS, make_model, make_settings
 
-from megatron_rl.acceptance.rank_processes import Remote, free_address
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.engine import Engine
+from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.rendezvous import join_store
-from megatron_rl.rollout.client import EngineClient
-from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.weights.bucket import WeightSpec
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
 with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.weights.manifest import make_manifest
+    from megatron_rl.weights.bucket import exported_specs
 
 TIMEOUT_S = 60.0
 GOAL_CPU, GOAL_BUCKETS = 5.0, 2.0
@@ -304,7 +304,7 @@ def running_engine(model: Path) -> Iterator[tuple[Engine, Any]]:
 
 async def bench(model: Path, *, bucket_bytes: int, turns: int, with_engine: bool) -> None:
     """Print the costs of every transport beside memcpy's."""
-    manifest = make_manifest(read_model_spec(model), dtype="float32")
+    manifest = exported_specs(read_model_spec(model), dtype="float32")
     total = sum(spec.num_bytes for spec in manifest)
     async with AsyncExitStack() as stack:
         rank = Remote(partial(Rank, model))

@@ -18,7 +18,7 @@ bash tools/setup_env.sh
 
 # Several optimizer steps on each batch, because a clip range acts only on what has moved since the batch was generated.
 common=(data.prompts_per_step=64 run.num_steps=30 run.eval_interval=15 run.save_interval=0
-    training.optimizer_steps_per_batch=4 training.optimizer.lr=1.0e-4 training.optimizer.min_lr=1.0e-4 objective.clip_high=0.2)
+    training.optimizer_steps_per_batch=4 training.optimizer.lr=1.0e-4 training.optimizer.min_lr=1.0e-4 objective.policy_loss.high=0.2)
 
 train() {
     local run=$1
@@ -33,9 +33,9 @@ for seed in 1 2 3; do
     grpo=(examples/arithmetic/grpo.yaml run.seed="$seed" model.path="$base/sft/huggingface"
         data.train="$base/task/train.jsonl" data.eval="$base/task/held_out.jsonl" "${common[@]}")
     train "$base/none" "${grpo[@]}"
-    train "$base/clip_higher" "${grpo[@]}" objective.clip_high=1.0
-    train "$base/static" "${grpo[@]}" objective.entropy_coef=0.5
-    train "$base/adaptive" "${grpo[@]}" objective.entropy_control.target=0.15 \
-        objective.entropy_control.args.delta=0.02 objective.entropy_control.args.max=2.0
+    train "$base/clip_higher" "${grpo[@]}" objective.policy_loss.high=1.0
+    train "$base/static" "${grpo[@]}" objective.entropy.coef=0.5
+    train "$base/adaptive" "${grpo[@]}" objective.entropy.control.kind=trl objective.entropy.control.target=0.15 \
+        objective.entropy.control.delta=0.02 objective.entropy.control.max=2.0
 done
 "$python" examples/arithmetic/entropy/plot.py "$directory"
