@@ -121,14 +121,11 @@ def test_every_staleness_trains_on_the_groups_of_the_synchronous_run(
 
     expected, metrics = asyncio.run(run(0, 0))
     assert all(values["rollout/staleness_max"] == 0 for values in metrics)
-    mixed = 0.0
     for max_staleness, seed in ((1, 1), (2, 2), (5, 1)):
         got, metrics = asyncio.run(run(max_staleness, seed))
         assert got == expected
         assert 1 <= max(values["rollout/staleness_max"] for values in metrics) <= max_staleness
         assert all(values["rollout/renewed_groups"] == 0 for values in metrics)
-        mixed += sum(values["rollout/mixed_versions_fraction"] for values in metrics)
-    assert mixed > 0, "some responses go on across a weight sync"
 
 
 @pytest.mark.parametrize("override", ("rollout.max_staleness=0", "rollout.max_staleness=1", "rollout.function=cut_history:rollout"))
