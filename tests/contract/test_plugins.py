@@ -94,7 +94,7 @@ def test_our_rollout_of_two_turns_has_tokens_that_no_engine_made() -> None:
         ("reward", "exits_in_a_worker", "SystemExit: 3"),
     ],
 )
-def test_a_broken_promise_is_one_sentence_that_names_plugin_field_got_and_needed(kind, name: str, message: str) -> None:
+def test_a_broken_promise_names_plugin_field_got_and_needed(kind, name: str, message: str) -> None:
     *kept, last = check(f"broken_plugins:{name}", kind)
     assert all(each.level == "ok" for each in kept)
     assert last.level == "broken" and message in last.text and f"broken_plugins:{name}" in last.text

@@ -74,13 +74,13 @@ def test_parts_of_a_reward_are_recorded_beside_it() -> None:
     assert reward.components == {"format": 1.0, "length": 3.0}
 
 
-def test_metadata_of_the_prompt_and_of_the_rollout_reach_the_function() -> None:
+def test_metadata_of_prompt_and_rollout_reach_the_function() -> None:
     with make_runner("echo_metadata") as runner:
         values = [reward.value for reward in score_all(runner, [make_sample(""), make_sample("", metadata={"b": 7})])]
     assert values == [12.0, 17.0]
 
 
-def test_errors_and_timeouts_are_outcomes_of_their_own_and_the_others_are_scored() -> None:
+def test_errors_and_timeouts_are_outcomes_and_the_rest_is_scored() -> None:
     responses = ["fine", "raise", "hang", "exit", "nan", "none", "text", "fine"]
     with make_runner("by_response", timeout_s=0.5) as runner:
         rewards = score_all(runner, [make_sample(response) for response in responses])
@@ -108,7 +108,7 @@ def task_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_quick_calls_go_to_a_worker_together_and_keep_their_order(task_sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_calls_share_a_worker_and_keep_their_order(task_sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.rewards.runner.TASK_S", 60.0)
     with make_runner("exact") as runner:
         score_all(runner, [make_sample("4")] * 2)
@@ -128,9 +128,7 @@ def test_slow_calls_go_to_the_workers_one_by_one(task_sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("bad", ["hang", "exit", "raise"])
-def test_of_calls_that_went_together_each_has_an_outcome_of_its_own(
-    bad: str, task_sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_share_a_worker_have_separate_outcomes(bad: str, task_sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.rewards.runner.TASK_S", 60.0)
     with make_runner("by_response", timeout_s=0.5) as runner:
         score_all(runner, [make_sample("fine")] * 2)
@@ -163,7 +161,7 @@ def test_a_failing_probe_is_an_error(response: str) -> None:
         runner.probe(make_sample("").prompt, response=response)
 
 
-def test_own_arguments_come_from_the_settings_and_experts_stay_behind() -> None:
+def test_arguments_come_from_settings_and_experts_stay_behind() -> None:
     sample = replace(make_sample("4"), routed_experts=np.zeros((1, 1, 1), np.uint8))
     with RewardRunner(RewardSettings(function=f"{MODULE}:weighted", args={"weight": 2.5})) as runner:
         assert runner.probe(sample.prompt).value == 2.5
@@ -195,7 +193,7 @@ def test_the_death_of_idle_workers_costs_no_reward() -> None:
             first = rewards[0]
 
 
-def test_calls_that_go_together_to_workers_that_are_always_killed_give_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_whose_workers_are_always_killed_gives_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = []
 
     def broken(pool: ProcessPool, *args: object, **options: object) -> ProcessFuture[Reward]:
@@ -251,7 +249,7 @@ def running(pids: list[int]) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
 
-def test_a_killed_driver_takes_its_workers_and_their_processes_along(tmp_path: Path) -> None:
+def test_a_killed_driver_ends_its_workers_and_their_processes(tmp_path: Path) -> None:
     noted = tmp_path / "pids"
     script = (
         "if __name__ == '__main__':\n"
@@ -281,7 +279,7 @@ def test_what_a_reward_prints_goes_to_the_log(tmp_path: Path, capfd: pytest.Capt
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_a_log_what_a_reward_prints_stays_out_of_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_log_prints_of_a_reward_stay_out_of_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     with make_runner("prints") as runner:
         score_all(runner, [make_sample("one")])
     printed = capfd.readouterr()
@@ -324,7 +322,7 @@ def test_a_daemon_of_a_reward_ends_with_its_worker(tmp_path: Path, response: str
     assert not alive
 
 
-def test_a_worker_that_is_stopped_while_idle_is_named_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_stopped_while_idle_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.rewards.runner.NAMED_S", 0.1)
     monkeypatch.setattr("megatron_rl.rewards.runner.REWARD_TAKE_S", 20.0)
     notes: list[str] = []

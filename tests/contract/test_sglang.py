@@ -60,7 +60,7 @@ class Recorder(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def test_a_handle_of_shared_memory_names_only_what_the_server_allows() -> None:
+def test_a_shared_memory_handle_names_only_allowed_objects() -> None:
     """SGLang refuses everything that is not in its list, and the server dies of it."""
     flat = allocate_shared(24, torch.device("cpu"))
     recorder = Recorder(base64.b64decode(handle_of(flat, [WeightSpec("a", "bfloat16", (2, 2)), WeightSpec("b", "float32", (4,))])))

@@ -140,7 +140,7 @@ def test_nothing_is_printed_at_every_build(rehearsal: Rehearsal) -> None:
     assert len(lines) < 20, rehearsal.printed
 
 
-def test_every_family_is_built_under_every_layout_with_marks_that_fit_or_refused_in_a_sentence(rehearsal: Rehearsal) -> None:
+def test_every_family_fits_every_layout_or_is_refused(rehearsal: Rehearsal) -> None:
     wrong = []
     for (family, layout), (order, result) in rehearsal.built.items():
         sentence = refusal(family, order)
@@ -201,7 +201,7 @@ def problems(order: Order, parameters: Mapping[str, Any]) -> list[str]:
     return found or ([] if len(parameters) > 5 else [f"only {len(parameters)} parameters"])
 
 
-def test_a_forward_pass_asks_the_kernels_for_packed_causal_attention(rehearsal: Rehearsal) -> None:
+def test_a_forward_pass_requests_packed_causal_attention(rehearsal: Rehearsal) -> None:
     """And for no other: an attention that is not there is an error, never the slow one that has the whole matrix of scores."""
     results = dict(rehearsal.forwards)
     error = results.pop("flash")["error"]

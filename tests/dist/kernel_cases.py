@@ -101,7 +101,7 @@ def test_values_and_gradients(columns: int, vocab_size: int, num_ranks: int, tem
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_minus_infinity_has_no_mass_in_whole_tiles_and_whole_shards(num_ranks: int) -> None:
+def test_minus_infinity_has_no_mass_in_tiles_and_shards(num_ranks: int) -> None:
     logits, targets = random_rows(4, 70)
     logits[0, 3:50] = logits[1, :36] = logits[2, 34:] = -math.inf
     targets[:] = torch.tensor([1, 60, 2, 69])

@@ -77,7 +77,7 @@ def change(
     "changes",
     [pytest.param(GATE, id="gate"), *(pytest.param((row,), id=f"{row[0]}-{row[1]}", marks=pytest.mark.slow) for row in WIDE)],
 )
-def test_a_checkpoint_goes_on_under_another_layout_as_on_one_rank(
+def test_a_checkpoint_continues_under_another_layout(
     changes: Sequence[Change],
     run_ranks: Callable[..., list[Any]],
     tiny_model: Callable[..., Path],

@@ -31,7 +31,7 @@ def torchrun(num_ranks: int, *arguments: str) -> str:
     return printed
 
 
-def test_the_torchrun_example_has_the_same_numbers_on_one_and_two_ranks(tiny_model: Callable[..., Path]) -> None:
+def test_the_torchrun_example_is_equal_on_one_and_two_ranks(tiny_model: Callable[..., Path]) -> None:
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 40
     path = tiny_model(vocab=16)
     alone, together = ([json.loads(line) for line in torchrun(number, str(path)).splitlines()] for number in (1, 2))
@@ -88,7 +88,7 @@ def run(rank: int, world_size: int, init_method: str, model: str, topologies: li
     return said
 
 
-def test_every_rank_passes_the_whole_batch_and_gets_the_numbers_of_one(run_ranks: RunRanks, tiny_model: Callable[..., Path]) -> None:
+def test_ranks_with_the_whole_batch_get_the_numbers_of_one_rank(run_ranks: RunRanks, tiny_model: Callable[..., Path]) -> None:
     path, topologies = str(tiny_model()), [{}, {"tp": 2}, {"cp": 2}, {"pp": 2}]
     ((alone,),) = run_ranks(run, 1, path, [{}], timeout_s=120)
     assert alone["refusals"] == []

@@ -109,5 +109,5 @@ def objective_ranks(rank: int, world_size: int, init_method: str) -> int:
     return len(made)
 
 
-def test_every_preset_aggregation_correction_and_entropy_mode_over_gloo(run_ranks: Callable[..., list[int]]) -> None:
+def test_every_choice_of_the_objective_is_equal_over_gloo(run_ranks: Callable[..., list[int]]) -> None:
     assert run_ranks(objective_ranks, 2, timeout_s=240) == [len(variants())] * 2

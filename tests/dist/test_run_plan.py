@@ -88,9 +88,7 @@ def test_a_dense_model_by_hand(model_spec: Callable[[str], Any], run_settings: C
     assert plan.num_nodes == 2
 
 
-def test_recompute_and_sequence_parallelism_save_what_they_promise(
-    model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]
-) -> None:
+def test_recompute_and_sequence_parallelism_save_memory(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
     spec = replace(model_spec("Qwen3-8B"), num_layers=12)
     plans = planned(
         spec,

@@ -126,6 +126,6 @@ def send_freed(rank: int, world_size: int, init_method: str) -> list[float]:
 @pytest.mark.not_under_nccl_rules(
     reason="it shows what gloo does with memory that is freed while it is sent; NCCL sends in the GPU's order"
 )
-def test_freed_outputs_are_sent_after_their_memory_has_other_content(run_ranks: Callable[..., list[Any]]) -> None:
+def test_freed_outputs_are_sent_after_their_memory_is_reused(run_ranks: Callable[..., list[Any]]) -> None:
     received = run_ranks(send_freed, 2, timeout_s=60)[1]
     assert received != [1.0] * 6000, "gloo keeps what is sent: deallocate_pipeline_outputs can be left alone"

@@ -97,7 +97,7 @@ def assert_same_run(directory: Path, expected: Path) -> None:
         pytest.param(("weights.transport=disk", "training.optimizer.use_distributed_optimizer=true"), id="disk"),
     ],
 )
-def test_a_run_in_turns_is_bit_for_bit_the_run_with_devices_of_its_own(
+def test_a_run_in_phases_is_bit_equal_to_separate_devices(
     task: Path, tmp_path: Path, start: Callable[..., Any], overrides: tuple[str, ...]
 ) -> None:
     for name, colocate in (("own", "false"), ("shared", "true")):

@@ -145,7 +145,7 @@ def test_scores_agree_with_transformers(ask, models) -> None:
         np.testing.assert_allclose(scores[1:], reference_log_probs(models["first"][1], tokens, temperature=1.0), atol=2e-5)
 
 
-def test_greedy_is_the_argmax_and_a_stop_token_ends_the_response_and_is_kept(ask, models) -> None:
+def test_greedy_is_the_argmax_and_keeps_the_stop_token(ask, models) -> None:
     tokens = [3, 1, 4]
     for _ in range(6):
         with torch.no_grad():
@@ -229,7 +229,7 @@ def test_weights_by_broadcast_take_effect_with_their_version(ask, models, flatte
     assert version == 3
 
 
-def test_tokens_of_a_request_that_spans_an_update_carry_both_versions(ask, models) -> None:
+def test_tokens_of_a_request_across_an_update_have_both_versions(ask, models) -> None:
     async def work(client: EngineClient) -> Generation:
         async with in_the_middle(client.generate(np.array([1, 2]), sampling=Sampling(max_tokens=400)), client) as running:
             await client.pause("retract")
@@ -421,9 +421,7 @@ def test_a_killed_server_is_reported(engine) -> None:
 
 
 @pytest.mark.slow
-def test_a_deterministic_server_gives_a_request_one_answer_in_any_company(
-    models: dict[str, tuple[Path, Qwen3ForCausalLM]], tmp_path: Path
-) -> None:
+def test_a_deterministic_server_ignores_other_requests(models: dict[str, tuple[Path, Qwen3ForCausalLM]], tmp_path: Path) -> None:
     """Every token and every log-prob, to the last bit: alone, all at once, and joining a batch that runs."""
     settings = SETTINGS.model_copy(update={"sglang": {"enable_deterministic_inference": True}})
     server = Engine(models["first"][0], settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=tmp_path / "log")

@@ -243,9 +243,7 @@ def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_that_was_ended_four_times_loses_nothing_while_later_steps_are_generated(
-    task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path
-) -> None:
+def test_a_run_ended_four_times_loses_nothing_of_later_steps(task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path) -> None:
     """With `max_staleness` 1: every step once, the same prompts in the same order, no sample lost, made twice, or too old."""
     directory = tmp_path / "run"
     command = (*rl_arguments(task, directory, REWARD, *EXACT, "rollout.max_staleness=1"), "--resume")
@@ -268,9 +266,7 @@ def test_a_run_that_was_ended_four_times_loses_nothing_while_later_steps_are_gen
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_kill_in_the_middle_of_a_group_costs_only_the_answers_that_were_not_finished(
-    task: Path, tmp_path: Path, start: Callable[..., Any]
-) -> None:
+def test_a_kill_inside_a_group_costs_only_unfinished_answers(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     """Engines that draw anew at every start, so that an equal answer is one that was kept."""
     directory = tmp_path / "run"
     words = ("run.num_steps=2", "rollout.sampling.max_response_tokens=40", "rollout.function=tests.e2e.one_by_one:slow_rollout")

@@ -120,7 +120,7 @@ def make_ends(directory: Path, transport: str, *, bucket_bytes: int = BUCKET_BYT
 
 
 @pytest.mark.timeout(300)
-def test_engines_join_and_leave_between_syncs_and_during_requests(engines: list[tuple[Engine, EngineAddress]], tmp_path: Path) -> None:
+def test_engines_join_and_leave_between_syncs_and_in_requests(engines: list[tuple[Engine, EngineAddress]], tmp_path: Path) -> None:
     rank, make_transport = make_ends(tmp_path, "broadcast")
 
     async def work() -> None:
@@ -195,7 +195,7 @@ class DyingClient(EngineClient):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_engine_that_is_killed_during_a_sync_leaves_the_others_the_whole_version(
+def test_an_engine_killed_in_a_sync_leaves_others_one_version(
     engines: list[tuple[Engine, EngineAddress]], tmp_path: Path, transport: str
 ) -> None:
     rank, make_transport = make_ends(tmp_path, transport, bucket_bytes=10_000)

@@ -87,7 +87,7 @@ def chosen_experts(model: Qwen3MoeForCausalLM, tokens: Sequence[int]) -> np.ndar
     return torch.stack([layer.topk(SHAPE.experts_per_token).indices.sort(-1).values for layer in logits], 1).numpy()
 
 
-def test_records_cover_all_tokens_but_the_last_whatever_ends_a_response(address: EngineAddress, model: tuple[Path, Any]) -> None:
+def test_records_cover_all_tokens_but_the_last(address: EngineAddress, model: tuple[Path, Any]) -> None:
     prompt = np.array([3, 1, 4, 1, 5])
 
     async def work() -> list[tuple[Generation, ...]]:
@@ -174,7 +174,7 @@ def test_replay_brings_the_trainer_closer_to_the_engine(address: EngineAddress, 
 
 
 @pytest.mark.slow
-def test_records_of_responses_that_stop_strings_end_have_their_length(model: tuple[Path, Any], tmp_path: Path) -> None:
+def test_records_of_stopped_responses_have_their_length(model: tuple[Path, Any], tmp_path: Path) -> None:
     model[1].save_pretrained(tmp_path / "model")
     words = WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(tmp_path / "model")

@@ -156,7 +156,7 @@ def test_a_run_goes_on_without_an_engine_that_dies(task: Path, tmp_path: Path, s
 
 
 @pytest.mark.slow
-def test_reward_that_keeps_failing_stops_the_run_with_its_traceback(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+def test_a_reward_that_keeps_failing_stops_with_its_traceback(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     run = start(*rl_arguments(task, tmp_path / "run", "run.num_steps=5"), "--reward", "tests.e2e.failing_reward:score")
     assert run.wait() == 2, run.output
     assert "more than reward.max_error_rate 5.0%" in run.output

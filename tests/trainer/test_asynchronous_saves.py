@@ -130,7 +130,7 @@ def test_each_save_has_the_state_at_which_it_began(
 
 
 @pytest.mark.parametrize("which", ["begin_save", "begin_save_hf"])
-def test_a_save_that_fails_is_told_by_its_end_and_leaves_nothing_under_its_name(
+def test_a_failed_save_is_reported_at_its_end_and_leaves_nothing(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     trainer = make_trainer(tiny_model(), SUPERVISED)
@@ -185,11 +185,11 @@ ELSEWHERE = {
 }
 
 
-def test_every_method_of_a_trainer_is_known_to_change_its_state_or_not() -> None:
+def test_every_method_of_a_trainer_is_known_as_reader_or_writer() -> None:
     assert {name for name in vars(Trainer) if not name.startswith("_")} == CHANGES.keys() | READS.keys() | ELSEWHERE.keys()
 
 
-def test_whoever_changes_the_state_waits_for_its_copies_and_whoever_reads_does_not(
+def test_writers_of_the_state_wait_for_copies_and_readers_do_not(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, asked: Asked
 ) -> None:
     trainer = make_trainer(tiny_model(), WITH_CRITIC)
@@ -214,7 +214,7 @@ def test_whoever_changes_the_state_waits_for_its_copies_and_whoever_reads_does_n
         assert_equal(exported, {name: want[name] for name in exported})
 
 
-def test_the_reference_takes_the_place_of_a_policy_that_is_copied(
+def test_the_reference_replaces_a_policy_that_is_copied(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, asked: Asked
 ) -> None:
     trainer = make_trainer(tiny_model(), {"kl": {"coef": 0.1}})
@@ -224,7 +224,7 @@ def test_the_reference_takes_the_place_of_a_policy_that_is_copied(
     trainer.finish_saves()
 
 
-def test_an_optimizer_step_waits_for_the_copies_of_an_export_that_began_before_it(
+def test_an_optimizer_step_waits_for_copies_of_an_earlier_export(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, asked: Asked
 ) -> None:
     trainer = make_trainer(tiny_model(), SUPERVISED)
@@ -248,7 +248,7 @@ def test_a_trainer_that_is_closed_reads_nothing_any_more(
 
 
 @pytest.mark.parametrize(("which", "where"), [("begin_save", "host_copies.host_copy"), ("begin_save_hf", "policy_export.host_copy")])
-def test_copies_that_fail_are_told_by_the_end_of_the_save_and_hold_up_nobody(
+def test_failed_copies_are_reported_at_the_end_and_block_nobody(
     make_trainer: Callable[..., Trainer],
     tiny_model: Callable[..., Path],
     tmp_path: Path,
@@ -312,7 +312,7 @@ def test_weights_that_cannot_be_gathered_are_not_written(
     assert not (tmp_path / "hf").exists()
 
 
-def test_one_save_after_the_other_has_the_same_host_memory_and_two_at_once_do_not() -> None:
+def test_consecutive_saves_share_host_memory_and_two_at_once_not() -> None:
     def taken(value: float, *sizes: int) -> list[torch.Tensor]:
         return copies.copies_of(torch.full((size,), value) for size in sizes)
 

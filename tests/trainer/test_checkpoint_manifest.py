@@ -83,7 +83,7 @@ def test_a_manifest_that_is_none_is_an_error(saved: Path, text: str) -> None:
         check(saved)
 
 
-def test_nothing_is_unpickled_from_a_checkpoint_that_does_not_fit(
+def test_nothing_is_unpickled_from_a_checkpoint_that_is_wrong(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, directory = make_trainer(tiny_model(), SUPERVISED), tmp_path / "checkpoint"
@@ -147,7 +147,7 @@ def test_weights_alone_are_resumed_only_when_asked_for(
     assert {group["step"] for group in resumed._model.optimizer.param_groups} == {0}
 
 
-def test_hyperparameters_of_the_settings_are_taken_and_both_values_told(
+def test_hyperparameters_come_from_settings_and_both_are_named(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = tiny_model()
@@ -170,7 +170,7 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["megatron", "hf"])
-def test_nothing_is_trained_on_weights_that_are_not_those_of_their_manifest(
+def test_weights_unlike_their_manifest_are_not_trained_on(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, to: Any
 ) -> None:
     """Neither as the policy nor as the teacher; a teacher that the objective does not ask is not read."""

@@ -75,7 +75,7 @@ def hidden_states(model: Any, row: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_values_are_those_of_a_float64_backbone_under_a_linear_layer(make_trainer: MakeTrainer, tiny_model: TinyModel, tied: bool) -> None:
+def test_values_equal_a_float64_backbone_under_a_linear_layer(make_trainer: MakeTrainer, tiny_model: TinyModel, tied: bool) -> None:
     path = tiny_model(tied=tied, layers=2)
     trainer, model = make_trainer(path, PPO), backbone_of(path, torch.float64)
     head = head_of(trainer)
@@ -162,9 +162,7 @@ def test_the_policy_waits_while_the_critic_warms_up(make_trainer: MakeTrainer, t
     assert any(not torch.equal(tensor, before[name]) for name, tensor in trainer.weights())
 
 
-def test_a_checkpoint_without_a_critic_is_refused_and_one_too_many_is_left_alone(
-    make_trainer: MakeTrainer, tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_a_missing_critic_is_refused_and_a_surplus_one_ignored(make_trainer: MakeTrainer, tiny_model: TinyModel, tmp_path: Path) -> None:
     path = tiny_model()
     make_trainer(path).save(tmp_path / "policy")
     trainer = make_trainer(path, PPO)
@@ -181,7 +179,7 @@ def test_fields_of_the_critic_go_over_those_of_the_policy() -> None:
     assert critic_optimizer(own) == {"lr": 5e-4, "min_lr": 0.0, "weight_decay": 0.1}
 
 
-def test_the_value_loss_has_the_policy_s_denominators_and_none_of_its_terms() -> None:
+def test_the_value_loss_has_the_policy_s_denominators() -> None:
     ppo = Objective.of(advantage={"kind": "gae", "value_clip": 0.3}).advantage
     objective = Objective.of(aggregation="sequence_mean_token_mean", kl={"coef": 0.1}, entropy={"coef": 0.1}, advantage=ppo)
     assert value_loss(objective) == ValueLoss(value_clip=0.3, aggregation="sequence_mean_token_mean")
@@ -206,7 +204,7 @@ def test_returns_that_do_not_vary_explain_nothing() -> None:
 
 
 @pytest.mark.parametrize("warmup_steps", (0, 1))
-def test_a_policy_that_waits_for_its_critic_keeps_the_biases_of_its_routers(
+def test_a_policy_that_waits_for_its_critic_keeps_router_biases(
     make_trainer: MakeTrainer, tiny_model: TinyModel, warmup_steps: int
 ) -> None:
     trainer = make_trainer(

@@ -92,7 +92,7 @@ def test_records_without_experts_in_the_model_are_refused(tiny_model: Callable[.
 ROWS = [[3, 9, 4, 4, 30], [8, 2, 17], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [1, 2]]
 
 
-def test_balance_loss_of_a_step_is_its_coefficient_times_the_mean_over_sequences(
+def test_balance_loss_is_coefficient_times_mean_over_sequences(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path]
 ) -> None:
     """Gradient norm and metrics of a supervised step against transformers in float64; the last sequence has nothing to train on."""

@@ -204,7 +204,7 @@ def test_torch_still_rounds_page_locked_memory() -> None:
     assert "PowerOf2Ceil(size)" in header.read_text(), "torch takes page-locked memory as it is asked: page_locked_bytes counts too much"
 
 
-def test_on_a_gpu_nothing_is_freed_or_used_before_its_copy_is_done(
+def test_on_a_gpu_nothing_is_freed_before_its_copy_is_done(
     make_trainer: MakeTrainer, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU's way with a GPU pretended: copies that do not wait, page-locked memory that is kept, caches handed back."""

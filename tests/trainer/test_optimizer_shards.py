@@ -93,7 +93,7 @@ def test_another_kind_or_precision_has_the_same_state(
         assert steps == [2] * len(resumed._model.optimizer.param_groups), loaded
 
 
-def test_a_distributed_optimizer_with_several_padded_buckets_goes_on_as_if_it_had_not_stopped(
+def test_a_distributed_optimizer_with_padded_buckets_continues(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = tiny_model(vocab=33)

@@ -184,7 +184,7 @@ def test_own_log_probs_take_the_place_of_both_passes(make: Make) -> None:
     assert got["train/loss"] == pytest.approx(policy + 0.1 * k3.mean(), rel=1e-5)
 
 
-def test_own_values_are_those_of_the_states_in_which_tokens_were_chosen(make: Make) -> None:
+def test_values_are_those_of_the_states_before_each_token(make: Make) -> None:
     values = per_token(5, -1, 1)
     trainer = make(PPO)
     got = trainer.forward_backward(batch_of(rewards=REWARDS, values=values))
@@ -330,7 +330,7 @@ def test_means_are_those_of_trajectories(make: Make) -> None:
     assert (first, second) == (0.1, pytest.approx(0.1 * (1 - 0.2 * 3 / 50))), "the policy is the reference in the first step"
 
 
-def test_a_batch_whose_trajectories_have_one_sequence_each_trains_as_one_without(make: Make) -> None:
+def test_trajectories_of_one_sequence_train_as_without_ids(make: Make) -> None:
     objective = Objective.of(kl={"coef": 0.1}, entropy={"coef": 0.01})
     got = []
     for owners in (None, ["e", "a", "d", "b", "c"]):
@@ -346,7 +346,7 @@ def test_a_trainer_refuses_returns_of_trajectories(make: Make) -> None:
         make(PPO).train(batch)
 
 
-def test_routers_are_balanced_by_what_the_model_sees_in_one_piece(make: Make, tiny_model: Callable[..., Path]) -> None:
+def test_routers_are_balanced_by_the_pieces_of_the_model(make: Make, tiny_model: Callable[..., Path]) -> None:
     model = ModelSettings(path=tiny_model(family="qwen3_moe", name="balanced"), megatron={"moe_aux_loss_coeff": 0.1})
     with Trainer(model=model, training=TrainingSettings(optimizer={"lr": 1e-3})) as trainer:
         losses = []

@@ -113,7 +113,7 @@ def test_frozen_weights_stay_and_the_others_train_as_without(
 
 
 @pytest.mark.parametrize("optimizer", [{}, DISTRIBUTED], ids=["plain", "distopt"])
-def test_a_checkpoint_of_a_model_with_frozen_weights_goes_on_bit_for_bit(
+def test_a_checkpoint_with_frozen_weights_continues_bit_equal(
     make_trainer: MakeTrainer, tiny_model: Callable[..., Path], tmp_path: Path, optimizer: dict[str, bool]
 ) -> None:
     path, training = tiny_model(tied=False, layers=2), {"optimizer": {**UNCLIPPED, **optimizer}, "frozen": FROZEN}
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_a_model_with_frozen_weights_goes_on_bit_for_bit(
         assert torch.equal(tensor, want[name]), name
 
 
-def test_a_rank_with_nothing_to_train_is_refused_a_distributed_optimizer(
+def test_a_rank_with_nothing_to_train_is_refused(
     make_trainer: MakeTrainer, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def freeze_stage(chunks: list[torch.nn.Module], *_: Any) -> None:

@@ -92,9 +92,7 @@ def test_three_supervised_steps_are_those_of_a_plain_loop(make_trainer: MakeTrai
         assert (tensor - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
-def test_log_probs_are_those_of_transformers_at_the_sampling_temperature(
-    make_trainer: MakeTrainer, tiny_model: Callable[..., Path]
-) -> None:
+def test_log_probs_equal_transformers_at_the_temperature(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
     path = tiny_model(tied=False, layers=2)
     trainer, model = make_trainer(path), load_hf(path)
     with torch.no_grad():
@@ -104,9 +102,7 @@ def test_log_probs_are_those_of_transformers_at_the_sampling_temperature(
     np.testing.assert_allclose(got, np.concatenate(expected), rtol=0, atol=1e-5)
 
 
-def test_reference_stays_the_initial_policy_and_training_starts_on_policy(
-    make_trainer: MakeTrainer, tiny_model: Callable[..., Path]
-) -> None:
+def test_the_reference_stays_initial_and_training_is_on_policy(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
     batch, trainer = make_batch(ROWS), make_trainer(tiny_model(), reference_interval=1)
     initial = trainer.log_probs(batch)
     first = train(trainer, batch)[0]
@@ -144,7 +140,7 @@ def counted_reference_passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         ({"kl_reward": {"coef": 0.1}, "advantage": {"kind": "reinforce_plus_plus"}}, 3, [True] * 5),
     ],
 )
-def test_the_reference_is_asked_where_a_term_reads_it_or_its_batch_is_to_be_measured(
+def test_the_reference_runs_where_a_term_or_a_measure_reads_it(
     make_trainer: MakeTrainer,
     tiny_model: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -209,9 +205,7 @@ def test_constant_groups_train_no_kl_under_mask_kl(
 
 
 @pytest.mark.parametrize("estimator", ["group", "pass@k", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-def test_huge_rewards_train_as_small_ones_of_the_same_proportions(
-    make_trainer: MakeTrainer, tiny_model: Callable[..., Path], estimator: str
-) -> None:
+def test_huge_rewards_train_as_small_ones_in_proportion(make_trainer: MakeTrainer, tiny_model: Callable[..., Path], estimator: str) -> None:
     path = tiny_model()
     norms = []
     for factor in (1.0, 1e38, 1e200):
@@ -231,7 +225,7 @@ def poison(trainer: Trainer, *, token: int) -> None:
 
 
 @pytest.mark.parametrize("chunk_rows", [3, 1000])
-def test_non_finite_loss_changes_nothing_and_leaves_its_micro_batch(
+def test_a_non_finite_loss_changes_nothing_and_is_dumped(
     make_trainer: MakeTrainer, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_rows: int
 ) -> None:
     monkeypatch.setitem(head_statistics._CHUNK_LOGITS, "cpu", chunk_rows * 32)
@@ -313,9 +307,7 @@ def test_directory_without_a_checkpoint_is_refused(make_trainer: MakeTrainer, ti
         make_trainer(tiny_model(), SUPERVISED).load(tmp_path)
 
 
-def test_what_a_pass_before_the_step_saw_comes_back_to_its_own_micro_batch(
-    make_trainer: MakeTrainer, tiny_model: Callable[..., Path]
-) -> None:
+def test_a_pass_before_the_step_returns_to_its_micro_batch(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
     path, batch = tiny_model(), make_batch([[3, 9, 4, 4, 30, 2], [8, 2, 17, 21, 6, 5], [5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 31, 0]])
     objective = {"policy_loss": {"kind": "clip_cov", "covariance_low": -1.0, "fraction": 0.3}, "top_entropy_fraction": 0.5}
     results = []

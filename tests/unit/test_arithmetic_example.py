@@ -25,7 +25,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_checkpoint_is_scored_by_the_share_of_right_greedy_answers(task: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_s_score_is_its_share_of_right_answers(task: Path, tmp_path: Path) -> None:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(task / "model")

@@ -35,9 +35,7 @@ def test_packing_is_compared_with_what_is_possible(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_without_a_gpu_nothing_is_measured_and_one_sentence_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_nothing_is_measured_and_it_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_here(BENCH / "gpu.py", monkeypatch=monkeypatch)
     assert (
         capsys.readouterr().out

@@ -85,7 +85,7 @@ def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config
     assert "note: mind the gap" in capsys.readouterr().err
 
 
-def test_what_a_function_prints_while_it_is_tried_is_no_part_of_the_settings(
+def test_prints_of_a_probed_function_are_no_part_of_settings(
     calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def preflight(settings: Any, *, resume: bool) -> list[str]:
@@ -205,7 +205,7 @@ def test_output_that_nobody_reads_ends_a_command_quietly(
     assert capsys.readouterr().err.replace("megatron-rl: note: mind the gap\n", "") == ""
 
 
-def test_the_interpreter_does_not_complain_about_what_nobody_reads() -> None:
+def test_the_interpreter_does_not_complain_about_a_closed_pipe() -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-m", "megatron_rl", "train", "--help"], stdout=write, stderr=subprocess.PIPE, timeout=60)

@@ -48,7 +48,7 @@ def test_megatron_imports_beside_a_package_without_driver(tmp_path):
     assert (done.returncode, done.stdout) == (0, "False False\n"), done.stderr
 
 
-def test_a_side_stream_begins_behind_what_was_computed_and_is_the_threads_inside(monkeypatch):
+def test_a_side_stream_follows_earlier_work_and_is_the_thread_s(monkeypatch):
     events = []
 
     class Stream:
@@ -95,7 +95,7 @@ def test_backends_are_named():
     assert set(chosen) == {"torch", "megatron-core", "transformer-engine", "apex"}
 
 
-def test_only_warnings_of_missing_packages_and_unused_parts_are_hidden():
+def test_only_warnings_of_missing_packages_are_hidden():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with device.quiet_megatron_imports():
@@ -106,7 +106,7 @@ def test_only_warnings_of_missing_packages_and_unused_parts_are_hidden():
                 warnings.warn("something else", stacklevel=1)
 
 
-def test_megatrons_model_does_not_say_at_every_build_that_it_is_deprecated(prepared):
+def test_megatron_s_model_does_not_warn_at_every_build(prepared):
     def passes(message: str) -> bool:
         logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
         return bool(logger.filter(logger.makeRecord(logger.name, logging.WARNING, "", 0, message, (), None)))
@@ -181,7 +181,7 @@ def test_no_helper_of_megatron_is_compiled(prepared):
 
 
 @needs_cpu
-def test_a_module_that_was_imported_compiled_is_prepared_by_the_next_call(prepared, monkeypatch):
+def test_a_module_imported_compiled_is_prepared_by_the_next_call(prepared, monkeypatch):
     def written(x):
         return x
 

@@ -14,7 +14,7 @@ from megatron_rl.errors import EngineError, UserError
 from megatron_rl.files import atomic_directory, commit_partial, disk_errors, partial_path, remove_directory, start_partial, write_atomic
 
 
-def test_write_atomic_makes_parents_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_write_atomic_makes_parents_and_leaves_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "file.json"
     write_atomic(path, "größe")
     assert path.read_bytes() == "größe".encode()
@@ -142,9 +142,7 @@ def test_torch_reports_a_full_disk_in_its_own_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_only_what_has_to_survive_a_power_failure_waits_for_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
-) -> None:
+def test_only_files_that_survive_power_failures_wait_for_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     with atomic_directory(tmp_path / "model", durable=durable) as partial:

@@ -81,7 +81,7 @@ def test_the_torchrun_example_draws_tokens_that_the_model_has() -> None:
     assert tokens.max() == VOCAB_SIZE - 1 and tokens.min() >= 0
 
 
-def test_the_objective_alone_lowers_its_loss_and_is_that_of_a_float64_loop(tiny_model: Callable[..., Path]) -> None:
+def test_the_objective_alone_lowers_its_loss_as_in_float64(tiny_model: Callable[..., Path]) -> None:
     example = load("objective_alone")
     model = hf_model(tiny_model(vocab=VOCAB_SIZE))
     losses = example.train(model)

@@ -43,7 +43,7 @@ def test_what_the_driver_has_of_nccl_goes_to_every_node():
     assert shared_variables({}, device_kind="cpu", interface="eth0") == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
 
 
-def test_ray_shows_a_rank_its_own_gpu_also_where_others_told_it_not_to(monkeypatch):
+def test_ray_shows_a_rank_its_own_gpu_against_other_variables(monkeypatch):
     """Ranks that see all GPUs of their node would all take the first."""
     from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
@@ -81,7 +81,7 @@ def test_a_rank_on_the_cpu_is_left_as_it_is(monkeypatch):
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
 
 
-def test_options_of_the_allocator_reach_torch_where_there_is_a_gpu(monkeypatch):
+def test_options_of_the_allocator_reach_torch_on_a_gpu(monkeypatch):
     given = []
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", given.append)
     device.set_allocator("expandable_segments:True")
@@ -117,7 +117,7 @@ def test_a_trainer_gives_torch_the_options_of_its_settings(monkeypatch):
         trainer.Trainer(model=ModelSettings(path="model"), training=TrainingSettings(cuda_allocator="expandable_segments:True"))
 
 
-def test_a_run_hands_them_to_the_places_of_its_processes_and_says_so(monkeypatch):
+def test_a_run_hands_variables_to_its_processes_and_says_so(monkeypatch):
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
     monkeypatch.setattr(session, "cluster_device_kind", lambda: "cuda")
     monkeypatch.setattr(session, "ray_cluster", lambda **_unused: contextlib.nullcontext(Future()))

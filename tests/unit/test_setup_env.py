@@ -64,7 +64,7 @@ def check(
     return done.returncode, done.stdout + done.stderr
 
 
-def test_gpu_machines_get_the_newest_python_and_cpu_machines_the_tested_one(tmp_path: Path) -> None:
+def test_gpu_machines_get_the_newest_python_cpu_the_tested_one(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     assert check(tmp_path / "a")[1].startswith("environment: gpu stack, because nvidia-smi lists a GPU; Python of 3.12;")
@@ -148,7 +148,7 @@ def test_unknown_options_are_refused() -> None:
     assert (done.returncode, "'--chek' is not an option" in done.stderr) == (1, True)
 
 
-def test_transformer_engine_is_compiled_after_what_its_build_needs(tmp_path: Path) -> None:
+def test_transformer_engine_is_compiled_after_its_build_needs(tmp_path: Path) -> None:
     """Into an environment that is there already, whose interpreter only notes what it is asked for.
 
     Headers come from torch's wheels: a small toolkit lacks cusparse.h, each lacks cuDNN's and NCCL's. ninja is beside the interpreter.

@@ -93,7 +93,7 @@ def test_fields_of_a_batch_are_checked_however_it_is_made(name: str) -> None:
         dataclasses.replace(make(), **{name: np.full(11, np.inf)})
 
 
-def test_sequences_of_one_trajectory_share_a_group_by_its_first_prompt() -> None:
+def test_sequences_of_a_trajectory_share_a_group() -> None:
     batch = TrainBatch.from_sequences(
         prompts=[[5, 6], [5, 6], [9], [5, 6], [8]],
         responses=[[7], [8, 9, 1], [2, 3], [4], [4]],
@@ -145,7 +145,7 @@ def sample_of(index: int, trajectory: int | None, *, group_id: str = "a", versio
     )
 
 
-def test_samples_are_gathered_by_trajectory_and_those_without_one_stand_alone() -> None:
+def test_samples_are_gathered_by_trajectory_or_stand_alone() -> None:
     samples = [sample_of(3, 7), sample_of(0, None), sample_of(1, 7), sample_of(1, None), sample_of(2, 0), sample_of(4, 7, group_id="b")]
     assert [[sample.index for sample in parts] for parts in trajectories(samples)] == [[1, 3], [0], [1], [2], [4]]
     assert [sample.index for sample in last_samples(samples)] == [3, 0, 1, 2, 4]

@@ -195,7 +195,7 @@ def test_what_cannot_be_is_refused() -> None:
     assert advantages("grpo", REWARDS[:0], GROUPS[:0], ONES[:0]).shape == (0,)
 
 
-def test_an_estimator_of_ones_own_gets_the_batch_and_its_arguments(monkeypatch, tmp_path) -> None:
+def test_an_estimator_plug_in_gets_the_batch_and_its_arguments(monkeypatch, tmp_path) -> None:
     (tmp_path / "my_estimators.py").write_text(
         "def by_length(*, rewards, group_ids, lengths, power: int):\n    return (rewards - group_ids) * lengths.double() ** power\n"
     )

@@ -31,7 +31,7 @@ def test_kl_coefficient_follows_its_target() -> None:
     assert ControlState.restored(objective, plain(state)) == state
 
 
-def test_state_continues_where_it_was_and_settings_rule_what_is_fixed() -> None:
+def test_state_continues_and_settings_rule_the_fixed_parts() -> None:
     control = {"kind": "trl", "target": 0.2, "delta": 0.005}
     objective, other = (Objective.of(entropy={"control": control}, kl={"coef": coef}) for coef in (0.1, 0.3))
     straight = after(objective, entropy=0.1)
@@ -40,7 +40,7 @@ def test_state_continues_where_it_was_and_settings_rule_what_is_fixed() -> None:
     assert resumed.of_step(other)[1].kl_loss == 0.3
 
 
-def test_a_controller_that_the_checkpoint_lacks_starts_anew_and_another_rule_is_refused() -> None:
+def test_a_new_controller_starts_anew_another_rule_is_refused() -> None:
     objective = Objective.of(entropy={"coef": 0.25, "control": {"kind": "skywork"}})
     assert ControlState.restored(objective, plain(ControlState.first(Objective()))) == ControlState.first(objective)
     moved = Objective.of(entropy={"control": {"kind": "clip_high"}})
@@ -48,14 +48,14 @@ def test_a_controller_that_the_checkpoint_lacks_starts_anew_and_another_rule_is_
         ControlState.restored(moved, plain(ControlState.first(objective)))
 
 
-def test_the_step_s_objective_has_the_clip_that_the_controller_moved() -> None:
+def test_the_objective_of_a_step_has_the_controller_s_clip() -> None:
     control = {"kind": "clip_high", "target": 0.3, "delta": 0.25}
     objective = Objective.of(policy_loss={"high": 0.5}, entropy={"coef": 0.01, "control": control})
     step, coefficients = after(objective, entropy=0.1).of_step(objective)
     assert (step.policy_loss.high, objective.policy_loss.high, coefficients.entropy) == (0.75, 0.5, 0.01)
 
 
-def test_the_coefficient_of_a_kl_in_the_rewards_adapts_and_is_none_of_the_loss() -> None:
+def test_the_coefficient_of_a_kl_in_rewards_adapts_outside_loss() -> None:
     objective = Objective.of(
         kl_reward={"coef": 0.1, "control": {"target": 0.01, "horizon": 100}}, advantage={"kind": "reinforce_plus_plus"}
     )

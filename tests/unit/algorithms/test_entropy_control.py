@@ -69,7 +69,7 @@ def test_the_coefficient_stays_in_its_range() -> None:
         assert state.value == end
 
 
-def test_the_integral_of_clip_high_has_no_gate_and_stays_on_target() -> None:
+def test_the_integral_of_clip_high_stays_on_target() -> None:
     control = ClipHighControl(target=0.3, delta=0.25, max=0.6)
     state, seen = first(control), []
     for entropy in (0.1, 0.3, 0.1, 0.1, 0.3, 0.5, 0.5, 0.5, 0.5):

@@ -58,7 +58,7 @@ def test_chunks_change_neither_values_nor_gradients(chunk_rows: int, wrapped: bo
         torch.testing.assert_close(have, want, rtol=1e-11, atol=1e-12)
 
 
-def test_sum_over_chunks_of_bfloat16_gradients_keeps_what_bfloat16_would_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_bfloat16_gradients_keep_the_float32_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets = problem(600, torch.bfloat16)
     errors = []
     for rows in (600, 1):
@@ -81,7 +81,7 @@ def test_nothing_to_look_at_still_reaches_every_gradient() -> None:
     assert hidden.grad is not None and weight.grad is not None and not weight.grad.any()
 
 
-def test_a_frozen_weight_gets_no_gradient_and_hidden_states_still_do() -> None:
+def test_a_frozen_weight_gets_no_gradient_but_hidden_states_do() -> None:
     hidden, weight, targets = problem(4)
     want = expected(hidden, weight, targets)[3]
     weight.requires_grad_(False)
@@ -107,7 +107,7 @@ class LargestOf(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("rows", [40, 400])
-def test_logits_take_the_memory_of_a_chunk_whatever_the_number_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_take_the_memory_of_one_chunk(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(module._CHUNK_LOGITS, "cpu", 8 * (VOCAB + 3))
     hidden, weight, targets = problem(rows)
     for train in (False, True):

@@ -137,7 +137,7 @@ def test_no_rows() -> None:
     assert leaf.grad.shape == (0, 7)
 
 
-def test_shards_merge_to_the_whole_also_one_of_padding_and_one_of_minus_infinity() -> None:
+def test_shards_merge_to_the_whole_with_padding_and_infinity() -> None:
     logits, targets = random_rows(8, 24)
     logits[2:4, 8:16] = -math.inf
     targets[2:4] = 1

@@ -207,7 +207,7 @@ def test_the_correction_at_each_level_against_a_loop(level: str, mode: str, make
     assert run_step(objective, step, trivial_layout(4)).loss == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_veto_drops_every_token_of_a_sequence_with_one_far_below(make_step) -> None:
+def test_a_veto_drops_a_sequence_with_one_token_far_below(make_step) -> None:
     step = make_step([5, 1, 4, 7], seed=18, spread=0.3)
     ratio = (step.tokens["old_log_probs"] - step.tokens["rollout_log_probs"]).exp()
     veto, expected, start, dropped = 0.6, 0.0, 0, 0
@@ -225,7 +225,7 @@ def test_a_veto_drops_every_token_of_a_sequence_with_one_far_below(make_step) ->
 
 
 @pytest.mark.parametrize("in_rewards", [False, True])
-def test_the_kl_that_control_steers_by_is_the_mean_of_sequence_means_by_the_terms_own_estimator(in_rewards: bool, make_step) -> None:
+def test_the_kl_for_control_is_the_mean_of_sequence_means(in_rewards: bool, make_step) -> None:
     step = make_step([9, 1, 4, 2], seed=19, masked_rows=(3,))
     means, start = [], 0
     for length in step.lengths:
@@ -260,7 +260,7 @@ def test_rejected_tokens_leave_the_denominator_only_when_asked(keep_rejected: bo
         assert loss == pytest.approx(-0.5 if keep_rejected else -1.0)
 
 
-def test_rejected_tokens_have_no_gradient_also_where_the_weight_is_inside_the_loss() -> None:
+def test_rejected_tokens_have_no_gradient_with_inner_weights() -> None:
     correction = OffPolicy(mode="mask", low=0.9, high=1.1)
     ratios = (v1().tokens["old_log_probs"] - v1().tokens["rollout_log_probs"]).exp()
     rejected = (ratios < 0.9) | (ratios > 1.1)
@@ -272,7 +272,7 @@ def test_rejected_tokens_have_no_gradient_also_where_the_weight_is_inside_the_lo
         assert bool((gradient[rejected] == 0).all())
 
 
-def test_vespo_takes_the_off_policy_weight_into_its_sequence_weight() -> None:
+def test_vespo_takes_the_off_policy_weight_of_the_sequence() -> None:
     """One sequence of one token: W = (pi / pi_old) x min(pi_old / pi_rollout, high)."""
     numbers = {"log_probs": -1.0, "old_log_probs": -1.2, "rollout_log_probs": -1.5, "advantages": 1.0}
     tokens = {name: torch.tensor([number], dtype=torch.float64) for name, number in numbers.items()}
@@ -306,7 +306,7 @@ def test_top_entropy_bonus_counts_the_tokens_that_are_trained() -> None:
     assert difference == pytest.approx(0.1 * (2.6 + 2.5 + 2.2) / 3)
 
 
-def test_an_adaptive_coefficient_at_zero_still_measures_and_a_positive_one_acts() -> None:
+def test_an_adaptive_coefficient_at_zero_still_measures() -> None:
     objective = neutral_objective(aggregation="token_mean", entropy_control={})
     still = run_step(objective, v1(), trivial_layout(4), coefficients=Coefficients(0.0, 0.0))
     acting = run_step(objective, v1(), trivial_layout(4), coefficients=Coefficients(0.1, 0.0))
@@ -315,7 +315,7 @@ def test_an_adaptive_coefficient_at_zero_still_measures_and_a_positive_one_acts(
     assert acting.metrics["policy_loss"] == pytest.approx(still.loss)
 
 
-def test_the_policy_loss_is_logged_only_when_it_differs_from_the_loss() -> None:
+def test_the_policy_loss_is_logged_where_it_differs() -> None:
     assert "policy_loss" not in run_step(neutral_objective(), v1(), trivial_layout(4)).metrics
 
 

@@ -31,7 +31,7 @@ def test_every_preset_is_valid_and_grpo_is_the_default() -> None:
     assert len(set(made.values())) == len(PRESETS) == 13
 
 
-def test_explicit_fields_win_over_the_preset_also_inside_a_section() -> None:
+def test_explicit_fields_win_over_the_preset_in_a_section() -> None:
     config = {"preset": "ppo", "policy_loss": {"high": 0.5}, "advantage": {"gamma": 0.9}}
     objective = Objective.of(**config)
     assert (objective.policy_loss, objective.aggregation) == (Clip(high=0.5), "token_mean")
@@ -161,7 +161,7 @@ def test_unknown_keys_are_refused_as_settings() -> None:
             Objective.of(**config)
 
 
-def test_the_entropy_gate_does_not_depend_on_the_present_coefficient() -> None:
+def test_the_entropy_gate_ignores_the_present_coefficient() -> None:
     assert Entropy(coef=0.01).has_bonus
     assert Entropy(control=CoefficientControl()).has_bonus
     assert not Entropy(control=ClipHighControl()).has_bonus

@@ -42,7 +42,7 @@ def covariances(step: Step) -> dict[int, float]:
     return {token: (advantages[token] - means[0]) * (log_probs[token] - means[1]) for token in trained}
 
 
-def test_clip_cov_takes_what_is_trained_not_clipped_and_between_its_bounds(step: Step) -> None:
+def test_clip_cov_takes_trained_unclipped_tokens_in_its_bounds(step: Step) -> None:
     expected, clipped = set(), set()
     for token, value in covariances(step).items():
         ratio = np.exp(float(step.tokens["log_probs"][token] - step.tokens["old_log_probs"][token]))

@@ -33,7 +33,7 @@ def run(estimator: Advantage, **known) -> tuple[torch.Tensor, torch.Tensor | Non
 
 @pytest.mark.parametrize("kind", CRITIC_FREE)
 @pytest.mark.parametrize("whitened", [True, False])
-def test_critic_free_estimators_give_each_token_its_sample_s_advantage(kind: str, whitened: bool) -> None:
+def test_critic_free_estimators_give_tokens_the_sample_s_value(kind: str, whitened: bool) -> None:
     whitens = kind == "gdpo" or kind.startswith("reinforce")
     estimator = estimator_of(kind, **({"whiten": whitened} if whitens else {}))
     expected = estimator.of_samples(samples_for(estimator))
@@ -60,7 +60,7 @@ def test_a_kl_in_the_reward_counts_per_token() -> None:
         (estimator_of("reinforce_plus_plus_baseline", whiten=False), estimator_of("reinforce_plus_plus_baseline", whiten=False)),
     ],
 )
-def test_distillation_takes_the_log_ratio_to_the_teacher_from_each_token(estimator: Advantage, without: Advantage) -> None:
+def test_distillation_takes_the_log_ratio_to_the_teacher(estimator: Advantage, without: Advantage) -> None:
     log_ratio = torch.arange(10, dtype=torch.float64).masked_fill(~MASK, torch.nan)
     advantages, _ = run(estimator, distillation_coef=0.5, teacher_log_ratio=log_ratio)
     plain, _ = run(without)

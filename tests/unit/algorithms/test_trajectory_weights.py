@@ -72,7 +72,7 @@ def test_means_count_a_trajectory_once(step: Step, aggregation: str, layout: Lay
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rejected_tokens_leave_the_denominators_of_their_trajectory(step: Step, aggregation: str, layout: Layout) -> None:
+def test_rejected_tokens_leave_their_trajectory_s_denominators(step: Step, aggregation: str, layout: Layout) -> None:
     """One trajectory has nothing left, and no longer counts."""
     gap = (step.tokens["old_log_probs"] - step.tokens["rollout_log_probs"]).clone()
     gap[torch.tensor(owners(TRAJECTORIES)) == 0] = 2.0
@@ -89,7 +89,7 @@ def test_rejected_tokens_leave_the_denominators_of_their_trajectory(step: Step, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ratios_stay_those_of_a_sequence_and_the_mean_kl_is_that_of_trajectories(step: Step, layout: Layout) -> None:
+def test_ratios_are_of_sequences_and_mean_kl_of_trajectories(step: Step, layout: Layout) -> None:
     objective = Objective.of(policy_loss={"ratio_level": "sequence", "low": None, "high": None}, kl={"coef": 0.1, "control": {}})
     step = replace(step, tokens={name: tensor for name, tensor in step.tokens.items() if name != "kl_mask"})
     result = run_step(objective, step, layout)
@@ -110,7 +110,7 @@ def test_ratios_stay_those_of_a_sequence_and_the_mean_kl_is_that_of_trajectories
 
 @pytest.mark.parametrize("aggregation", Aggregation.__args__)
 @pytest.mark.parametrize("correction", [None, REJECTING])
-def test_with_one_sequence_each_every_number_is_what_it_is_without(step: Step, aggregation: str, correction) -> None:
+def test_with_one_sequence_each_every_number_is_unchanged(step: Step, aggregation: str, correction) -> None:
     if correction is not None and aggregation == "token_sum":
         correction = replace(correction, keep_rejected_in_denominator=True)
     objective = Objective.of(

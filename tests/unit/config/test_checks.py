@@ -101,7 +101,7 @@ def test_settings_without_effect_are_noted(settings_with: MakeSettings) -> None:
     assert "runtime.colocate true has no effect" in without_effect(settings_with("objective.policy_loss=sft", "runtime.colocate=true"))[0]
 
 
-def test_an_interval_of_the_reference_that_nothing_reads_is_noted(settings_with: MakeSettings) -> None:
+def test_a_reference_interval_that_nothing_reads_is_noted(settings_with: MakeSettings) -> None:
     interval = "training.reference_interval=5"
     assert without_effect(settings_with(interval)) == []
     for other in ("objective.kl.coef=0.1", "objective.policy_loss=sft"):
@@ -120,7 +120,7 @@ def test_a_critic_without_ppo_is_noted(settings_with: MakeSettings) -> None:
     assert "training.critic has no effect" in without_effect(settings_with("training.critic.warmup_steps=1"))[0]
 
 
-def test_ranks_and_engines_on_one_gpu_share_memory_or_use_the_disk(settings_with: MakeSettings) -> None:
+def test_ranks_and_engines_on_one_gpu_share_memory_or_a_disk(settings_with: MakeSettings) -> None:
     colocated = "runtime.colocate=true"
     assert (settings_with().weight_transport, settings_with(colocated).weight_transport) == ("broadcast", "ipc")
     assert settings_with(colocated, "weights.transport=disk").weight_transport == "disk"
@@ -137,7 +137,7 @@ def test_expandable_segments_cannot_be_shared_with_an_engine(settings_with: Make
     assert gpu_contradictions(settings_with(words[0], "training.cuda_allocator=expandable_segments:False"), environment={}) == []
 
 
-def test_every_rank_of_an_engine_that_shares_memory_has_a_gpu_of_its_own(settings_with: MakeSettings) -> None:
+def test_every_rank_of_a_shared_memory_engine_has_its_own_gpu(settings_with: MakeSettings) -> None:
     words = ("runtime.colocate=true", "training.topology.num_ranks=2", "runtime.num_gpus_per_engine=2")
     assert gpu_contradictions(settings_with(*words), environment={}) == []
     wrong = gpu_contradictions(settings_with(*words, "rollout.sglang.tp_size=1"), environment={})

@@ -83,7 +83,7 @@ def test_a_tensor_that_goes_nowhere_is_named(tiny_model, cheap_model, monkeypatc
             check(source)
 
 
-def test_numbers_are_looked_at_also_where_the_model_leaves_them_out(tiny_model, cheap_model):
+def test_numbers_that_the_model_leaves_out_are_checked(tiny_model, cheap_model):
     path = tiny_model(family="glm4_moe")
     mtp = {"model.layers.2.eh_proj.weight": torch.full((64, 128), float("inf"))}
     save_file(load_file(path / "model.safetensors") | mtp, path / "model.safetensors")
@@ -94,7 +94,7 @@ def test_numbers_are_looked_at_also_where_the_model_leaves_them_out(tiny_model, 
             check_numbers(source, tensors)
 
 
-def test_a_number_of_the_file_that_is_not_finite_is_written_all_the_same(tiny_model, cheap_model):
+def test_a_number_that_is_not_finite_is_written_all_the_same(tiny_model, cheap_model):
     path = tiny_model()
     tensors = load_file(path / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")

@@ -186,7 +186,7 @@ def test_half_an_adapter_is_refused(tiny_model, tmp_path):
         convert(tiny_model(), tmp_path / "merged", Options(to="hf", adapter=tmp_path / "adapter"))
 
 
-def test_a_head_that_is_stored_although_it_is_tied_stays_equal_to_the_embedding(tiny_model, tmp_path, read_all):
+def test_a_stored_tied_head_stays_equal_to_the_embedding(tiny_model, tmp_path, read_all):
     path = tiny_model()
     weights = load_file(path / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, path / "model.safetensors")
@@ -205,7 +205,7 @@ def test_layers_that_the_model_does_not_build_keep_their_dtype(tiny_model, tmp_p
     assert stored[QUERY + ".weight"].dtype is torch.bfloat16
 
 
-def test_layers_that_a_checkpoint_lacks_although_its_config_promises_them_are_named(tiny_model, tmp_path):
+def test_missing_layers_of_the_config_are_named(tiny_model, tmp_path):
     path = tiny_model(family="glm4_moe", num_nextn_predict_layers=1)
     for dropped in (False, True):
         said: list[str] = []

@@ -76,7 +76,7 @@ def test_there_and_back_is_bit_exact(tiny_model, tmp_path, family, dtype):
     assert back == config | mtp, "layers of multi-token prediction that are not there must not be promised"
 
 
-def test_layers_that_are_not_built_are_kept_whole_or_dropped_whole(tiny_model, tmp_path):
+def test_layers_that_are_not_built_are_kept_or_dropped_whole(tiny_model, tmp_path):
     path = tiny_model(family="glm4_moe")
     original = tensors_of(path)
     save_file(original | MTP, path / "model.safetensors")
@@ -90,7 +90,7 @@ def test_layers_that_are_not_built_are_kept_whole_or_dropped_whole(tiny_model, t
     assert json.loads((tmp_path / "dropped/config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
-def test_a_runs_checkpoint_gives_the_layers_that_only_its_export_has(tiny_model, tmp_path):
+def test_a_run_s_checkpoint_gives_layers_of_its_export_only(tiny_model, tmp_path):
     path, step = tiny_model(family="glm4_moe"), tmp_path / "step-000001"
     original = tensors_of(path)
     convert(path, step / "megatron", Options())
@@ -105,7 +105,7 @@ def test_a_runs_checkpoint_gives_the_layers_that_only_its_export_has(tiny_model,
     assert_same_tensors(tmp_path / "dropped", original)
 
 
-def test_what_is_computed_anew_is_no_layer_of_multi_token_prediction(tiny_model, tmp_path):
+def test_computed_tensors_are_no_multi_token_prediction_layer(tiny_model, tmp_path):
     path = tiny_model(family="glm4_moe")
     original = tensors_of(path) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file(original, path / "model.safetensors")

@@ -62,7 +62,7 @@ def test_weights_beside_those_of_a_manifest_are_refused(tiny_model, tmp_path, na
     manifest.check(made, "weights")
 
 
-def test_a_manifest_that_may_be_of_another_program_can_be_removed(tiny_model):
+def test_a_manifest_of_another_program_can_be_removed(tiny_model):
     path = tiny_model()
     (path / "manifest.json").write_text(json.dumps({"files": ["model.safetensors"]}))
     with pytest.raises(
@@ -71,7 +71,7 @@ def test_a_manifest_that_may_be_of_another_program_can_be_removed(tiny_model):
         manifest.check(path, "weights")
 
 
-def test_an_index_beside_a_single_file_is_refused_where_programs_would_read_different_weights(tiny_model):
+def test_an_index_beside_a_single_file_is_refused(tiny_model):
     path = tiny_model()
     index = path / "model.safetensors.index.json"
     for file, refused in (("model.safetensors", False), ("model-00001-of-00001.safetensors", True)):
@@ -83,7 +83,7 @@ def test_an_index_beside_a_single_file_is_refused_where_programs_would_read_diff
     HuggingFaceWeights(path)
 
 
-def test_of_a_run_the_export_is_looked_at_where_tensors_come_from_it(tiny_model, tmp_path, read_all):
+def test_the_export_of_a_run_is_checked_where_tensors_are_read(tiny_model, tmp_path, read_all):
     path = tiny_model(family="glm4_moe")
     tensors, mtp = read_all(path), {"model.layers.2.eh_proj.weight": torch.ones(64, 128)}
     for name, stale in (("with", mtp), ("without", {})):
@@ -104,7 +104,7 @@ def test_words_that_are_to_stay_have_a_line_of_their_own(capsys, monkeypatch):
     assert capsys.readouterr().err == f"\r{'1 of 2':<78}\r{'warning':<78}\n\r{'2 of 2':<78}"
 
 
-def test_where_tensors_are_is_not_unpickled_before_its_hash_is_that_of_the_manifest(tiny_model, tmp_path):
+def test_the_index_is_not_unpickled_before_its_hash_is_checked(tiny_model, tmp_path):
     """One bit of a pickle ends the process in places."""
     convert(tiny_model(), tmp_path / "ours", Options())
     flip(tmp_path / "ours/.metadata")

@@ -85,7 +85,7 @@ def test_other_numbers_are_named(tiny_model, tmp_path, options, name, change):
 
 
 @pytest.mark.parametrize("wrong", [0.5, 1.07])
-def test_a_rule_that_makes_wrong_scales_is_noticed_although_both_sides_follow_it(tiny_model, tmp_path, monkeypatch, wrong):
+def test_a_rule_with_wrong_scales_is_noticed_on_both_sides(tiny_model, tmp_path, monkeypatch, wrong):
     path, quantise = tiny_model(), changes.quantise_blocks
 
     def quantise_wrongly(weight):
@@ -108,7 +108,7 @@ def test_a_number_may_be_half_a_step_of_float8_away(moved, near):
     assert tensor_comparison._Errors().add(weight, got) is near
 
 
-def test_a_block_of_zeros_and_numbers_near_zero_are_as_near_as_float8_has_them(tiny_model, tmp_path):
+def test_zeros_and_tiny_numbers_are_as_near_as_float8_has_them(tiny_model, tmp_path):
     path = tiny_model()
 
     def change(tensors):

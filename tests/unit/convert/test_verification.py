@@ -60,7 +60,7 @@ def test_what_cannot_be_looked_at_is_skipped_and_not_ok(tiny_model):
     assert next(verify(path)).line() == "skipped files are those of the manifest: there is no manifest to compare with"
 
 
-def test_our_own_format_without_its_manifest_is_broken_and_another_programs_is_not(tiny_model, tmp_path):
+def test_only_our_own_format_is_broken_without_its_manifest(tiny_model, tmp_path):
     path = tiny_model()
     convert(path, tmp_path / "ours", Options())
     (tmp_path / "ours/manifest.json").unlink()
@@ -97,7 +97,7 @@ def test_a_manifest_that_cannot_be_read_is_told_once(tiny_model, tmp_path):
     assert found[2].skipped == 'because "files are those of the manifest" is broken'
 
 
-def test_what_is_no_checkpoint_is_one_sentence_before_any_promise(tiny_model, tmp_path):
+def test_a_path_without_checkpoint_is_one_sentence(tiny_model, tmp_path):
     for path in (tmp_path / "nothing", tiny_model() / "config.json"):
         with pytest.raises(UserError, match="is not a directory; give a Hugging Face directory or a checkpoint"):
             next(verify(path))
@@ -224,7 +224,7 @@ def test_damage_that_fits_is_seen_beside_a_sound_checkpoint(tiny_model, tmp_path
         assert main(["verify-checkpoint", str(path), *equal_to]) == status
 
 
-def test_layers_of_multi_token_prediction_may_be_in_one_of_two_equal_checkpoints(tiny_model, tmp_path):
+def test_prediction_layers_may_be_in_one_of_two_checkpoints(tiny_model, tmp_path):
     path = tiny_model(family="glm4_moe")
     tensors = load_file(path / "model.safetensors")
     save_file(tensors | {"model.layers.2.eh_proj.weight": torch.ones(64, 128)}, path / "model.safetensors")
@@ -262,7 +262,7 @@ def test_a_swapped_config_is_named_field_by_field(tiny_model, tmp_path, to):
     assert "layers.2" in problems(tmp_path / "made")[0]
 
 
-def test_a_vocabulary_that_is_too_small_is_seen_where_rows_may_be_padding(tiny_model, tmp_path):
+def test_a_small_vocabulary_is_seen_where_rows_may_be_padding(tiny_model, tmp_path):
     convert(tiny_model(), tmp_path / "ours", Options())
     (tmp_path / "ours/manifest.json").unlink()
     change_config(tmp_path / "ours", vocab_size=31)

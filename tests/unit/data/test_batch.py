@@ -35,7 +35,7 @@ def scored(value: float) -> Reward:
 FAILED = Reward(RewardOutcome.ERROR, None, "Traceback: boom")
 
 
-def test_flat_arrays_hold_prompt_and_response_of_every_scored_sample() -> None:
+def test_flat_arrays_hold_every_scored_sample() -> None:
     groups = [
         group_of("a", [1, 2, 3], [[10], [11, 12, 13], [14]], [scored(1.0), scored(0.25), FAILED]),
         group_of("b", [4], [[20]], [Reward(RewardOutcome.TIMEOUT)]),
@@ -53,7 +53,7 @@ def test_flat_arrays_hold_prompt_and_response_of_every_scored_sample() -> None:
     np.testing.assert_array_equal(batch.truncated, [False, True, False])
 
 
-def test_components_are_columns_by_name_and_follow_their_sequences() -> None:
+def test_components_are_named_columns_and_follow_sequences() -> None:
     parts: list[dict[str, float]] = [{"format": 1.0, "accuracy": 0.5}, {"accuracy": 0.25}]
     rewards: list[Reward | None] = [Reward(RewardOutcome.SCORED, 1.0, components=part) for part in parts]
     batch = make_train_batch([group_of("a", [1, 2], [[3], [4]], rewards)])
@@ -80,7 +80,7 @@ def test_masked_tokens_may_hold_anything(make_group: Any) -> None:
     assert np.isnan(batch.rollout_log_probs[~batch.loss_mask]).any()
 
 
-def test_samples_of_a_trajectory_stand_together_with_prompts_of_their_own() -> None:
+def test_samples_of_a_trajectory_are_adjacent_with_own_prompts() -> None:
     """Trajectory 4 is the first and the third sample; in the second group the same number is another trajectory."""
     first = group_of("a", [1, 2], [[10, 11], [12], [13, 14, 15]], [scored(1.0), scored(0.5), scored(1.0)])
     longer = replace(first.prompt, token_ids=np.array([1, 2, 10, 99]), text="a, and what was answered")

@@ -44,7 +44,7 @@ def test_a_group_passes_through_all_states_and_comes_back_equal(buffer: Buffer, 
     assert buffer.counts() == BufferCounts(pending=0, in_flight=0, done=0, consumed=2)
 
 
-def test_only_the_first_unconsumed_groups_are_handed_out_and_counted(buffer: Buffer, make_group: Any) -> None:
+def test_only_the_first_unconsumed_groups_are_handed_out(buffer: Buffer, make_group: Any) -> None:
     groups = [make_group(name) for name in "abcdef"]
     fill(buffer, groups[:1])
     take_done(buffer, 1, step=0)
@@ -103,7 +103,7 @@ def test_moves_that_skip_a_state_are_refused_and_change_nothing(buffer: Buffer, 
     assert len(take_done(buffer, 1, step=0)[0].samples) == 2
 
 
-def test_adding_prompts_again_is_harmless_unless_they_were_consumed_or_changed(buffer: Buffer, make_group: Any) -> None:
+def test_adding_prompts_again_is_harmless_unless_they_changed(buffer: Buffer, make_group: Any) -> None:
     group = make_group("a")
     assert buffer.add_prompts([group.prompt]) == 1
     assert buffer.add_prompts([group.prompt, make_group("b").prompt]) == 1
@@ -121,7 +121,7 @@ def test_adding_prompts_again_is_harmless_unless_they_were_consumed_or_changed(b
         buffer.add_prompts([group.prompt])
 
 
-def test_reopening_recovers_what_was_in_flight_and_keeps_its_finished_samples(tmp_path: Path, make_group: Any) -> None:
+def test_reopening_recovers_groups_in_flight_and_their_samples(tmp_path: Path, make_group: Any) -> None:
     path = tmp_path / "buffer.sqlite"
     group = make_group("a", num_samples=3)
     with Buffer(path) as buffer:
@@ -135,7 +135,7 @@ def test_reopening_recovers_what_was_in_flight_and_keeps_its_finished_samples(tm
         assert finished_samples(buffer, other) == ()
 
 
-def test_answers_are_kept_until_the_samples_are_there_or_their_weights_are_gone_or_too_old(tmp_path: Path, make_group: Any) -> None:
+def test_answers_are_kept_until_samples_exist_or_weights_are_old(tmp_path: Path, make_group: Any) -> None:
     groups = [make_group(name) for name in "abcd"]
 
     def kept(buffer: Buffer) -> dict[str, list[str]]:
@@ -167,7 +167,7 @@ def test_answers_are_kept_until_the_samples_are_there_or_their_weights_are_gone_
         assert kept(buffer)["a"] == ["new"], "of a group that is being made they are in use"
 
 
-def test_rewind_hands_out_again_what_old_weights_made_and_regenerates_the_rest(buffer: Buffer, make_group: Any) -> None:
+def test_rewind_hands_out_old_weights_groups_and_makes_the_rest(buffer: Buffer, make_group: Any) -> None:
     """Step s, from 1 on, consumes g<s - 1> of version s - 1; g4 is done but unused; g5 is in flight with samples of versions 1 and 4."""
     groups = [make_group(f"g{version}", version=version, scored=True) for version in range(5)]
     for step, group in enumerate(groups[:4], start=1):
@@ -187,7 +187,7 @@ def test_rewind_hands_out_again_what_old_weights_made_and_regenerates_the_rest(b
     assert [len(finished_samples(buffer, prompt)) for prompt in prompts] == [0, 0, 0, 0]
 
 
-def test_what_other_settings_have_made_is_made_again_whatever_state_it_was_in(tmp_path: Path, make_group: Any) -> None:
+def test_groups_of_other_settings_are_made_again_in_any_state(tmp_path: Path, make_group: Any) -> None:
     """Step s consumes g<s - 1>; g2 and g3 are done, g4 is in flight with its samples; of g3 an older release does not tell."""
     groups = [make_group(f"g{number}", version=0, scored=True) for number in range(5)]
     with Buffer(tmp_path / "buffer.sqlite", made_by="old") as buffer:
@@ -214,7 +214,7 @@ def test_what_other_settings_have_made_is_made_again_whatever_state_it_was_in(tm
         assert buffer._connection.execute("SELECT count(*) FROM groups WHERE made_by IS NOT NULL").fetchone() == (0,)
 
 
-def test_prune_keeps_readable_columns_and_rewinding_beyond_it_regenerates(tmp_path: Path, make_group: Any) -> None:
+def test_prune_keeps_readable_columns_and_a_rewind_regenerates(tmp_path: Path, make_group: Any) -> None:
     path = tmp_path / "buffer.sqlite"
     with Buffer(path) as buffer:
         fill(buffer, [make_group("a", scored=True), make_group("b", scored=True)])
@@ -255,7 +255,7 @@ def of_trajectories(group: Group) -> Group:
     return dataclasses.replace(group, samples=samples)
 
 
-def test_trajectories_and_prompts_of_samples_come_back_and_only_differing_prompts_are_stored(buffer: Buffer, make_group: Any) -> None:
+def test_trajectories_return_and_differing_prompts_are_stored(buffer: Buffer, make_group: Any) -> None:
     group = of_trajectories(make_group("a", num_samples=5))
     buffer.add_prompts([group.prompt])
     (prompt,) = buffer.take_pending(1)
@@ -279,13 +279,13 @@ def test_trajectories_and_prompts_of_samples_come_back_and_only_differing_prompt
         pytest.param(LATER, "SEARCH groups USING INDEX groups_unpruned (consumed_step>?)", id="later"),
     ],
 )
-def test_what_a_step_asks_is_answered_from_an_index_of_the_groups_that_it_is_about(buffer: Buffer, statement: str, expected: str) -> None:
+def test_queries_of_a_step_use_an_index_of_its_groups(buffer: Buffer, statement: str, expected: str) -> None:
     rows = [str(row[3]) for row in buffer._connection.execute(f"EXPLAIN QUERY PLAN {statement}", (1,))]
     (plan,) = (row for row in rows if " groups " in row)
     assert plan.replace("COVERING ", "") == expected.replace("COVERING ", ""), "a scan of the table would read all groups of the run"
 
 
-def test_indices_of_waiting_and_unpruned_groups_do_not_grow_with_the_history(buffer: Buffer, make_group: Any) -> None:
+def test_indices_of_waiting_groups_do_not_grow_with_history(buffer: Buffer, make_group: Any) -> None:
     def pages(index: str) -> int:
         # A query that only this index can answer counts its entries.
         condition = {"groups_waiting": "state <> 'consumed'", "groups_unpruned": "pruned = 0"}[index]
@@ -299,7 +299,7 @@ def test_indices_of_waiting_and_unpruned_groups_do_not_grow_with_the_history(buf
         assert (pages("groups_waiting"), pages("groups_unpruned")) == (0, 4)
 
 
-def test_moves_reach_the_file_before_the_next_and_a_flush_reaches_the_disk(
+def test_moves_reach_the_file_and_a_flush_reaches_the_disk(
     buffer: Buffer, make_group: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert buffer._connection.execute("PRAGMA synchronous").fetchone() == (1,), "NORMAL: with OFF a power failure can break the file"
@@ -392,7 +392,7 @@ def test_metadata_that_json_cannot_hold_is_a_user_error(buffer: Buffer) -> None:
 KILLS = 40
 
 
-def test_kill_9_loses_nothing_finished_and_hands_nothing_out_twice(tmp_path: Path) -> None:
+def test_kill_9_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
     path, journal = tmp_path / "buffer.sqlite", tmp_path / "journal"
     script = Path(__file__).with_name("crash_loop.py")
     subprocess.run([sys.executable, str(script), str(path), str(journal), str(KILLS)], check=True, timeout=300)

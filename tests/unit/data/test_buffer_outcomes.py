@@ -39,7 +39,7 @@ def test_a_rewind_tries_again_what_failed(buffer: Buffer, make_group: Any) -> No
     assert buffer._connection.execute(query).fetchall() == [("d", "error", "ValueError: no", "Traceback")]
 
 
-def test_a_group_of_failures_alone_is_kept_and_one_of_nothing_is_not(buffer: Buffer, make_group: Any) -> None:
+def test_a_group_of_failures_is_kept_and_an_empty_one_is_not(buffer: Buffer, make_group: Any) -> None:
     group = dataclasses.replace(make_group("a"), samples=(), failures=(Failure("contract", "it returned None"),))
     buffer.add_prompts([group.prompt])
     buffer.take_pending(1)
@@ -91,7 +91,7 @@ def test_a_foreign_lock_is_named_once_and_waited_for(buffer: Buffer, locked: sql
     assert text.endswith("end the other program's transaction on this file, or this run ends after 0.5 s")
 
 
-def test_a_foreign_lock_that_stays_ends_every_write_at_one_deadline(
+def test_a_foreign_lock_ends_every_write_at_one_deadline(
     buffer: Buffer, locked: sqlite3.Connection, make_group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=r"another program has kept the buffer .* locked for 0\.5 s; end the other program's"):

@@ -58,7 +58,7 @@ def filled(lengths: list[int], *, count: int, max_tokens: int, attention_length:
 
 @pytest.mark.parametrize("attention_length", [5, 24_576])
 @pytest.mark.parametrize("seed", range(10))
-def test_every_sequence_goes_to_the_cheapest_micro_batch_with_room_and_one_fewer_would_not_do(seed: int, attention_length: float) -> None:
+def test_sequences_go_to_the_cheapest_of_fewest_micro_batches(seed: int, attention_length: float) -> None:
     random = np.random.default_rng(seed)
     # Of a few lengths there is a large gap between the tokens that fit and those that are there.
     lengths = random.choice([60, 30, 17], 150) if seed % 2 else random.integers(1, 90, 100)
@@ -69,7 +69,7 @@ def test_every_sequence_goes_to_the_cheapest_micro_batch_with_room_and_one_fewer
     assert filled(lengths.tolist(), count=len(packed) - 1, max_tokens=100, attention_length=attention_length) is None
 
 
-def test_sequences_that_fill_the_budget_exactly_share_a_micro_batch() -> None:
+def test_sequences_that_fill_the_budget_share_a_micro_batch() -> None:
     assert [[part.tolist() for part in rank] for rank in pack(np.array([6, 4, 7, 3]), num_ranks=1, max_tokens=10)] == [[[2, 3], [0, 1]]]
     assert [part.tolist() for part in pack(np.array([5, 5]), num_ranks=1, max_tokens=10)[0]] == [[0, 1]]
     assert len(pack(np.array([6, 5]), num_ranks=1, max_tokens=10)[0]) == 2

@@ -25,7 +25,7 @@ def read(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., RunPr
     return make
 
 
-def test_held_out_prompts_are_tried_first_and_the_source_stays_where_it_is(read: Callable[..., RunPrompts]) -> None:
+def test_held_out_prompts_are_tried_first_without_the_source(read: Callable[..., RunPrompts]) -> None:
     prompts = read(held_out=True)
     assert [prompt.text for prompt in prompts.held_out] == ["7", "8"]
     assert [prompt.text for prompt in prompts.for_parity(1)] == ["7"] and len(prompts.for_parity(9)) == 2

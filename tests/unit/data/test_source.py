@@ -57,7 +57,7 @@ def open_source(path: Path, tokenizer: Any, *, seed: int = 0, need_response: boo
     return PromptSource(path, tokenizer, settings=DataSettings(train=path, **settings), seed=seed, need_response=need_response)
 
 
-def test_string_prompts_keep_their_exact_tokens_label_and_other_fields(tmp_path: Path, tokenizer: Any) -> None:
+def test_string_prompts_keep_exact_tokens_label_and_fields(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "12+34=", "label": 46, "level": {"x": [1, 2]}}, "", {"prompt": "1+1=", "label": "2"})
     source = open_source(path, tokenizer, shuffle=False)
     first, second = source.next_prompts(2)
@@ -71,7 +71,7 @@ def test_string_prompts_keep_their_exact_tokens_label_and_other_fields(tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_chat_messages_go_through_the_template_without_more_special_tokens(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+def test_chat_messages_take_the_template_without_extra_tokens(tmp_path: Path, tokenizer: Any, kind: str) -> None:
     chats = [
         [{"role": "user", "content": "hello"}],
         [{"role": "system", "content": "be kind", "name": "x"}, {"role": "user", "content": "hi"}],
@@ -101,7 +101,7 @@ def test_the_template_gets_the_tools_of_a_row(tmp_path: Path, tokenizer_path: Pa
     assert open_source(path, tokenizer).next_prompts(1)[0].text == "<user>1+1<assistant>"
 
 
-def test_every_epoch_is_a_new_complete_order_that_only_the_seed_decides(tmp_path: Path, tokenizer: Any) -> None:
+def test_every_epoch_is_a_complete_order_of_the_seed(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": str(row)} for row in range(20)))
     ids = [prompt.id for prompt in open_source(path, tokenizer, seed=1).next_prompts(50)]
     assert len(set(ids)) == 50
@@ -182,7 +182,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: Any) -> None:
         open_source(tmp_path / "image.parquet", tokenizer)
 
 
-def test_a_name_of_the_label_that_no_row_has_is_refused_where_labels_count(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_label_name_that_no_row_has_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "1+1=", "label": "2", "response": "2"})
     with pytest.raises(UserError, match=r"a.jsonl: no row has the field 'answer'; name the right one in data.label_key"):
         open_source(path, tokenizer, label_key="answer")
@@ -197,9 +197,7 @@ def test_chat_without_a_template_is_refused(tmp_path: Path, tokenizer_path: Path
         open_source(path, bare)
 
 
-def test_lengths_in_a_huge_file_are_checked_when_the_prompt_is_taken(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lengths_in_a_huge_file_are_checked_at_the_prompt(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "_CHECKED_ROWS", 1)
     path = write(tmp_path / "a.jsonl", {"prompt": "1"}, {"prompt": "123"})
     source = open_source(path, tokenizer, max_prompt_tokens=2, shuffle=False)

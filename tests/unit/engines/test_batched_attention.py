@@ -35,7 +35,7 @@ def reference(
         ([40, 6, 17, 33, 3, 31], [1, 6, 16, 2, 3, 31]),
     ],
 )
-def test_attention_over_buckets_equals_attention_request_by_request(
+def test_batched_attention_equals_attention_by_request(
     lengths: list[int], new_lengths: list[int], sinks: torch.Tensor | None, window: int | None
 ) -> None:
     generator = torch.Generator().manual_seed(0)

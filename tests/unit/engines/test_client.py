@@ -194,12 +194,12 @@ def test_experts_are_asked_for_and_read_without_the_dense_layers() -> None:
         ({"routed_experts": encoded(RECORD + 8)}, "recorded experts 8 to 16, the model has 0 to 8"),
     ],
 )
-def test_experts_that_cannot_be_those_of_the_response_are_an_error(meta: dict[str, Any], message: str) -> None:
+def test_experts_that_do_not_fit_the_response_are_an_error(meta: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         ask_with_record(**meta)
 
 
-def test_a_response_that_was_aborted_before_its_first_token_needs_no_experts() -> None:
+def test_a_response_aborted_at_its_start_has_no_experts() -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.Response:
         aborted = answer(finish_reason={"type": "abort"}, output_token_logprobs=[])
         return web.json_response([{**aborted, "output_ids": []}])
@@ -209,7 +209,7 @@ def test_a_response_that_was_aborted_before_its_first_token_needs_no_experts() -
 
 
 @pytest.mark.parametrize("trouble", ["dropped", "busy"])
-def test_generation_is_tried_again_after_a_lost_connection_and_a_full_queue(trouble: str) -> None:
+def test_generation_retries_lost_connections_and_full_queues(trouble: str) -> None:
     calls = 0
 
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -265,7 +265,7 @@ async def echoes(request: web.Request, body: dict[str, Any]) -> web.StreamRespon
     return web.json_response(answers)
 
 
-def test_short_requests_of_one_moment_share_an_http_call_and_get_their_own_answers() -> None:
+def test_short_simultaneous_requests_share_an_http_call() -> None:
     prompts = [[token, token + 1] for token in range(7)]
     sampling = Sampling(max_tokens=32, seed=5)
     groups, seen = talk(echoes, lambda client: ask_for_several(client, prompts, sampling=sampling, num_samples=16))
@@ -275,7 +275,7 @@ def test_short_requests_of_one_moment_share_an_http_call_and_get_their_own_answe
     assert [each["sampling_seed"] for each in seen[0][1]["sampling_params"]] == [*range(5, 21)] * 4
 
 
-def test_long_requests_and_those_of_later_moments_go_by_themselves() -> None:
+def test_long_and_later_requests_go_by_themselves() -> None:
     async def work(client: EngineClient) -> None:
         await ask_for_several(client, [[1], [2]], sampling=Sampling(max_tokens=33))
         for token in (3, 4):
@@ -285,7 +285,7 @@ def test_long_requests_and_those_of_later_moments_go_by_themselves() -> None:
     assert [body["input_ids"] for _, body in seen] == [[[1], [1]], [[2], [2]], [[3]], [[4]]]
 
 
-def test_of_requests_that_are_refused_together_only_the_one_at_fault_fails() -> None:
+def test_of_requests_refused_together_only_the_faulty_one_fails() -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if [3] in body["input_ids"]:
             return web.json_response({"error": {"message": "no threes"}}, status=400)
@@ -297,7 +297,7 @@ def test_of_requests_that_are_refused_together_only_the_one_at_fault_fails() -> 
     assert [len(body["input_ids"]) for _, body in seen] == [6, 2, 2, 2]
 
 
-def test_cancelling_one_of_several_calls_that_went_together_leaves_the_others_alone() -> None:
+def test_cancelling_one_of_several_joint_calls_spares_the_others() -> None:
     started, aborted = asyncio.Event(), asyncio.Event()
 
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -319,7 +319,7 @@ def test_cancelling_one_of_several_calls_that_went_together_leaves_the_others_al
     assert [body["rid"] for _, body in seen[1:]] == [seen[0][1]["rid"][1]]
 
 
-def test_a_call_that_fails_when_everybody_who_asked_is_gone_prints_nothing() -> None:
+def test_a_failed_call_without_waiters_prints_nothing() -> None:
     """As those to an engine that died do, whose requests have gone to another."""
     started, free, printed = asyncio.Event(), asyncio.Event(), []
 
@@ -388,7 +388,7 @@ def test_every_wait_has_a_deadline(call: str) -> None:
         talk(handler, WAITS[call], timeout_s=0.2)
 
 
-def test_a_bucket_sets_the_version_and_forgets_prefixes_only_at_the_end() -> None:
+def test_a_bucket_sets_version_and_flushes_only_at_the_end() -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"success": True, "message": ""})
 
@@ -403,7 +403,7 @@ def test_a_bucket_sets_the_version_and_forgets_prefixes_only_at_the_end() -> Non
     assert first["shapes"] == [[1, 2]]
 
 
-def test_a_call_that_is_cancelled_twice_at_the_end_of_a_run_prints_nothing() -> None:
+def test_a_call_cancelled_twice_at_the_end_prints_nothing() -> None:
     """By its caller and with all that still runs, when the client is closed already."""
     started, printed = asyncio.Event(), []
 

@@ -62,7 +62,7 @@ def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
 
 @pytest.mark.parametrize(("failures", "seconds"), [(0, 0.0), (2, 0.0), (0, 0.5)], ids=["at once", "after failures", "slowly"])
-def test_a_ready_engine_has_the_rest_of_its_start_to_describe_itself(
+def test_a_ready_engine_has_the_rest_of_its_start_to_describe(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, failures: int, seconds: float
 ) -> None:
     monkeypatch.setattr(module, "ENGINE_READY_S", 0.2)
@@ -70,7 +70,7 @@ def test_a_ready_engine_has_the_rest_of_its_start_to_describe_itself(
     assert (address.context_length, address.max_total_tokens, address.vocab_size) == (64, 512, 32)
 
 
-def test_an_engine_that_never_describes_itself_is_stopped_at_the_deadline(make_engine: Callable[..., Engine]) -> None:
+def test_an_engine_without_description_stops_at_the_deadline(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(failures=10**9, startup_timeout_s=1.0)
     with pytest.raises(DeadlineError, match=r"does not answer /\w+ after 1 s \(rollout\.startup_timeout_s\)"):
         engine.start()
@@ -93,7 +93,7 @@ def test_a_server_that_ends_in_a_run_is_not_one_that_failed(make_engine: Callabl
         engine.check()
 
 
-def test_a_server_that_fails_to_start_is_no_reason_to_start_again(make_engine: Callable[..., Engine]) -> None:
+def test_a_server_that_fails_to_start_is_not_started_again(make_engine: Callable[..., Engine]) -> None:
     with pytest.raises(EngineError, match="exit status 3") as caught:
         make_engine(failures=-1).start()
     assert not isinstance(caught.value, EngineDiedError)
@@ -114,7 +114,7 @@ def environment_of(tmp_path: Path, *, device_kind: str, gpus: tuple[str, ...] = 
     return engine._environment()
 
 
-def test_an_engine_does_not_get_what_is_meant_for_the_memory_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_does_not_get_the_ranks_memory_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With expandable segments SGLang's memory saver gives nothing back, with a warning only."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "expandable_segments:True")
@@ -124,14 +124,14 @@ def test_an_engine_does_not_get_what_is_meant_for_the_memory_of_ranks(tmp_path: 
     assert environment["SOMETHING_ELSE"] == "1" and "NCCL_NVLS_ENABLE" not in environment
 
 
-def test_an_engine_does_not_start_with_a_variable_that_changes_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_refuses_variables_that_change_its_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nobody checked the settings before: with this one log-probs would be those before the temperature."""
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     with pytest.raises(UserError, match="the environment has SGLANG_RETURN_ORIGINAL_LOGPROB=1"):
         environment_of(tmp_path, device_kind="cuda")
 
 
-def test_an_engine_finds_what_was_installed_beside_its_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_finds_programs_beside_its_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing activates the environment: SGLang runs ninja from PATH, and its memory saver loads libcudart from the loader's path."""
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/own")
@@ -150,7 +150,7 @@ def test_the_loader_finds_libcudart_for_an_engine(tmp_path: Path) -> None:
     assert subprocess.run(load, env=environment_of(tmp_path, device_kind="cuda"), check=False, timeout=60).returncode == 0
 
 
-def test_an_engine_sets_up_nccl_as_ranks_do_and_meets_on_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_sets_up_nccl_as_ranks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     environment = environment_of(tmp_path, device_kind="cuda", gpus=("GPU-8f2c", "GPU-11aa"))

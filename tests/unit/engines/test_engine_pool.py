@@ -74,7 +74,7 @@ def run(test: Callable[[Requests, list[EngineClient]], Awaitable[None]], *, num_
     asyncio.run(work())
 
 
-def test_the_epoch_rises_with_every_engine_that_joins_or_leaves_and_with_nothing_else() -> None:
+def test_the_epoch_rises_only_when_engines_join_or_leave() -> None:
     async def work() -> None:
         first, second, third = make_clients(3)
         pool = EnginePool([first, second], max_requests=1)
@@ -106,7 +106,7 @@ def test_an_engine_that_joined_gets_requests_once_it_is_admitted() -> None:
     run(test, num_engines=1)
 
 
-def test_a_pool_without_engines_lets_requests_wait_for_the_first_that_is_admitted() -> None:
+def test_requests_wait_in_an_empty_pool_for_the_first_engine() -> None:
     async def test(requests: Requests, clients: list[EngineClient]) -> None:
         (first,) = make_clients(1)
         await requests.start("a")
@@ -135,7 +135,7 @@ def test_an_engine_that_leaves_before_it_is_admitted_stays_away() -> None:
     run(test)
 
 
-def test_who_waits_for_an_engine_that_leaves_gets_another_and_after_the_last_its_error() -> None:
+def test_waiters_of_a_leaving_engine_get_another_or_its_error() -> None:
     async def test(requests: Requests, clients: list[EngineClient]) -> None:
         for name in "abcd":
             await requests.start(name)
@@ -156,7 +156,7 @@ def test_who_waits_for_an_engine_that_leaves_gets_another_and_after_the_last_its
     run(test)
 
 
-def test_a_retired_engine_is_a_member_that_rests_until_it_is_readmitted() -> None:
+def test_a_retired_engine_is_a_member_until_readmitted() -> None:
     async def test(requests: Requests, clients: list[EngineClient]) -> None:
         requests.pool.retire(clients[0], EngineError("slow"))
         for name in "abc":
@@ -222,7 +222,7 @@ def test_nobody_waits_for_the_answer_of_an_engine_that_leaves(monkeypatch: pytes
     run(test)
 
 
-def test_a_preferred_engine_is_taken_although_another_is_less_busy() -> None:
+def test_a_preferred_engine_is_taken_over_a_less_busy_one() -> None:
     async def test(requests: Requests, clients: list[EngineClient]) -> None:
         await requests.start("a", preferred=clients[1])
         await requests.start("b", preferred=clients[1])
@@ -233,7 +233,7 @@ def test_a_preferred_engine_is_taken_although_another_is_less_busy() -> None:
     run(test)
 
 
-def test_who_prefers_a_busy_engine_waits_for_it_and_keeps_no_one_from_another() -> None:
+def test_waiting_for_a_preferred_engine_blocks_no_other_request() -> None:
     async def test(requests: Requests, clients: list[EngineClient]) -> None:
         await requests.start("a", 1, preferred=clients[0])
         await requests.start("pair", 2, preferred=clients[0])
@@ -265,7 +265,7 @@ def test_who_prefers_a_busy_engine_takes_another_after_a_while(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("trouble", ["retire", "leave"])
-def test_who_prefers_an_engine_that_cannot_be_used_takes_another_at_once(trouble: str) -> None:
+def test_a_preferred_engine_that_is_unusable_is_replaced_at_once(trouble: str) -> None:
     async def test(requests: Requests, clients: list[EngineClient]) -> None:
         await requests.start("a", 2, preferred=clients[0])
         await requests.start("waiting", preferred=clients[0])
@@ -276,7 +276,7 @@ def test_who_prefers_an_engine_that_cannot_be_used_takes_another_at_once(trouble
     run(test)
 
 
-def test_one_that_is_cancelled_while_it_waits_keeps_nothing_for_itself() -> None:
+def test_a_cancelled_waiter_keeps_no_slot() -> None:
     async def test(requests: Requests, clients: list[EngineClient]) -> None:
         await requests.start("a")
         await requests.start("pair", 2)
@@ -302,7 +302,7 @@ def test_what_an_engine_gave_back_goes_first_then_evaluations() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_happens_no_slot_is_lost_and_no_engine_runs_too_much(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_slot_is_lost_and_no_engine_is_overloaded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that are cancelled at any moment, engines that fail, leave and come back at any moment."""
     monkeypatch.setattr(engine_pool, "AFFINITY_WAIT_S", 0.001)
     draw = random.Random(seed)

@@ -16,7 +16,7 @@ def test_greedy_is_temperature_zero() -> None:
     assert make_sampling(SETTINGS, eos_token_ids=(), greedy=True).temperature == 0.0
 
 
-def test_a_request_leaves_nothing_to_the_checkpoints_generation_config() -> None:
+def test_a_request_leaves_nothing_to_generation_config() -> None:
     request = make_sampling(SETTINGS, eos_token_ids=(9,)).request()
     neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
     assert request.items() >= neutral.items()

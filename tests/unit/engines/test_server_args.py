@@ -51,7 +51,7 @@ def test_what_the_server_would_not_take_is_one_sentence(arguments: dict[str, obj
 
 
 @pytest.mark.parametrize("name", OWNED_ENVIRONMENT)
-def test_variables_that_change_what_is_drawn_or_reported_are_refused(name: str) -> None:
+def test_variables_that_change_draws_or_reports_are_refused(name: str) -> None:
     check_environment({"PATH": "/bin"})
     with pytest.raises(UserError, match=f"the environment has {name}=1, which the engines would follow: .*; unset it"):
         check_environment({"PATH": "/bin", name: "1"})
@@ -108,7 +108,7 @@ def test_a_server_without_weights_reads_none() -> None:
     assert make_arguments({"load_format": "auto"}, has_weights=False)["load_format"] == "dummy"
 
 
-def test_a_deterministic_server_on_a_cpu_gets_what_it_needs_and_cuts_no_prompt() -> None:
+def test_a_deterministic_cpu_server_cuts_no_prompt() -> None:
     arguments = make_arguments({"enable_deterministic_inference": True})
     assert (arguments["attention_backend"], arguments["chunked_prefill_size"]) == ("torch_native", -1)
     assert "attention_backend" not in make_arguments({"enable_deterministic_inference": False})

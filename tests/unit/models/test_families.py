@@ -127,7 +127,7 @@ def test_families_that_rotate_by_layer_rotate_all_channels(family, spelling, tin
         parse_model_spec(given | spelling, origin="config.json")
 
 
-def test_the_release_that_packs_gated_delta_nets_is_the_one_that_refusals_name():
+def test_refusals_name_the_release_that_packs_gated_delta_nets():
     source = Path(importlib.util.find_spec("megatron.core.ssm.gated_delta_net").origin).read_text()
     refuses = "GDN does not support packed sequence" in source
     assert refuses == (Version(importlib.metadata.version("megatron-core")) < Version("0.18"))

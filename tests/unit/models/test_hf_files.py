@@ -38,7 +38,7 @@ def load(path: Path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("one_by_one", (True, False), ids=["one by one", "fused"])
-def test_both_forms_in_which_transformers_writes_experts_are_read(tiny_model, tmp_path, family, one_by_one):
+def test_both_forms_of_experts_in_transformers_are_read(tiny_model, tmp_path, family, one_by_one):
     path = tiny_model(family=family)
     original = load_file(path / "model.safetensors")
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -62,7 +62,7 @@ def test_a_fused_tensor_of_another_shape_is_refused(tiny_model, one_rank):
         load(path)
 
 
-def test_config_names_the_dtype_of_most_weights_in_whatever_order_they_come(tiny_model, tmp_path):
+def test_config_names_the_dtype_of_most_weights_in_any_order(tiny_model, tmp_path):
     path = tiny_model()
     weights = {"matrix": torch.zeros(8, 8, dtype=torch.bfloat16), "bias": torch.zeros(8, dtype=torch.float32)}
     for number, names in enumerate((("matrix", "bias"), ("bias", "matrix"))):
@@ -73,7 +73,7 @@ def test_config_names_the_dtype_of_most_weights_in_whatever_order_they_come(tiny
         assert len(list(saved.glob("*.safetensors"))) == 2
 
 
-def test_what_is_to_last_has_the_hashes_of_its_files_and_what_engines_get_has_none(tiny_model, tmp_path):
+def test_lasting_directories_have_hashes_and_engines_get_none(tiny_model, tmp_path):
     path = tiny_model()
     tensors = load_file(path / "model.safetensors")
     for name, size in (("whole", MAX_SHARD_BYTES), ("shards", 60_000)):
@@ -102,7 +102,7 @@ def test_an_export_names_no_code_which_it_does_not_have(tiny_model, tmp_path):
         transformers.AutoConfig.from_pretrained(tmp_path / "saved", trust_remote_code=True)
 
 
-def test_numbers_start_at_a_multiple_of_their_size_and_files_have_the_mode_of_others(tiny_model, tmp_path):
+def test_numbers_are_aligned_and_files_have_the_usual_mode(tiny_model, tmp_path):
     """Views of one memory, one of them by columns."""
     flat = torch.randn(4, 4)
     tensors = {"half": flat[0, :3].bfloat16(), "first": flat[1], "other": flat[2:].T}

@@ -56,7 +56,7 @@ def test_overrides_that_cannot_be_are_refused(overrides, message):
         config_of(overrides)
 
 
-def test_pipeline_combinations_that_are_silently_wrong_are_refused(monkeypatch):
+def test_silently_wrong_pipeline_combinations_are_refused(monkeypatch):
     topology = TopologySettings(num_ranks=2, pp=2, vpp=2)
     config = transformer_config(SPEC, topology=topology, dtype=torch.float32, overrides={})
     assert (config.overlap_p2p_comm, config.batch_p2p_comm) == (True, False)
@@ -114,7 +114,7 @@ def test_fused_attention_is_had_where_transformer_engine_says(capability):
     assert not has_fused_attention(tuple(capability), qk=24, v=12), "channels of a head are multiples of 8"
 
 
-def test_a_gpu_without_fused_attention_gets_torch_or_what_was_asked(model_spec):
+def test_a_gpu_without_fused_attention_gets_torch_or_its_setting(model_spec):
     qwen, deepseek, gpt_oss = (model_spec(name) for name in ("Qwen3-4B", "DeepSeek-V3", "gpt-oss-120b"))
     chosen = {
         capability: [choice_of("auto", spec, capability=capability) for spec in (qwen, deepseek)]
@@ -165,7 +165,7 @@ def test_overlapped_messages_without_virtual_stages_are_refused():
     ],
     ids=str,
 )
-def test_fields_that_would_fail_when_the_model_is_built_are_refused(overrides):
+def test_fields_that_would_fail_at_the_build_are_refused(overrides):
     """Found by building and training a tiny model with every value of every field."""
     with pytest.raises(UserError, match=r"^(model\.megatron\.|megatron-core refuses)"):
         transformer_config(SPEC, topology=TopologySettings(), dtype=torch.bfloat16, overrides=overrides)
@@ -184,7 +184,7 @@ def te_config(*, dtype=torch.bfloat16, **overrides):
 
 
 @pytest.mark.parametrize("narrow", [{"fp8": "hybrid"}, {"fp4": "e2m1"}])
-def test_products_that_want_other_numbers_of_tokens_than_sequences_have_are_refused(narrow):
+def test_products_that_need_other_token_counts_are_refused(narrow):
     (name,) = narrow
     with pytest.raises(UserError, match=rf"model\.megatron\.{name} is .*, and a micro-batch has as many as its sequences; remove it"):
         te_config(**narrow)
@@ -196,7 +196,7 @@ def test_overlap_whose_buffers_nobody_makes_is_refused():
         te_config(tp_comm_overlap=True)
 
 
-def test_transformer_engine_has_one_attention_that_is_known_before_the_run(monkeypatch):
+def test_transformer_engine_has_one_attention_before_the_run(monkeypatch):
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.delenv(name, raising=False)
     assert te_config().attention_backend is AttnBackend.fused

@@ -319,14 +319,14 @@ def test_json_of_the_saved_config_is_otherwise_the_source(tiny_model, tmp_path, 
     assert json.loads((tmp_path / "saved/config.json").read_text()) == json.loads((path / "config.json").read_text())
 
 
-def test_a_model_of_torch_layers_leaves_no_switches_for_the_processes_that_inherit_the_environment(tiny_model, one_rank, monkeypatch):
+def test_a_model_of_torch_layers_leaves_no_switches_behind(tiny_model, one_rank, monkeypatch):
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
     monkeypatch.delenv("NVTE_FLASH_ATTN", raising=False)
     load(tiny_model())
     assert (os.environ["NVTE_UNFUSED_ATTN"], os.environ.get("NVTE_FLASH_ATTN")) == ("0", None)
 
 
-def test_an_attention_that_transformer_engine_does_not_have_is_told_in_a_sentence(tiny_model, one_rank, monkeypatch):
+def test_an_attention_missing_in_transformer_engine_is_refused(tiny_model, one_rank, monkeypatch):
     _, (chunk,) = load(tiny_model())
     complaint = "No dot product attention backend is available for the provided inputs."
     monkeypatch.setattr(chunk, "forward", lambda *_arguments, **_named: raises(ValueError(complaint)))

@@ -42,7 +42,7 @@ def test_the_marks_follow_the_layout_whatever_upstream_set(built):
         (EXPERT, "allreduce", False, "linear_fc1.weight is of an expert, but its mark allreduce is False"),
     ],
 )
-def test_a_gradient_that_would_be_summed_over_the_wrong_ranks_stops_the_start(built, name, mark, value, message):
+def test_a_gradient_summed_over_wrong_ranks_stops_the_start(built, name, mark, value, message):
     chunks, spec = built
     vars(global_parameters(chunks)[name])[mark] = value
     with pytest.raises(AssertionError, match=message):

@@ -251,7 +251,7 @@ def test_what_would_compute_something_else_is_refused(name, changes, message):
         read(family, keys | changes)
 
 
-def test_a_factor_that_engines_read_and_transformers_does_not_has_to_be_in_both_spellings():
+def test_a_factor_that_only_engines_read_needs_both_spellings():
     words = (
         r"has attn_factor = 0\.878249, with which engines multiply cosine and sine by 1, and transformers, .* by 1\.13863; add attention_fa"
     )

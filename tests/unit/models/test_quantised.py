@@ -111,7 +111,7 @@ COMPRESSED_FLOAT8 = {
 
 
 @pytest.mark.parametrize("strategy", COMPRESSED_FLOAT8)
-def test_float8_of_compressed_tensors_means_its_codes_times_their_scales(tiny_model, strategy):
+def test_compressed_tensors_float8_is_codes_times_scales(tiny_model, strategy):
     path = tiny_model()
     entry, block_of, stored_shape = COMPRESSED_FLOAT8[strategy]
     tensors, meaning = load_file(path / "model.safetensors"), {}

@@ -154,7 +154,7 @@ def test_what_is_not_supported_is_refused(changes, message):
         spec_of(**changes)
 
 
-def test_keys_of_generation_and_of_training_say_nothing_about_the_network():
+def test_keys_of_generation_and_training_do_not_describe_models():
     assert spec_of(do_sample=False, num_beams=1, temperature=0.6, gradient_checkpointing=False, use_mrope=False) == spec_of()
 
 
@@ -183,7 +183,7 @@ def test_missing_and_malformed_files(tmp_path):
     assert read_model_spec(tmp_path) == spec_of()
 
 
-def test_a_directory_of_a_run_or_of_another_program_is_told_from_a_model(tmp_path):
+def test_a_run_or_foreign_directory_is_told_from_a_model(tmp_path):
     for name, words in (("hf", "give .*/step/hf"), ("megatron", "convert the checkpoint first: megatron-rl convert .*/step TARGET")):
         step = tmp_path / name / "step"
         (step / name).mkdir(parents=True)

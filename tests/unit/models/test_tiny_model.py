@@ -3,7 +3,7 @@
 import transformers
 
 
-def test_transformers_loads_the_directory_and_the_tokenizer_round_trips(tiny_model):
+def test_transformers_loads_the_directory_and_its_tokenizer(tiny_model):
     path = tiny_model(vocab=32)
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     assert model.config.num_hidden_layers == 2

@@ -60,7 +60,7 @@ def test_shares_with_different_reductions_are_refused() -> None:
         merge_metrics([{"x": Mean(1, 1)}, {"x": Sum(1)}])
 
 
-def test_unknown_name_gives_the_closest_and_wrong_reduction_is_refused() -> None:
+def test_unknown_names_and_wrong_reductions_are_refused() -> None:
     check_metrics({"rollout/reward": Mean(1, 1), "time/rollout": Sum(1), "rollout/reward_component/format": Mean(1, 2)})
     with pytest.raises(KeyError, match="closest is 'rollout/reward'"):
         check_metrics({"rollout/rewrd": Mean(1, 1)})

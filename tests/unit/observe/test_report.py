@@ -41,7 +41,7 @@ def log_run(directory: Path, *, num_steps: int) -> None:
             sinks.log(step, metrics | ({"eval/accuracy_greedy": 0.5 + 0.01 * step} if step % 2 == 0 else {}))
 
 
-def test_report_is_one_page_that_loads_nothing_and_holds_the_picture(tmp_path: Path) -> None:
+def test_report_is_one_self_contained_page_with_the_picture(tmp_path: Path) -> None:
     directory = tmp_path / "A <b> & c"
     log_run(directory, num_steps=5)
     path = write_report(directory, facts={"seed": "<1>"}, commands=["megatron-rl train x.yaml --resume", "a && b"])
@@ -66,7 +66,7 @@ def test_a_last_value_beyond_its_healthy_range_is_marked(tmp_path: Path) -> None
     assert page.count("\N{WARNING SIGN}") == 1
 
 
-def test_rewards_that_are_no_accuracy_are_drawn_on_an_axis_that_holds_them() -> None:
+def test_rewards_beyond_accuracies_get_an_axis_that_holds_them() -> None:
     steps = {step: {"eval/reward_greedy": value, "eval/reward_sampled": -value} for step, value in ((0, -3.0), (5, 1.482))}
     (panel,) = drawable(steps)
     assert panel.title == "Held-out reward, mean"
@@ -96,7 +96,7 @@ def test_only_measured_panels_are_drawn(tmp_path: Path) -> None:
         draw_curves({0: {"weights/version": 1.0}}, title="none")
 
 
-def test_smoothing_leaves_a_straight_line_straight_and_halves_noise() -> None:
+def test_smoothing_keeps_a_straight_line_and_halves_noise() -> None:
     line = [0.5 * index - 3 for index in range(40)]
     np.testing.assert_allclose(_smooth(line, width=3), line, atol=1e-12)
     noise = np.random.default_rng(0).normal(size=400)

@@ -26,7 +26,7 @@ def test_json_lines_are_readable_while_the_run_goes_on(tmp_path: Path) -> None:
     assert list(steps) == [0, 1] and math.isnan(steps[1]["train/loss"]) and steps[1]["train/lr"] == 1e-5
 
 
-def test_calls_for_one_step_add_up_and_a_resumed_run_replaces_what_came_after(tmp_path: Path) -> None:
+def test_rows_of_one_step_merge_and_a_resume_replaces_later_ones(tmp_path: Path) -> None:
     for first, values in ((0, [1.0, 2.0, 3.0, 4.0]), (2, [30.0])):
         with Sinks(tmp_path, ObserveSettings(), first_step=first) as sinks:
             for step, value in enumerate(values, start=first):

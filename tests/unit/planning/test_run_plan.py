@@ -42,7 +42,7 @@ def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Call
     assert (unsaved - RANK_HOST_BYTES, shared - unsaved) == (2 * 2 * GIB, 2 * 2 * GIB), "as much again while a checkpoint is written"
 
 
-def test_a_teacher_takes_the_place_of_activations_and_main_memory_of_its_own(run_settings: Callable[..., Settings]) -> None:
+def test_a_teacher_takes_activations_and_host_memory(run_settings: Callable[..., Settings]) -> None:
     rank: Any = SimpleNamespace(
         **dict.fromkeys(("num_layers", "num_parameters", "stage_parameters", "gradients", "optimizer", "reference", "away", "update"), 0),
         **{"parameters": GIB, "backward": GIB, "head": 2 * GIB, "largest_collective": Collective("none", 0)},
@@ -124,7 +124,7 @@ def test_interleaved_chunks_follow_megatrons_table(stage: int, vpp: int) -> None
     assert most_held(held, stage=stage, pp=pp, num_micro_batches=num_micro_batches)[0] == most
 
 
-def test_interleaving_holds_more_than_1f1b_by_the_published_factor() -> None:
+def test_interleaving_holds_more_than_1f1b_as_published() -> None:
     """Memory grows by 1 + (p - 1) / (p v) on the first stage (Korthikanti et al. 2022, section 4.2)."""
     plain, _ = most_held([12], stage=0, pp=4, num_micro_batches=16)
     interleaved, _ = most_held([6, 6], stage=0, pp=4, num_micro_batches=16)

@@ -37,7 +37,7 @@ def test_pairs_are_those_of_a_loop(window: int | None) -> None:
     assert causal_pairs(LENGTHS, window=window) == visible
 
 
-def test_a_forward_pass_has_two_operations_for_each_weight_and_each_channel_of_a_pair() -> None:
+def test_a_forward_pass_is_two_operations_per_weight_and_pair() -> None:
     found = Flops.of(size_of(DENSE), LENGTHS, num_targets=20)
     pairs = causal_pairs(LENGTHS)
     # Scores have the 5 channels of a key, sums the 3 of a value.
@@ -124,7 +124,7 @@ def test_messages_beyond_a_node_go_over_the_network() -> None:
         assert step.parts(RATES)["messages"] == pytest.approx(seconds)
 
 
-def test_parts_are_divided_by_their_rates_and_stretched_by_the_pipeline() -> None:
+def test_parts_are_divided_by_rates_and_stretched_by_pipelines() -> None:
     step = step_of(topology=replace(SINGLE, num_ranks=6, pp=3, dp=2), num_micro_batches=4)
     flops, stretched = step.flops, 1 + 2 / 4
     assert step.parts(RATES) == pytest.approx(

@@ -19,7 +19,7 @@ SETTINGS = RewardSettings(function="no_such_module:score")
 PROMPT = Prompt(id="p", token_ids=np.array([1]), text="2+2=", label="4")
 
 
-def test_workers_that_are_always_killed_give_errors_not_an_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_are_always_killed_end_in_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(pool: ProcessPool, *args: object, **options: object) -> ProcessFuture[Reward]:
         future: ProcessFuture[Reward] = ProcessFuture()
         future.set_exception(BrokenProcessPool("All workers expired"))

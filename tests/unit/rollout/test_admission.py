@@ -17,7 +17,7 @@ def test_synchronous_runs_make_nothing_ahead() -> None:
     assert admission.num_admitted(step=4, missing=8, version=3) == 0
 
 
-def test_a_staleness_of_two_makes_two_steps_ahead_and_stops_at_the_end_of_the_run() -> None:
+def test_a_staleness_of_two_is_two_steps_ahead_until_the_end() -> None:
     admission = Admission(groups_per_step=8, max_staleness=2, num_steps=10)
     assert admission.num_admitted(step=3, missing=8, version=3) == 24
     assert admission.num_admitted(step=4, missing=8, version=3) == 16
@@ -74,7 +74,7 @@ def play(admission: Admission, *, chance_of_signal: float, seed: int, resample: 
     seed=st.integers(0, 2**16),
     resample=st.booleans(),
 )
-def test_no_group_is_trained_on_later_than_its_first_token_allows(
+def test_no_group_is_trained_later_than_its_first_token_allows(
     groups_per_step: int, max_staleness: int, num_steps: int, chance_of_signal: float, seed: int, resample: bool
 ) -> None:
     admission = Admission(groups_per_step=groups_per_step, max_staleness=max_staleness, num_steps=num_steps)

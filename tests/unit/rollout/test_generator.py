@@ -131,7 +131,7 @@ def test_a_slow_tool_between_turns_holds_no_slot() -> None:
     run(test, num_engines=1, max_requests=1)
 
 
-def test_a_failing_engine_costs_each_of_its_requests_one_repetition_and_the_others_none() -> None:
+def test_a_failing_engine_costs_each_of_its_requests_one_retry() -> None:
     async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
         engines[0].free.clear()
         engines[1].free.clear()
@@ -155,7 +155,7 @@ def test_a_failing_engine_costs_each_of_its_requests_one_repetition_and_the_othe
     run(test)
 
 
-def test_later_turns_of_a_group_go_before_first_ones_of_groups_that_came_later() -> None:
+def test_later_turns_go_before_first_turns_of_later_groups() -> None:
     async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
         async def no_tool(index: int) -> None: ...
 
@@ -169,7 +169,7 @@ def test_later_turns_of_a_group_go_before_first_ones_of_groups_that_came_later()
 
 
 @pytest.mark.parametrize("error", [EngineError("died"), DeadlineError("slow")])
-def test_a_turn_that_is_lost_is_repeated_alone_and_before_what_waits(error: Exception) -> None:
+def test_a_lost_turn_is_repeated_alone_and_first(error: Exception) -> None:
     async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
         async def tool(index: int) -> None:
             engines[0].error = error
@@ -195,7 +195,7 @@ def test_a_turn_that_is_lost_is_repeated_alone_and_before_what_waits(error: Exce
     run(test, max_requests=1)
 
 
-def test_a_refused_request_is_raised_at_once_and_retires_no_engine() -> None:
+def test_a_refused_request_is_raised_and_retires_no_engine() -> None:
     async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
         engines[0].error = EngineRefusal("no", status=400)
         async with generator_of(pool) as generator:
@@ -219,7 +219,7 @@ def test_a_request_whose_last_engine_fails_raises_why() -> None:
     run(test)
 
 
-def test_a_cancelled_request_is_aborted_alone_whether_it_runs_or_waits() -> None:
+def test_a_cancelled_request_is_aborted_alone() -> None:
     async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
         (engine,) = engines
         engine.free.clear()
@@ -276,7 +276,7 @@ def test_a_cancelled_group_aborts_every_request_of_it() -> None:
     run(test, num_engines=1, max_requests=4)
 
 
-def test_a_request_on_an_engine_that_leaves_goes_to_another_at_once() -> None:
+def test_a_request_on_a_leaving_engine_moves_at_once() -> None:
     """One that hangs would otherwise be waited for until the request's own deadline."""
 
     async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
@@ -294,7 +294,7 @@ def test_a_request_on_an_engine_that_leaves_goes_to_another_at_once() -> None:
     run(test)
 
 
-def test_the_last_engine_that_leaves_ends_the_requests_with_its_error() -> None:
+def test_the_last_leaving_engine_ends_requests_with_its_error() -> None:
     async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
         engines[0].free.clear()
         async with generator_of(pool) as generator:
@@ -307,7 +307,7 @@ def test_the_last_engine_that_leaves_ends_the_requests_with_its_error() -> None:
     run(test, num_engines=1, max_requests=2)
 
 
-def test_a_session_stays_with_its_engine_and_follows_when_that_fails() -> None:
+def test_a_session_stays_with_its_engine_until_that_fails() -> None:
     async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
         async with generator_of(pool) as generator:
 
@@ -333,7 +333,7 @@ def test_a_session_stays_with_its_engine_and_follows_when_that_fails() -> None:
     run(test)
 
 
-def test_seeds_of_sessions_do_not_depend_on_the_order_in_which_they_ask() -> None:
+def test_seeds_of_sessions_do_not_depend_on_their_order() -> None:
     def seeds(order: Sequence[int], *, run_seed: int = 0) -> list[list[int | None]]:
         """Of each conversation's first and second turn, with tools that answer in `order`."""
         found: list[list[int | None]] = []
@@ -362,7 +362,7 @@ def test_seeds_of_sessions_do_not_depend_on_the_order_in_which_they_ask() -> Non
     assert not {seed for turns in seeds([0, 1, 2], run_seed=1) for seed in turns} & {seed for turns in first for seed in turns}
 
 
-def test_several_samples_of_one_request_take_seeds_one_after_the_other() -> None:
+def test_samples_of_one_request_take_consecutive_seeds() -> None:
     async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
         async with generator_of(pool) as generator:
             for count in (3, 1, 2):

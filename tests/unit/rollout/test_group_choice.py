@@ -100,7 +100,7 @@ def choice_of(*, drops: bool, fewest: int = 2) -> GroupChoice:
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_a_group_without_rewards_is_kept_where_nothing_is_dropped(drops: bool) -> None:
+def test_a_group_without_rewards_is_kept_without_a_filter(drops: bool) -> None:
     choice = choice_of(drops=drops)
 
     def rejection(*rewards: Reward) -> str | None:

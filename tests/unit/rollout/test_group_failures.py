@@ -46,7 +46,7 @@ def failing(*whens: int, error: BaseException) -> Rollout:
     return rollout
 
 
-def test_a_trajectory_that_fails_is_repeated_alone_with_other_seeds() -> None:
+def test_a_failed_trajectory_is_repeated_alone_with_other_seeds() -> None:
     client = FakeClient()
     group, maker = asyncio.run(make_with(failing(0, 2, error=ZeroDivisionError("tool")), client))
     assert [sample.index for sample in group.samples] == [0, 1, 2, 3] and group.failures == () and maker.num_retries == 5
@@ -64,7 +64,7 @@ def test_a_trajectory_that_fails_is_repeated_alone_with_other_seeds() -> None:
     )
 
 
-def test_a_trajectory_that_fails_again_and_again_is_left_out_and_counted() -> None:
+def test_a_trajectory_that_keeps_failing_is_dropped_and_counted() -> None:
     """The first call is for all four, calls 1 to 4 are for each alone, 5 and 6 for those of 2 and 4 once more."""
     group, _ = asyncio.run(make_with(failing(0, 2, 4, 5, 6, error=ZeroDivisionError("tool"))))
     assert [sample.index for sample in group.samples] == [0, 1]
@@ -72,7 +72,7 @@ def test_a_trajectory_that_fails_again_and_again_is_left_out_and_counted() -> No
     assert "in rollout" in group.failures[0].trace
 
 
-def test_trajectories_of_several_samples_are_numbered_when_made_alone() -> None:
+def test_trajectories_of_several_samples_are_numbered_alone() -> None:
     async def rollout(*, prompt: Prompt, num_samples: int, **arguments: Any) -> list[Sample]:
         if num_samples > 1:
             raise ValueError("all together")
@@ -120,7 +120,7 @@ def test_a_rollout_that_never_returns_is_a_timeout(monkeypatch: pytest.MonkeyPat
     asyncio.run(work())
 
 
-def test_waiting_for_an_engine_does_not_count_as_time_of_the_rollout() -> None:
+def test_waiting_for_an_engine_is_not_time_of_the_rollout() -> None:
     """Six requests of 0.1 s one after the other, with 0.3 s for each."""
     client = FakeClient(delay_s=0.1)
 
@@ -131,7 +131,7 @@ def test_waiting_for_an_engine_does_not_count_as_time_of_the_rollout() -> None:
     assert [len(group.samples) for group in asyncio.run(work())] == [1] * 6 and client.calls == 6
 
 
-def test_a_request_beyond_the_room_or_the_answers_limit_is_a_failure() -> None:
+def test_a_request_beyond_room_or_answer_limit_is_a_failure() -> None:
     rooms: list[int] = []
 
     async def rollout(*, prompt: Prompt, generator: Any, sampling: Sampling, **arguments: Any) -> list[Sample]:

@@ -34,7 +34,7 @@ async def collect(
     return [group async for group in make_groups(prompts, partial(maker.make, num_samples=2))]
 
 
-def test_every_prompt_becomes_one_group_with_all_that_is_known_of_its_tokens() -> None:
+def test_every_prompt_becomes_one_group_with_its_token_data() -> None:
     groups = asyncio.run(collect(make_prompts(9), [FakeClient()]))
     assert sorted(group.id for group in groups) == [prompt.id for prompt in make_prompts(9)]
     group = next(group for group in groups if group.id == "003")
@@ -60,7 +60,7 @@ def test_a_group_larger_than_the_limit_still_runs() -> None:
     assert client.most_running == 2
 
 
-def test_scoring_does_not_hold_a_slot_and_its_outcome_is_in_the_group() -> None:
+def test_scoring_holds_no_slot_and_its_outcome_is_in_the_group() -> None:
     async def work() -> list[Group]:
         generated = asyncio.Event()
         client = FakeClient()
@@ -78,7 +78,7 @@ def test_scoring_does_not_hold_a_slot_and_its_outcome_is_in_the_group() -> None:
     assert [[sample.reward.value for sample in group.samples if sample.reward] for group in groups] == [[0.0, 1.0]] * 5
 
 
-def test_what_waits_for_its_rewards_is_not_generated_again_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_wait_for_rewards_survive_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.rollout.groups.SLOW_REWARD_S", 0.1)
     prompts, never = make_prompts(2), asyncio.Event()
 
@@ -216,7 +216,7 @@ def test_closing_early_cancels_what_runs() -> None:
     assert slow.cancelled == slow.calls == 2
 
 
-def test_an_evaluation_goes_before_what_is_made_for_training_and_keeps_to_the_same_limit() -> None:
+def test_an_evaluation_goes_first_within_the_same_limit() -> None:
     client = FakeClient(delay_s=0.001)
 
     async def work() -> list[str]:
@@ -257,7 +257,7 @@ def test_a_slot_that_is_given_up_goes_to_the_next() -> None:
     assert client.running == 0
 
 
-def test_a_trajectory_is_scored_once_by_its_last_sample_for_all_of_them() -> None:
+def test_a_trajectory_is_scored_once_by_its_last_sample() -> None:
     """Samples come in any order; trajectory 9 is those of index 3, 0 and 1, trajectory 2 the one of index 2."""
     scored: list[int] = []
 
@@ -364,18 +364,18 @@ def test_a_rollout_that_breaks_its_contract_is_one_sentence(rollout: Rollout, me
         {"prompt": replace(OTHER_PROMPT, token_ids=[5, 6, 7], text="what came before", metadata={})},
     ],
 )
-def test_what_is_not_trained_on_and_what_rounding_explains_is_taken(changes: dict[str, Any]) -> None:
+def test_untrained_tokens_and_rounding_are_accepted(changes: dict[str, Any]) -> None:
     (group,) = asyncio.run(collect(make_prompts(1), [FakeClient()], rollout=changed(**changes)))
     assert len(group.samples) == 2
 
 
-def test_a_non_finite_log_prob_of_a_trained_token_says_what_was_got() -> None:
+def test_a_non_finite_trained_log_prob_names_the_value() -> None:
     (group,) = asyncio.run(collect(make_prompts(1), [FakeClient()], rollout=changed(rollout_log_probs=[-np.inf, np.nan])))
     words = "ValueError: Sample 0 of group 000 has the rollout log-prob -inf on a trainable token, needs a finite number"
     assert group.samples == () and [failure.headline for failure in group.failures] == [words] * 2
 
 
-def test_experts_recorded_across_a_weight_update_are_not_replayed() -> None:
+def test_experts_recorded_across_an_update_are_not_replayed() -> None:
     client = FakeClient()
     client.address = replace(client.address, mixture=MIXTURE)
     record = np.ones((3, 2, 1), np.uint8)
@@ -389,7 +389,7 @@ def test_experts_recorded_across_a_weight_update_are_not_replayed() -> None:
         assert [len(sample.routed_experts) for sample in group.samples if sample.routed_experts is not None] == [3, num_kept]
 
 
-def test_every_sample_of_every_request_is_drawn_with_a_seed_of_its_own_that_comes_again() -> None:
+def test_every_sample_has_a_reproducible_seed_of_its_own() -> None:
     async def two_requests(*, num_samples: int, **arguments: Any) -> list[Sample]:
         samples: list[Sample] = []
         for index in range(num_samples):
@@ -415,7 +415,7 @@ def test_every_sample_of_every_request_is_drawn_with_a_seed_of_its_own_that_come
     assert not set(seeds(1)) & set(first)
 
 
-def test_a_rollout_without_experts_is_refused_where_the_engine_records_them() -> None:
+def test_a_rollout_without_recorded_experts_is_refused() -> None:
     client = FakeClient()
     client.address = replace(client.address, mixture=MIXTURE)
     (group,) = asyncio.run(collect(make_prompts(1), [client]))

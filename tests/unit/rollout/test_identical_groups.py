@@ -46,7 +46,7 @@ def test_independent_samples_are_never_taken_for_copies(probability: float, leng
         assert identical.problem() is None
 
 
-def test_copies_are_found_after_the_groups_that_their_probability_says() -> None:
+def test_copies_are_found_after_as_many_groups_as_predicted() -> None:
     ids, log_probs = np.array([3, 4, 5]), [-0.7, -0.2, -0.4]
     identical, expected, num_groups = IdenticalGroups(), 0.0, 0
     while expected < LIMIT:
@@ -59,7 +59,7 @@ def test_copies_are_found_after_the_groups_that_their_probability_says() -> None
     assert num_groups == 11
 
 
-def test_a_healthy_start_does_not_hide_copies_and_single_samples_say_nothing() -> None:
+def test_late_copies_are_found_and_single_samples_say_nothing() -> None:
     random, identical = np.random.default_rng(1), IdenticalGroups()
     for _ in range(500):
         identical.add(draw(random, probability=0.5, length=6, num_samples=4))

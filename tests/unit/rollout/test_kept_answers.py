@@ -121,7 +121,7 @@ def buffer(tmp_path: Path) -> Any:
         yield opened
 
 
-def test_only_the_samples_that_a_kill_cut_off_are_asked_for_again(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_samples_that_a_kill_cut_off_are_made_again(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing that is done at the end of a process counts: a killed one does nothing.
     monkeypatch.setattr(KeptAnswers, "close", lambda self, finished: None)
     monkeypatch.setattr(generator, "KEEP_AFTER_S", 0.01)
@@ -156,7 +156,7 @@ def test_an_answer_to_another_request_is_not_taken(buffer: Buffer, changes: dict
     assert responses(asyncio.run(make(buffer, after, **changes))) == [[61, 1], [62, 1], [63, 1]]
 
 
-def test_an_answer_without_experts_is_not_taken_where_they_are_recorded(buffer: Buffer) -> None:
+def test_an_answer_without_recorded_experts_is_not_taken(buffer: Buffer) -> None:
     asyncio.run(make(buffer, Engine(limit=2), killed=True))
     after = Engine(limit=0)
     after.address = replace(after.address, mixture=MIXTURE)
@@ -164,7 +164,7 @@ def test_an_answer_without_experts_is_not_taken_where_they_are_recorded(buffer: 
     assert len(after.seeds) == 3
 
 
-def test_a_group_that_is_finished_soon_and_short_answers_cost_no_write(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soon_finished_groups_and_short_answers_cost_no_write(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setattr(Buffer, "put_answers", lambda self, group_id, answers: written.append(group_id))
     asyncio.run(make(buffer, Engine(limit=9)))
@@ -194,7 +194,7 @@ def test_a_full_disk_is_told_by_the_finished_group_alone(buffer: Buffer, monkeyp
     asyncio.run(make(buffer, Engine(limit=2), killed=True))
 
 
-def test_another_engine_is_asked_for_what_the_one_that_failed_has_not_answered(buffer: Buffer) -> None:
+def test_a_failed_engine_s_open_requests_go_to_another(buffer: Buffer) -> None:
     engines = Engine(limit=2, error=EngineError("gone")), Engine(limit=9, first=50)
     assert responses(asyncio.run(make(buffer, *engines))) == [[11, 1], [12, 1], [61, 1]]
     assert engines[1].seeds == engines[0].seeds[2:]

@@ -85,7 +85,7 @@ def test_the_manager_is_whole_before_an_engine_joins(make_settings: Callable[...
     assert asyncio.run(run()) == 2 * PROMPTS_PER_STEP
 
 
-def test_a_run_whose_reward_function_fails_on_its_probe_leaves_no_buffer(
+def test_a_reward_that_fails_on_its_probe_leaves_no_buffer(
     make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(self: Rewards, prompt: Prompt) -> None:
@@ -102,7 +102,7 @@ def test_a_run_whose_reward_function_fails_on_its_probe_leaves_no_buffer(
 
 
 @pytest.mark.parametrize("zero_variance", ["keep", "drop", "resample"])
-def test_every_staleness_trains_on_the_groups_of_the_synchronous_run(
+def test_every_staleness_trains_on_the_synchronous_groups(
     make_settings: Callable[..., Settings], tmp_path: Path, zero_variance: str
 ) -> None:
     async def run(max_staleness: int, seed: int) -> tuple[list[Any], list[dict[str, float]]]:
@@ -129,7 +129,7 @@ def test_every_staleness_trains_on_the_groups_of_the_synchronous_run(
 
 
 @pytest.mark.parametrize("override", ("rollout.max_staleness=0", "rollout.max_staleness=1", "rollout.function=cut_history:rollout"))
-def test_rewards_that_keep_failing_end_the_step_with_the_first_traceback(
+def test_failing_rewards_end_the_step_with_the_first_traceback(
     make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, override: str
 ) -> None:
     """A trajectory of two samples is one call."""
@@ -190,7 +190,7 @@ def test_closing_in_the_middle_aborts_what_is_being_made(make_settings: Callable
     assert asyncio.run(run()) == 0
 
 
-def test_evaluation_asks_every_prompt_greedily_and_then_at_the_training_temperature(
+def test_evaluation_is_greedy_and_then_at_training_temperature(
     make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"prompt": f"{number}=", "label": "1"}) + "\n" for number in (100, 102, 104)))
@@ -214,7 +214,7 @@ def test_evaluation_asks_every_prompt_greedily_and_then_at_the_training_temperat
     assert all(asyncio.run(run(seed))[0] == values for seed in range(1, 9)), "whichever answer is the first"
 
 
-def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_the_buffer_says_so(
+def test_a_step_with_all_groups_dropped_trains_on_nothing(
     make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def same(self: Rewards, sample: Sample) -> Reward:
@@ -231,9 +231,7 @@ def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_the_buffer_sa
     assert consumed(tmp_path / "buffer.sqlite") == [(1, 0, NO_SIGNAL)] * PROMPTS_PER_STEP
 
 
-def test_the_buffer_tells_what_each_step_trained_on_from_what_resampling_threw_away(
-    make_settings: Callable[..., Settings], tmp_path: Path
-) -> None:
+def test_the_buffer_separates_trained_from_dropped_groups(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     async def run() -> None:
         Client.engine = engine = Engine(seed=0)
         async with opened(make_settings("objective.zero_variance=resample"), tmp_path / "buffer.sqlite") as manager:
@@ -255,7 +253,7 @@ def keep(*, group, digit: int):
 
 
 @pytest.mark.parametrize("zero_variance", ["keep", "resample"])
-def test_a_group_that_the_filter_leaves_out_is_noted_counted_and_replaced_where_groups_are_resampled(
+def test_a_filtered_group_is_noted_counted_and_replaced(
     make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zero_variance: str
 ) -> None:
     (tmp_path / "filters_of_user.py").write_text(FILTERS)

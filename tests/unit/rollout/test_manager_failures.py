@@ -102,7 +102,7 @@ def test_the_next_prompt_takes_the_place_of_a_group_that_failed(
     assert log.count("Traceback") == 1
 
 
-def test_baselines_and_denominators_count_the_trajectories_that_are_left(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+def test_baselines_and_denominators_count_kept_trajectories(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     """Of 4 groups of 4 the first has 3 trajectories, with the rewards 0, 1, 2; the next has 4, one reward throughout, or 0 to 3."""
     settings = make_settings("loses_the_first", "data.samples_per_prompt=4")
     (batch,), (values,), _ = asyncio.run(run(settings, tmp_path / "buffer.sqlite", steps=range(1)))
@@ -119,7 +119,7 @@ def test_baselines_and_denominators_count_the_trajectories_that_are_left(make_se
 
 
 @pytest.mark.parametrize("estimator", ["group", "rloo", "unscaled"])
-def test_advantages_of_groups_of_unequal_sizes_follow_the_formula(estimator: str) -> None:
+def test_advantages_of_unequal_groups_follow_the_formula(estimator: str) -> None:
     groups = [[0.0, 1.0, 5.0], [3.0, 1.0], [2.0, 0.0, 0.0, 7.0]]
     expected = []
     for rewards in groups:
@@ -162,7 +162,7 @@ def test_failures_without_end_are_one_sentence_at_any_rate(make_settings: Callab
         asyncio.run(run(settings, tmp_path / "buffer.sqlite"))
 
 
-def test_a_resume_after_groups_were_left_out_is_the_run_that_was_not_ended(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+def test_a_resume_after_dropped_groups_is_the_unbroken_run(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     """Killed when the step after the checkpoint has its batch."""
     settings, path, killed = make_settings("fails_for_sevens"), tmp_path / "buffer.sqlite", tmp_path / "killed.sqlite"
     whole, counted, _ = asyncio.run(run(settings, path))
@@ -181,9 +181,7 @@ def test_a_baseline_that_fails_leaves_out_the_group(make_settings: Callable[...,
 
 
 @pytest.mark.parametrize("rate", [0.25, 0.5])
-def test_an_evaluation_counts_failures_and_ends_where_they_are_too_many(
-    make_settings: Callable[..., Settings], tmp_path: Path, rate: float
-) -> None:
+def test_an_evaluation_counts_failures_and_ends_at_too_many(make_settings: Callable[..., Settings], tmp_path: Path, rate: float) -> None:
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"prompt": f"{number}=", "label": "1"}) + "\n" for number in (7, 8, 9)))
 
     async def evaluate() -> dict[str, float]:

@@ -38,9 +38,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_killed_run_goes_on_with_its_finished_groups_under_the_same_rule(
-    make_settings: Callable[..., Settings], tmp_path: Path, seed: int
-) -> None:
+def test_a_killed_run_keeps_finished_groups_under_the_same_rule(make_settings: Callable[..., Settings], tmp_path: Path, seed: int) -> None:
     settings = make_settings("rollout.max_staleness=2", "objective.zero_variance=resample")
     path, killed = tmp_path / "buffer.sqlite", tmp_path / "killed.sqlite"
     checkpoint_step, killed_step = 2 + seed % 2, 4
@@ -115,7 +113,7 @@ async def resumed(settings: Settings, path: Path, position: dict[str, Any], *, s
         return said, [prompts_of((await step_of(manager, engine, number))[0]) for number in (step, step + 1)]
 
 
-def test_a_checkpoint_that_is_made_when_the_next_step_has_its_batch_is_resumed(saved: tuple[Settings, Path, dict[str, Any]]) -> None:
+def test_a_checkpoint_with_the_next_batch_ready_is_resumed(saved: tuple[Settings, Path, dict[str, Any]]) -> None:
     """As one is that SIGTERM asks for before the ranks train on that batch, or before all of it is there."""
     settings, path, position = saved
 
@@ -140,7 +138,7 @@ def test_a_buffer_of_an_earlier_moment_is_refused(saved: tuple[Settings, Path, d
         asyncio.run(resumed(settings, path, position))
 
 
-def test_a_run_goes_on_without_its_buffer_and_says_what_waited_in_it(saved: tuple[Settings, Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_run_continues_without_its_buffer_and_names_the_loss(saved: tuple[Settings, Path, dict[str, Any]], tmp_path: Path) -> None:
     settings, _, position = saved
     path = tmp_path / "new.sqlite"
     said, first = asyncio.run(resumed(settings, path, position))
@@ -183,7 +181,7 @@ def test_a_resume_with_less_staleness_makes_what_is_too_old_anew(make_settings: 
     assert metrics[0]["rollout/renewed_groups"] == PROMPTS_PER_STEP
 
 
-def test_a_group_that_is_finished_with_what_was_kept_of_too_old_weights_is_made_anew(
+def test_a_group_finished_with_too_old_answers_is_made_again(
     make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One of step 4, whose samples of version 1 wait for their rewards, is killed, and goes on with a max_staleness of 1 instead of 2."""
@@ -237,7 +235,7 @@ def test_a_group_that_is_finished_with_what_was_kept_of_too_old_weights_is_made_
         ("run.num_steps=9", None),
     ],
 )
-def test_finished_groups_of_other_settings_are_made_anew_at_a_resume(
+def test_finished_groups_of_other_settings_are_made_at_a_resume(
     make_settings: Callable[..., Settings], tmp_path: Path, override: str, sentence: str | None
 ) -> None:
     path = tmp_path / "buffer.sqlite"

@@ -38,7 +38,7 @@ def two_turns_each(num_trajectories: int) -> list[Sample]:
     return samples
 
 
-def test_records_of_own_prompts_reach_the_batch_through_the_buffer(tmp_path: Path) -> None:
+def test_records_with_own_prompts_reach_the_batch(tmp_path: Path) -> None:
     made = two_turns_each(3)
     checked = check_samples(made, prompt=PROMPT, num_samples=3, vocab_size=50, max_tokens=99, need_experts=True)
     assert checked == tuple(made)

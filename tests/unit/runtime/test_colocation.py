@@ -50,7 +50,7 @@ def make_turns() -> Iterator[MakeTurns]:
         yield make
 
 
-def test_a_synchronous_step_goes_from_weights_to_cache_to_training(make_turns: MakeTurns) -> None:
+def test_a_synchronous_step_goes_weights_cache_training(make_turns: MakeTurns) -> None:
     turns, memory = make_turns()
     order = []
     for turn in (Turn.SYNC, Turn.GENERATION, Turn.TRAINING, Turn.SYNC, Turn.GENERATION):

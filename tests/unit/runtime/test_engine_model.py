@@ -52,7 +52,7 @@ def test_plain_safetensors_are_read_by_engines_without_a_trainer(tiny_model: Cal
     assert not (tmp_path / "run").exists()
 
 
-def test_engines_start_on_the_same_model_without_the_code_that_it_names(
+def test_engines_start_on_the_same_model_without_its_code(
     tiny_model: Callable[..., Path], settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its layers of multi-token prediction, if any are in the files, stay promised with the files.
@@ -79,7 +79,7 @@ def test_engines_start_on_the_same_model_without_the_code_that_it_names(
     assert len(notes) == 2 and all("(auto_map)" in note for note in notes)
 
 
-def test_a_description_without_weights_waits_for_those_of_the_trainer(unreadable: Path, settings: Make, tmp_path: Path) -> None:
+def test_a_model_without_weights_waits_for_the_trainer_s(unreadable: Path, settings: Make, tmp_path: Path) -> None:
     notes: list[str] = []
     model = make_model(settings(unreadable), dtype="float32", note=notes.append)
     assert model == EngineModel(tmp_path / "run/engine-model", has_weights=False)
@@ -91,7 +91,7 @@ def test_a_description_without_weights_waits_for_those_of_the_trainer(unreadable
     assert check_run_directory(tmp_path / "run", resume=False) == []
 
 
-def test_engines_without_a_trainer_get_the_weights_that_it_would_start_from(unreadable: Path, settings: Make, read_all: Any) -> None:
+def test_engines_without_a_trainer_get_its_first_weights(unreadable: Path, settings: Make, read_all: Any) -> None:
     meant = {name: tensor.float() for name, tensor in read_all(unreadable, torch.float32).items()}
     path = settings(unreadable).run.directory / f"engine-weights-{os.getpid()}"
     notes: list[str] = []
@@ -103,7 +103,7 @@ def test_engines_without_a_trainer_get_the_weights_that_it_would_start_from(unre
     assert not path.exists() and str(path) in notes[0]
 
 
-def test_an_evaluation_that_ends_while_weights_are_converted_leaves_none_of_them(
+def test_an_evaluation_ended_while_converting_leaves_no_weights(
     unreadable: Path, settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is killed, what removes the leftovers of dead processes knows of all that is there."""

@@ -19,7 +19,7 @@ print(*sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron
 """
 
 
-def test_the_actor_of_an_engine_imports_neither_torch_nor_megatron() -> None:
+def test_the_actor_of_an_engine_imports_no_torch_and_no_megatron() -> None:
     make_engine = partial(
         Engine,
         Path("model"),

@@ -24,7 +24,7 @@ class Node:
     other: "Node"
 
 
-def test_what_is_loaded_is_spared_and_what_was_garbage_already_is_not_kept() -> None:
+def test_loaded_objects_are_frozen_and_garbage_is_not_kept() -> None:
     node = Node()
     node.other = node
     seen = weakref.ref(node)

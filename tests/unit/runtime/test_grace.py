@@ -62,7 +62,7 @@ def test_a_third_request_leaves_the_end_alone() -> None:
     assert raised(TERM, signal.SIGINT, AGAIN, AGAIN, AGAIN) is None
 
 
-def test_a_failure_is_not_hidden_by_the_signal_that_came_before_it() -> None:
+def test_a_failure_is_not_hidden_by_an_earlier_signal() -> None:
     with pytest.raises(ValueError, match="broken"), finishing_first():
         signal.raise_signal(TERM)
         raise ValueError("broken")

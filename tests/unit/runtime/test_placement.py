@@ -171,7 +171,7 @@ def test_what_a_run_needs_follows_from_its_settings() -> None:
     assert Needs.of(settings, device_kind="cuda", trains=False).num_ranks == 0
 
 
-def test_the_variables_of_a_run_reach_every_process_that_ray_starts() -> None:
+def test_the_variables_of_a_run_reach_every_ray_process() -> None:
     placement = place(needs(2, num_engines=1), nodes=[4])
     variables = {"NCCL_NVLS_ENABLE": "0"}
     reservation = Reservation(placement, PlacementGroup.empty(), (0,), "cuda", variables)

@@ -277,7 +277,7 @@ def test_a_damaged_file_of_weights_is_found(
     assert str(caught.value).count("download") == 1
 
 
-def test_our_own_format_is_a_model_whose_engines_get_their_weights_later(check: Callable[..., list[str]], words: list[str]) -> None:
+def test_our_own_format_gets_its_engine_weights_later(check: Callable[..., list[str]], words: list[str]) -> None:
     path = Path(words[1].partition("=")[2])
     convert(path, path.with_name("ours"), Options())
     check(f"model.path={path.with_name('ours')}")
@@ -436,7 +436,7 @@ def test_plan_says_what_would_be_launched(words: list[str]) -> None:
     assert "critic" not in processes
 
 
-def test_plan_says_how_weights_reach_the_engines_and_what_decides_it(words: list[str]) -> None:
+def test_plan_names_the_transport_and_its_reason(words: list[str]) -> None:
     def said(*more: str, kind: Literal["cpu", "cuda"] = "cpu") -> str:
         return weight_sync(load_settings(None, [*words, *more]), device_kind=kind)
 

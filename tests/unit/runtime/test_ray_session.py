@@ -197,7 +197,7 @@ def test_ray_reads_the_deadlines_that_it_is_given(monkeypatch: pytest.MonkeyPatc
     assert [name for name in given if name.encode() not in readers] == []
 
 
-def test_ray_still_gives_its_node_thirty_seconds_that_nothing_changes() -> None:
+def test_ray_still_gives_its_node_thirty_fixed_seconds() -> None:
     """When this fails, look whether Ray's deadline can be set now, and whether it still asks `services.get_node`."""
     source = inspect.getsource(Node.__init__)
     assert "raylet_start_wait_time_s = 30" in source

@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_told_with_the_one_before(
     assert "put its checkpoints back" in problem(asked(words))
 
 
-def test_a_run_does_not_begin_again_where_its_checkpoints_are_gone(words: list[str], tmp_path: Path) -> None:
+def test_a_run_without_its_checkpoints_does_not_begin_again(words: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.rmtree(run / "checkpoints")
     message = problem(asked(words))
@@ -160,7 +160,7 @@ def test_other_numbers_of_a_model_of_the_same_shapes_are_noted(words: list[str],
     assert "has norm_epsilon 0.001, checkpoint " in note and note.endswith("what was trained is computed otherwise from now on")
 
 
-def test_a_buffer_that_is_none_is_refused_and_one_of_a_killed_run_is_left_alone(words: list[str], tmp_path: Path) -> None:
+def test_a_file_that_is_no_buffer_is_refused_a_killed_run_s_kept(words: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     with Buffer(run / "buffer.sqlite") as buffer:
         buffer.add_prompts([Prompt(id="p", token_ids=np.array([1]), text="a")])
@@ -202,9 +202,7 @@ def test_a_line_of_metrics_that_is_none_is_refused(words: list[str], tmp_path: P
     assert "metrics.jsonl:1: not a line of metrics" in problem(asked(words))
 
 
-def test_check_prints_what_would_be_resumed_or_only_what_is_wrong(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_prints_the_resume_or_only_the_errors(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [*words, "objective.policy_loss=sft"]
     assert main(["train", "--check", "--resume", *given]) == 0
     told = capsys.readouterr().out
@@ -218,9 +216,7 @@ def test_check_prints_what_would_be_resumed_or_only_what_is_wrong(
         preflight(load_settings(None, given), resume=True, probe=False)
 
 
-def test_a_copied_run_does_not_go_on_in_the_directory_it_was_copied_from(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copied_run_does_not_continue_in_the_original(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     (run / "settings.yaml").write_text(dump_settings(load_settings(None, words)))
     shutil.copytree(run, copy, symlinks=True)

@@ -81,7 +81,7 @@ def test_every_so_many_steps_are_kept_for_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_the_policy_of_a_checkpoint_stays_when_the_checkpoint_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+def test_the_policy_of_a_deleted_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
     def refuse(source: str, target: str) -> None:
         raise PermissionError("not on this file system")
 
@@ -126,14 +126,14 @@ def test_an_export_alone_is_no_checkpoint_and_supersedes_none(tmp_path: Path, fa
 
 
 @pytest.mark.parametrize("fails", ["at once", "later"])
-def test_a_failed_save_keeps_the_old_checkpoint_and_leaves_nothing_half_written(tmp_path: Path, fails: str) -> None:
+def test_a_failed_save_keeps_the_old_checkpoint_whole(tmp_path: Path, fails: str) -> None:
     save(tmp_path, 2, keep=1)
     with pytest.raises(UserError, match="disk is full"):
         save(tmp_path, 4, keep=1, fails=fails)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
-def test_a_half_written_one_is_passed_over_and_named_and_supersedes_nothing(tmp_path: Path) -> None:
+def test_a_half_written_checkpoint_is_named_and_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     save(tmp_path, 2)
     for step, part in ((4, "run.json"), (6, "megatron/manifest.json")):
@@ -179,7 +179,7 @@ def test_the_old_goes_only_when_the_new_is_on_the_disk(tmp_path: Path, monkeypat
     assert order[-2:] == ["sync checkpoints", "remove .step-000002.partial"]
 
 
-def test_a_deletion_that_ends_half_way_leaves_no_checkpoint_with_half_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_done_deletion_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 2)
     monkeypatch.setattr(shutil, "rmtree", lambda path: (path / "hf" / "model.safetensors").unlink() or os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -188,7 +188,7 @@ def test_a_deletion_that_ends_half_way_leaves_no_checkpoint_with_half_its_files(
     assert [path.name for path in incomplete_checkpoints(tmp_path)] == [".step-000002.partial"]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_named_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = tmp_path / "elsewhere"
     for step in (2, 3):
         save(tmp_path, step)

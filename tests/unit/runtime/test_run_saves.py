@@ -21,7 +21,7 @@ from megatron_rl.runtime.run_checkpoint import CheckpointWriter, checkpoint_path
 from megatron_rl.runtime.watchdog import Watchdog
 
 
-def test_a_run_that_is_asked_to_end_leaves_a_checkpoint_of_its_last_step(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+def test_a_run_that_is_ended_saves_its_last_step(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
     run = make_run("run.num_steps=9", "run.save_interval=0", fails_at=2, error=SystemExit(143))
     with pytest.raises(SystemExit):
         train_loop(run, first_step=0)
@@ -65,7 +65,7 @@ def test_a_step_that_cannot_be_trained_on_leaves_no_checkpoint(make_run: MakeRun
     assert checkpoint_paths(tmp_path / "run") == []
 
 
-def test_a_checkpoint_that_cannot_be_written_at_the_end_does_not_cost_the_summary(
+def test_a_failed_last_save_keeps_the_summary(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(self: Ranks, directory: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_checkpoint_that_cannot_be_written_at_the_end_does_not_cost_the_summar
 
 
 @pytest.mark.parametrize("phase", ["train", "save", "saved"])
-def test_sigterm_waits_for_an_optimizer_step_and_for_a_checkpoint(
+def test_sigterm_waits_for_a_step_and_for_a_checkpoint(
     make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     asked = {"train": "train", "save": "begin_save", "saved": "finish_saves"}[phase]
@@ -125,7 +125,7 @@ def test_a_second_signal_does_not_wait_for_the_checkpoint(make_run: MakeRun, tmp
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
-def test_a_save_that_takes_long_is_waited_for_by_the_next_and_by_the_end(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+def test_a_long_save_is_awaited_by_the_next_and_by_the_end(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
     run = make_run("run.num_steps=3", "run.save_interval=1", written=False)
     train_loop(run, first_step=0)
     around = [call[:2] for call in calls if call[0] in ("rollout", "train", "save", "saved")]
@@ -137,7 +137,7 @@ def test_a_save_that_takes_long_is_waited_for_by_the_next_and_by_the_end(make_ru
 
 
 @pytest.mark.parametrize("long", ["next_batch", "evaluate"])
-def test_a_save_that_is_written_is_in_its_place_before_the_samples_that_are_waited_for(
+def test_a_written_save_is_in_place_before_the_next_samples(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: str
 ) -> None:
     """A run that is killed in a long rollout goes back to the checkpoint before it, so finished groups fit the weights of that."""
@@ -172,9 +172,7 @@ def test_exports_have_an_interval_of_their_own(make_run: MakeRun, calls: Calls, 
     assert (tmp_path / "run" / "huggingface").resolve() == tmp_path / "run" / "checkpoints" / "step-000006" / "hf"
 
 
-def test_a_run_that_is_asked_to_end_after_an_export_leaves_a_checkpoint_of_that_step_nevertheless(
-    make_run: MakeRun, calls: Calls, tmp_path: Path
-) -> None:
+def test_a_run_ended_after_an_export_still_saves_that_step(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
     run = make_run("run.num_steps=9", "run.save_interval=0", "run.export_interval=2", fails_at=2, error=SystemExit(143))
     with pytest.raises(SystemExit):
         train_loop(run, first_step=0)
@@ -183,7 +181,7 @@ def test_a_run_that_is_asked_to_end_after_an_export_leaves_a_checkpoint_of_that_
     assert [path.name for path in (tmp_path / "run" / "exports").iterdir()] == ["step-000002"]
 
 
-def test_the_link_leads_to_the_new_policy_before_the_old_one_is_deleted_and_what_cannot_be_is_said(
+def test_the_link_moves_before_the_old_policy_is_deleted(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     links: list[str] = []
@@ -240,7 +238,7 @@ def test_a_run_that_ends_early_keeps_the_checkpoint_on_its_way(make_run: MakeRun
 
 
 @pytest.mark.parametrize(("answers", "kept"), [(True, ["step-000001"]), (False, [])])
-def test_ranks_that_hang_are_not_waited_for_once_more_for_a_checkpoint(
+def test_hanging_ranks_are_not_awaited_again_for_a_checkpoint(
     make_run: MakeRun,
     calls: Calls,
     tmp_path: Path,
@@ -262,7 +260,7 @@ def test_ranks_that_hang_are_not_waited_for_once_more_for_a_checkpoint(
     assert summary is not None and summary.status == "failed: DeadlineError: training of step 2 did not finish"
 
 
-def test_engines_that_share_devices_stop_before_a_checkpoint_at_sigterm(make_run: MakeRun, calls: Calls, watchdog: Watchdog) -> None:
+def test_engines_on_shared_devices_stop_before_a_sigterm_save(make_run: MakeRun, calls: Calls, watchdog: Watchdog) -> None:
     run = make_run("run.num_steps=9", "run.save_interval=0", fails_at=1, error=SystemExit(143), devices=Devices(calls))
     with pytest.raises(SystemExit):
         train_loop(run, first_step=0)

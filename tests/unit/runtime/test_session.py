@@ -32,14 +32,12 @@ PATHS = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
     ("override", "shown"),
     [("run.seed=0", False), ("objective.kl.coef=0.1", True), ("training.reference_interval=2", True)],
 )
-def test_the_console_has_a_column_of_the_kl_where_there_is_a_reference(override: str, shown: bool) -> None:
+def test_the_console_has_a_kl_column_with_a_reference(override: str, shown: bool) -> None:
     columns = [column.title for column in _columns(load_settings(None, [*PATHS, override]))]
     assert ("KL ref" in columns) == shown and "reward" in columns
 
 
-def test_a_start_says_which_rows_lack_a_label_before_it_starts_anything(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_names_rows_without_a_label_first(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
     rows = [{"prompt": "1", "label": "1"}, {"prompt": "2"}, {"prompt": "3", "label": "3"}, {"prompt": "4"}]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -55,7 +53,7 @@ def test_a_start_says_which_rows_lack_a_label_before_it_starts_anything(
     assert f"note: no row of {tmp_path}/held_out.jsonl has the field 'label'" in before
 
 
-def test_an_evaluation_removes_what_killed_ones_have_left_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_first_removes_remains_of_killed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     def start(*_: object, **__: object) -> None:
@@ -84,7 +82,7 @@ class Engines:
         self.goes_on = goes_on
 
 
-def test_a_run_goes_on_without_an_engine_that_dies_but_not_without_the_last(
+def test_a_run_survives_a_dead_engine_but_not_the_last(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
@@ -117,7 +115,7 @@ def test_a_run_goes_on_without_an_engine_that_dies_but_not_without_the_last(
         assert stream.getvalue() == printed
 
 
-def test_a_checkpoint_gets_a_position_that_the_buffer_on_disk_knows(
+def test_a_checkpoint_has_a_position_of_the_buffer_on_disk(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: list[Buffer] = []

@@ -144,7 +144,7 @@ def test_each_rank_compares_a_share_of_a_checkpoint_of_its_own(group: TrainerGro
     assert sorted(worker.checked for worker in Worker.made) == [(Path("checkpoint"), share, 4) for share in range(4)]
 
 
-def test_a_rank_compares_only_a_checkpoint_that_it_has_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_compares_a_checkpoint_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[tuple[Path, bool]] = []
     monkeypatch.setattr(module.training_state, "check_files", lambda *_, **__: None)
     worker = module.TrainerWorker.__ray_metadata__.modified_class()
@@ -155,7 +155,7 @@ def test_a_rank_compares_only_a_checkpoint_that_it_has_not_compared(monkeypatch:
     assert loaded == [(Path("one"), True), (Path("two"), False)]
 
 
-def test_a_rank_trains_on_the_sequences_of_its_data_parallel_rank(group: TrainerGroup) -> None:
+def test_a_rank_trains_on_its_data_parallel_sequences(group: TrainerGroup) -> None:
     batch = make_batch([4, 7, 2, 9, 3, 5, 6])
     steps = group.train(batch, step=3)
     # The budget of a micro-batch is that of each context-parallel rank.

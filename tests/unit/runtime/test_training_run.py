@@ -84,7 +84,7 @@ def test_a_run_that_ends_early_keeps_what_it_has(make_run: MakeRun, tmp_path: Pa
     assert status in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_a_resumed_run_evaluates_where_the_run_that_was_not_interrupted_does(make_run: MakeRun, calls: Calls) -> None:
+def test_a_resumed_run_evaluates_at_the_same_steps(make_run: MakeRun, calls: Calls) -> None:
     overrides = ("run.num_steps=9", "run.save_interval=1", "run.eval_interval=2", "data.eval=held_out.jsonl")
     for last, evaluates in ((3, False), (4, True)):
         first = make_run(*overrides, resume=True, held_out=4, fails_at=last, error=EngineError("gone"))
@@ -98,7 +98,7 @@ def test_a_resumed_run_evaluates_where_the_run_that_was_not_interrupted_does(mak
         assert (("evaluate",) in calls) == evaluates
 
 
-def test_a_step_that_was_trained_on_is_logged_although_its_save_fails(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+def test_a_trained_step_is_logged_although_its_save_fails(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
     run = make_run("run.num_steps=1")
     run.begin(step=0)
     run.train(run.next_batch(0), step=0)
@@ -138,7 +138,7 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(
     assert [call[1] for call in calls if call[0] == "publish"] == [4, 5, 6]
 
 
-def test_a_run_that_is_killed_behind_its_checkpoint_has_the_row_of_its_step(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_run_killed_after_its_checkpoint_has_that_step_s_row(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run("run.num_steps=9", "run.save_interval=2")
     run.begin(step=0)
     for step in range(2):
@@ -160,7 +160,7 @@ def test_a_run_without_checkpoint_starts_at_the_first_prompt(make_run: MakeRun, 
     assert "5 groups to be made anew, because of a setting" in " ".join(capsys.readouterr().out.split())
 
 
-def test_groups_that_are_too_old_after_a_resume_are_said_to_be_made_anew(
+def test_groups_too_old_after_a_resume_are_announced(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Manager, "renewed_at", 1)
@@ -209,7 +209,7 @@ def test_a_report_can_be_made_at_any_time(make_run: MakeRun, tmp_path: Path) -> 
         report_run(tmp_path / "run")
 
 
-def test_a_run_measures_how_long_engines_were_busy_and_how_much_of_that_the_training_hid(
+def test_a_run_measures_engine_time_and_its_overlap(
     make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(self: Ranks, batch: str, *, step: int) -> list[dict[str, Metric]]:
@@ -311,7 +311,7 @@ def test_a_supervised_run_trains_on_its_rows_and_asks_no_engine(make_run: MakeRu
     assert (run.resume(), again.at) == (3, 9)
 
 
-def test_a_supervised_run_without_checkpoint_starts_at_its_first_row(make_run: MakeRun) -> None:
+def test_a_supervised_run_without_checkpoint_starts_at_row_one(make_run: MakeRun) -> None:
     rows = Rows()
     assert make_run("objective.policy_loss=sft", source=rows, resume=True).resume() == 0
     assert rows.at == 0

@@ -92,7 +92,7 @@ def test_the_end_cancels_what_nobody_waits_for_any_more() -> None:
     assert ended.is_set()
 
 
-def test_the_death_of_a_watched_actor_ends_a_wait_for_somebody_else_at_once(watchdog: Watchdog) -> None:
+def test_the_death_of_a_watched_actor_ends_every_wait_at_once(watchdog: Watchdog) -> None:
     vital: Future = Future()
     watchdog.watch("engine 0", vital)
     threading.Timer(0.1, vital.set_exception, [EngineError("engine died, its log ends with: boom")]).start()
@@ -101,7 +101,7 @@ def test_the_death_of_a_watched_actor_ends_a_wait_for_somebody_else_at_once(watc
         watchdog.wait([Future()], name="rollout", owner="part", timeout_s=30)
 
 
-def test_the_death_behind_a_failed_call_is_told_although_the_call_fails_first(watchdog: Watchdog) -> None:
+def test_the_death_behind_a_failed_call_is_reported(watchdog: Watchdog) -> None:
     vital: Future = Future()
     watchdog.watch("engine 0", vital)
     refused: Future = Future()
@@ -123,7 +123,7 @@ def test_a_failed_call_without_a_death_behind_it_is_told_itself(watchdog: Watchd
 
 
 @pytest.mark.timeout(60)
-def test_a_mistake_of_the_user_is_told_without_looking_for_a_death(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_of_the_user_is_raised_without_a_search(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.runtime.watchdog.CAUSE_S", 3600.0)
 
     async def mistaken() -> None:
@@ -135,7 +135,7 @@ def test_a_mistake_of_the_user_is_told_without_looking_for_a_death(watchdog: Wat
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_a_death_ends_the_wait_unless_the_run_goes_on_without_the_actor(watchdog: Watchdog, goes_on: bool) -> None:
+def test_a_death_ends_the_wait_unless_the_run_continues(watchdog: Watchdog, goes_on: bool) -> None:
     """What is asked may itself wait, and is asked once."""
     asked: list[str] = []
 
@@ -157,7 +157,7 @@ def test_a_death_ends_the_wait_unless_the_run_goes_on_without_the_actor(watchdog
     assert asked == ["EngineError: boom"]
 
 
-def test_work_that_a_death_has_failed_ends_with_that_death_whoever_could_go_on(watchdog: Watchdog) -> None:
+def test_work_failed_by_a_death_ends_with_that_death(watchdog: Watchdog) -> None:
     vital, refused = Future(), Future()
     watchdog.watch("engine 0", vital, goes_on=lambda error: True)
     refused.set_exception(EngineError("the engine cannot be reached for /pause_generation"))
@@ -185,7 +185,7 @@ def test_work_that_a_death_has_failed_ends_with_that_death_whoever_could_go_on(w
         ),
     ],
 )
-def test_a_process_that_was_killed_is_told_in_one_sentence_as_a_death(watchdog: Watchdog, error: Exception, sentence: str) -> None:
+def test_a_killed_process_is_named_as_a_death_in_one_sentence(watchdog: Watchdog, error: Exception, sentence: str) -> None:
     vital: Future = Future()
     vital.set_exception(error)
     watchdog.watch("Megatron rank 1", vital)
@@ -218,7 +218,7 @@ def test_nobody_is_watched_after_forget(watchdog: Watchdog) -> None:
     assert watchdog.wait([finished(5)], name="stop", owner="engine", timeout_s=1) == [5]
 
 
-def test_an_asynchronous_context_is_left_whatever_happens_in_the_block(watchdog: Watchdog) -> None:
+def test_an_asynchronous_context_is_always_left(watchdog: Watchdog) -> None:
     log: list[str] = []
 
     @asynccontextmanager

@@ -241,7 +241,7 @@ def test_a_directory_has_one_supervised_run_at_a_time(make_settings: Callable[..
     session.train(settings, resume=True)
 
 
-def test_a_supervised_run_goes_on_where_a_file_system_has_no_locks(
+def test_a_supervised_run_continues_without_file_locks(
     make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
@@ -252,9 +252,7 @@ def test_a_supervised_run_goes_on_where_a_file_system_has_no_locks(
     assert "cannot be locked (No locks available), so nobody looks whether" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_supervised_run_says_that_a_step_takes_more_rows_than_there_are(
-    make_settings: Callable[..., Settings], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_supervised_run_names_a_step_of_too_many_rows(make_settings: Callable[..., Settings], capsys: pytest.CaptureFixture[str]) -> None:
     session.train(make_settings("objective.policy_loss=sft", "data.prompts_per_step=9"), resume=False)
     assert "has 8 rows, and a step takes data.prompts_per_step 9" in " ".join(capsys.readouterr().out.split())
 
@@ -287,7 +285,7 @@ def test_an_evaluation_leaves_its_result_and_its_samples(
     ],
     ids=["SIGTERM", "server", "rank", "SIGHUP", "engine"],
 )
-def test_a_run_that_was_ended_from_outside_goes_on_by_the_same_command(
+def test_a_run_ended_from_outside_continues_by_the_same_command(
     make_settings: Callable[..., Settings],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -333,7 +331,7 @@ def test_what_another_run_saves_while_it_ends_is_what_is_resumed(
 
 
 @pytest.mark.parametrize("kind", ["data.samples_per_prompt=2", "objective.policy_loss=sft"])
-def test_a_run_that_is_asked_to_end_between_a_batch_and_its_training_trains_on_it_after_the_resume(
+def test_a_run_ended_before_training_trains_after_the_resume(
     make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     trained: list[tuple[int, list[int]]] = []
@@ -354,7 +352,7 @@ def test_a_run_that_is_asked_to_end_between_a_batch_and_its_training_trains_on_i
     assert [step for step, _ in trained] == [0, 1, 1] and trained[1] == trained[2]
 
 
-def test_a_checkpoint_with_other_content_ends_the_start_before_ranks_and_engines_are_waited_for(
+def test_a_changed_checkpoint_ends_the_start_at_once(
     make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damaged(self: Ranks, checkpoint: Path) -> None:
@@ -382,7 +380,7 @@ def test_a_checkpoint_with_other_content_ends_the_start_before_ranks_and_engines
         (EngineError("refused"), "refused", True),
     ],
 )
-def test_a_checkpoint_that_cannot_be_loaded_is_no_place_to_go_on_from(
+def test_a_checkpoint_that_cannot_be_loaded_is_not_resumed(
     make_settings: Callable[..., Settings],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

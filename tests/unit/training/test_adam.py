@@ -39,7 +39,7 @@ def test_ten_steps_are_torchs_bit_for_bit(decoupled: bool, weight_decay: float) 
         assert torch.equal(param, expected)
 
 
-def test_state_dict_with_one_shared_step_tensor_continues_as_if_never_saved() -> None:
+def test_a_state_dict_with_one_step_tensor_continues() -> None:
     straight, resumed = make_params(0), make_params(0)
     first, second = GroupStepAdam(straight, lr=1e-2), GroupStepAdam(resumed, lr=1e-2)
     for step in range(3):
@@ -79,7 +79,7 @@ def test_the_state_of_torchs_adam_is_continued_bit_for_bit(decoupled: bool) -> N
         assert torch.equal(param, expected)
 
 
-def test_a_state_without_steps_of_parameters_takes_that_of_the_group() -> None:
+def test_a_state_without_parameter_steps_takes_the_group_s() -> None:
     optimizer = GroupStepAdam(make_params(0), lr=1e-2)
     state = optimizer.state_dict()
     for entry in state["state"].values():

@@ -60,7 +60,7 @@ def _absent(log_probs: dict[str, np.ndarray]) -> dict[str, None]:
     return {name: None for name in ("old", "reference") if name not in log_probs}
 
 
-def test_group_advantages_reach_every_token_although_groups_span_ranks(shards: tuple[Shard, ...]) -> None:
+def test_group_advantages_reach_all_tokens_across_ranks(shards: tuple[Shard, ...]) -> None:
     advantages, _ = whole(shards, Objective.of(advantage={"kind": "group", "scale": "none"}))
     np.testing.assert_allclose(advantages, np.where(MASK, np.repeat([0.5, -0.5, 0.0, 0.0], LENGTHS), 0.0))
 
@@ -97,7 +97,7 @@ def test_token_keys_are_unique_in_the_batch(shards: tuple[Shard, ...]) -> None:
     assert len(set(keys.tolist())) == sum(LENGTHS)
 
 
-def test_old_log_probs_are_needed_for_several_steps_or_a_kl_in_the_rewards() -> None:
+def test_old_log_probs_are_needed_for_steps_or_a_kl_in_rewards() -> None:
     assert not needs_old_log_probs(Objective(), num_steps=1)
     assert needs_old_log_probs(Objective(), num_steps=2)
     with_kl = Objective.of(kl_reward={"coef": 0.1}, advantage={"kind": "reinforce_plus_plus"})
@@ -125,7 +125,7 @@ def gdpo(*weights: float) -> Objective:
     return Objective.of(advantage={"kind": "gdpo", "std_epsilon": 0.0, "whiten": False, "reward_weights": weights or None})
 
 
-def test_every_component_is_normalised_in_its_group_although_groups_span_ranks() -> None:
+def test_components_are_normalised_in_groups_across_ranks() -> None:
     components = np.array([[0.0, 5.0], [2.0, 3.0], [1.0, 7.0], [1.0, 9.0]])
     shards = make_two_groups(component_names=("accuracy", "format"), reward_components=components)
     advantages, _ = whole(shards, gdpo(1.0, 0.1))
@@ -163,7 +163,7 @@ def chain(rewards: list[float], values: list[float], *, end: float) -> tuple[lis
 @pytest.mark.parametrize("bootstrapped", [False, True])
 @pytest.mark.parametrize("response", range(1, 7))
 @pytest.mark.parametrize("prompt", range(1, 5))
-def test_the_reward_reaches_the_last_trainable_token_for_every_length(prompt: int, response: int, bootstrapped: bool) -> None:
+def test_the_reward_reaches_the_last_trainable_token(prompt: int, response: int, bootstrapped: bool) -> None:
     """Three truncated responses between others: two with a masked tail or hole, and one that nothing can be learned from."""
     lengths = [prompt + 3, prompt + response, prompt + response, prompt + 2]
     mask = [np.arange(length) >= prompt for length in lengths]

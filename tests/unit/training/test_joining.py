@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_one_sentence(num_ranks: int, given: dict[str, Any]
         find(num_ranks, **given)
 
 
-def test_a_process_group_of_somebody_else_is_joined_and_left_alone(
+def test_a_foreign_process_group_is_joined_and_left_alone(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ModelSettings(path=tiny_model())

@@ -45,7 +45,7 @@ def made(batch: TrainBatch, rows: list[int], *, cp: int = 1, cp_rank: int = 0, p
 
 @pytest.mark.parametrize("all_tokens", [False, True])
 @pytest.mark.parametrize(("cp", "pad_to"), [(1, 1), (1, 4), (2, 1), (3, 2)])
-def test_every_prediction_is_asked_for_once_where_its_token_follows(batch: TrainBatch, cp: int, pad_to: int, all_tokens: bool) -> None:
+def test_every_prediction_is_requested_once_before_its_token(batch: TrainBatch, cp: int, pad_to: int, all_tokens: bool) -> None:
     rows, seen = [4, 1, 3], []
     for cp_rank in range(cp):
         part = made(batch, rows, cp=cp, cp_rank=cp_rank, pad_to=pad_to, all_tokens=all_tokens)
@@ -68,7 +68,7 @@ def test_every_prediction_is_asked_for_once_where_its_token_follows(batch: Train
 
 
 @pytest.mark.parametrize(("cp", "pad_to"), [(1, 4), (2, 1)])
-def test_routers_are_told_of_every_token_whose_it_is_and_what_was_recorded(batch: TrainBatch, cp: int, pad_to: int) -> None:
+def test_routers_get_the_owner_and_record_of_every_token(batch: TrainBatch, cp: int, pad_to: int) -> None:
     rows = [4, 2, 1]
     for cp_rank in range(cp):
         part = made(batch, rows, cp=cp, cp_rank=cp_rank, pad_to=pad_to)
@@ -87,7 +87,7 @@ def test_routers_are_told_of_every_token_whose_it_is_and_what_was_recorded(batch
             assert routed.recorded[position] == batch.routed[index]
 
 
-def test_a_micro_batch_without_rows_is_padding_that_nobody_counts(batch: TrainBatch) -> None:
+def test_a_micro_batch_without_rows_is_uncounted_padding(batch: TrainBatch) -> None:
     part = made(batch, [], cp=2, pad_to=3)
     assert not part.input_ids.any() and (part.token_index == -1).all()
     assert len(part.positions) == len(part.targets) == len(part.sequence_tokens) == 0
@@ -98,7 +98,7 @@ def test_a_micro_batch_without_rows_is_padding_that_nobody_counts(batch: TrainBa
 
 
 @pytest.mark.parametrize(("cp", "num_passes"), [(1, 3), (2, 2)])
-def test_the_budget_of_a_forward_pass_is_that_of_each_context_parallel_rank(batch: TrainBatch, cp: int, num_passes: int) -> None:
+def test_the_forward_budget_is_per_context_parallel_rank(batch: TrainBatch, cp: int, num_passes: int) -> None:
     """Of 20 tokens 8 fit at once; under cp 2 the sequences are padded to 28 in all, of which each rank holds a half."""
     topology: Any = SimpleNamespace(cp=cp, pad_to=1, vpp=1, pp=1, dp=2)
     found = []

@@ -27,7 +27,7 @@ def topology(**sizes):
     return Topology.of(TopologySettings.model_validate(sizes))
 
 
-def test_a_norm_over_all_heads_needs_a_key_value_head_on_every_rank():
+def test_a_norm_over_all_heads_needs_a_kv_head_on_every_rank():
     spec = parse_model_spec(OLMO2, origin="config.json")
     check_layout(topology(num_ranks=2, tp=2), spec, {})
     with pytest.raises(UserError, match="tp 4 ranks would share 2 key-value heads, over all of which Olmo2ForCausalLM has one norm"):
@@ -43,7 +43,7 @@ def test_experts_with_biases_are_whole(model_spec):
         check_layout(topology(**sizes), spec, {})
 
 
-def test_contexts_in_which_the_engine_turns_by_other_factors_are_refused(model_spec):
+def test_contexts_that_the_engine_rotates_differently_fail(model_spec):
     spec = model_spec("Phi-4-mini-instruct")
 
     def check(response, **objective):

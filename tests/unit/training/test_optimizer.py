@@ -54,7 +54,7 @@ def test_ddp_fields_that_cannot_be_are_refused(fields: dict[str, object], messag
         validate_ddp_fields(fields)
 
 
-def test_fields_reach_both_configurations_and_dtypes_can_be_named() -> None:
+def test_fields_reach_both_configurations_with_named_dtypes() -> None:
     optimizer, ddp = make_configs({"use_distributed_optimizer": True, "adam_beta2": 0.95}, {"bucket_size": 1000}, dtype=torch.bfloat16)
     assert optimizer.use_distributed_optimizer and ddp.use_distributed_optimizer
     assert (optimizer.adam_beta2, optimizer.bf16, optimizer.lr, ddp.bucket_size) == (0.95, True, 1e-6, 1000)

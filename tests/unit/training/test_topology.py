@@ -58,7 +58,7 @@ def test_data_parallel_size_follows_and_is_printed() -> None:
     assert str(Topology.of(TopologySettings(num_ranks=4, tp=2, pp=2, vpp=2, sequence_parallel=True))).endswith("(vpp 2, sequence parallel)")
 
 
-def test_experts_divide_the_same_ranks_and_stages_follow_each_other() -> None:
+def test_experts_divide_the_same_ranks_and_stages_are_adjacent() -> None:
     topology = Topology.of(TopologySettings(num_ranks=24, tp=4, pp=3, ep=4, etp=1, sequence_parallel=True))
     assert (topology.dp, topology.expert_dp) == (2, 2)
     assert Topology.of(TopologySettings(num_ranks=24, tp=4, pp=3, sequence_parallel=True)).expert_dp == 2
@@ -75,7 +75,7 @@ def test_experts_divide_the_same_ranks_and_stages_follow_each_other() -> None:
         ({"num_ranks": 1, "sequence_parallel": True}, "tp 1"),
     ],
 )
-def test_sizes_that_do_not_fit_each_other_are_refused_with_the_arithmetic(settings: dict[str, int], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused_with_the_arithmetic(settings: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Topology.of(TopologySettings.model_validate(settings))
 

@@ -131,7 +131,7 @@ def test_an_estimator_of_your_own_gets_trajectories(tmp_path, monkeypatch: pytes
     assert got == trained()
 
 
-def test_the_kl_of_a_group_without_signal_is_masked_for_all_of_its_sequences() -> None:
+def test_the_kl_of_a_group_without_signal_is_masked() -> None:
     rewards = [1.0 if GROUPS[owner] == "b" else REWARDS[owner] for owner in TRAJECTORIES]
     for shard, data in token_data(make_batch(rewards=rewards), Objective.of(zero_variance="mask_kl", kl={"coef": 0.1})):
         assert data.kl_mask is not None
@@ -139,7 +139,7 @@ def test_the_kl_of_a_group_without_signal_is_masked_for_all_of_its_sequences() -
         np.testing.assert_array_equal(data.kl_mask, np.repeat(expected, shard.batch.lengths))
 
 
-def test_the_loss_gets_each_trajectory_with_the_tokens_of_all_ranks() -> None:
+def test_the_loss_gets_trajectories_with_tokens_of_all_ranks() -> None:
     totals, seen = trained(), {}
     for shard, data in token_data(make_batch(), Objective()):
         assert data.trajectory_ids is not None and data.trajectory_tokens is not None
@@ -149,7 +149,7 @@ def test_the_loss_gets_each_trajectory_with_the_tokens_of_all_ranks() -> None:
     assert len(set(seen.values())) == 5
 
 
-def test_no_optimizer_step_gets_a_part_of_a_trajectory_and_totals_count_both() -> None:
+def test_no_optimizer_step_gets_a_part_of_a_trajectory() -> None:
     batch = make_batch()
     for seed in range(5):
         shards = make_shards(batch, dp=2, optimizer_steps=3, max_tokens_per_micro_batch=8, seed=seed)
@@ -164,13 +164,13 @@ def test_no_optimizer_step_gets_a_part_of_a_trajectory_and_totals_count_both() -
         assert sorted(map(len, steps)) == [1, 2, 2]
 
 
-def test_a_trajectory_without_a_trainable_token_is_in_no_denominator() -> None:
+def test_a_trajectory_without_trainable_tokens_is_not_counted() -> None:
     mask = make_batch().loss_mask & np.repeat(np.isin(TRAJECTORIES, (2, 5, 8)), [length + 2 for length in LENGTHS])
     (shard,) = make_shards(make_batch(loss_mask=mask), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=99, seed=0)
     assert (shard.steps[0].totals.num_trajectories, shard.steps[0].totals.num_sequences) == (3, 6)
 
 
-def test_with_one_sequence_each_everything_is_what_it_is_without_ids() -> None:
+def test_with_one_sequence_each_nothing_differs_from_no_ids() -> None:
     alone = make_batch(trajectory_ids=np.empty(0, np.int64))
     named = make_batch(trajectory_ids=[7, 2, 90, 4, 1, 0, 3, 5, 6])
     for steps in (1, 3):

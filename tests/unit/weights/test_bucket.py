@@ -63,7 +63,7 @@ def test_the_attention_of_a_layer_is_never_cut(max_bytes: int) -> None:
         assert len(holding) == 1
 
 
-def test_a_manifest_that_has_the_parts_of_an_attention_apart_is_refused() -> None:
+def test_a_manifest_with_an_attention_in_parts_is_refused() -> None:
     apart = [WeightSpec(name, "float32", (2,)) for name in ("l.0.self_attn.q_a_proj", "l.0.mlp", "l.0.self_attn.kv_a_proj_with_mqa")]
     with pytest.raises(AssertionError, match="kv_a_proj_with_mqa is in bucket 2, but an engine may fuse it with tensors of bucket 0"):
         make_buckets(apart, max_bytes=1)

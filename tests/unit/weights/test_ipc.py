@@ -210,7 +210,7 @@ class WritingEngine(Engine):
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
-def test_what_a_rank_of_an_engine_writes_into_its_bucket_no_other_reads(num_engines: int) -> None:
+def test_a_rank_of_an_engine_writes_only_into_its_own_bucket(num_engines: int) -> None:
     urls = [f"http://127.0.0.1:{number}" for number in range(1, 1 + num_engines)]
     engines, before = [WritingEngine(url) for url in urls], files_of_this_process()
     run(make_transport(dict.fromkeys(urls, (0,)), ranks_per_engine=2), engines, num_ranks=1)
@@ -219,7 +219,7 @@ def test_what_a_rank_of_an_engine_writes_into_its_bucket_no_other_reads(num_engi
     assert set(files_of_this_process()) <= set(before)
 
 
-def test_a_bucket_has_memory_of_its_own_until_the_engine_has_answered() -> None:
+def test_a_bucket_keeps_its_memory_until_the_engine_answered() -> None:
     transport = make_transport({"http://127.0.0.1:1": (0,)})
     engine = Engine("http://127.0.0.1:1")
     run(transport, [engine], num_ranks=1)
@@ -233,7 +233,7 @@ def wait_for(store: Store, key: str) -> None:
         time.sleep(0.001)
 
 
-def test_a_rank_holds_a_bucket_until_it_was_taken_and_notes_what_a_kill_would_leave(tmp_path: Path) -> None:
+def test_a_rank_holds_a_bucket_until_taken_and_notes_it(tmp_path: Path) -> None:
     plan, store = make_transport({"http://127.0.0.1:1": (0,)}, ranks_per_engine=2).plan, HashStore()
     seats = plan.seats[0]
     sender = IpcSender(Source(), plan, seats=seats, store=store)  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ def test_an_engine_that_fails_does_not_hold_up_the_ranks() -> None:
     assert set(files_of_this_process()) <= set(before)
 
 
-def test_a_rank_whose_engines_have_all_failed_gathers_for_the_others() -> None:
+def test_a_rank_whose_engines_all_failed_gathers_for_others() -> None:
     transport = make_transport({"http://127.0.0.1:1": (0,), "http://127.0.0.1:2": (1,)})
     broken, sound = Engine("http://127.0.0.1:1", fails_at=0), Engine("http://127.0.0.1:2")
     with pytest.raises(EngineError, match="died"):
@@ -353,7 +353,7 @@ def test_what_may_be_left_are_the_file_and_the_helpers_directory() -> None:
     assert directory.is_dir() and directory.name.startswith("torch-shm-dir")
 
 
-def test_what_engines_have_let_go_of_is_collected_before_the_next_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_released_memory_is_collected_before_the_next_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: events.append("collect"))
     monkeypatch.setattr(torch, "empty", lambda *_sizes, device, **_named: events.append(f"allocate on {device}"))

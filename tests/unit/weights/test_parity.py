@@ -137,7 +137,7 @@ def test_one_engine_of_two_that_disagrees_stops_the_run() -> None:
         check_probe(sampled_by(Client(), Client(wrong_by=2e-4)), by_trainer, limits=FLOAT32, replays=False)
 
 
-def test_with_replay_the_trainer_takes_the_experts_of_each_engine() -> None:
+def test_with_replay_the_trainer_takes_each_engine_s_experts() -> None:
     """The difference without is a metric of its own."""
     probe, log_probs = sampled_by(Client(expert=3)), partial(by_trainer, off_expert_3=0.25)
     values = metric_values(check_probe(probe, log_probs, limits=FLOAT32, replays=True))

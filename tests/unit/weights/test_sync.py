@@ -224,9 +224,7 @@ def test_shared_memory_is_handed_over_as_buckets_are_broadcast(make_run: Callabl
     assert metrics == {"weights/version": 3, "weights/bytes": 72}
 
 
-def test_weights_through_a_directory_are_complete_before_an_engine_pauses_and_leave_nothing_there(
-    make_run: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_weights_in_a_directory_are_complete_and_then_removed(make_run: Callable[..., Run], tmp_path: Path) -> None:
     run = make_run({})
     metrics = run.sync("disk", version=2)
     assert [path for (path,) in run.log] == [
@@ -290,7 +288,7 @@ async def can_generate(pool: EnginePool) -> set[str]:
     return got
 
 
-def test_a_sync_after_an_engine_left_or_joined_connects_the_present_members_anew(make_run: Callable[..., Run]) -> None:
+def test_a_sync_after_a_change_connects_the_present_members(make_run: Callable[..., Run]) -> None:
     run = make_run({}, {}, {})
 
     def connections(number: int) -> list[tuple[str, str, int | None, int | None]]:
@@ -325,7 +323,7 @@ def test_a_sync_after_an_engine_left_or_joined_connects_the_present_members_anew
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_an_engine_that_joins_generates_after_the_sync_that_gave_it_the_weights(make_run: Callable[..., Run], name: str) -> None:
+def test_a_joining_engine_generates_after_its_first_sync(make_run: Callable[..., Run], name: str) -> None:
     run = make_run({}, {}, {})
 
     async def work() -> None:
@@ -348,7 +346,7 @@ def test_an_engine_that_joins_generates_after_the_sync_that_gave_it_the_weights(
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_one_that_joined_and_serves_other_weights_gets_no_requests(make_run: Callable[..., Run], name: str) -> None:
+def test_a_joined_engine_with_other_weights_gets_no_requests(make_run: Callable[..., Run], name: str) -> None:
     run = make_run({}, {"deaf": True})
 
     async def work() -> None:
@@ -398,9 +396,7 @@ def whole(name: str) -> list[str]:
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("moment", ["pause", "first bucket", "last bucket", "version"])
 @pytest.mark.parametrize("hangs", [False, True], ids=["breaks", "hangs"])
-def test_the_others_get_a_version_again_during_which_an_engine_died(
-    make_run: Callable[..., Run], name: str, moment: str, hangs: bool
-) -> None:
+def test_the_others_get_a_version_again_after_a_death(make_run: Callable[..., Run], name: str, moment: str, hangs: bool) -> None:
     path = {"pause": SILENT, "version": "/model_info"}.get(moment, UPDATES[name])
     run = make_run({"fails_at": path, "fails_after": int(moment == "last bucket" and name != "disk"), "hangs": hangs}, {})
 
@@ -417,7 +413,7 @@ def test_the_others_get_a_version_again_during_which_an_engine_died(
 
 
 @pytest.mark.parametrize("name", ["broadcast", "ipc"])
-def test_an_engine_with_a_part_of_a_version_does_not_generate_before_it_has_all(make_run: Callable[..., Run], name: str) -> None:
+def test_an_engine_with_part_of_a_version_does_not_generate(make_run: Callable[..., Run], name: str) -> None:
     """A connection that breaks is noticed by all that are connected."""
     update = UPDATES[name]
     run = make_run({"fails_at": update}, {"fails_at": update, "fails_after": 1, "once": True})

@@ -137,7 +137,7 @@ def test_every_token_has_one_slot_and_padding_is_bounded(seed):
     assert len(plan.buckets) < 40
 
 
-def test_a_thousand_equal_sequences_are_one_bucket_that_moves_nothing():
+def test_a_thousand_equal_sequences_are_one_unmoved_bucket():
     plan = plan_attention(np.arange(1025) * 10)
     assert plan.identity
     assert len(plan.buckets) == 1
@@ -148,7 +148,7 @@ def test_a_micro_batch_without_tokens_is_refused():
         packed_sequences(np.array([0]))
 
 
-def test_lengths_that_context_parallelism_cannot_split_are_refused():
+def test_lengths_that_context_parallelism_cannot_split_fail():
     with pytest.raises(ValueError, match="6 tokens cannot be split in 4 chunks"):
         plan_attention(np.array([0, 8, 14]), cp_size=2)
 
@@ -173,7 +173,7 @@ def test_index_arrays_are_made_when_they_are_first_asked_for(monkeypatch):
     assert (packed.plan, packed.plan, made) == ("plan", "plan", [1])
 
 
-def test_windows_are_made_once_and_a_window_that_hides_nothing_costs_nothing():
+def test_windows_are_made_once_and_wide_windows_cost_nothing():
     packed = packed_sequences(offsets([5, 9, 20]))
     assert packed.windowed(4) is packed.windowed(4)
     assert packed.windowed(4) is packed.at(torch.tensor([0])).windowed(4), "views of the same sequences share it"

@@ -76,7 +76,7 @@ def test_windows_that_are_off_and_windows_that_cannot_be():
         ({"use_sliding_window": "true"}, "has use_sliding_window = 'true', needs true or false"),
     ),
 )
-def test_windows_of_a_wrong_type_are_refused_also_where_no_layer_has_one(first, changes, message):
+def test_windows_of_a_wrong_type_are_refused_without_layers_too(first, changes, message):
     with pytest.raises(UserError, match=message):
         window({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": first, **changes})
 

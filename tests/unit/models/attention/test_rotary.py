@@ -76,7 +76,7 @@ def test_longrope_equals_transformers(case):
         assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-12)
 
 
-def test_longrope_takes_the_long_factors_in_whole_sequences_that_are_longer_without_their_padding():
+def test_longrope_takes_long_factors_by_length_without_padding():
     spec = RotarySpec(1e4, "longrope", original_max_position_embeddings=6, short_factor=(1.0, 2.0), long_factor=(3.0, 5.0))
     # Sequences of 7, of 6 padded to 8, and of 2 tokens, on the second of two context-parallel ranks.
     packed = packed_sequences(np.array([0, 8, 16, 20]), lengths=np.array([7, 6, 2]), cp_size=2, cp_rank=1)
@@ -95,7 +95,7 @@ def test_longrope_in_the_spelling_of_phi_3():
 
 
 @pytest.mark.parametrize("given", [{}, {"original_max_position_embeddings": 512}], ids=["absent", "in the scaling alone"])
-def test_phi_3_takes_its_own_original_length_where_the_key_beside_the_scaling_is_absent(given, tiny_model):
+def test_phi_3_takes_its_top_level_original_length(given, tiny_model):
     scaling = {"type": "longrope", "short_factor": SHORT[:6], "long_factor": LONG[:6], **given}
     path = tiny_model(family="phi3", max_position_embeddings=32768, rope_scaling=scaling)
     config = transformers.AutoConfig.from_pretrained(path)
@@ -131,7 +131,7 @@ def test_theta_inside_of_rope_scaling_counts():
     assert parse({"rope_scaling": {"rope_type": "linear", "factor": 2, "rope_theta": 5e5}, "rope_theta": 1e4}).theta == 5e5
 
 
-def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths_where_transformers_does():
+def test_yarn_without_a_factor_takes_the_ratio_of_lengths():
     config = transformers.Qwen3Config(max_position_embeddings=4096, rope_parameters=YARN | {"factor": None})
     expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     spec = parse({"rope_parameters": YARN | {"factor": None}})

@@ -106,7 +106,7 @@ def test_auxiliary_gradients_are_those_of_the_formulas(model, score_function):
     assert weight.grad.abs().max() > 1e-3, "the gradient must be seen for this test to be able to fail"
 
 
-def test_padding_is_not_counted_and_a_pass_without_gradients_counts_nothing(model):
+def test_padding_and_passes_without_gradients_are_not_counted(model):
     router: PackedRouter = model().decoder.layers[1].mlp.router
     step = make_step(layers=2)
     router.routing_call = Routing(tokens_of(), step=step)
@@ -226,7 +226,7 @@ def test_replaying_the_own_routing_changes_no_bit(model):
     ],
     ids=["full uniform", "full block", "selective moe"],
 )
-def test_recomputed_layers_route_the_tokens_of_their_own_micro_batch_and_count_them_once(model, recompute, calls):
+def test_recomputed_layers_route_and_count_their_tokens_once(model, recompute, calls):
     plain = model()
     # Other experts than the model's own, and other ones in each micro-batch.
     records = [(experts + 1 + seed) % 6 for seed, experts in enumerate(own_experts(plain))]
