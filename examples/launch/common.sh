@@ -151,7 +151,7 @@ start_cluster() {
     start ray_head "$ray_address" >"$log" 2>&1
     cat <<MESSAGE
 Ray's head starts on this node, with its output in $log.
-Now join $((num_nodes - 1)) other nodes, each with this environment and this node's ~/.ray/auth_token:
+Now join $((num_nodes - 1)) other nodes, each with this environment and this node's ~/.ray/auth_token; where \`megatron-rl doctor\` finds nothing:
 
     $(ray_worker_line "$ray_address")
 

@@ -206,6 +206,7 @@ trap 'echo "$$ stopped" >>"$RECORD"; exit "${STATUS_AT_TERM:-143}"' TERM
 echo "$$ $(basename "$0") $*" >>"$RECORD"
 case " $* " in
 *get-auth-token*) exit 0 ;;
+*" doctor "*) exit "${DOCTOR_STATUS:-0}" ;;
 *await_nodes*)
     # As the real one, until all that were started for the cluster are up.
     for pid in $(cat "/proc/$PPID/task/$PPID/children"); do until grep -q "^$pid " "$RECORD"; do sleep 0.05; done; done
@@ -331,6 +332,16 @@ def test_slurm_starts_a_head_and_workers_and_stops_them(stand_ins: dict[str, str
     assert [f"--nodelist=node{number}" in used for number in (1, 2, 3)] == [True] * 3
     # A step that does not ask for the job's cores may get one.
     assert used.count("--cpus-per-task=64") == used.count("--cpu-bind=none") == used.count("--overlap")
+
+
+def test_slurm_asks_the_doctor_on_every_node_before_ray(stand_ins: dict[str, str]) -> None:
+    words = ["bash", str(LAUNCH / "slurm.sbatch"), "qwen3-30b-a3b.sh", "--model", "m"]
+    environment = {**stand_ins, **SLURM, "DOCTOR_STATUS": "1"}
+    done = subprocess.run(words, env=environment, check=False, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 2 and "a node cannot train" in done.stderr and "sbatch --exclude" in done.stderr
+    record = Path(stand_ins["RECORD"]).read_text()
+    assert "-m megatron_rl doctor" in record and "ray start" not in record
+    assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1"} <= set(Path(stand_ins["RECORD"] + ".srun").read_text().split())
 
 
 def test_one_interface_serves_ray_ranks_and_engines(stand_ins: dict[str, str]) -> None:
