@@ -34,7 +34,8 @@ from megatron_rl.config.overrides import apply_overrides, split_words
 from megatron_rl.config.settings import RuntimeSettings, Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import MegatronRLError, ResumableError, UserError
-from megatron_rl.plugins import PluginKind, kind_of
+from megatron_rl.plugins.kinds import PluginKind
+from megatron_rl.plugins.loader import kind_of
 from megatron_rl.process_variables import check_home, settle_output
 from megatron_rl.runtime.grace import ENDING, Grace
 from megatron_rl.runtime.supervisor import supervise
@@ -268,7 +269,7 @@ def check_plugin(path: str, kind: PluginKind | None, words: tuple[str, ...], mod
 
     The exit status is 2 when it breaks one. Example: megatron-rl check-plugin my_package.rewards:score --args threshold=0.5
     """
-    from megatron_rl.contracts import check
+    from megatron_rl.runtime.plugin_contracts import check
 
     args, kind = apply_overrides({}, list(words)), kind or kind_of(path)
     tokenizer = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 Load = Callable[..., Callable[..., Any]]
-"""From `package.module:function`, `kind` of plug-in and `args` to the user's function, as `plugins.load`."""
+"""From `package.module:function`, `kind` of plug-in and `args` to the user's function, as `loader.load`."""
 
 _LARGEST = 2**31 - 1
 """Squares and products of such numbers are still finite in float32. Neither infinities nor NaN are below it."""

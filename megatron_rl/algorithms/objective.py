@@ -137,7 +137,7 @@ class Objective(Choice):
     def loaded(self, load: Load) -> "Objective":
         """Return the objective with the functions of your own loss and estimator, found by `load`.
 
-        `plugins.load` is one such function.
+        `loader.load` is one such function.
         """
         loss = self.policy_loss.loaded(load, self) if isinstance(self.policy_loss, PlugInLoss) else self.policy_loss
         advantage = self.advantage.loaded(load) if isinstance(self.advantage, PlugInAdvantage) else self.advantage

@@ -15,7 +15,8 @@ import numpy as np
 from megatron_rl.config.settings import DataSettings
 from megatron_rl.data.row_files import Row, check_row, read_rows
 from megatron_rl.errors import UserError, counted
-from megatron_rl.plugins import KINDS, DataSource, load, without_exits
+from megatron_rl.plugins.kinds import KINDS, DataSource
+from megatron_rl.plugins.loader import load, without_exits
 from megatron_rl.types import Ints
 
 NamedRow = tuple[str, Row]

@@ -20,7 +20,7 @@ from megatron_rl.config.settings import RewardSettings
 from megatron_rl.deadlines import NAMED_S, PLUGIN_IMPORT_S, REWARD_TAKE_S
 from megatron_rl.errors import UserError
 from megatron_rl.files import disk_errors
-from megatron_rl.plugins import KINDS
+from megatron_rl.plugins.kinds import KINDS
 from megatron_rl.rewards.processes import WorkerContext, lead_session, start_tracker, worker_states
 from megatron_rl.rewards.worker import call_all, check_function
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
@@ -39,7 +39,7 @@ MAX_CALLS = 64
 class RewardRunner:
     """Worker processes that call `reward.function`; use as a context manager, or call `close`.
 
-    The function is a `plugins.Reward`; of a mapping, the item `reward` counts and the others are
+    The function is a `kinds.Reward`; of a mapping, the item `reward` counts and the others are
     recorded. One worker makes one call at a time. A call longer than `timeout_s` ends the worker
     and every process started there, and the worker is replaced. Calls requested in the same moment
     go to a worker together, as many as take `TASK_S` at the recent pace. Where one call stops the

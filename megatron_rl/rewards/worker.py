@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.plugins import load
+from megatron_rl.plugins.loader import load
 from megatron_rl.types import Reward, RewardOutcome, Sample
 
 REWARD_KEY = "reward"

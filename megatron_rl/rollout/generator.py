@@ -75,7 +75,7 @@ class PoolGenerator:
 
     @property
     def context(self) -> int:
-        """Limit in tokens of a prompt and response together; see `plugins.Generator`."""
+        """Limit in tokens of a prompt and response together; see `kinds.Generator`."""
         address = self._pool.address
         return min(address.context_length, address.max_total_tokens, self._max_tokens)
 
@@ -95,7 +95,7 @@ class PoolGenerator:
         self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1, session: str | None = None
     ) -> tuple[Generation, ...]:
         """Return `num_samples` responses to `token_ids` [P], from one engine; see
-        `plugins.Generator`.
+        `kinds.Generator`.
 
         A `session` prefers the last engine, whose cache has the prefix. The request waits up to
         `engine_pool.AFFINITY_WAIT_S` for a slot there, then takes the least busy engine. Without a

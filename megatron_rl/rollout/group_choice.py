@@ -14,7 +14,8 @@ from megatron_rl.algorithms.group_advantage import Gdpo
 from megatron_rl.config.settings import FilterSettings
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.errors import UserError
-from megatron_rl.plugins import KINDS, load
+from megatron_rl.plugins.kinds import KINDS
+from megatron_rl.plugins.loader import load
 from megatron_rl.types import Group, Sample, trajectories
 
 NO_SIGNAL = "no signal (objective.zero_variance)"

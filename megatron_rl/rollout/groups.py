@@ -16,7 +16,8 @@ from megatron_rl.data.buffer import Buffer
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling, make_sampling
 from megatron_rl.errors import MegatronRLError, UserError
-from megatron_rl.plugins import Generator, Rollout, load
+from megatron_rl.plugins.kinds import Generator, Rollout
+from megatron_rl.plugins.loader import load
 from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator, cancel
 from megatron_rl.rollout.sample_checks import check_samples, without_outdated_experts
 from megatron_rl.types import Failure, Group, Prompt, Reward, Sample, trajectories

@@ -36,7 +36,7 @@ from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.failures import FailureLog
 from megatron_rl.observe.group_metrics import evaluation_metrics, failure_metrics, rollout_metrics
 from megatron_rl.observe.metrics import Mean, Metric, Sum, merge_metrics
-from megatron_rl.plugins import load
+from megatron_rl.plugins.loader import load
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.generator import cancel
 from megatron_rl.rollout.group_choice import NO_REWARD, NO_SIGNAL, GroupChoice, IdenticalGroups, check_versions, has_failed, load_filter

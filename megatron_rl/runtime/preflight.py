@@ -18,7 +18,6 @@ from megatron_rl.algorithms.unclipped_losses import PlugInLoss
 from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import DataSettings, RuntimeSettings, Settings
-from megatron_rl.contracts import RolloutTrial, require
 from megatron_rl.data.row_files import check_is_data_file
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import check_ends, load_tokenizer, vocabulary_size
@@ -27,13 +26,15 @@ from megatron_rl.engines.server_args import check_environment, check_records_rou
 from megatron_rl.errors import UserError, counted, sized
 from megatron_rl.files import MANIFEST
 from megatron_rl.observe.sinks import check_installed
-from megatron_rl.plugins import load
+from megatron_rl.plugins.loader import load
 from megatron_rl.process_variables import interface_names
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.groups import load_rollout
+from megatron_rl.rollout.rollout_trial import RolloutTrial
 from megatron_rl.runtime.cluster import no_gpu
 from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.placement import Placement
+from megatron_rl.runtime.plugin_contracts import require
 from megatron_rl.runtime.ray_session import check_answers
 from megatron_rl.runtime.resources import available_memory_bytes
 

@@ -26,7 +26,7 @@ from megatron_rl.models.build import TrainedModel, complete_parameters
 from megatron_rl.models.hf_weights import export_hf_weights
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.observe.metrics import Metric
-from megatron_rl.plugins import load
+from megatron_rl.plugins.loader import load
 from megatron_rl.training import passes
 from megatron_rl.training.advantages import (
     TokenData,

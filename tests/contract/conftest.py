@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from megatron_rl.plugins import PluginKind
+from megatron_rl.plugins.kinds import PluginKind
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.plugins import Generator
+from megatron_rl.plugins.kinds import Generator
 from megatron_rl.rollout.groups import single_turn
 from megatron_rl.types import Prompt, Sample
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.settings import RolloutSettings
-from megatron_rl.contracts import RolloutTrial, check
-from megatron_rl.plugins import KINDS
+from megatron_rl.plugins.kinds import KINDS
+from megatron_rl.rollout.rollout_trial import RolloutTrial
+from megatron_rl.runtime.plugin_contracts import check
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.plugins import Generator
+from megatron_rl.plugins.kinds import Generator
 from megatron_rl.types import Prompt, Sample
 
 TOOL_IDS = np.array([7, 7, 9])

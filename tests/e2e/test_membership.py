@@ -25,7 +25,7 @@ from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError
 from megatron_rl.models.read_spec import read_model_spec
-from megatron_rl.plugins import load
+from megatron_rl.plugins.loader import load
 from megatron_rl.rollout.generator import PoolGenerator
 from megatron_rl.types import Prompt
 from megatron_rl.weights.bucket import BUCKET_BYTES, exported_specs

@@ -16,7 +16,6 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_rl.config.settings import RolloutSettings, SamplingSettings, Settings
-from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.packing import make_shards
 from megatron_rl.engines.client import EngineClient, Generation
@@ -25,6 +24,7 @@ from megatron_rl.engines.routing_record import MixtureShape
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.rollout.groups import single_turn
+from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, StopReason, TrainBatch

@@ -14,10 +14,9 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 # Lower tiers first. A room imports itself and rooms of lower tiers; `files` and `versions` are as basic as the records.
 TIERS = (
     ("types", "frozen_arrays", "errors", "deadlines", "files", "versions", "leftovers", "process_variables"),
-    ("check", "plugins", "typed_arguments"),
+    ("check", "plugins"),
     ("algorithms", "data", "rewards", "config", "observe"),
     ("device", "rendezvous", "engines", "models", "checkpoints", "rollout", "training", "weights"),
-    ("contracts",),
     ("runtime",),
     ("planning",),
     ("convert",),
@@ -28,7 +27,6 @@ SIDEWAYS = {
     "types": {"errors", "frozen_arrays"},
     "files": {"errors"},
     "process_variables": {"errors", "versions"},
-    "plugins": {"typed_arguments"},
     "config": {"algorithms"},  # the objective is a section of the settings
     "data": {"config"},
     "rewards": {"config"},
@@ -54,7 +52,6 @@ LIGHT = (
     "leftovers",
     "process_variables",
     "plugins",
-    "typed_arguments",
     "algorithms",
     "data",
     "rewards",
@@ -72,7 +69,6 @@ ALLOWED_HEAVY = {
     "rollout": set(),
     "weights": set(),
     "planning": {"megatron"},
-    "contracts": set(),
     "convert": set(),
     "runtime": {"ray"},
     "cli": set(),

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_rl import plugins
 from megatron_rl.errors import UserError
-from megatron_rl.plugins import KINDS, load, without_exits
+from megatron_rl.plugins import kinds, loader
+from megatron_rl.plugins.kinds import KINDS
+from megatron_rl.plugins.loader import load, without_exits
 
 MODULE = """
 from __future__ import annotations
@@ -74,14 +75,14 @@ def test_what_does_not_fit_is_one_sentence(path: str, args: dict[str, Any], mess
 
 def test_the_arguments_of_a_kind_are_those_of_its_protocol() -> None:
     protocols = {
-        "reward": plugins.Reward,
-        "rollout": plugins.Rollout,
-        "filter": plugins.Filter,
-        "advantage": plugins.Advantage,
-        "policy_loss": plugins.PolicyLoss,
+        "reward": kinds.Reward,
+        "rollout": kinds.Rollout,
+        "filter": kinds.Filter,
+        "advantage": kinds.Advantage,
+        "policy_loss": kinds.PolicyLoss,
     }
     assert protocols.keys() | {"data_source"} == KINDS.keys()
-    assert tuple(inspect.signature(plugins.DataSource.__init__).parameters)[1:] == KINDS["data_source"].arguments
+    assert tuple(inspect.signature(kinds.DataSource.__init__).parameters)[1:] == KINDS["data_source"].arguments
     for kind, protocol in protocols.items():
         assert tuple(inspect.signature(protocol.__call__).parameters)[1:] == KINDS[kind].arguments
 
@@ -106,7 +107,7 @@ def test_an_import_that_exits_or_never_ends_is_one_sentence(
 ) -> None:
     (tmp_path / f"import_that_{name}.py").write_text(BAD_IMPORTS[name])
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(plugins, "PLUGIN_IMPORT_S", 0.2)
+    monkeypatch.setattr(loader, "PLUGIN_IMPORT_S", 0.2)
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)
     with pytest.raises(UserError, match=rf"^reward.function import_that_{name}:score {message}"):
         load(f"import_that_{name}:score", kind="reward")

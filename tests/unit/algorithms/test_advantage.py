@@ -10,7 +10,7 @@ from vector_format import advantage_choice
 
 from megatron_rl.algorithms.advantage import Groups, PlugInAdvantage, group_advantages
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.plugins import load
+from megatron_rl.plugins.loader import load
 
 REWARDS = torch.tensor([1, 0, 0, 1, 0.3, 0.9, 0.1, 0.5], dtype=torch.float64)
 GROUPS = torch.tensor([7, 7, 7, 7, 3, 3, 3, 3])

@@ -14,7 +14,7 @@ from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.off_policy import OffPolicy
 from megatron_rl.errors import UserError
-from megatron_rl.plugins import load
+from megatron_rl.plugins.loader import load
 
 # The shared vector V1 of the peer survey.
 V1 = {

@@ -5,15 +5,15 @@ import asyncio
 import numpy as np
 
 from megatron_rl.config.settings import RolloutSettings, SamplingSettings
-from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.engines.client import Generation
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.engines.transport import EngineRefusal
 from megatron_rl.errors import EngineError
-from megatron_rl.plugins import Rollout
+from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rollout.groups import GroupMaker, Score, single_turn
+from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.types import Ints, Prompt, StopReason
 
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from maker_parts import make_maker
 
-from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.engines.client import Generation
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.engines.transport import EngineRefusal
 from megatron_rl.errors import DeadlineError, EngineError, UserError
-from megatron_rl.plugins import Generator, Rollout
+from megatron_rl.plugins.kinds import Generator, Rollout
 from megatron_rl.rollout.generator import PoolGenerator
 from megatron_rl.rollout.groups import single_turn
+from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.types import Group, Ints, Prompt, Sample, StopReason
 
 PROMPT = Prompt(id="p", token_ids=np.array([1, 2]), text="1 2")

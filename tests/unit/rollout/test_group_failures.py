@@ -14,7 +14,7 @@ from megatron_rl.data.buffer import Buffer
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError
-from megatron_rl.plugins import Rollout
+from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rollout.groups import GroupMaker, single_turn
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
 

@@ -11,16 +11,16 @@ from buffer_parts import finished_samples
 from maker_parts import FakeClient, make_maker, make_prompts
 
 from megatron_rl.config.settings import RolloutSettings
-from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.routing_record import MixtureShape
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.engines.transport import EngineRefusal
 from megatron_rl.errors import EngineError, UserError
-from megatron_rl.plugins import Rollout
+from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rollout.generator import PoolGenerator
 from megatron_rl.rollout.groups import Score, load_rollout, make_groups, single_turn
+from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from maker_parts import make_maker
 
-from megatron_rl.contracts import NumberTokenizer
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.engines.client import SHORT_RESPONSE_TOKENS, Generation
 from megatron_rl.engines.engine import EngineAddress
@@ -18,10 +17,11 @@ from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.routing_record import MixtureShape
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, UserError
-from megatron_rl.plugins import Generator
+from megatron_rl.plugins.kinds import Generator
 from megatron_rl.rollout import generator
 from megatron_rl.rollout.generator import KeptAnswers
 from megatron_rl.rollout.groups import single_turn
+from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 PROMPT = Prompt(id="p", token_ids=np.array([1, 2]), text="1 2")

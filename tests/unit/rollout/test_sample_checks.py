@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from buffer_parts import take_done
 
-from megatron_rl.contracts import NumberTokenizer, ScriptedEngine, scripted_experts
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.groups import single_turn
+from megatron_rl.rollout.rollout_trial import NumberTokenizer, ScriptedEngine, scripted_experts
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, trajectories
 

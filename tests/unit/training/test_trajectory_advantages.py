@@ -11,7 +11,7 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.data.baseline import GREEDY_BASELINE
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
-from megatron_rl.plugins import load
+from megatron_rl.plugins.loader import load
 from megatron_rl.training.advantages import TokenData, make_token_data
 from megatron_rl.training.objective_checks import check_batch
 from megatron_rl.types import Shard, TrainBatch

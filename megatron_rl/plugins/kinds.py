@@ -1,0 +1,180 @@
+"""Kinds of plug-ins: your own code in six places of a run, each a protocol.
+
+Calls are by keyword only. A plug-in takes the arguments of its kind and further keyword arguments
+with annotations, given by the settings: `reward: {function: my.module:score, args: {threshold:
+0.5}}` calls `score(sample=.., threshold=0.5)`.
+
+Legend: B trajectories of a batch; each counts once, whatever the number of samples.
+"""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from megatron_rl.algorithms.objective import Objective
+    from megatron_rl.algorithms.policy_loss import PolicyLossTerms, PolicyTerms
+    from megatron_rl.engines.client import Generation
+    from megatron_rl.engines.sampling import Sampling
+    from megatron_rl.types import Group, Ints, Prompt, Sample
+
+PluginKind = Literal["reward", "rollout", "filter", "advantage", "policy_loss", "data_source"]
+
+
+class Reward(Protocol):
+    """`reward.function`: the quality of a sample. Runs in worker processes, sync or async."""
+
+    def __call__(self, *, sample: "Sample") -> float | Mapping[str, float]:
+        """Return a finite number, or a mapping with the key `reward`; other items are components.
+
+        Components are recorded. `sample` has text and ids of prompt and response, `truncated`,
+        `num_turns`, label and metadata; its experts are not sent. `sample` is the last of a
+        trajectory's samples, and the result is the reward of all. The rollout puts needed facts
+        about earlier samples into the last sample's metadata.
+        """
+        ...
+
+
+class Generator(Protocol):
+    """The engines, from a rollout's side."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt and response together: in an engine, and in a trainer's micro-batch.
+
+        A sample with more is a failure of the rollout, as is a call whose prompt leaves no room for
+        `sampling.max_tokens`.
+        """
+        ...
+
+    async def generate(
+        self, token_ids: "Ints", *, sampling: "Sampling", num_samples: int = 1, session: str | None = None
+    ) -> "tuple[Generation, ...]":
+        """Return `num_samples` responses to `token_ids` [P], from one engine.
+
+        Each call is a separate request. The request occupies an engine only until the answer, goes
+        to another engine on failure, and is aborted when the awaiting task is cancelled. Calls may
+        run at the same time. Give the requests of one conversation the same `session`, any name
+        unique among the names of this prompt. Such requests prefer the engine with the computed
+        earlier turns, and their seeds do not depend on the duration of other conversations' tools.
+        """
+        ...
+
+
+class Rollout(Protocol):
+    """`rollout.function`, an async function: from one prompt to samples.
+
+    `megatron_rl.rollout.groups:single_turn` is one.
+    """
+
+    def __call__(
+        self,
+        *,
+        prompt: "Prompt",
+        generator: Generator,
+        sampling: "Sampling",
+        num_samples: int,
+        tokenizer: "PreTrainedTokenizerBase",
+    ) -> "Awaitable[Sequence[Sample]]":
+        """Return samples of `num_samples` trajectories from `prompt`.
+
+        Each has a `group_id`, an `index` (0, 1, ... over all) and response text. Token ids are from
+        `generator`, never from text tokenized again. A trajectory is one sample, unless several
+        have the same number in `trajectory`; the last by `index` is the end. A turn with another
+        history than the tokens before say is a sample with a prompt of its own,
+        `dataclasses.replace(prompt, token_ids=.., text=..)`.
+
+        A call that raises, takes longer than `rollout.timeout_s` or returns another type is
+        repeated for each trajectory alone, with `num_samples` 1. A trajectory with repeated
+        failures is left out and counted by cause.
+        """
+        ...
+
+
+class Filter(Protocol):
+    """`rollout.filter.function`: selection of the groups for a step.
+
+    Called once for each group, after the group and its rewards are finished.
+    """
+
+    def __call__(self, *, group: "Group") -> str | None:
+        """Return None to keep the group, or a reason for the buffer to note beside the group.
+
+        `group` has a sample whose reward has a value, and was not left out by
+        objective.zero_variance.
+        """
+        ...
+
+
+class Advantage(Protocol):
+    """`objective.advantage` of kind plug_in: from rewards to advantages."""
+
+    def __call__(self, *, rewards: "Tensor", group_ids: "Tensor", lengths: "Tensor") -> "Tensor":
+        """Return one advantage per trajectory, [B] float64, for all its tokens.
+
+        `rewards` [B] float64; `group_ids` [B], equal for trajectories of one prompt, in any order;
+        `lengths` [B], trainable tokens. Also called for one group alone, to find groups with all
+        advantages 0.
+        """
+        ...
+
+
+class PolicyLoss(Protocol):
+    """`objective.policy_loss` of kind plug_in: the minimised value per token."""
+
+    def __call__(self, *, objective: "Objective", terms: "PolicyTerms") -> "PolicyLossTerms":
+        """Return the losses [T] of the policy term, before any mean, and the events to count."""
+        ...
+
+
+class DataSource(Protocol):
+    """`data.source`, a class: the endless source of training rows.
+
+    Only the driver has one, whatever the arrangement of ranks. Rows follow from the seed and the
+    arguments alone, and do not depend on the number of rows in a request.
+    """
+
+    state: Any
+    """The position, as a value with a form in JSON.
+
+    A source set to an earlier position, also another process's, goes on from that position.
+    """
+
+    def __init__(self, *, seed: int) -> None:
+        """Start at the first row. `seed` is run.seed."""
+
+    def next_rows(self, count: int) -> Sequence[Mapping[str, Any]]:
+        """Return the next `count` rows, each with the fields of a line of data.train.
+
+        Fields are prompt, label, for supervised training response, and others, given to reward
+        functions as metadata.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of plug-in: settings for name and own arguments, and the arguments of a call."""
+
+    setting: str
+    args_setting: str
+    arguments: tuple[str, ...]
+
+
+KINDS: Mapping[PluginKind, Kind] = MappingProxyType({
+    "reward": Kind(setting="reward.function", args_setting="reward.args", arguments=("sample",)),
+    "rollout": Kind(
+        setting="rollout.function", args_setting="rollout.args",
+        arguments=("prompt", "generator", "sampling", "num_samples", "tokenizer"),
+    ),
+    "filter": Kind(setting="rollout.filter.function", args_setting="rollout.filter.args", arguments=("group",)),
+    "advantage": Kind(
+        setting="objective.advantage", args_setting="objective.advantage.args", arguments=("rewards", "group_ids", "lengths"),
+    ),
+    "policy_loss": Kind(setting="objective.policy_loss", args_setting="objective.policy_loss.args", arguments=("objective", "terms")),
+    "data_source": Kind(setting="data.source", args_setting="data.args", arguments=("seed",)),
+})  # fmt: skip

@@ -1,0 +1,213 @@
+"""The loader of plug-ins, found as `package.module:name`.
+
+`load` checks without a call: a working import, the arguments of the kind, and the existence and
+annotated type of each further argument. `runtime/plugin_contracts` also calls the plug-in.
+"""
+
+import difflib
+import functools
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType, MappingProxyType, ModuleType
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, ValidationError, create_model
+from pydantic_core import ErrorDetails
+
+from megatron_rl.deadlines import PLUGIN_IMPORT_S
+from megatron_rl.errors import UserError
+from megatron_rl.plugins.kinds import KINDS, Kind, PluginKind
+
+
+def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
+    """Return the plug-in at `path` with `args` filled in; the kind's arguments remain, by keyword.
+
+    Searched on PYTHONPATH, then in the current directory. The import runs the user's module. Raises
+    UserError for a failed import, a mismatch with the arguments of the kind, or refused `args`.
+    """
+    spec = KINDS[kind]
+    function = _find(path, setting=spec.setting)
+    own = _own_parameters(function, path=path, spec=spec)
+    if kind == "rollout" and not inspect.iscoroutinefunction(function):
+        raise UserError(f"{spec.setting} {path} is not an async function; write `async def`, or other prompts would wait for it")
+    if kind == "data_source" and not (inspect.isclass(function) and "next_rows" in dir(function)):
+        got = "has no method next_rows" if inspect.isclass(function) else f"is a {type(function).__name__}"
+        raise UserError(f"{spec.setting} {path} {got}, needs a class with next_rows(count) and the attribute state")
+    values = _argument_values(own, args, function=function, path=path, spec=spec)
+    return functools.partial(function, **values) if values else function
+
+
+class _TimeIsOver(BaseException):
+    """Not an Exception, because user code may catch an Exception."""
+
+
+@contextmanager
+def without_exits(name: str, *, doing: str, timeout_s: float | None = None) -> Iterator[None]:
+    """Run the code of the plug-in `name`, in the body.
+
+    An interrupt by the user ends the body as ever. Raises UserError where the code exits,
+    interrupts itself or, in the main thread, takes longer than `timeout_s` seconds.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    interrupts: list[int] = []
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        if callable(before):
+            before(number, frame)
+
+    def over(number: int, frame: FrameType | None) -> None:
+        raise _TimeIsOver
+
+    before = signal.getsignal(signal.SIGINT)
+    if in_main:
+        signal.signal(signal.SIGINT, interrupted)
+        alarm = signal.signal(signal.SIGALRM, over)
+        signal.setitimer(signal.ITIMER_REAL, timeout_s or 0.0)
+    try:
+        yield
+    except _TimeIsOver:
+        raise UserError(f"{name} has not ended {doing} after {timeout_s:g} s, needs less; move slow work to where it is used") from None
+    except (SystemExit, KeyboardInterrupt) as error:
+        if interrupts:
+            raise
+        raise UserError(f"{name} raised {type(error).__name__} while {doing}, needs to return, or to raise an Exception") from error
+    finally:
+        if in_main:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, alarm)
+            signal.signal(signal.SIGINT, before)
+
+
+def kind_of(path: str) -> PluginKind:
+    """Return the kind whose arguments the plug-in at `path` takes by name.
+
+    Raises UserError without such a kind, and for a failed import.
+    """
+    function = _find(path, setting="plug-in")
+    named = _signature(function, path=path, setting="plug-in").parameters.keys()
+    # A data source is the only class among the kinds; `seed` may be an own argument of a function.
+    kinds = {kind: spec for kind, spec in KINDS.items() if inspect.isclass(function) == (kind == "data_source")}
+    fitting: list[PluginKind] = [kind for kind, spec in kinds.items() if named >= set(spec.arguments)]
+    if len(fitting) != 1:
+        forms = "; ".join(f"{kind}({', '.join(spec.arguments)})" for kind, spec in KINDS.items())
+        raise UserError(f"plug-in {path} takes {', '.join(named) or 'nothing'}, needs the arguments of one kind: {forms}; or give --kind")
+    return fitting[0]
+
+
+def _signature(function: Callable[..., Any], *, path: str, setting: str) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError as error:
+        raise UserError(f"{setting} {path} does not say what it takes ({error}); write a function around it") from error
+
+
+def _find(path: str, *, setting: str) -> Callable[..., Any]:
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise UserError(f"{setting} is {path!r}, needs the form package.module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        with without_exits(f"{setting} {path}", doing="being imported", timeout_s=PLUGIN_IMPORT_S):
+            module = importlib.import_module(module_name)
+    except UserError:
+        raise
+    except Exception as error:  # a user's module can fail in any way while it is imported
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{setting} {path} cannot be imported ({reason}); it is looked for on PYTHONPATH and in {os.getcwd()}") from error
+    found = vars(module).get(name)
+    if found is None:
+        names = _public_names(module)
+        close = difflib.get_close_matches(name, names, n=1)
+        meant = f"; did you mean {module_name}:{close[0]}?" if close else ""
+        known = ", ".join(names) or "no functions"
+        raise UserError(f"{setting} {path} does not exist: {module_name} has no {name}; it has: {known}{meant}")
+    if not callable(found):
+        raise UserError(f"{setting} {path} is a {type(found).__name__}, needs a function")
+    return found
+
+
+def _public_names(module: ModuleType) -> list[str]:
+    own = [name for name, value in vars(module).items() if inspect.isroutine(value) or inspect.isclass(value)]
+    return [name for name in own if not name.startswith("_") and vars(module)[name].__module__ == module.__name__]
+
+
+def _own_parameters(function: Callable[..., Any], *, path: str, spec: Kind) -> dict[str, inspect.Parameter]:
+    signature = _signature(function, path=path, setting=spec.setting)
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    own = {name: parameter for name, parameter in signature.parameters.items() if name not in spec.arguments and parameter.kind in by_name}
+    try:
+        signature.bind(**dict.fromkeys([*spec.arguments, *own]))
+    except TypeError as error:
+        wanted = ", ".join([f"{name}=.." for name in spec.arguments])
+        raise UserError(
+            f"{spec.setting} {path} has the signature {signature} but is called as ({wanted}): {error}; take exactly these arguments, and "
+            f"your own, which {spec.args_setting} gives, by keyword"
+        ) from error
+    bare = [name for name, parameter in own.items() if parameter.annotation is inspect.Parameter.empty]
+    if bare:
+        raise UserError(
+            f"{spec.setting} {path} takes {bare[0]}, which is no argument of its kind ({', '.join(spec.arguments)}) and has no annotation, "
+            f"needs one such as `{bare[0]}: float`, by which {spec.args_setting}.{bare[0]} is checked"
+        )
+    return own
+
+
+def _argument_values(
+    own: Mapping[str, inspect.Parameter], args: Mapping[str, Any], *, function: Callable[..., Any], path: str, spec: Kind
+) -> dict[str, Any]:
+    """Return `args` as read by the annotations of the `own` parameters; defaults stay away."""
+    try:
+        model = _own_model(own, function)
+    except (NameError, PydanticSchemaGenerationError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"{spec.setting} {path} has an annotation that no setting can be checked by ({reason}), needs plain types such as float"
+        ) from error
+    try:
+        # Through JSON, as settings are: strict mode then takes strings as paths and lists as tuples.
+        read = model.model_validate_json(json.dumps(dict(args)), strict=True)
+    except ValidationError as error:
+        sentences = [_sentence(details, own, owner=path, setting=spec.args_setting) for details in error.errors(include_url=False)]
+        raise UserError("; ".join(sentences)) from None
+    return {name: vars(read)[f"own_{name}"] for name in own if f"own_{name}" in read.model_fields_set}
+
+
+def _own_model(own: Mapping[str, inspect.Parameter], function: Callable[..., Any]) -> type[BaseModel]:
+    # Only the own annotations, because the kind's may name imports for type checkers only.
+    holder = type("Own", (), {"__annotations__": {name: parameter.annotation for name, parameter in own.items()}})
+    hints = typing.get_type_hints(holder, globalns=vars(sys.modules[function.__module__]), include_extras=True)
+    fields: dict[str, Any] = {}
+    for name, parameter in own.items():
+        required = parameter.default is inspect.Parameter.empty
+        # Prefixed to differ from a model's own attributes, such as `copy`.
+        fields[f"own_{name}"] = (hints[name], Field(... if required else parameter.default, alias=name))
+    return create_model("Own", __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
+
+
+def _sentence(details: ErrorDetails, own: Mapping[str, inspect.Parameter], *, owner: str, setting: str) -> str:
+    name = str(details["loc"][0])
+    path = ".".join([setting, *map(str, details["loc"])])
+    if details["type"] == "extra_forbidden" and name not in own:
+        close = difflib.get_close_matches(name, list(own), n=1)
+        meant = f"did you mean {setting}.{close[0]}?" if close else f"its own arguments are: {', '.join(own) or 'none'}"
+        return f"{path} is no argument of {owner}; {meant}"
+    annotation = own[name].annotation
+    # A module with postponed annotations has strings.
+    wanted = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    if details["type"] == "missing" and len(details["loc"]) == 1:
+        return f"{path} is missing, {owner} needs {name}: {wanted}; set {path}=VALUE"
+    message, got = details["msg"], details["input"]
+    fix = ""
+    if details["type"] == "string_type" and isinstance(got, bool | int | float) and len(details["loc"]) == 1:
+        fix = f"; put quotes around it if it is meant as text: {name}='\"{json.dumps(got)}\"'"
+    return f"{path} is {got!r}, {owner} needs {name}: {wanted} ({message[0].lower()}{message[1:]}){fix}"
