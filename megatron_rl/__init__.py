@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.loss import LossOutput, compute_loss
     from megatron_rl.algorithms.objective import Objective
     from megatron_rl.config.settings import ModelSettings, TopologySettings, TrainingSettings
+    from megatron_rl.data.batch import batch_from_sequences
     from megatron_rl.errors import UserError
     from megatron_rl.training.trainer import Trainer
     from megatron_rl.types import TrainBatch
@@ -28,6 +29,7 @@ __all__ = [
     "Trainer",
     "TrainingSettings",
     "UserError",
+    "batch_from_sequences",
     "compute_loss",
     "group_advantages",
     "token_statistics",
@@ -43,6 +45,7 @@ _MODULES = {
     "Trainer": "megatron_rl.training.trainer",
     "TrainingSettings": "megatron_rl.config.settings",
     "UserError": "megatron_rl.errors",
+    "batch_from_sequences": "megatron_rl.data.batch",
     "compute_loss": "megatron_rl.algorithms.loss",
     "group_advantages": "megatron_rl.algorithms.advantage",
     "token_statistics": "megatron_rl.algorithms.log_prob",

@@ -4,25 +4,33 @@ Legend: L mixture layers, K experts of a token.
 """
 
 import itertools
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = TypeVar("Array", bound=NDArray[Any])
 
+def freeze(owner: object, fields: Mapping[str, type[np.generic]], *, length: int | None = None) -> None:
+    """Replace each of `fields` by a private, read-only one-dimensional array of the given type.
 
-def freeze(owner: object, name: str, dtype: type[np.generic]) -> None:
-    """Replace the field `name` by a private, read-only one-dimensional array of `dtype`."""
-    array = np.array(getattr(owner, name), dtype=dtype)
-    if array.ndim != 1:
-        raise ValueError(f"{type(owner).__name__}.{name} has {array.ndim} dimensions, needs 1")
-    array.setflags(write=False)
-    object.__setattr__(owner, name, array)
+    Raises ValueError for another `length` or more dimensions.
+    """
+    for name, dtype in fields.items():
+        array = np.array(getattr(owner, name), dtype=dtype)
+        if array.ndim != 1:
+            raise ValueError(f"{type(owner).__name__}.{name} has {array.ndim} dimensions, needs 1")
+        if length is not None and len(array) != length:
+            raise ValueError(f"{type(owner).__name__}.{name} has length {len(array)}, needs {length}")
+        array.setflags(write=False)
+        object.__setattr__(owner, name, array)
 
 
 def freeze_table(owner: object, name: str, *, num_rows: int, num_columns: int) -> None:
-    """Replace the field `name` by a read-only float64 array [num_rows, num_columns]; an empty one of any shape stands for no columns."""
+    """Replace the field `name` by a read-only float64 array [num_rows, num_columns].
+
+    An empty one of any shape stands for no columns.
+    """
     array = np.array(getattr(owner, name), dtype=np.float64)
     if not array.size and not num_rows * num_columns:
         array = array.reshape(num_rows, num_columns)
@@ -32,25 +40,20 @@ def freeze_table(owner: object, name: str, *, num_rows: int, num_columns: int) -
     object.__setattr__(owner, name, array)
 
 
-def read_only(array: Array) -> Array:
-    """Return `array`, made read-only, for a record without a copy; allow no other holder."""
-    array.setflags(write=False)
-    return array
+def freeze_experts(owner: Any, *, length: int | None = None) -> None:
+    """Replace the field `routed_experts` by a read-only array [tokens, L, K].
 
-
-def freeze_experts(owner: object, name: str) -> None:
-    """Replace the field `name` by a read-only array [tokens, L, K] of experts.
-
-    An array that is read-only already is not copied.
+    A read-only array is not copied. Raises ValueError for another type, shape or `length`.
     """
-    array = np.asarray(getattr(owner, name))
-    what = f"{type(owner).__name__}.{name}"
+    array, name = np.asarray(owner.routed_experts), f"{type(owner).__name__}.routed_experts"
     if array.dtype not in (np.uint8, np.uint16) or array.ndim != 3 or 0 in array.shape[1:]:
-        raise ValueError(f"{what} has type {array.dtype}, shape {array.shape}, needs uint8 or uint16 [tokens, layers, experts of a token]")
+        raise ValueError(f"{name} has type {array.dtype}, shape {array.shape}, needs uint8 or uint16 [tokens, layers, experts of a token]")
+    if length is not None and len(array) != length:
+        raise ValueError(f"{name} has length {len(array)}, needs {length}")
     if array.flags.writeable:
         array = array.copy()
         array.setflags(write=False)
-    object.__setattr__(owner, name, array)
+    object.__setattr__(owner, "routed_experts", array)
 
 
 def check_distinct(owner: object, experts: NDArray[Any]) -> None:
@@ -66,11 +69,3 @@ def check_distinct(owner: object, experts: NDArray[Any]) -> None:
                 f"{type(owner).__name__}.routed_experts names expert {experts[token, layer, other]} twice for token {token} in mixture "
                 f"layer {layer}, needs {top_k} different ones"
             )
-
-
-def check_lengths(owner: object, names: tuple[str, ...], length: int) -> None:
-    """Raise ValueError where one of the fields `names` does not have `length` entries."""
-    for name in names:
-        got = len(getattr(owner, name))
-        if got != length:
-            raise ValueError(f"{type(owner).__name__}.{name} has length {got}, needs {length}")

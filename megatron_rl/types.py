@@ -4,19 +4,18 @@ Legend: P prompt tokens, R response tokens, T tokens of a flat batch of sequence
 aligned with the token they score: `log_probs[t] = log p(token[t] | token[<t])`.
 """
 
+import dataclasses
 import enum
-import itertools
 import math
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from megatron_rl.errors import counted
-from megatron_rl.frozen_arrays import check_distinct, check_lengths, freeze, freeze_experts, freeze_table, read_only
+from megatron_rl.frozen_arrays import check_distinct, freeze, freeze_experts, freeze_table
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -24,56 +23,22 @@ Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Experts = NDArray[np.uint8] | NDArray[np.uint16]
 """Numbers of experts [tokens, L mixture layers, K experts of a token], in the smallest type that the producer could choose."""
+_TOKEN_FIELDS: dict[str, type[np.generic]] = {"tokens": np.int64, "loss_mask": np.bool_, "weight_versions": np.int64}
+"""Fields [T] of a TrainBatch, with their types."""
 _OPTIONAL_FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
 """Fields [T] of a TrainBatch that may be None."""
+_SEQUENCE_FIELDS: dict[str, type[np.generic]] = {
+    "prompt_lengths": np.int64,
+    "rewards": np.float64,
+    "group_ids": np.int64,
+    "truncated": np.bool_,
+    "trajectory_ids": np.int64,
+}
+"""Fields [B] of a TrainBatch, with their types."""
 
 
 def _no_components() -> Doubles:
     return np.empty((0, 0))
-
-
-def _nothing_routed() -> Bools:
-    return np.empty(0, np.bool_)
-
-
-def _each_alone() -> Ints:
-    return np.empty(0, np.int64)
-
-
-def _token_ids(name: str, ids: ArrayLike) -> Ints:
-    """One sequence's token ids [n]. Raises ValueError for what is not a flat list of whole numbers from 0 on."""
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise ValueError(
-            f"from_sequences got {name} with a row of type {array.dtype}, shape {array.shape}; needs token ids [n], without padding"
-        )
-    if array.size and array.min() < 0:
-        raise ValueError(f"from_sequences got {name} with the token id {array.min()}; needs ids of 0 or more, without padding")
-    return array.astype(np.int64)
-
-
-def _behind_prompts(name: str, given: Sequence[ArrayLike], prompts: Sequence[Ints], responses: Sequence[Ints], *, fill: float) -> Floats:
-    """Return response numbers, flat [T], with one `fill` per prompt token before each row."""
-    if len(given) != len(responses):
-        raise ValueError(f"from_sequences got {name} of {len(given)} responses, needs those of all {len(responses)}")
-    parts = [np.empty(0, np.float32)]
-    for row, (numbers, prompt, response) in enumerate(zip(given, prompts, responses, strict=True)):
-        array = np.asarray(numbers, np.float32)
-        if name == "advantages" and array.ndim == 0:
-            array = np.full(len(response), array, np.float32)
-        if array.shape != response.shape:
-            raise ValueError(
-                f"from_sequences got {name}[{row}] of shape {array.shape} for a response of {counted(len(response), 'token')}, needs one "
-                "each"
-            )
-        parts += [np.full(len(prompt), fill, np.float32), array]
-    return np.concatenate(parts)
-
-
-def _numbered(labels: Iterable[Hashable]) -> Ints:
-    """Return equal labels as equal numbers, counted from 0 in order of first appearance, [B]."""
-    numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(label, len(numbers)) for label in labels], np.int64)
 
 
 class StopReason(enum.StrEnum):
@@ -127,7 +92,7 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        freeze(self, "token_ids", np.int64)
+        freeze(self, {"token_ids": np.int64})
         if not len(self.token_ids):
             raise ValueError(f"Prompt {self.id!r} has no tokens, needs at least one")
 
@@ -166,11 +131,9 @@ class Sample:
     def __post_init__(self) -> None:
         if self.trajectory is not None:
             object.__setattr__(self, "trajectory", operator.index(self.trajectory))
-        freeze(self, "response_ids", np.int64)
-        freeze(self, "loss_mask", np.bool_)
-        freeze(self, "rollout_log_probs", np.float32)
-        freeze(self, "weight_versions", np.int64)
-        check_lengths(self, ("loss_mask", "rollout_log_probs", "weight_versions"), len(self.response_ids))
+        freeze(self, {"response_ids": np.int64})
+        per_token = {"loss_mask": np.bool_, "rollout_log_probs": np.float32, "weight_versions": np.int64}
+        freeze(self, per_token, length=len(self.response_ids))
         trained = self.rollout_log_probs[self.loss_mask]
         if not np.isfinite(trained).all():
             raise ValueError(
@@ -178,7 +141,7 @@ class Sample:
                 "token, needs a finite number"
             )
         if self.routed_experts is not None:
-            freeze_experts(self, "routed_experts")
+            freeze_experts(self)
             check_distinct(self, self.routed_experts)
             num_tokens = len(self.prompt.token_ids) + len(self.response_ids)
             if len(self.routed_experts) > num_tokens:
@@ -261,7 +224,7 @@ class TrainBatch:
     of the token; `advantages`, in place of the estimator's advantages from the rewards: no baseline, scale or
     whitening is applied.
 
-    Example: `TrainBatch.from_sequences(prompts=[[5, 6], [5, 6]], responses=[[7], [8, 9]], rewards=[1.0, 0.0])`.
+    Example: `batch_from_sequences(prompts=[[5, 6], [5, 6]], responses=[[7], [8, 9]], rewards=[1.0, 0.0])`.
     """
 
     tokens: Ints
@@ -276,45 +239,41 @@ class TrainBatch:
     component_names: tuple[str, ...] = ()
     reward_components: Doubles = field(default_factory=_no_components)
     routed_experts: Experts | None = None
-    routed: Bools = field(default_factory=_nothing_routed)
+    routed: Bools = field(default_factory=lambda: np.empty(0, np.bool_))
     old_log_probs: Floats | None = None
     ref_log_probs: Floats | None = None
     values: Floats | None = None
     advantages: Floats | None = None
-    trajectory_ids: Ints = field(default_factory=_each_alone)
+    trajectory_ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __post_init__(self) -> None:
         if not len(self.trajectory_ids):
             object.__setattr__(self, "trajectory_ids", np.arange(self.num_sequences))
-        for name in ("tokens", "cu_seqlens", "prompt_lengths", "weight_versions", "group_ids", "trajectory_ids"):
-            freeze(self, name, np.int64)
-        for name in ("loss_mask", "truncated", "routed"):
-            freeze(self, name, np.bool_)
-        freeze(self, "rewards", np.float64)
+        freeze(self, {"cu_seqlens": np.int64})
         if len(self.cu_seqlens) < 1 or self.cu_seqlens[0] != 0 or (np.diff(self.cu_seqlens) < 1).any():
             raise ValueError("TrainBatch.cu_seqlens needs to start at 0 and to rise: a sequence without tokens cannot be trained on")
-        check_lengths(self, ("tokens", "loss_mask", "weight_versions"), int(self.cu_seqlens[-1]))
-        for name in _OPTIONAL_FLOATS:
-            self._check_optional(name)
-        check_lengths(self, ("prompt_lengths", "rewards", "group_ids", "truncated", "trajectory_ids"), self.num_sequences)
+        num_tokens = int(self.cu_seqlens[-1])
+        given = [name for name in _OPTIONAL_FLOATS if getattr(self, name) is not None]
+        freeze(self, _TOKEN_FIELDS | dict.fromkeys(given, np.float32), length=num_tokens)
+        for name in given:
+            self._check_finite(name)
+        freeze(self, _SEQUENCE_FIELDS, length=self.num_sequences)
         freeze_table(self, "reward_components", num_rows=self.num_sequences, num_columns=len(self.component_names))
         self._check_trajectories()
+        freeze(self, {"routed": np.bool_}, length=None if self.routed_experts is None else num_tokens)
         if self.routed_experts is not None:
-            freeze_experts(self, "routed_experts")
-            check_lengths(self, ("routed_experts", "routed"), int(self.cu_seqlens[-1]))
+            freeze_experts(self, length=num_tokens)
 
-    def _check_optional(self, name: str) -> None:
-        """Freeze the field `name` [T], if given. Raises ValueError for another length or a trainable token without a number."""
-        if getattr(self, name) is None:
-            return
-        freeze(self, name, np.float32)
-        check_lengths(self, (name,), len(self.tokens))
-        bad = self.loss_mask & ~np.isfinite(getattr(self, name))
+    def _check_finite(self, name: str) -> None:
+        """Raise ValueError for a trainable token without a number in the field `name` [T]."""
+        values = getattr(self, name)
+        bad = self.loss_mask & ~np.isfinite(values)
         if bad.any():
-            row = int(np.searchsorted(self.cu_seqlens, bad.argmax(), side="right")) - 1
+            token = int(bad.argmax())
+            row = int(np.searchsorted(self.cu_seqlens, token, side="right")) - 1
             raise ValueError(
-                f"TrainBatch.{name} is {getattr(self, name)[bad.argmax()]} on trainable token {bad.argmax() - self.cu_seqlens[row]} of "
-                f"sequence {row}, needs a finite number there; only tokens that loss_mask leaves out may hold anything"
+                f"TrainBatch.{name} is {values[token]} on trainable token {token - self.cu_seqlens[row]} of sequence {row}, "
+                "needs a finite number there; only tokens that loss_mask leaves out may hold anything"
             )
 
     def _check_trajectories(self) -> None:
@@ -333,69 +292,6 @@ class TrainBatch:
                     f"the same for both, which are of trajectory {self.trajectory_ids[row]}; give each trajectory of the batch an id of "
                     "its own, and one group and reward"
                 )
-
-    @classmethod
-    def from_sequences(
-        cls,
-        *,
-        prompts: Sequence[ArrayLike],
-        responses: Sequence[ArrayLike],
-        rewards: ArrayLike | None = None,
-        group_ids: Iterable[Hashable] | None = None,
-        loss_masks: Sequence[ArrayLike] | None = None,
-        rollout_log_probs: Sequence[ArrayLike] | None = None,
-        old_log_probs: Sequence[ArrayLike] | None = None,
-        ref_log_probs: Sequence[ArrayLike] | None = None,
-        values: Sequence[ArrayLike] | None = None,
-        advantages: Sequence[ArrayLike] | None = None,
-        truncated: ArrayLike | None = None,
-        trajectory_ids: Iterable[Hashable] | None = None,
-    ) -> "TrainBatch":
-        """Return a batch of B responses, `responses[b]` [R_b] to `prompts[b]` [P_b], as token ids.
-
-        Prompts have at least one token; no padding. `rewards` [B]. `group_ids` [B], any labels: equal ones
-        share a baseline; equal prompts when not given. `trajectory_ids` [B], any labels, not shared between groups: equal
-        ones are one trajectory. A trajectory's first prompt decides the group by default. Values per token are [R_b] for
-        response b, aligned with the response's tokens: `loss_masks`, True at trained tokens (all when not given), and the
-        fields of the same name; `advantages` may also be one number for each response. `truncated` [B], False when not given.
-        Without `rollout_log_probs` the generator is the policy before the step. Raises ValueError for other lengths.
-        """
-        rows = [_token_ids(name, ids) for name, parts in (("prompts", prompts), ("responses", responses)) for ids in parts]
-        prompt_ids, response_ids = rows[: len(prompts)], rows[len(prompts) :]
-        shortest = min(map(len, prompt_ids), default=0)
-        if len(prompt_ids) != len(response_ids) or not all(map(len, prompt_ids)):
-            raise ValueError(
-                f"from_sequences got {counted(len(prompt_ids), 'prompt')}, the shortest of {counted(shortest, 'token')}, and "
-                f"{counted(len(response_ids), 'response')}; needs a prompt of a token or more for each response"
-            )
-
-        def flat(name: str, given: Sequence[ArrayLike] | None, *, fill: float = 0.0) -> Floats | None:
-            return None if given is None else _behind_prompts(name, given, prompt_ids, response_ids, fill=fill)
-
-        whole = [np.ones(len(ids)) for ids in response_ids]
-        made = [np.full(len(ids), -1 if rollout_log_probs is None else 0) for ids in response_ids]
-        num = len(response_ids)
-        owners = range(num) if trajectory_ids is None else list(trajectory_ids)
-        if len(owners) != num:
-            raise ValueError(f"from_sequences got {len(owners)} trajectory_ids, needs one for each of {num} responses")
-        openings: dict[Hashable, Hashable] = {}
-        groups = [openings.setdefault(owner, ids.tobytes()) for owner, ids in zip(owners, prompt_ids, strict=True)]
-        return cls(
-            tokens=np.concatenate([np.empty(0, np.int64), *itertools.chain(*zip(prompt_ids, response_ids, strict=True))]),
-            cu_seqlens=np.cumsum([0, *(len(prompt) + len(ids) for prompt, ids in zip(prompt_ids, response_ids, strict=True))]),
-            prompt_lengths=np.array([len(ids) for ids in prompt_ids], np.int64),
-            loss_mask=np.asarray(flat("loss_masks", whole if loss_masks is None else loss_masks), np.bool_),
-            weight_versions=np.asarray(flat("weight_versions", made, fill=-1), np.int64),
-            rollout_log_probs=flat("rollout_log_probs", rollout_log_probs),
-            old_log_probs=flat("old_log_probs", old_log_probs),
-            ref_log_probs=flat("ref_log_probs", ref_log_probs),
-            values=flat("values", values),
-            advantages=flat("advantages", advantages),
-            rewards=np.full(num, np.nan) if rewards is None else np.asarray(rewards, np.float64),
-            group_ids=_numbered(groups if group_ids is None else group_ids),
-            trajectory_ids=_numbered(owners),
-            truncated=np.zeros(num, np.bool_) if truncated is None else np.asarray(truncated, np.bool_),
-        )
 
     @property
     def num_sequences(self) -> int:
@@ -426,23 +322,16 @@ class TrainBatch:
                 f"{self.trajectory_ids[cut][0]} or none; choose whole trajectories by trajectory_ids"
             )
         spans = [np.arange(self.cu_seqlens[row], self.cu_seqlens[row + 1]) for row in rows]
-        positions = np.concatenate(spans) if spans else np.empty(0, np.int64)
-        return TrainBatch(
-            tokens=self.tokens[positions],
-            cu_seqlens=np.concatenate([[0], np.cumsum(self.lengths[rows])]),
-            prompt_lengths=self.prompt_lengths[rows],
-            loss_mask=self.loss_mask[positions],
-            weight_versions=self.weight_versions[positions],
-            rewards=self.rewards[rows],
-            group_ids=self.group_ids[rows],
-            trajectory_ids=self.trajectory_ids[rows],
-            truncated=self.truncated[rows],
-            component_names=self.component_names,
-            reward_components=self.reward_components[rows],
-            routed_experts=None if self.routed_experts is None else read_only(self.routed_experts[positions]),
-            routed=self.routed if self.routed_experts is None else self.routed[positions],
-            **{name: None if getattr(self, name) is None else getattr(self, name)[positions] for name in _OPTIONAL_FLOATS},
-        )
+        positions = np.concatenate([np.empty(0, np.int64), *spans])
+        fields: dict[str, Any] = {name: getattr(self, name)[rows] for name in (*_SEQUENCE_FIELDS, "reward_components")}
+        for name in (*_TOKEN_FIELDS, *_OPTIONAL_FLOATS):
+            values = getattr(self, name)
+            fields[name] = None if values is None else values[positions]
+        if self.routed_experts is not None:
+            fields |= {"routed": self.routed[positions], "routed_experts": self.routed_experts[positions]}
+            # The record copies no array that is read-only.
+            fields["routed_experts"].setflags(write=False)
+        return dataclasses.replace(self, cu_seqlens=np.concatenate([[0], np.cumsum(self.lengths[rows])]), **fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,10 +379,8 @@ class Shard:
     all_reward_components: Doubles = field(default_factory=_no_components)
 
     def __post_init__(self) -> None:
-        for name in ("rows", "all_group_ids", "all_trajectory_ids", "all_trainable_tokens"):
-            freeze(self, name, np.int64)
-        freeze(self, "all_rewards", np.float64)
-        check_lengths(self, ("rows",), self.batch.num_sequences)
-        check_lengths(self, ("all_group_ids", "all_trajectory_ids", "all_trainable_tokens"), len(self.all_rewards))
+        freeze(self, {"rows": np.int64}, length=self.batch.num_sequences)
+        all_fields = ("all_group_ids", "all_trajectory_ids", "all_trainable_tokens")
+        freeze(self, {"all_rewards": np.float64, **dict.fromkeys(all_fields, np.int64)}, length=len(self.all_rewards))
         num_components = len(self.batch.component_names)
         freeze_table(self, "all_reward_components", num_rows=len(self.all_rewards), num_columns=num_components)

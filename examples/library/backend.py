@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatron_rl import ModelSettings, Objective, TrainBatch, Trainer, TrainingSettings
+from megatron_rl import ModelSettings, Objective, Trainer, TrainingSettings, batch_from_sequences
 
 PROMPTS, SAMPLES, RESPONSE_TOKENS, EPOCHS, MINI_BATCHES = 4, 4, 8, 2, 2
 TEMPERATURE = 0.9
@@ -38,7 +38,7 @@ def iterate(model: PreTrainedModel, trainer: Trainer, seed: int) -> list[dict[st
     prompts = torch.randint(2, model.config.vocab_size, (PROMPTS, 5))
     responses = generate(model, prompts)
     rewards = [float(np.mean([token % 2 for token in response])) for response in responses]
-    batch = TrainBatch.from_sequences(
+    batch = batch_from_sequences(
         prompts=[prompts[row // SAMPLES].numpy() for row in range(len(responses))], responses=responses, advantages=leave_one_out(rewards)
     )
     # Before the first step: what the ratio of all later ones is to, and what the KL is to.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl import ModelSettings, Objective, TopologySettings, TrainBatch, Trainer, TrainingSettings
+from megatron_rl import ModelSettings, Objective, TopologySettings, TrainBatch, Trainer, TrainingSettings, batch_from_sequences
 
 
 def make_batch(seed: int, vocab_size: int) -> TrainBatch:
@@ -18,7 +18,7 @@ def make_batch(seed: int, vocab_size: int) -> TrainBatch:
     random = np.random.default_rng(seed)
     prompts = [prompt for prompt in random.integers(2, vocab_size, (4, 5)) for _ in range(4)]
     responses = [random.integers(2, vocab_size, random.integers(3, 12)) for _ in prompts]
-    return TrainBatch.from_sequences(prompts=prompts, responses=responses, rewards=[float((ids % 2).mean()) for ids in responses])
+    return batch_from_sequences(prompts=prompts, responses=responses, rewards=[float((ids % 2).mean()) for ids in responses])
 
 
 def main() -> None:

@@ -1,17 +1,18 @@
-"""From groups of samples to the flat arrays that the trainer gets.
+"""From groups of samples, or a caller's own sequences, to the flat arrays that the trainer gets.
 
 T tokens of all sequences, B sequences.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from megatron_rl.errors import UserError, counted
-from megatron_rl.types import Experts, Group, Ints, RewardOutcome, Sample, TrainBatch, trajectories
+from megatron_rl.types import Experts, Floats, Group, Ints, RewardOutcome, Sample, TrainBatch, trajectories
 
 
 def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
@@ -56,6 +57,108 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
         reward_components=np.array([[parts.get(name, np.nan) for name in names] for parts in components]),
         **_routing([sample.routed_experts for sample in samples], lengths=prompt_lengths + response_lengths),
     )
+
+
+def batch_from_sequences(
+    *,
+    prompts: Sequence[ArrayLike],
+    responses: Sequence[ArrayLike],
+    rewards: ArrayLike | None = None,
+    group_ids: Iterable[Hashable] | None = None,
+    loss_masks: Sequence[ArrayLike] | None = None,
+    rollout_log_probs: Sequence[ArrayLike] | None = None,
+    old_log_probs: Sequence[ArrayLike] | None = None,
+    ref_log_probs: Sequence[ArrayLike] | None = None,
+    values: Sequence[ArrayLike] | None = None,
+    advantages: Sequence[ArrayLike] | None = None,
+    truncated: ArrayLike | None = None,
+    trajectory_ids: Iterable[Hashable] | None = None,
+) -> TrainBatch:
+    """Return a batch of B responses, `responses[b]` [R_b] to `prompts[b]` [P_b], as token ids.
+
+    `rewards` and `truncated` [B]. `trajectory_ids` [B], any labels; by default each response is one.
+    `group_ids` [B], any labels; by default equal first prompts of a trajectory. Others are [R_b]:
+    `loss_masks` (default: all trained) and the fields of TrainBatch; an advantage may be one number.
+    Without `rollout_log_probs` the generator is the policy before the step. Raises ValueError.
+    """
+    prompt_ids, response_ids = _token_rows(prompts, responses)
+    num, prompt_lengths = len(response_ids), np.array([len(ids) for ids in prompt_ids], np.int64)
+    owners = list(range(num) if trajectory_ids is None else trajectory_ids)
+    if len(owners) != num:
+        raise ValueError(f"batch_from_sequences got {len(owners)} trajectory_ids, needs one for each of {num} responses")
+    openings: dict[Hashable, Hashable] = {}
+    groups = [openings.setdefault(owner, ids.tobytes()) for owner, ids in zip(owners, prompt_ids, strict=True)]
+    masks = [np.ones(len(ids)) for ids in response_ids] if loss_masks is None else loss_masks
+    made = [np.full(len(ids), -1 if rollout_log_probs is None else 0) for ids in response_ids]
+
+    def flat(name: str, rows: Sequence[ArrayLike] | None) -> Any:
+        return None if rows is None else _with_prompts(_rows_like(response_ids, name, rows), prompt_lengths, fill=0.0)
+
+    return TrainBatch(
+        tokens=np.concatenate([np.empty(0, np.int64), *itertools.chain(*zip(prompt_ids, response_ids, strict=True))]),
+        cu_seqlens=np.cumsum([0, *(len(prompt) + len(ids) for prompt, ids in zip(prompt_ids, response_ids, strict=True))]),
+        prompt_lengths=prompt_lengths,
+        loss_mask=flat("loss_masks", masks),
+        weight_versions=_with_prompts(made, prompt_lengths, fill=-1),
+        rollout_log_probs=flat("rollout_log_probs", rollout_log_probs),
+        old_log_probs=flat("old_log_probs", old_log_probs),
+        ref_log_probs=flat("ref_log_probs", ref_log_probs),
+        values=flat("values", values),
+        advantages=flat("advantages", advantages),
+        rewards=np.full(num, np.nan) if rewards is None else np.asarray(rewards),
+        group_ids=_numbered(groups if group_ids is None else group_ids),
+        trajectory_ids=_numbered(owners),
+        truncated=np.zeros(num, np.bool_) if truncated is None else np.asarray(truncated),
+    )
+
+
+def _token_rows(prompts: Sequence[ArrayLike], responses: Sequence[ArrayLike]) -> tuple[list[Ints], list[Ints]]:
+    """Return the ids of both, of each row [n]. Raises ValueError for other numbers and for padding."""
+    rows: dict[str, list[Ints]] = {}
+    for name, given in (("prompts", prompts), ("responses", responses)):
+        arrays = [np.asarray(ids) for ids in given]
+        for array in arrays:
+            if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+                raise ValueError(
+                    f"batch_from_sequences got {name} with a row of type {array.dtype}, shape {array.shape}; needs token ids [n], "
+                    "without padding"
+                )
+            if array.size and array.min() < 0:
+                raise ValueError(
+                    f"batch_from_sequences got {name} with the token id {array.min()}; needs ids of 0 or more, without padding"
+                )
+        rows[name] = [array.astype(np.int64) for array in arrays]
+    shortest = min(map(len, rows["prompts"]), default=0)
+    if len(prompts) != len(responses) or (len(prompts) and not shortest):
+        raise ValueError(
+            f"batch_from_sequences got {counted(len(prompts), 'prompt')}, the shortest of {counted(shortest, 'token')}, and "
+            f"{counted(len(responses), 'response')}; needs a prompt of a token or more for each response"
+        )
+    return rows["prompts"], rows["responses"]
+
+
+def _rows_like(responses: Sequence[Ints], name: str, given: Sequence[ArrayLike]) -> list[Floats]:
+    """Return a number for each token of `responses`, from the argument `name`. Raises ValueError."""
+    if len(given) != len(responses):
+        raise ValueError(f"batch_from_sequences got {name} of {len(given)} responses, needs those of all {len(responses)}")
+    rows = []
+    for index, (numbers, response) in enumerate(zip(given, responses, strict=True)):
+        row = np.asarray(numbers, np.float32)
+        if name == "advantages" and row.ndim == 0:
+            row = np.full(len(response), row, np.float32)
+        if row.shape != response.shape:
+            raise ValueError(
+                f"batch_from_sequences got {name}[{index}] of shape {row.shape} for a response of {counted(len(response), 'token')}, "
+                "needs one each"
+            )
+        rows.append(row)
+    return rows
+
+
+def _numbered(labels: Iterable[Hashable]) -> Ints:
+    """Return equal labels as equal numbers, counted from 0 in order of first appearance, [B]."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(label, len(numbers)) for label in labels], np.int64)
 
 
 def with_records(batch: TrainBatch, records: Sequence[Experts | None]) -> TrainBatch:
@@ -105,7 +208,7 @@ def _routing(records: Sequence[Experts | None], *, lengths: Ints) -> dict[str, A
 
 def _with_prompts(responses: Sequence[NDArray[Any]], prompt_lengths: Ints, *, fill: float) -> NDArray[Any]:
     """Return arrays of the responses' tokens with `fill` on the prompt tokens before, flat [T]."""
-    parts: list[NDArray[Any]] = []
+    parts: list[NDArray[Any]] = [np.empty(0, np.bool_)]
     for response, length in zip(responses, prompt_lengths, strict=True):
         parts += [np.full(length, fill, response.dtype), response]
     return np.concatenate(parts)

@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_rl.config.derived import AUTO_DTYPES
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.deadlines import PLACEMENT_S
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.doctor import on_rank
@@ -264,7 +265,7 @@ class Node:
         """Return random sequences of a prompt token and `lengths` more (1, 17 and longest)."""
         rng = np.random.default_rng(0)
         lengths = (1, 17, self.longest - 1) if lengths is None else lengths
-        return TrainBatch.from_sequences(
+        return batch_from_sequences(
             prompts=[rng.integers(2, VOCAB, 1) for _ in lengths],
             responses=[rng.integers(2, VOCAB, length) for length in lengths],
             rewards=np.zeros(len(lengths)),

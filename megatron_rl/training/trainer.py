@@ -61,7 +61,7 @@ class Trainer:
     Example::
 
         with Trainer(model=ModelSettings(path="Qwen3-0.6B"), training=TrainingSettings(optimizer={"lr": 1e-6})) as trainer:
-            batch = TrainBatch.from_sequences(prompts=prompts, responses=responses, rewards=rewards)
+            batch = batch_from_sequences(prompts=prompts, responses=responses, rewards=rewards)
             print(trainer.train(batch)[0]["train/loss"])
     """
 

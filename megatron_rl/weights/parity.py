@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.data.batch import with_records
+from megatron_rl.data.batch import batch_from_sequences, with_records
 from megatron_rl.engines.client import EngineClient, Generation
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
@@ -177,7 +177,7 @@ async def sample_probe(prompts: Sequence[Prompt], pool: EnginePool, *, sampling:
     made = [generation for answers in sampled for generation in answers or ()]
     if not made:
         raise EngineError("no engine is left that could sample the parity probe; see the logs of the engines")
-    batch = TrainBatch.from_sequences(
+    batch = batch_from_sequences(
         prompts=[starts[number // PROBE_SAMPLES % len(starts)] for number in range(len(made))],
         responses=[generation.token_ids for generation in made],
         rollout_log_probs=[generation.log_probs for generation in made],

@@ -44,12 +44,12 @@ def test_the_torchrun_example_is_equal_on_one_and_two_ranks(tiny_model: Callable
 
 
 def make_batch(seed: int) -> Any:
-    from megatron_rl import TrainBatch
+    from megatron_rl import batch_from_sequences
 
     random = np.random.default_rng(seed)
     prompts = [prompt for prompt in random.integers(2, 32, (3, 4)) for _ in range(3)]
     responses = [random.integers(2, 32, length) for length in random.integers(1, 14, 9)]
-    return TrainBatch.from_sequences(prompts=prompts, responses=responses, rewards=random.random(9))
+    return batch_from_sequences(prompts=prompts, responses=responses, rewards=random.random(9))
 
 
 def run(rank: int, world_size: int, init_method: str, model: str, topologies: list[dict[str, int]]) -> list[dict[str, Any]]:

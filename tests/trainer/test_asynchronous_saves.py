@@ -13,13 +13,13 @@ from torch.distributed.checkpoint import FileSystemWriter
 from megatron_rl.checkpoints import policy_export, training_state
 from megatron_rl.checkpoints.host_copies import HostCopies, host_copy
 from megatron_rl.checkpoints.optimizer_shards import parts_of
+from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.errors import UserError
 from megatron_rl.training.trainer import Trainer
-from megatron_rl.types import TrainBatch
 
 SUPERVISED = {"policy_loss": "sft"}
 WITH_CRITIC = {"advantage": {"kind": "gae"}}
-BATCH = TrainBatch.from_sequences(prompts=[[3, 4], [5]], responses=[[6, 7, 8], [9, 3]], rewards=[0.0, 1.0])
+BATCH = batch_from_sequences(prompts=[[3, 4], [5]], responses=[[6, 7, 8], [9, 3]], rewards=[0.0, 1.0])
 
 
 def train(trainer: Trainer) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed
 
-from megatron_rl import ModelSettings, Objective, TrainBatch, Trainer, TrainingSettings, UserError
+from megatron_rl import ModelSettings, Objective, TrainBatch, Trainer, TrainingSettings, UserError, batch_from_sequences
 from megatron_rl.algorithms.off_policy import OffPolicy
 from megatron_rl.training.whole_batch import divide
 
@@ -24,7 +24,7 @@ Make = Callable[..., Trainer]
 
 
 def batch_of(**fields: Any) -> TrainBatch:
-    return TrainBatch.from_sequences(prompts=PROMPTS, responses=RESPONSES, **fields)
+    return batch_from_sequences(prompts=PROMPTS, responses=RESPONSES, **fields)
 
 
 def per_token(seed: int, low: float, high: float) -> list[np.ndarray]:
@@ -261,7 +261,7 @@ def test_contradictions_of_batch_and_objective_are_refused(objective: Objective,
 def test_tokens_outside_the_vocabulary_are_refused_before_a_pass(make: Make) -> None:
     trainer = make()
     for token in (32, -1):
-        batch = TrainBatch.from_sequences(prompts=[[3], [3]], responses=[[4], [4]], rewards=[1, 0])
+        batch = batch_from_sequences(prompts=[[3], [3]], responses=[[4], [4]], rewards=[1, 0])
         batch = dataclasses.replace(batch, tokens=np.array([3, 4, 3, token]))
         for method in (trainer.train, trainer.forward_backward, trainer.log_probs, partial(trainer.own_log_probs, temperature=1.0)):
             with pytest.raises(ValueError, match=rf"TrainBatch\.tokens are in \[{min(token, 3)}, {max(token, 4)}\].* \[0, 32\)"):

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.planning.levers import FULL_RECOMPUTE
 from megatron_rl.planning.step_time import Flops, ModelSize
 from megatron_rl.training.trainer import Trainer
-from megatron_rl.types import TrainBatch
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_step_computes_the_products_that_are_counted(
 ) -> None:
     """Sequences of 3, 9 and 5 tokens, of which 7 are trained on. Attention on a CPU computes rectangles, so it is left out."""
     model = tiny_model(family=family, layers=2)
-    batch = TrainBatch.from_sequences(prompts=[[2, 3], [4] * 5, [5, 6, 7]], responses=[[8], [9, 8, 7, 6], [5, 4]])
+    batch = batch_from_sequences(prompts=[[2, 3], [4] * 5, [5, 6, 7]], responses=[[8], [9, 8, 7, 6], [5, 4]])
     trainer = make_trainer(model, {"policy_loss": "sft", "aggregation": "token_mean"}, megatron=megatron)
     with FlopCounterMode(display=False) as counter:
         trainer.train(batch)

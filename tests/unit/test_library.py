@@ -72,7 +72,7 @@ def test_somebody_else_s_loop_trains_with_us_as_its_backend(tiny_model: Callable
         with torch.no_grad():
             logits = model(row).logits[0, :-1].double() / backend.TEMPERATURE
         theirs = logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
-        batch = megatron_rl.TrainBatch.from_sequences(prompts=row[:, :2].numpy(), responses=row[:, 2:].numpy())
+        batch = megatron_rl.batch_from_sequences(prompts=row[:, :2].numpy(), responses=row[:, 2:].numpy())
         np.testing.assert_allclose(trainer.log_probs(batch)[1:], theirs.numpy(), rtol=0, atol=1e-5)
 
 

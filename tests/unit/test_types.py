@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.types import Prompt, Sample, StopReason, TrainBatch, last_samples, trajectories
 
 PROMPTS, RESPONSES = [[5, 6], [5, 6], [9]], [[7], [8, 9, 1], [2, 3]]
 
 
 def make(**fields: Any) -> TrainBatch:
-    return TrainBatch.from_sequences(prompts=PROMPTS, responses=RESPONSES, **fields)
+    return batch_from_sequences(prompts=PROMPTS, responses=RESPONSES, **fields)
 
 
 def test_sequences_become_flat_arrays_with_sensible_defaults() -> None:
@@ -82,7 +83,7 @@ def test_a_token_that_is_not_trained_on_may_hold_anything() -> None:
 )
 def test_rows_that_are_not_token_ids_are_refused(prompts: list[Any], responses: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TrainBatch.from_sequences(prompts=prompts, responses=responses)
+        batch_from_sequences(prompts=prompts, responses=responses)
 
 
 @pytest.mark.parametrize("name", ["rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages"])
@@ -94,7 +95,7 @@ def test_fields_of_a_batch_are_checked_however_it_is_made(name: str) -> None:
 
 
 def test_sequences_of_a_trajectory_share_a_group() -> None:
-    batch = TrainBatch.from_sequences(
+    batch = batch_from_sequences(
         prompts=[[5, 6], [5, 6], [9], [5, 6], [8]],
         responses=[[7], [8, 9, 1], [2, 3], [4], [4]],
         rewards=[1, 0, 0, 1, 3],

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.data.baseline import GREEDY_BASELINE
+from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.loader import load
@@ -26,7 +27,7 @@ PARTS = {5: (1.0, 3.0), 2: (0.0, 1.0), 8: (1.0, -2.0), 1: (0.5, 4.0), 7: (0.25, 
 
 
 def make_batch(**fields: Any) -> TrainBatch:
-    batch = TrainBatch.from_sequences(
+    batch = batch_from_sequences(
         prompts=[[1, 2]] * 9,
         responses=[np.arange(length) for length in LENGTHS],
         rewards=[REWARDS[owner] for owner in TRAJECTORIES],
