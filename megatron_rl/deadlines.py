@@ -4,7 +4,7 @@ An expired deadline's error names the wait. Deadlines dependent on the user's co
 such as rollout.timeout_s and reward.timeout_s.
 """
 
-# `config/derived.py` adds the time for a model's bytes and tokens. A setting can replace each deadline.
+# `config/derived.py` adds the time for a model's bytes and tokens. model.deadline_s replaces each deadline.
 START_S = 900.0
 """Start of the ranks, and of the engines: imports, first compiles, CUDA graphs."""
 SYNC_S = 600.0

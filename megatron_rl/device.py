@@ -211,22 +211,6 @@ def in_host_memory(values: Tensor | NDArray[Any], device: torch.device | str) ->
     return host.pin_memory() if torch.device(device).type == "cuda" else host
 
 
-def set_allocator(options: str | None) -> None:
-    """Give torch's allocator of GPU memory options in the form of PYTORCH_CUDA_ALLOC_CONF.
-
-    Call before the first tensor is on the GPU. Raises UserError for options unknown to torch. Does
-    nothing without options, and without a GPU.
-    """
-    if options is None or not torch.cuda.is_available():
-        return
-    try:
-        torch.cuda.memory._set_allocator_settings(options)
-    except (RuntimeError, ValueError) as error:
-        raise UserError(
-            f"training.cuda_allocator is {options!r}, which torch refuses ({error}); give options of PYTORCH_CUDA_ALLOC_CONF"
-        ) from error
-
-
 @dataclass(frozen=True, slots=True)
 class Shim:
     """One workaround: `behaviour` is the reason in megatron-core without a GPU. `apply` is

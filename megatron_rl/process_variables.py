@@ -33,9 +33,9 @@ GPU_OF_RANK_VARIABLES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 Other trainers set 1 for their Ray.
 """
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""torch's allocator options; an engine on shared GPUs would keep memory with expandable segments.
+"""torch's allocator options of the ranks; an engine does not get the variables.
 
-Trainers like expandable segments.
+Trainers like expandable segments, with which an engine on shared GPUs would keep memory.
 """
 
 
@@ -44,13 +44,14 @@ def shared_variables(
 ) -> dict[str, str]:
     """Return the variables of every process of a run, by the driver's `environment`.
 
-    All NCCL variables, and the interface to meet on. On GPUs also the variables that decide the
-    visible GPUs, whatever the environment has.
+    All NCCL variables, the allocator's options, and the interface to meet on. On GPUs also the
+    variables that decide the visible GPUs, whatever the environment has.
     """
     chosen = {} if interface is None else dict.fromkeys(INTERFACE_VARIABLES, interface)
     if device_kind == "cpu":
         return chosen
-    own = {name: value for name, value in environment.items() if name.startswith("NCCL_") or name in RANK_VARIABLES}
+    named = (*RANK_VARIABLES, *ALLOCATOR_VARIABLES)
+    own = {name: value for name, value in environment.items() if name.startswith("NCCL_") or name in named}
     return RANK_VARIABLES | own | chosen | GPU_OF_RANK_VARIABLES
 
 

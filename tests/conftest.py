@@ -83,9 +83,11 @@ def model_spec() -> "Callable[[str], Any]":
 
 @pytest.fixture
 def run_settings() -> "Callable[..., Settings]":
-    """`run_settings(num_ranks=8, tp=2, megatron={...}, runtime={...}, ...)`: 1024 + 7168 tokens, 512 sequences, distributed optimizer."""
+    """`run_settings(num_ranks=8, tp=2, megatron={...}, sglang={...}, ...)`: 1024 + 7168 tokens, 512 sequences, distributed optimizer."""
 
-    def make(*, megatron: dict[str, Any] | None = None, runtime: dict[str, Any] | None = None, **topology: Any) -> "Settings":
+    Fields = dict[str, Any] | None
+
+    def make(*, megatron: Fields = None, sglang: Fields = None, runtime: Fields = None, **topology: Any) -> "Settings":
         from megatron_rl.config.settings import Settings
 
         return Settings.model_validate(
@@ -93,7 +95,7 @@ def run_settings() -> "Callable[..., Settings]":
                 "run": {"directory": "unused"},
                 "model": {"path": "unused", "megatron": megatron or {}},
                 "data": {"train": "unused"},
-                "rollout": {"sampling": {"max_response_tokens": 7168}},
+                "rollout": {"sampling": {"max_response_tokens": 7168}, "sglang": sglang or {}},
                 "training": {"topology": topology, "optimizer": {"use_distributed_optimizer": True}},
                 "runtime": runtime or {},
             }

@@ -21,6 +21,7 @@ from megatron_rl.config.settings import (
     WeightSettings,
 )
 from megatron_rl.errors import counted
+from megatron_rl.process_variables import ALLOCATOR_VARIABLES
 
 _LARGEST_SEED = 2**32 - 1
 """Largest seed of numpy.random.seed, called by SGLang."""
@@ -53,20 +54,14 @@ def gpu_contradictions(settings: Settings, *, environment: Mapping[str, str]) ->
             "weights.transport is broadcast with runtime.colocate true, but NCCL cannot join a Megatron rank and an engine on the same GPU "
             "into one group; leave it out, which means ipc, or set it to disk"
         ]
-    allocator = settings.training.cuda_allocator or ""
-    if settings.weight_transport == "ipc" and "expandable_segments:true" in allocator.replace(" ", "").lower():
-        return [
-            f"weights.transport is ipc with training.cuda_allocator {allocator}, but expandable segments cannot be shared with an engine; "
-            f"remove expandable_segments there, or set weights.transport to disk"
-        ]
-    num_gpus = settings.runtime.num_gpus_per_engine
-    tp_size = settings.rollout.sglang.get("tp_size", num_gpus)
-    if settings.weight_transport == "ipc" and tp_size != num_gpus:
-        return [
-            f"weights.transport is ipc with rollout.sglang.tp_size {tp_size} and runtime.num_gpus_per_engine {num_gpus}, but SGLang takes "
-            f"one handle for each tensor parallel rank, of the memory of its own GPU; make them equal, or set weights.transport to disk"
-        ]
-    return []
+    if settings.weight_transport != "ipc":
+        return []
+    return [
+        f"weights.transport is ipc with {name}={environment[name]} in the environment, but expandable segments cannot be shared with an "
+        "engine; remove expandable_segments there, or set weights.transport to disk"
+        for name in ALLOCATOR_VARIABLES
+        if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower()
+    ]
 
 
 def _nccl_ends(settings: Settings, environment: Mapping[str, str]) -> list[str]:
@@ -158,7 +153,7 @@ def _engines(settings: Settings) -> Iterator[str]:
     if isinstance(stages := sglang.get("pp_size"), int) and stages > 1:
         yield (
             f"rollout.sglang.pp_size is {stages}, needs 1: a weight sync finds an engine's ranks by their tensor parallel number, which "
-            "those of two stages share; remove it, and set runtime.num_gpus_per_engine to the GPUs of an engine"
+            "those of two stages share; remove it, and set rollout.sglang.tp_size to the GPUs of an engine"
         )
     for name in ("quantization", "torchao_config"):
         if sglang.get(name):

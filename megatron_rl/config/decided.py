@@ -78,7 +78,7 @@ def _processes(settings: Settings) -> Iterator[Decision]:
     cluster, topology = settings.runtime.cluster, settings.training.topology
     if cluster.num_nodes is None or cluster.gpus_per_node is None:
         return
-    num_gpus, each = cluster.num_nodes * cluster.gpus_per_node, settings.runtime.num_gpus_per_engine
+    num_gpus, each = cluster.num_nodes * cluster.gpus_per_node, settings.rollout.ranks_per_engine
     where = f"runtime.cluster has {cluster.num_nodes} × {cluster.gpus_per_node} = {num_gpus} GPUs"
     shared = settings.supervised or settings.runtime.colocate
     engines_given = _is_given(settings, "rollout.num_engines")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_rl.config.settings import ModelSettings, RolloutSettings, Settings, TrainingSettings, WeightSettings
+from megatron_rl.config.settings import ModelSettings, SamplingSettings, Settings
 from megatron_rl.deadlines import MODEL_BYTES_PER_S, REQUEST_S, REQUEST_TOKENS_PER_S, START_S, STEP_S, SYNC_S
 
 AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
@@ -60,24 +60,24 @@ def derive(settings: Settings) -> Derived:
     )
 
 
-def start_deadline_s(model_path: Path, rollout: RolloutSettings) -> float:
+def start_deadline_s(model: ModelSettings) -> float:
     """Return the seconds for the start of ranks, or of an engine, on the model directory."""
-    return rollout.startup_timeout_s or START_S + _moving_s(model_path)
+    return model.deadline_s or START_S + _moving_s(model.path)
 
 
-def sync_deadline_s(model_path: Path, weights: WeightSettings) -> float:
+def sync_deadline_s(model: ModelSettings) -> float:
     """Return the seconds allowed for one weight sync."""
-    return weights.sync_timeout_s or SYNC_S + _moving_s(model_path)
+    return model.deadline_s or SYNC_S + _moving_s(model.path)
 
 
-def step_deadline_s(model_path: Path, training: TrainingSettings) -> float:
+def step_deadline_s(model: ModelSettings) -> float:
     """Return the seconds allowed for one training step, or for a collective in the step."""
-    return training.step_timeout_s or STEP_S + _moving_s(model_path)
+    return model.deadline_s or STEP_S + _moving_s(model.path)
 
 
-def request_deadline_s(rollout: RolloutSettings) -> float:
+def request_deadline_s(model: ModelSettings, sampling: SamplingSettings) -> float:
     """Return the seconds allowed for one generation request, retries included."""
-    return rollout.request_timeout_s or REQUEST_S + rollout.sampling.max_response_tokens / REQUEST_TOKENS_PER_S
+    return model.deadline_s or REQUEST_S + sampling.max_response_tokens / REQUEST_TOKENS_PER_S
 
 
 def _moving_s(model_path: Path) -> float:

@@ -92,6 +92,11 @@ class ModelSettings(Section):
         "auto", description="auto takes TransformerEngine where it is installed and computes the model on the GPU, else torch."
     )
     megatron: dict[str, Any] = Field(default_factory=dict, description="Fields of megatron-core's TransformerConfig, by their own names.")
+    deadline_s: Seconds | None = Field(
+        None,
+        description="Deadline of a start of ranks or engines, a weight sync, a training step and a request, in seconds; each by the bytes "
+        "of the model or the tokens of a response when not set.",
+    )
 
 
 class DataSettings(Section):
@@ -158,12 +163,6 @@ class RolloutSettings(Section):
     num_engines: int = Field(1, ge=1, le=2**14, description="SGLang servers; from runtime.cluster when not set.")
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     max_concurrent_requests: int = Field(256, ge=1, description="Requests in flight at one engine; every sample is one.")
-    request_timeout_s: Seconds | None = Field(
-        None, description="Deadline of one generation request, retries included, in seconds; by the tokens of a response when not set."
-    )
-    startup_timeout_s: Seconds | None = Field(
-        None, description="Deadline of the start of ranks, and of engines, in seconds; by the bytes of the model when not set."
-    )
     max_staleness: int = Field(
         0,
         ge=0,
@@ -179,7 +178,22 @@ class RolloutSettings(Section):
         0.25, ge=0, le=1, description="Share of a step's trajectories that the rollout fails to make above which the run stops."
     )
     filter: FilterSettings | None = Field(None, description="Your own choice of the groups to train on; all of them when not set.")
-    sglang: dict[str, Any] = Field(default_factory=dict, description="Arguments of the SGLang server, by their own names.")
+    sglang: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the SGLang server, by their own names; an engine has tp_size GPUs."
+    )
+
+    @field_validator("sglang")
+    @classmethod
+    def _engine_size(cls, value: dict[str, Any]) -> dict[str, Any]:
+        size = value.get("tp_size", 1)
+        if type(size) is not int or not 1 <= size <= 2**10:
+            raise ValueError(f"rollout.sglang.tp_size is {size!r}, needs an integer from 1 to {2**10}, the GPUs of an engine; change it")
+        return value
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """Number of processes of one engine that hold weights, on GPUs one each."""
+        return int(self.sglang.get("tp_size", 1))
 
 
 class RewardSettings(Section):
@@ -287,14 +301,6 @@ class TrainingSettings(Section):
         description="Rollout batches from one to the next that measures the KL to the initial policy (train/kl_*) although no term of the "
         "objective reads it; each costs a forward pass. 0 measures it only with such a term. Without both, no reference is kept.",
     )
-    cuda_allocator: str | None = Field(
-        None,
-        description="Options of torch's allocator on the ranks' GPUs, such as expandable_segments:True, as PYTORCH_CUDA_ALLOC_CONF has "
-        "them. Engines do not get that variable: options that suit ranks keep an engine's memory from being put away.",
-    )
-    step_timeout_s: Seconds | None = Field(
-        None, description="Deadline of one training step and of a collective, in seconds; by the bytes of the model when not set."
-    )
 
     def keeps_reference(self, objective: Objective) -> bool:
         """Return True when ranks keep the initial weights.
@@ -320,11 +326,6 @@ class WeightSettings(Section):
         "sync, in nats, with which the other limits scale; when not set 1e-4 in float32; in bfloat16 0.04, and 0.05 for a mixture of "
         "experts with training.routing_replay, 0.1 without.",
     )
-    sync_timeout_s: Seconds | None = Field(
-        None,
-        description="Deadline of one weight sync, and of engines that free or take memory, in seconds; by the bytes of the model when not "
-        "set.",
-    )
 
 
 class ClusterSettings(Section):
@@ -345,7 +346,6 @@ class RuntimeSettings(Section):
         description="Network interface of every node, such as eth0 or ib0, on which ranks and engines meet (gloo, NCCL). Ray has to be "
         "started with this interface's address (--node-ip-address). Each library chooses for itself when not set.",
     )
-    num_gpus_per_engine: int = Field(1, ge=1, le=2**10, description="GPUs of one engine where GPUs are used.")
     colocate: bool = Field(
         False,
         description="Let engines and Megatron ranks share their GPUs and take turns: who is not at work puts its memory away.",

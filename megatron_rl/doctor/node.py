@@ -207,14 +207,13 @@ class Node:
         return Settings.model_validate(
             {
                 "run": {"directory": self.directory / "run"},
-                "model": {"path": model, "dtype": self.dtype, "attention": attention},
+                "model": {"path": model, "dtype": self.dtype, "attention": attention, "deadline_s": 300.0},
                 "data": {"train": "unused.jsonl"},
                 "objective": {"policy_loss": {"kind": "sft"}, "aggregation": "token_mean"},
                 "training": {
                     "topology": topology,
                     "max_tokens_per_micro_batch": self.longest,
                     "optimizer": {"lr": 1e-3},
-                    "step_timeout_s": 300.0,
                     **(training or {}),
                 },
                 **(sections or {}),

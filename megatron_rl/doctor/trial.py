@@ -298,8 +298,9 @@ def sleep(node: Node) -> Iterator[Check]:
     """
     tp = 2 if node.kind == "cuda" and node.num_gpus > 1 else 1
     model = node.model("sleeper")
-    arguments = {"max_total_tokens": CACHE_TOKENS[node.kind]} | ({"mem_fraction_static": 0.5} if node.kind == "cuda" else {})
-    engines = {"rollout": {"sglang": arguments}, "runtime": {"colocate": True, "num_gpus_per_engine": tp}}
+    arguments: dict[str, Any] = {"tp_size": tp, "max_total_tokens": CACHE_TOKENS[node.kind]}
+    arguments |= {"mem_fraction_static": 0.5} if node.kind == "cuda" else {}
+    engines = {"rollout": {"sglang": arguments}, "runtime": {"colocate": True}}
     topology = {"num_ranks": tp, "tp": tp, "sequence_parallel": tp > 1}
     settings = Settings.model_validate(node.run_settings("sleeping", model, engines=engines, topology=topology))
     prompts = [Prompt(id=str(length), token_ids=np.arange(2, 2 + length), text="") for length in (3, 9, 20, 33)]
@@ -366,7 +367,7 @@ def runs(node: Node) -> Iterator[Check]:
     """
     node.close()
     num_ranks = 4 if node.num_gpus >= 6 else 2
-    gpus = {"num_gpus_per_engine": 2 if node.num_gpus >= 6 else 1} if node.kind == "cuda" else {}
+    engine = {"rollout": {"sglang": {"tp_size": 2 if node.kind == "cuda" and node.num_gpus >= 6 else 1}}}
     tp2 = {"num_ranks": num_ranks, "tp": 2, "sequence_parallel": True}
     for family, training in (("qwen3_moe", {"routing_replay": True, "topology": tp2}), ("deepseek_v3", {"topology": tp2})):
         promise = f"a run of {family} by broadcast{' with routing replay' if 'routing_replay' in training else ''}"
@@ -375,7 +376,7 @@ def runs(node: Node) -> Iterator[Check]:
         elif node.kind == "cpu" and family == "deepseek_v3":
             yield Check(promise, "skipped", "engines on a CPU generate nothing with latent attention")
         else:
-            yield _run(node, promise, node.model(f"run {family}", family=family), engines={"runtime": gpus}, **training)
+            yield _run(node, promise, node.model(f"run {family}", family=family), engines=engine, **training)
     engines = node.num_gpus if node.kind == "cuda" else 1
     in_turns = {"rollout": {"num_engines": engines}, "runtime": {"colocate": True}}
     promise = "a run of qwen3 with engines beside ranks, temperature 0.7"

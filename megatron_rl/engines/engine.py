@@ -22,7 +22,7 @@ from typing import Any, Literal
 import psutil
 
 from megatron_rl.config.derived import start_deadline_s
-from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.config.settings import ModelSettings, RolloutSettings
 from megatron_rl.deadlines import ENGINE_READY_S, ENGINE_STOP_S
 from megatron_rl.engines.routing_record import MixtureShape
 from megatron_rl.engines.server_args import check_environment, server_arguments
@@ -86,7 +86,7 @@ class Engine:
         has_weights: bool = True,
         serves_text: bool = False,
     ) -> None:
-        self._startup_timeout_s = start_deadline_s(model_path, settings)
+        self._start_timeout_s = start_deadline_s(ModelSettings(path=model_path))
         self._gpu_ids = tuple(gpu_ids)
         self._log_path = log_path
         self._mixture = mixture
@@ -106,7 +106,6 @@ class Engine:
             host=host,
             port=self._port,
             api_key=self.api_key,
-            num_gpus=max(1, len(self._gpu_ids)),
             needs_tokenizer=serves_text or bool(settings.sampling.stop),
             records_routing=mixture is not None,
             colocated=colocated,
@@ -124,13 +123,15 @@ class Engine:
         """Process id of the server, None when not running."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def start(self) -> EngineAddress:
+    def start(self, *, timeout_s: float | None = None) -> EngineAddress:
         """Start the server and wait until requests are served.
 
         Raises:
             EngineError: the server died; the message ends with the tail of the log.
-            DeadlineError: no service within rollout.startup_timeout_s (the server is then stopped).
+            DeadlineError: no service within `timeout_s`, by default from the bytes of the model
+                (the server is then stopped).
         """
+        self._start_timeout_s = timeout_s or self._start_timeout_s
         if self._process is not None:
             raise EngineError(f"the engine at {self.url} was started before; make a new Engine")
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ class Engine:
         try:
             with self._process.stdin as orders:
                 orders.write(json.dumps(self._arguments).encode())
-            deadline = time.monotonic() + self._startup_timeout_s
+            deadline = time.monotonic() + self._start_timeout_s
             self._wait_for("/ready", deadline=deadline, request_s=ENGINE_READY_S)
             address = self._read_address(deadline)
             self._scratch.note(shared_memory_of(_group_members(self._process.pid)))
@@ -229,8 +230,8 @@ class Engine:
                 return body
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"the SGLang server at {self.url} does not answer {path} after {self._startup_timeout_s:.0f} s"
-                    f" (rollout.startup_timeout_s); the end of its log {self._log_path}:\n{self.log_tail()}"
+                    f"the SGLang server at {self.url} does not answer {path} after {self._start_timeout_s:.0f} s"
+                    f" (model.deadline_s); the end of its log {self._log_path}:\n{self.log_tail()}"
                 )
             time.sleep(POLL_S)
 

@@ -211,7 +211,6 @@ def server_arguments(
     host: str,
     port: int,
     api_key: str,
-    num_gpus: int,
     needs_tokenizer: bool,
     records_routing: bool = False,
     colocated: bool = False,
@@ -220,14 +219,14 @@ def server_arguments(
 ) -> dict[str, Any]:
     """Return all fields for one server: defaults, then the user's, then the system's.
 
-    `num_gpus` is the default tp_size. A `colocated` server on GPUs allocates releasable memory.
+    A `colocated` server on GPUs allocates releasable memory.
     `max_prompt_tokens` is the longest prompt when all requests are prompts, None for any requests.
     Without `has_weights` the directory describes the model alone.
 
     Raises:
         UserError: a user's value that JSON cannot carry.
     """
-    defaults = dict(CPU_DEFAULTS) if device_kind == "cpu" else {**GPU_DEFAULTS, "tp_size": num_gpus}
+    defaults = dict(CPU_DEFAULTS if device_kind == "cpu" else GPU_DEFAULTS)
     if device_kind == "cpu" and user.get("enable_deterministic_inference"):
         defaults |= CPU_DETERMINISTIC
     if not keeps_prefixes(device_kind=device_kind, max_prompt_tokens=max_prompt_tokens):

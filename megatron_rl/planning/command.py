@@ -72,7 +72,7 @@ def plans(request: Request, *, say: Callable[[str], None] = lambda words: None) 
     if settings.rollout.sglang:
         validate_server_args(settings.rollout.sglang)
     spec = read_spec(request.model or settings.model.path)
-    if bare and not any(override.startswith("runtime.num_gpus_per_engine=") for override in request.words.overrides):
+    if bare and not any(override.startswith("rollout.sglang.tp_size=") for override in request.words.overrides):
         settings = _with_engine_size(settings, spec, request.gpu)
     shared = [settings] if request.num_gpus is None else list(shares(settings, num_gpus=request.num_gpus))
     if request.num_gpus is None or request.topology:
@@ -97,15 +97,13 @@ def shares(settings: Settings, *, num_gpus: int) -> Iterator[Settings]:
     where responses are long, and room for the trainer goes before speed. Raises UserError without
     room for one rank beside one engine.
     """
-    size = settings.runtime.num_gpus_per_engine
+    size = settings.rollout.ranks_per_engine
     if settings.supervised:
         yield _divided(settings, num_ranks=num_gpus, num_engines=settings.rollout.num_engines)
         return
     if settings.runtime.colocate:
         if num_gpus % size:
-            raise UserError(
-                f"{counted(num_gpus, 'GPU')} cannot be divided by engines of {size}; set runtime.num_gpus_per_engine to a divisor"
-            )
+            raise UserError(f"{counted(num_gpus, 'GPU')} cannot be divided by engines of {size}; set rollout.sglang.tp_size to a divisor")
         yield _divided(settings, num_ranks=num_gpus, num_engines=num_gpus // size)
         return
     if num_gpus <= size:
@@ -199,7 +197,8 @@ def _with_engine_size(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Settings
     smaller engine suffices.
     """
     for num_gpus in (size for size in (1, 2, 4, 8, 16) if size <= gpu.per_node):
-        sized = settings.model_copy(update={"runtime": settings.runtime.model_copy(update={"num_gpus_per_engine": num_gpus})})
+        sglang = {**settings.rollout.sglang, "tp_size": num_gpus}
+        sized = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"sglang": sglang})})
         engine = plan_engine(sized, spec, gpu, shared_with=0)
         if engine.cache_tokens >= 4 * engine.longest_sequence:
             break
@@ -222,5 +221,5 @@ def _as_overrides(settings: Settings, *, bare: bool) -> str:
         words.append(f"rollout.num_engines={settings.rollout.num_engines}")
     if bare:
         words += [f"training.optimizer.{name}={json.dumps(value)}" for name, value in settings.training.optimizer.items()]
-        words.append(f"runtime.num_gpus_per_engine={settings.runtime.num_gpus_per_engine}")
+        words.append(f"rollout.sglang.tp_size={settings.rollout.ranks_per_engine}")
     return " ".join(words)

@@ -22,9 +22,8 @@ def plan_engine(settings: Settings, spec: ModelSpec, gpu: Gpu, *, shared_with: i
     Attention's keys and values are split over the engine's GPUs, a latent is on each GPU. Others
     always take `shared_with` bytes of the GPU.
     """
-    arguments, num_gpus = settings.rollout.sglang, settings.runtime.num_gpus_per_engine
-    tp = int(arguments.get("tp_size", num_gpus))
-    share = float(arguments.get("mem_fraction_static") or _default_share(gpu, num_gpus))
+    arguments, tp = settings.rollout.sglang, settings.rollout.ranks_per_engine
+    share = float(arguments.get("mem_fraction_static") or _default_share(gpu, tp))
     weights = _weight_bytes(spec, tp=tp)
     usable = int(gpu.memory_bytes * share)
     attention_tp = max(1, tp // int(arguments.get("dp_size", 1))) if arguments.get("enable_dp_attention") else tp
@@ -33,7 +32,7 @@ def plan_engine(settings: Settings, spec: ModelSpec, gpu: Gpu, *, shared_with: i
     longest = derive(settings).max_sequence_tokens or 0
     tokens = cache // per_token
     return EngineMemory(
-        num_gpus=num_gpus,
+        num_gpus=tp,
         num_engines=settings.rollout.num_engines,
         weights=weights,
         cache=cache,

@@ -95,7 +95,7 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
         rows["critic"] = f"on the same ranks, learning rate {critic_optimizer(settings.training)['lr']:g}"
     if settings.supervised:
         return rows | {"SGLang": "none: supervised training"}
-    where = f", {counted(runtime.num_gpus_per_engine, 'GPU')} each" if device.kind == "cuda" else ", on the CPU"
+    where = f", {counted(settings.rollout.ranks_per_engine, 'GPU')} each" if device.kind == "cuda" else ", on the CPU"
     where += ", the same as those of the ranks, in turns" if runtime.colocate else ""
     return rows | {
         "SGLang": f"{counted(settings.rollout.num_engines, 'server')}{where}",
@@ -108,12 +108,12 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
 
 def _deadlines(settings: Settings) -> str:
     """Return the deadlines of work on the model; by default from the model's bytes."""
-    path, rollout = settings.model.path, settings.rollout
+    model = settings.model
     seconds = {
-        "start": start_deadline_s(path, rollout),
-        "weight sync": sync_deadline_s(path, settings.weights),
-        "training step": step_deadline_s(path, settings.training),
-        "request": request_deadline_s(rollout),
+        "start": start_deadline_s(model),
+        "weight sync": sync_deadline_s(model),
+        "training step": step_deadline_s(model),
+        "request": request_deadline_s(model, settings.rollout.sampling),
     }
     return ", ".join(f"{name} {value:,.0f} s" for name, value in seconds.items())
 
@@ -145,7 +145,6 @@ def _server_arguments(settings: Settings, device: Device) -> str:
         host="",
         port=0,
         api_key="",
-        num_gpus=settings.runtime.num_gpus_per_engine,
         needs_tokenizer=bool(settings.rollout.sampling.stop),
         colocated=settings.runtime.colocate,
         max_prompt_tokens=sent_prompt_tokens(settings),

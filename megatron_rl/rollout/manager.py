@@ -172,13 +172,14 @@ class RolloutManager:
 
         Weights are current after the next weight sync, or at once with `serve_current`.
         """
+        model = self._settings.model
         for address in addresses:
             # A weight sync is the one long control call: an engine may read all of a large model
             # during the call.
             client = EngineClient(
                 address,
-                request_timeout_s=request_deadline_s(self._settings.rollout),
-                control_timeout_s=sync_deadline_s(self._settings.model.path, self._settings.weights),
+                request_timeout_s=request_deadline_s(model, self._settings.rollout.sampling),
+                control_timeout_s=sync_deadline_s(model),
             )
             self.pool.join(await self._connections.enter_async_context(client))
             if serve_current:

@@ -53,9 +53,9 @@ class EngineWorker:
             self._engine.check()
             time.sleep(HEALTH_INTERVAL_S)
 
-    def start(self) -> EngineAddress:
-        """Start the server and wait until requests are served."""
-        return self._engine.start()
+    def start(self, timeout_s: float) -> EngineAddress:
+        """Start the server and wait at most `timeout_s` until requests are served."""
+        return self._engine.start(timeout_s=timeout_s)
 
     def stop(self) -> None:
         """Stop and reap the server."""
@@ -107,11 +107,11 @@ class EngineGroup:
 
     def begin_start(self) -> list[ray.ObjectRef]:
         """Ask every engine to start; wait for the result with `finish_start`."""
-        return [worker.start.remote() for worker in self._workers]
+        return [worker.start.remote(start_deadline_s(self._settings.model)) for worker in self._workers]
 
     def finish_start(self, refs: list[ray.ObjectRef]) -> list[EngineAddress]:
         """Wait until every engine serves."""
-        timeout_s = start_deadline_s(self._settings.model.path, self._settings.rollout) + ENGINES_STOP_S
+        timeout_s = start_deadline_s(self._settings.model) + ENGINES_STOP_S
         addresses: list[EngineAddress] = self._watchdog.wait(refs, name="starting the engines", owner="engine", timeout_s=timeout_s)
         return addresses
 
@@ -150,13 +150,6 @@ def recorded_mixture(settings: Settings) -> MixtureShape | None:
         num_experts=spec.moe.num_experts,
         experts_per_token=spec.moe.num_experts_per_token,
     )
-
-
-def ranks_per_engine(settings: Settings, *, device_kind: Literal["cpu", "cuda"]) -> int:
-    """Return the number of processes of one engine that hold weights."""
-    if device_kind == "cuda":
-        return settings.runtime.num_gpus_per_engine
-    return int(settings.rollout.sglang.get("tp_size", 1))
 
 
 def weight_sync(settings: Settings, *, device_kind: Literal["cpu", "cuda"]) -> str:

@@ -35,7 +35,7 @@ class Needs:
         return cls(
             num_ranks=settings.training.topology.num_ranks if trains else 0,
             num_engines=0 if trains and settings.supervised else settings.rollout.num_engines,
-            slots_per_engine=settings.runtime.num_gpus_per_engine if device_kind == "cuda" else 1,
+            slots_per_engine=settings.rollout.ranks_per_engine if device_kind == "cuda" else 1,
             colocated=trains and settings.runtime.colocate and not settings.supervised,
             unit="GPU" if device_kind == "cuda" else "CPU",
         )
@@ -126,7 +126,7 @@ def place(needs: Needs, *, nodes: Sequence[int]) -> Placement:
     if engine < needs.num_engines:
         raise UserError(
             f"{needs} on {count_slots(nodes, needs.unit)}: an engine lives on one node, and only {engine} of {needs.num_engines} find "
-            f"{needs.slots_per_engine} free {needs.unit}s there; add nodes, or let runtime.num_gpus_per_engine divide what a node has left"
+            f"{needs.slots_per_engine} free {needs.unit}s there; add nodes, or let rollout.sglang.tp_size divide what a node has left"
         )
     return Placement(needs, tuple(shares))
 
@@ -181,7 +181,7 @@ def _check_room(needs: Needs, nodes: Sequence[int]) -> None:
     if needs.slots > sum(nodes):
         raise UserError(
             f"{needs}, {count_slots(nodes, needs.unit)}; add nodes, or lower training.topology.num_ranks, rollout.num_engines or "
-            f"runtime.num_gpus_per_engine"
+            f"rollout.sglang.tp_size"
         )
     engine_slots = needs.num_engines * needs.slots_per_engine
     if needs.colocated and engine_slots > needs.num_ranks:
@@ -197,5 +197,5 @@ def _check_engine_size(needs: Needs, slots_per_node: int) -> None:
         raise UserError(
             f"an engine of {counted(needs.slots_per_engine, needs.unit)} needs {needs.slots_per_engine} / {slots_per_node} = "
             f"{needs.slots_per_engine / max(1, slots_per_node):.3g} nodes of {slots_per_node}, but an engine lives on one node; set "
-            f"runtime.num_gpus_per_engine to {slots_per_node} or less, or use nodes with more {needs.unit}s or more memory"
+            f"rollout.sglang.tp_size to {slots_per_node} or less, or use nodes with more {needs.unit}s or more memory"
         )

@@ -321,8 +321,6 @@ def _check_reward(settings: Settings) -> list[str]:
 
 
 def _check_placement(settings: Settings, target: Target) -> list[str]:
-    if target.device.kind == "cuda" and not settings.supervised:
-        _check_engine_gpus(settings)
     placement = target.placement(settings)
     if placement is None:
         return []
@@ -356,17 +354,6 @@ def _idle_nodes(settings: Settings, *, asked: int, filled: int) -> str:
         if factor * filled != asked:
             fix += f" runtime.cluster.num_nodes={factor * filled}, as multiples of {filled} nodes can be filled"
     return f"runtime.cluster.num_nodes is {asked}, but the run fills {filled}: {asked - filled} would stay idle; {fix}"
-
-
-def _check_engine_gpus(settings: Settings) -> None:
-    """Refuse an engine that would leave GPUs of its own unused, or use GPUs of others."""
-    sglang, num_gpus = settings.rollout.sglang, settings.runtime.num_gpus_per_engine
-    tp = sglang.get("tp_size", num_gpus)
-    if tp != num_gpus:
-        raise UserError(
-            f"rollout.sglang.tp_size is {tp}, but an engine has runtime.num_gpus_per_engine {num_gpus}; set one to the other, or leave "
-            "tp_size out"
-        )
 
 
 def _check_resources(settings: Settings) -> list[str]:

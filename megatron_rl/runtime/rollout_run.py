@@ -42,7 +42,10 @@ def generation_deadline_s(settings: Settings, num_samples: int) -> float:
     """
     rollout, reward = settings.rollout, settings.reward
     waves = 1 + math.ceil(num_samples / (rollout.num_engines * rollout.max_concurrent_requests))
-    wave_s = max(request_deadline_s(rollout), ATTEMPTS * (rollout.timeout_s + CANCEL_S))
+    wave_s = max(
+        request_deadline_s(settings.model, rollout.sampling),
+        ATTEMPTS * (rollout.timeout_s + CANCEL_S),
+    )
     return waves * wave_s + math.ceil(num_samples / reward.num_workers) * reward.timeout_s
 
 
@@ -113,7 +116,7 @@ class RolloutRun(TrainingRun):
         """Sync the engines' weights."""
         self._turn(Turn.SYNC)
         # The sync keeps a separate deadline, and names the late process.
-        timeout_s = sync_deadline_s(self._settings.model.path, self._settings.weights) + ENGINE_CONTROL_S
+        timeout_s = sync_deadline_s(self._settings.model) + ENGINE_CONTROL_S
         with finishing_first(), self._phase("sync"):
             self._metrics.append(self._wait(self._sync.run(version=version), name=f"weight sync to version {version}", timeout_s=timeout_s))
 
@@ -125,7 +128,7 @@ class RolloutRun(TrainingRun):
         settings, pool = self._settings, self._manager.pool
         self._turn(Turn.SYNC)
         # One engine reads the checkpoint, a read allowed in the time of a start.
-        timeout_s = start_deadline_s(settings.model.path, settings.rollout)
+        timeout_s = start_deadline_s(settings.model)
         checksums = partial(self._wait, name="checksums of the engines' weights", timeout_s=timeout_s)
         before = checksums(weight_checksums(pool))
         self.publish(version=step)
@@ -156,7 +159,7 @@ class RolloutRun(TrainingRun):
             prompts = manager.prompts.for_parity(PROBE_PROMPTS)
             asking = sample_probe(prompts, manager.pool, sampling=replace(sampling, seed=settings.run.seed))
             # The engines' first forward passes compile kernels, as their start does.
-            timeout_s = start_deadline_s(settings.model.path, settings.rollout)
+            timeout_s = start_deadline_s(settings.model)
             probe = self._wait(asking, name="parity probe of the engines", timeout_s=timeout_s)
         self._turn(Turn.SYNC)
         with self._phase("parity probe"):

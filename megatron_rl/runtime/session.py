@@ -44,7 +44,7 @@ from megatron_rl.rollout.manager import RolloutManager, reward_log
 from megatron_rl.runtime.cluster import Reservation, cluster_capability, cluster_device_kind, no_gpu, reserve
 from megatron_rl.runtime.colocation import SharedDevices, Turn
 from megatron_rl.runtime.engine_model import evaluated_model, make_model
-from megatron_rl.runtime.engines import EngineGroup, ranks_per_engine, weight_sync
+from megatron_rl.runtime.engines import EngineGroup, weight_sync
 from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
@@ -308,7 +308,7 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
         addresses = _join(manager, engines, engines_starting, watchdog, start)
     devices = None
     if settings.runtime.colocate:
-        timeout_s = sync_deadline_s(settings.model.path, settings.weights)
+        timeout_s = sync_deadline_s(settings.model)
         devices = SharedDevices(trainers, manager, watchdog=watchdog, timeout_s=timeout_s)
         # The group of a transport takes device memory that is free in no other turn.
         devices.take(Turn.SYNC)
@@ -367,7 +367,7 @@ def _open_sync(
     reservation: Reservation,
     addresses: Sequence[EngineAddress],
 ) -> WeightSync:
-    timeout_s = sync_deadline_s(settings.model.path, settings.weights)
+    timeout_s = sync_deadline_s(settings.model)
     transport = partial(make_transport, settings, trainers, reservation, addresses)
     sync = WeightSync(transport, ranks=trainers, pool=manager.pool, timeout_s=timeout_s)
     name = "joining trainer and engines"
@@ -387,8 +387,8 @@ def make_transport(
         free_address=trainers.free_address,
         backend="nccl" if device_kind == "cuda" else "gloo",
         num_engines=len(urls),
-        ranks_per_engine=ranks_per_engine(settings, device_kind=device_kind),
-        timeout_s=sync_deadline_s(settings.model.path, settings.weights),
+        ranks_per_engine=settings.rollout.ranks_per_engine,
+        timeout_s=sync_deadline_s(settings.model),
         ranks_beside={address.url: placement.ranks_beside(number) for number, address in enumerate(colocated) if address.url in urls},
     )
     return TRANSPORTS[settings.weight_transport](surroundings)

@@ -100,7 +100,7 @@ class TrainerGroup:
 
     def __init__(self, settings: Settings, *, reservation: Reservation, watchdog: Watchdog) -> None:
         self._settings = settings
-        self._step_deadline_s = step_deadline_s(settings.model.path, settings.training)
+        self._step_deadline_s = step_deadline_s(settings.model)
         self._watchdog = watchdog
         # Of every rank, once all have started.
         self._dp_ranks: list[int] = []
@@ -152,7 +152,7 @@ class TrainerGroup:
 
     def finish_start(self, refs: list[ray.ObjectRef]) -> None:
         """Wait until every rank has built the model. Engines may read the same files meanwhile."""
-        timeout_s = start_deadline_s(self._settings.model.path, self._settings.rollout)
+        timeout_s = start_deadline_s(self._settings.model)
         self._dp_ranks = self._watchdog.wait(refs, name="starting the Megatron ranks", owner=OWNER, timeout_s=timeout_s)
 
     @property

@@ -20,7 +20,6 @@ from megatron_rl.checkpoints.rank_zero import check_on_ranks
 from megatron_rl.checkpoints.stored_weights import mtp_tensors
 from megatron_rl.config.derived import step_deadline_s
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings
-from megatron_rl.device import set_allocator
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import TrainedModel, complete_parameters
 from megatron_rl.models.hf_weights import export_hf_weights
@@ -102,13 +101,12 @@ class Trainer:
         self._spec = read_model_spec(model.path)
         check_layout(self._topology, self._spec, model.megatron)
         check_routing_replay(model, self._training, self._spec)
-        set_allocator(self._training.cuda_allocator)
         self._device, self._owns_group = join(
             self._topology,
             rank=rank,
             init_method=init_method,
             local_rank=local_rank,
-            timeout_s=step_deadline_s(model.path, self._training),
+            timeout_s=step_deadline_s(model),
             seed=seed,
         )
         self._waiting: tuple[StepGradients, StepGradients | None] | None = None

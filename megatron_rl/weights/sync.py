@@ -210,7 +210,7 @@ class WeightSync:
             if pending:
                 missing = ", ".join(name for name, task in tasks.items() if task in pending)
                 raise DeadlineError(
-                    f"{what} did not finish within {self._timeout_s:.0f} s, still waiting for: {missing}; see weights.sync_timeout_s"
+                    f"{what} did not finish within {self._timeout_s:.0f} s, still waiting for: {missing}; see model.deadline_s"
                 )
             return [task.result() for task in tasks.values()]
         finally:

@@ -236,7 +236,6 @@ def server_argument_names() -> set[str]:
             host="h",
             port=1,
             api_key="k",
-            num_gpus=1,
             max_prompt_tokens=1 if short else None,
             **dict(zip(flags, map(bool, values), strict=True)),
         ).keys()

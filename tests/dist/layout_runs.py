@@ -95,7 +95,6 @@ def make_settings(
         "topology": {"num_ranks": layout.num_ranks, **layout.topology},
         "max_tokens_per_micro_batch": layout.budget,
         "schedule": {"decay_style": "cosine", "decay_steps": 20, "warmup_steps": 2},
-        "step_timeout_s": 120,
         "ddp": dict(layout.ddp),
         **(training or {}),
     }

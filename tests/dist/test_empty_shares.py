@@ -57,7 +57,7 @@ def train_shares(
     for number, (name, layout) in enumerate(layouts.items()):
         if rank >= layout.num_ranks:
             continue
-        training = {**OBJECTIVES["ppo"].training, "optimizer_steps_per_batch": 1, "step_timeout_s": 60}
+        training = {**OBJECTIVES["ppo"].training, "optimizer_steps_per_batch": 1}
         settings = make_settings(
             model, Path(directory) / f"{world_size}-{number}", layout, objective=OBJECTIVES["ppo"].objective, training=training
         )

@@ -144,7 +144,7 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_large_models(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings], name: str) -> None:
     model, gpu, topology, fields, peak, fits = LARGE[name]
-    settings = run_settings(**topology, sequence_parallel=True, megatron={**FULL_RECOMPUTE, **fields}, runtime={"num_gpus_per_engine": 8})
+    settings = run_settings(**topology, sequence_parallel=True, megatron={**FULL_RECOMPUTE, **fields}, sglang={"tp_size": 8})
     [plan] = planned(model_spec(model), settings, gpu=gpu)
     print("\n".join(plan.lines()))
     assert plan.peak / GIB == pytest.approx(peak, abs=0.1)
@@ -174,7 +174,7 @@ def test_a_layout_is_planned_and_what_was_assumed_is_said(capsys: pytest.Capture
     assert assumed == (
         "training.topology.num_ranks=2 training.topology.tp=2 training.topology.sequence_parallel=true "
         "model.megatron.recompute_granularity=null rollout.num_engines=2 "
-        "training.optimizer.use_distributed_optimizer=true runtime.num_gpus_per_engine=1"
+        "training.optimizer.use_distributed_optimizer=true rollout.sglang.tp_size=1"
     )
     ranks = "2 ranks = tp 2 × pp 1 × cp 1 × dp 1 (sequence parallel)"
     assert layout == f"{ranks}, attention transformer_engine, fused"
@@ -208,7 +208,7 @@ def test_the_plan_decides_how_a_config_only_check_ends(
             "data: {train: /shared/train.jsonl, max_prompt_tokens: 16, prompts_per_step: 4, samples_per_prompt: 2}\n"
             "rollout: {num_engines: 2, sampling: {max_response_tokens: 8}}\n"
             f"training: {{max_tokens_per_micro_batch: {tokens}, topology: {{num_ranks: 8}}, optimizer: {{lr: 1.0e-4}}}}\n"
-            "runtime: {num_gpus_per_engine: 4, cluster: {gpu: H100-80, num_nodes: 2}}\n"
+            "runtime: {cluster: {gpu: H100-80, num_nodes: 2}}\n"
         )
         assert main(["train", str(config), "--check", "--config-only"]) == status
         captured = capsys.readouterr()

@@ -140,7 +140,7 @@ def test_ranks_and_engines_are_where_the_placement_says(cluster: Callable[..., s
     ("sections", "ranks", "engines"),
     [
         (
-            {"training": {"topology": {"num_ranks": 4}}, "runtime": {"colocate": True, "num_gpus_per_engine": 2}},
+            {"training": {"topology": {"num_ranks": 4}}, "rollout": {"sglang": {"tp_size": 2}}, "runtime": {"colocate": True}},
             [["0"], ["1"], ["2"], ["3"]],
             ["0,1", "2,3"],
         ),

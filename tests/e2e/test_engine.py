@@ -38,7 +38,7 @@ from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender
 
 VOCAB = 64
 TEMPERATURE = 0.7
-SETTINGS = RolloutSettings(startup_timeout_s=180, sampling=SamplingSettings(max_response_tokens=8))
+SETTINGS = RolloutSettings(sampling=SamplingSettings(max_response_tokens=8))
 
 
 def make_model(directory: Path, *, seed: int) -> Qwen3ForCausalLM:
@@ -390,7 +390,7 @@ def test_stop_strings_and_two_tensor_parallel_ranks(models, tmp_path) -> None:
         with torch.no_grad():
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     sampling = SamplingSettings(max_response_tokens=6, stop=(f"w{tokens[5]}",))
-    settings = RolloutSettings(startup_timeout_s=240, sampling=sampling, sglang={"tp_size": 2})
+    settings = RolloutSettings(sampling=sampling, sglang={"tp_size": 2})
     server = Engine(tmp_path / "model", settings=settings, device_kind="cpu", dtype="float32", seed=0, log_path=tmp_path / "log")
 
     async def work(address: EngineAddress) -> tuple[Generation, ...]:

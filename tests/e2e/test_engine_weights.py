@@ -167,7 +167,7 @@ class SharedBuckets:
 @contextmanager
 def serving(model: Path, log: Path, *, has_weights: bool = True, **arguments: object) -> Iterator[EngineAddress]:
     """Without weights: a server whose every tensor has to come from a sync."""
-    settings = RolloutSettings(startup_timeout_s=180, sglang=arguments)
+    settings = RolloutSettings(sglang=arguments)
     engine = Engine(model, settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=log, has_weights=has_weights)
     try:
         yield engine.start()

@@ -84,7 +84,7 @@ class OneRank:
 def engines(tmp_path: Path) -> Iterator[list[tuple[Engine, EngineAddress]]]:
     """Two servers of one model, and where they are."""
     make_model(0).save_pretrained(tmp_path / "model")
-    settings = RolloutSettings(startup_timeout_s=180)
+    settings = RolloutSettings()
     made = [
         Engine(
             tmp_path / "model", settings=settings, device_kind="cpu", dtype="float32", seed=0, log_path=tmp_path / f"engine-{number}.log"

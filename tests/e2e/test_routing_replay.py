@@ -73,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3MoeForCa
 
 @pytest.fixture(scope="module")
 def address(model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineAddress]:
-    settings = RolloutSettings(startup_timeout_s=180, sampling=SamplingSettings(max_response_tokens=MAX_TOKENS))
+    settings = RolloutSettings(sampling=SamplingSettings(max_response_tokens=MAX_TOKENS))
     log = tmp_path_factory.mktemp("log") / "engine.log"
     engine = Engine(model[0], settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=log, mixture=SHAPE)
     yield engine.start()
@@ -179,7 +179,7 @@ def test_records_of_stopped_responses_have_their_length(model: tuple[Path, Any],
     words = WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(tmp_path / "model")
     stops = tuple(f"w{index}" for index in range(20, 30))
-    settings = RolloutSettings(startup_timeout_s=180, sampling=SamplingSettings(max_response_tokens=60, stop=stops))
+    settings = RolloutSettings(sampling=SamplingSettings(max_response_tokens=60, stop=stops))
     log = tmp_path / "engine.log"
     engine = Engine(tmp_path / "model", settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=log, mixture=SHAPE)
 

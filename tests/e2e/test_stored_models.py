@@ -41,7 +41,7 @@ TOKENS = np.arange(2, 14)
 
 async def scores(model: Path, log: Path) -> Floats:
     """Log-probs of TOKENS by an SGLang server on the exported directory."""
-    engine = Engine(model, settings=RolloutSettings(startup_timeout_s=180), device_kind="cpu", dtype="float32", seed=7, log_path=log)
+    engine = Engine(model, settings=RolloutSettings(), device_kind="cpu", dtype="float32", seed=7, log_path=log)
     try:
         async with EngineClient(engine.start(), request_timeout_s=60) as client:
             return await score(client, TOKENS)

@@ -11,11 +11,9 @@ import torch
 
 from megatron_rl import device
 from megatron_rl.config.load import load_settings
-from megatron_rl.config.settings import ModelSettings, TrainingSettings
 from megatron_rl.errors import UserError
 from megatron_rl.process_variables import RANK_VARIABLES, check_home, interface_names, shared_variables
 from megatron_rl.runtime import session
-from megatron_rl.training import trainer
 
 
 def test_ranks_and_engines_of_a_gpu_run_set_up_nccl_alike():
@@ -81,40 +79,15 @@ def test_a_rank_on_the_cpu_is_left_as_it_is(monkeypatch):
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
 
 
-def test_options_of_the_allocator_reach_torch_on_a_gpu(monkeypatch):
-    given = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", given.append)
-    device.set_allocator("expandable_segments:True")
-    assert given == []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    device.set_allocator(None)
-    device.set_allocator("expandable_segments:True")
-    assert given == ["expandable_segments:True"]
-
-    def refuse(_options):
-        raise RuntimeError("Unrecognized key")
-
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", refuse)
-    with pytest.raises(UserError, match=r"training\.cuda_allocator is 'x:1', which torch refuses \(Unrecognized key\); give options of"):
-        device.set_allocator("x:1")
+def test_options_of_the_allocator_reach_ranks_on_gpus():
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PATH": "/bin"}
+    shared = shared_variables(own, device_kind="cuda")
+    assert shared["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True" and "PATH" not in shared
+    assert shared_variables(own, device_kind="cpu") == {}
 
 
 def test_every_machine_has_its_loopback_interface():
     assert "lo" in interface_names()
-
-
-def test_a_trainer_gives_torch_the_options_of_its_settings(monkeypatch):
-    class Stop(Exception):
-        pass
-
-    def given(options):
-        raise Stop(options)
-
-    monkeypatch.setattr(trainer, "set_allocator", given)
-    monkeypatch.setattr(trainer, "read_model_spec", lambda _path: None)
-    monkeypatch.setattr(trainer, "check_layout", lambda *_unused: None)
-    with pytest.raises(Stop, match="expandable_segments:True"):
-        trainer.Trainer(model=ModelSettings(path="model"), training=TrainingSettings(cuda_allocator="expandable_segments:True"))
 
 
 def test_a_run_hands_variables_to_its_processes_and_says_so(monkeypatch):

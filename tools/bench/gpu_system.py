@@ -123,7 +123,6 @@ def _training_settings(node: Node, model: Path, *, tokens: int, sequences: int, 
         "training": {
             **settings.training.model_dump(),
             "optimizer": {"lr": 1e-5, "use_distributed_optimizer": node.num_gpus > 1},
-            "step_timeout_s": 300.0,
         },
     }
     return Settings.model_validate({**settings.model_dump(), **changes})

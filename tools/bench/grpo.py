@@ -221,6 +221,7 @@ async def _time_floor(address: "EngineAddress", settings: "Settings", metrics: P
 
 async def _calls_of_each_step(address: "EngineAddress", settings: "Settings") -> list[list[tuple[str, bytes]]]:
     """Path and body of each HTTP call that our client makes for the samples of each step, with its own way of putting them together."""
+    from megatron_rl.config.derived import request_deadline_s
     from megatron_rl.data.source import PromptSource
     from megatron_rl.data.tokenizer import load_tokenizer
     from megatron_rl.engines.client import EngineClient
@@ -240,7 +241,8 @@ async def _calls_of_each_step(address: "EngineAddress", settings: "Settings") ->
     source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed)
     steps = []
     with patch.object(Transport, "call", recorded):
-        async with EngineClient(address, request_timeout_s=settings.rollout.request_timeout_s) as client:
+        request_s = request_deadline_s(settings.model, settings.rollout.sampling)
+        async with EngineClient(address, request_timeout_s=request_s) as client:
             maker = GroupMaker(
                 pool=EnginePool([client], max_requests=settings.rollout.max_concurrent_requests),
                 sampling=make_sampling(settings.rollout.sampling, eos_token_ids=[tokenizer.eos_token_id]),

@@ -294,7 +294,7 @@ async def measure(sync: WeightSync, *, version: int, sender: Sequence[psutil.Pro
 @contextmanager
 def running_engine(model: Path) -> Iterator[tuple[Engine, Any]]:
     """The real server, which needs no cache of keys and values worth the name."""
-    settings = RolloutSettings(startup_timeout_s=300, sglang={"max_total_tokens": 2048})
+    settings = RolloutSettings(sglang={"max_total_tokens": 2048})
     engine = Engine(model, settings=settings, device_kind="cpu", dtype="float32", seed=0, log_path=model.parent / "engine.log")
     try:
         yield engine, engine.start()

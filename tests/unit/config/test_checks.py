@@ -53,7 +53,7 @@ MakeSettings = Callable[..., Settings]
         (["objective.policy_loss=sft", "data.eval=e.jsonl"], "starts no engine that could generate"),
         (["runtime.colocate=true", "rollout.sglang.enable_memory_saver=false"], "must be able to release their memory"),
         (["rollout.sglang.pp_size=2"], "rollout.sglang.pp_size is 2, needs 1"),
-        (["rollout.sglang.pp_size=2"], "remove it, and set runtime.num_gpus_per_engine"),
+        (["rollout.sglang.pp_size=2"], "remove it, and set rollout.sglang.tp_size"),
         (["rollout.sglang.quantization=fp8"], "rollout.sglang.quantization is fp8, needs none"),
         (["rollout.sglang.torchao_config=int4wo-128"], "rollout.sglang.torchao_config is int4wo-128, needs none"),
         (["runtime.colocate=true", "rollout.max_staleness=2"], "set rollout.max_staleness to 0, or runtime.colocate to false"),
@@ -131,18 +131,19 @@ def test_ranks_and_engines_on_one_gpu_share_memory_or_a_disk(settings_with: Make
 
 
 def test_expandable_segments_cannot_be_shared_with_an_engine(settings_with: MakeSettings) -> None:
-    words = ("runtime.colocate=true", "training.cuda_allocator=expandable_segments:True")
-    assert "training.cuda_allocator expandable_segments:True" in gpu_contradictions(settings_with(*words), environment={})[0]
-    assert gpu_contradictions(settings_with(*words, "weights.transport=disk"), environment={}) == []
-    assert gpu_contradictions(settings_with(words[0], "training.cuda_allocator=expandable_segments:False"), environment={}) == []
+    colocated, options = "runtime.colocate=true", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
+    (wrong,) = gpu_contradictions(settings_with(colocated), environment=options)
+    assert "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True in the environment" in wrong
+    assert "set weights.transport to disk" in wrong
+    assert gpu_contradictions(settings_with(colocated, "weights.transport=disk"), environment=options) == []
+    assert gpu_contradictions(settings_with(colocated), environment={"PYTORCH_ALLOC_CONF": "expandable_segments:False"}) == []
 
 
-def test_every_rank_of_a_shared_memory_engine_has_its_own_gpu(settings_with: MakeSettings) -> None:
-    words = ("runtime.colocate=true", "training.topology.num_ranks=2", "runtime.num_gpus_per_engine=2")
-    assert gpu_contradictions(settings_with(*words), environment={}) == []
-    wrong = gpu_contradictions(settings_with(*words, "rollout.sglang.tp_size=1"), environment={})
-    assert "rollout.sglang.tp_size 1 and runtime.num_gpus_per_engine 2" in wrong[0]
-    assert gpu_contradictions(settings_with(*words, "rollout.sglang.tp_size=1", "weights.transport=disk"), environment={}) == []
+@pytest.mark.parametrize("size", ["0", "1025", "two", "2.0", "true", "null"])
+def test_an_engine_has_a_whole_number_of_gpus(settings_with: MakeSettings, size: str) -> None:
+    with pytest.raises(UserError, match=r"rollout\.sglang\.tp_size is .*, needs an integer from 1 to 1024.*; change it"):
+        settings_with(f"rollout.sglang.tp_size={size}")
+    assert [settings_with(*words).rollout.ranks_per_engine for words in ((), ("rollout.sglang.tp_size=1024",))] == [1, 1024]
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,12 @@ def settings_of(*overrides: str) -> Settings:
         ),
         (CLUSTER, 4, {"reward.num_workers": 1, "training.topology.num_ranks": 8, "rollout.num_engines": 8}),
         (
-            (*CLUSTER, "training.topology={tp: 3, pp: 2}", "runtime.num_gpus_per_engine=4"),
+            (*CLUSTER, "training.topology={tp: 3, pp: 2}", "rollout.sglang.tp_size=4"),
             4,
             {"reward.num_workers": 1, "training.topology.num_ranks": 6, "rollout.num_engines": 2},
         ),
         (
-            (*CLUSTER, "runtime.colocate=true", "runtime.num_gpus_per_engine=2"),
+            (*CLUSTER, "runtime.colocate=true", "rollout.sglang.tp_size=2"),
             4,
             {"reward.num_workers": 1, "training.topology.num_ranks": 16, "rollout.num_engines": 8},
         ),

@@ -9,9 +9,9 @@ from megatron_rl.config.settings import Settings
 
 def all_deadlines(settings: Settings) -> tuple[float, ...]:
     """Of a start, a sync, a step and a request."""
-    path = settings.model.path
-    of_bytes = start_deadline_s(path, settings.rollout), sync_deadline_s(path, settings.weights), step_deadline_s(path, settings.training)
-    return *of_bytes, request_deadline_s(settings.rollout)
+    model = settings.model
+    of_bytes = start_deadline_s(model), sync_deadline_s(model), step_deadline_s(model)
+    return *of_bytes, request_deadline_s(model, settings.rollout.sampling)
 
 
 def test_deadlines_follow_from_bytes_and_tokens(settings_with: Callable[..., Settings], tmp_path: Path) -> None:
@@ -21,9 +21,7 @@ def test_deadlines_follow_from_bytes_and_tokens(settings_with: Callable[..., Set
             file.truncate(235 * 10**9)
     sized = (f"model.path={tmp_path}", "rollout.sampling.max_response_tokens=12000")
     assert all_deadlines(settings_with(*sized)) == pytest.approx((900 + 1880, 600 + 1880, 3600 + 1880, 600 + 3000))
-    names = ("rollout.startup_timeout_s", "weights.sync_timeout_s", "training.step_timeout_s", "rollout.request_timeout_s")
-    chosen = [f"{name}={number}" for number, name in enumerate(names, start=1)]
-    assert all_deadlines(settings_with(*sized, *chosen)) == (1, 2, 3, 4)
+    assert all_deadlines(settings_with(*sized, "model.deadline_s=50")) == (50, 50, 50, 50)
 
 
 def test_a_model_that_is_not_at_hand_adds_no_seconds(settings_with: Callable[..., Settings]) -> None:

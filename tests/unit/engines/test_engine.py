@@ -47,13 +47,12 @@ def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 32}))
     made: list[Engine] = []
 
-    def make(*, failures: int = 0, seconds: float = 0.0, startup_timeout_s: float = 60.0) -> Engine:
+    def make(*, failures: int = 0, seconds: float = 0.0) -> Engine:
         program = tmp_path / "server"
         program.write_text(SERVER.format(python=sys.executable, failures=failures, seconds=seconds))
         program.chmod(0o755)
         monkeypatch.setattr(module.sys, "executable", str(program))
-        settings = RolloutSettings(startup_timeout_s=startup_timeout_s)
-        made.append(Engine(tmp_path, settings=settings, device_kind="cpu", dtype="float32", seed=0, log_path=tmp_path / "log"))
+        made.append(Engine(tmp_path, settings=RolloutSettings(), device_kind="cpu", dtype="float32", seed=0, log_path=tmp_path / "log"))
         return made[-1]
 
     yield make
@@ -71,9 +70,9 @@ def test_a_ready_engine_has_the_rest_of_its_start_to_describe(
 
 
 def test_an_engine_without_description_stops_at_the_deadline(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(failures=10**9, startup_timeout_s=1.0)
-    with pytest.raises(DeadlineError, match=r"does not answer /\w+ after 1 s \(rollout\.startup_timeout_s\)"):
-        engine.start()
+    engine = make_engine(failures=10**9)
+    with pytest.raises(DeadlineError, match=r"does not answer /\w+ after 1 s \(model\.deadline_s\)"):
+        engine.start(timeout_s=1.0)
     with pytest.raises(EngineError, match="died"):
         engine.check()
 

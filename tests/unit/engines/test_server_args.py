@@ -82,7 +82,6 @@ def make_arguments(
         host="127.0.0.1",
         port=4000,
         api_key="secret",
-        num_gpus=2,
         needs_tokenizer=needs_tokenizer,
         colocated=colocated,
         max_prompt_tokens=max_prompt_tokens,
@@ -99,7 +98,6 @@ def test_everything_that_is_sent_exists_in_the_installed_server(device_kind: str
 def test_the_user_overrides_defaults() -> None:
     assert make_arguments({})["max_total_tokens"] == 32768
     assert make_arguments({"max_total_tokens": 100})["max_total_tokens"] == 100
-    assert make_arguments({}, device_kind="cuda")["tp_size"] == 2
     assert make_arguments({"tp_size": 1}, device_kind="cuda")["tp_size"] == 1
 
 

@@ -87,14 +87,14 @@ def test_gpus_are_divided_between_ranks_and_engines() -> None:
         return [(one.training.topology.num_ranks, one.rollout.num_engines) for one in shares(settings, num_gpus=num_gpus)]
 
     assert divided(8) == [(4, 4), (6, 2), (2, 6), (7, 1)]
-    assert divided(16, "runtime.num_gpus_per_engine=4") == [(8, 2), (12, 1), (4, 3)]
+    assert divided(16, "rollout.sglang.tp_size=4") == [(8, 2), (12, 1), (4, 3)]
     assert divided(2) == [(1, 1)]
-    assert divided(8, "runtime.colocate=true", "runtime.num_gpus_per_engine=2") == [(8, 4)]
+    assert divided(8, "runtime.colocate=true", "rollout.sglang.tp_size=2") == [(8, 4)]
     assert divided(8, "objective.policy_loss=sft") == [(8, 1)]
     with pytest.raises(UserError, match="cannot hold a Megatron rank beside an engine of 4 GPUs"):
-        divided(4, "runtime.num_gpus_per_engine=4")
+        divided(4, "rollout.sglang.tp_size=4")
     with pytest.raises(UserError, match="cannot be divided by engines of 3"):
-        divided(8, "runtime.colocate=true", "runtime.num_gpus_per_engine=3")
+        divided(8, "runtime.colocate=true", "rollout.sglang.tp_size=3")
 
 
 def test_a_share_that_holds_nothing_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_layouts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert overrides == (
         "1. training.topology.num_ranks=4 training.topology.tp=2 training.topology.sequence_parallel=true "
         "model.megatron.recompute_granularity=null rollout.num_engines=4 training.optimizer.use_distributed_optimizer=true "
-        "runtime.num_gpus_per_engine=1"
+        "rollout.sglang.tp_size=1"
     )
     [(settings, num_gpus)] = asked
     assert num_gpus == 4 and settings.data.prompts_per_step == 32 and settings.training.optimizer["use_distributed_optimizer"]

@@ -10,7 +10,7 @@ from megatron_rl.planning.engine_memory import plan_engine
 
 def test_grouped_queries(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
     """Qwen3-8B: 36 layers, 8 KV heads of 128, in bf16."""
-    engine = plan_engine(run_settings(runtime={"num_gpus_per_engine": 2}), model_spec("Qwen3-8B"), GPUS["H100-80"], shared_with=0)
+    engine = plan_engine(run_settings(sglang={"tp_size": 2}), model_spec("Qwen3-8B"), GPUS["H100-80"], shared_with=0)
     assert engine.bytes_per_token == 36 * 4 * 2 * 128 * 2
     assert engine.weights == pytest.approx(8.19e9, rel=1e-3)
     assert engine.cache_tokens == engine.cache // engine.bytes_per_token
@@ -20,13 +20,13 @@ def test_grouped_queries(model_spec: Callable[[str], Any], run_settings: Callabl
 
 def test_fewer_kv_heads_than_gpus_are_repeated(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
     spec = model_spec("Qwen3-235B-A22B")
-    four, eight = (plan_engine(run_settings(runtime={"num_gpus_per_engine": n}), spec, GPUS["H200-141"], shared_with=0) for n in (4, 8))
+    four, eight = (plan_engine(run_settings(sglang={"tp_size": n}), spec, GPUS["H200-141"], shared_with=0) for n in (4, 8))
     assert four.bytes_per_token == eight.bytes_per_token == 94 * 2 * 128 * 2
 
 
 def test_a_latent_is_on_every_gpu(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
     """DeepSeek-V3 keeps 512 + 64 numbers for each token and layer."""
-    engine = plan_engine(run_settings(runtime={"num_gpus_per_engine": 8}), model_spec("DeepSeek-V3"), GPUS["B200-192"], shared_with=0)
+    engine = plan_engine(run_settings(sglang={"tp_size": 8}), model_spec("DeepSeek-V3"), GPUS["B200-192"], shared_with=0)
     assert engine.bytes_per_token == 61 * 576 * 2
     assert engine.weights / GIB == pytest.approx(671.03e9 * 2 / 8 / GIB, rel=1e-3)
 

@@ -52,14 +52,14 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_control_call_may_take_as_long_as_a_weight_sync(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     """An engine may read all of a large model from a slow disk in one of them."""
     Client.engine = Engine(seed=0)
-    settings = make_settings("weights.sync_timeout_s=7200", "rollout.request_timeout_s=50")
+    settings = make_settings("model.deadline_s=7200")
 
     async def work() -> tuple[float, float]:
         async with opened(settings, tmp_path / "buffer.sqlite") as manager:
             (client,) = manager.clients
             return client.timeouts  # type: ignore[attr-defined,no-any-return]
 
-    assert asyncio.run(work()) == (50, 7200)
+    assert asyncio.run(work()) == (7200, 7200)
 
 
 def test_the_manager_is_whole_before_an_engine_joins(make_settings: Callable[..., Settings], tmp_path: Path) -> None:

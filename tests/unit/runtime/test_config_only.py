@@ -14,7 +14,7 @@ from megatron_rl.planning.launch_plan import launch_plan
 from megatron_rl.runtime.preflight import preflight, preflight_config
 from megatron_rl.runtime.target import find_target
 
-CLUSTER = "runtime={num_gpus_per_engine: 4, cluster: {gpu: H100-80, num_nodes: 2}}"
+CLUSTER = ("runtime.cluster={gpu: H100-80, num_nodes: 2}", "rollout.sglang.tp_size=4")
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def elsewhere(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pyte
     sizes = ("data={train: /shared/train.jsonl, max_prompt_tokens: 16}", "training.topology.num_ranks=8", "rollout.num_engines=2")
 
     def settings(*overrides: str) -> Settings:
-        return load_settings(None, [*words, *sizes, "reward.function=reward_elsewhere:score", CLUSTER, *overrides])
+        return load_settings(None, [*words, *sizes, "reward.function=reward_elsewhere:score", *CLUSTER, *overrides])
 
     return settings
 
@@ -56,8 +56,7 @@ def test_config_only_needs_neither_gpus_nor_weights_nor_data(elsewhere: Callable
     [
         ("runtime.cluster.gpu=H100-8", "did you mean H100-80?"),
         ("runtime.cluster.num_nodes=1", "8 ranks + 2 engines × 4 GPUs = 16 GPUs, 1 node × 8 = 8 GPUs"),
-        ("runtime.num_gpus_per_engine=16", "16 / 8 = 2 nodes of 8"),
-        ("rollout.sglang.tp_size=2", "rollout.sglang.tp_size is 2, but an engine has runtime.num_gpus_per_engine 4"),
+        ("rollout.sglang.tp_size=16", "16 / 8 = 2 nodes of 8"),
         ("model.megatron.num_layers=3", "model.megatron.num_layers is 3"),
         ("reward.function=reward_elsewhere:scoer", "scoer"),
         ("training.optimizer.learning_rate=1", "training.optimizer.learning_rate"),
@@ -93,7 +92,7 @@ def test_the_attention_of_the_gpus_is_printed(elsewhere: Callable[..., Settings]
 
 
 def test_crossing_groups_are_noted(elsewhere: Callable[..., Settings]) -> None:
-    (note,) = preflight_config(elsewhere("runtime.cluster.gpus_per_node=3", "runtime.num_gpus_per_engine=1", "runtime.cluster.num_nodes=4",
+    (note,) = preflight_config(elsewhere("runtime.cluster.gpus_per_node=3", "rollout.sglang.tp_size=1", "runtime.cluster.num_nodes=4",
                                          "training.topology={num_ranks: 8, tp: 2}"))  # fmt: skip
     assert "1 of 4 tensor parallel groups of tp 2 ranks lie on 2 nodes of 3 GPUs" in note
 

@@ -164,7 +164,7 @@ def test_usable_nodes_are_those_that_the_settings_describe() -> None:
 
 
 def test_what_a_run_needs_follows_from_its_settings() -> None:
-    overrides = ("runtime.num_gpus_per_engine=2", "rollout.num_engines=3", "training.topology.num_ranks=6")
+    overrides = ("rollout.sglang.tp_size=2", "rollout.num_engines=3", "training.topology.num_ranks=6")
     settings = load_settings(None, ["run.directory=run", "model.path=model", "data.train=train.jsonl", *overrides])
     assert Needs.of(settings, device_kind="cuda") == Needs(num_ranks=6, num_engines=3, slots_per_engine=2, colocated=False, unit="GPU")
     assert Needs.of(settings, device_kind="cpu") == Needs(num_ranks=6, num_engines=3, slots_per_engine=1, colocated=False, unit="CPU")

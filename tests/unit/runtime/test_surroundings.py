@@ -12,7 +12,7 @@ from megatron_rl.runtime.placement import Needs, place
 from megatron_rl.weights.interface import Surroundings
 
 WORDS = ["run.directory=run", "model.path=model", "data.train=train.jsonl", "reward.function=package.module:reward"]
-WORDS += ["training.topology.num_ranks=4", "rollout.num_engines=2", "runtime.num_gpus_per_engine=2"]
+WORDS += ["training.topology.num_ranks=4", "rollout.num_engines=2", "rollout.sglang.tp_size=2"]
 
 
 @pytest.fixture

@@ -321,7 +321,7 @@ def test_a_batch_of_many_waves_gets_the_time_of_all_its_waves() -> None:
     paths = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
     limits = (
         "rollout.max_concurrent_requests=256",
-        "rollout.request_timeout_s=600.0",
+        "model.deadline_s=600.0",
         "reward.timeout_s=2.0",
         "reward.num_workers=4",
         "rollout.timeout_s=60",
