@@ -14,6 +14,7 @@ from megatron_rl.config.derived import start_deadline_s, step_deadline_s
 from megatron_rl.config.settings import Settings
 from megatron_rl.deadlines import RANK_ANSWER_S, RANKS_START_S
 from megatron_rl.engines.engine import free_port
+from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import Metric, merge_metrics
 from megatron_rl.runtime.cluster import Reservation, enter_directory, gpu_order, own_gpus
 from megatron_rl.runtime.garbage import spare_what_is_loaded
@@ -74,9 +75,17 @@ class TrainerWorker:
         return function(self._trainer, **arguments)
 
     def call(self, method: str, *args: Any, **keywords: Any) -> Any:
-        """Return the result of a method of this rank's Trainer, or the value of a property."""
+        """Return the result of a method of this rank's Trainer, or the value of a property.
+
+        Raises UserError for an exit, with which Ray would end the rank without naming the cause.
+        """
         found = getattr(self._trainer, method)
-        return found(*args, **keywords) if callable(found) else found
+        try:
+            return found(*args, **keywords) if callable(found) else found
+        except SystemExit as error:
+            raise UserError(
+                f"a plug-in of the objective raised SystemExit({error.code!r}) in {method}, needs to return, or to raise an Exception"
+            ) from error
 
     def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
         """Continue from a checkpoint; return the settings that have changed since."""

@@ -1,6 +1,7 @@
 """What each rank is given and what its answers become, with actors that answer in this process."""
 
 import concurrent.futures
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.data.packing import Shard, make_shards
-from megatron_rl.errors import DeadlineError
+from megatron_rl.errors import DeadlineError, UserError
 from megatron_rl.observe.metrics import Metric, Sum, metric_values
 from megatron_rl.runtime import trainers as module
 from megatron_rl.runtime.trainers import TrainerGroup
@@ -153,6 +154,14 @@ def test_a_rank_compares_a_checkpoint_only_once(monkeypatch: pytest.MonkeyPatch)
     worker.load(Path("one"), weights_only=False)
     worker.load(Path("two"), weights_only=False)
     assert loaded == [(Path("one"), True), (Path("two"), False)]
+
+
+def test_an_exit_of_a_plug_in_on_a_rank_is_a_sentence() -> None:
+    """Ray would end the rank and name no cause."""
+    worker = module.TrainerWorker.__ray_metadata__.modified_class()
+    worker._trainer = types.SimpleNamespace(train_step=lambda: sys.exit("enough"))
+    with pytest.raises(UserError, match=r"SystemExit\('enough'\) in train_step, needs to return, or to raise an Exception"):
+        worker.call("train_step")
 
 
 def test_a_rank_trains_on_its_data_parallel_sequences(group: TrainerGroup) -> None:
