@@ -14,6 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_rl.errors import UserError, counted
 from megatron_rl.types import Experts, Floats, Group, Ints, RewardOutcome, Sample, TrainBatch, trajectories
 
+GREEDY_BASELINE = "greedy_baseline"
+"""Component of rewards: the reward of the greedy response to the prompt, with which ReMax compares each sample."""
+
 
 def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
     """Return all scored samples as one batch, in order; `group_ids` [B] are positions in `groups`.

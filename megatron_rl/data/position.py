@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import DataSettings, RewardSettings, RolloutSettings
 from megatron_rl.data.buffer import Buffer, BufferCounts
 from megatron_rl.data.source import PromptSource
 from megatron_rl.errors import UserError, counted
@@ -12,22 +12,22 @@ _GROUPS, _CONSUMED = "num_groups", "num_consumed"
 """Keys of a position: the groups in the buffer, and those that steps have taken."""
 
 
-def made_by(settings: Settings) -> str:
-    """Return the settings that turn a prompt into a group, as JSON; groups of other settings are
-    not used.
+def made_by(data: DataSettings, rollout: RolloutSettings, reward: RewardSettings, *, greedy: bool) -> str:
+    """Return the settings that turn a prompt into a group, as JSON; other groups are not used.
+
+    With `greedy` a group has a baseline.
     """
-    rollout, reward = settings.rollout, settings.reward
     sampling = {f"rollout.sampling.{name}": value for name, value in rollout.sampling.model_dump(mode="json").items()}
     chosen = {
         **sampling,
         "rollout.function": rollout.function,
         "rollout.args": rollout.args,
-        "data.samples_per_prompt": settings.data.samples_per_prompt,
-        "data.label_key": settings.data.label_key,
+        "data.samples_per_prompt": data.samples_per_prompt,
+        "data.label_key": data.label_key,
         "reward.function": reward.function,
         "reward.args": reward.args,
         # Only groups made for ReMax have a baseline.
-        "objective.advantage.kind is remax": settings.objective.advantage.needs_greedy,
+        "objective.advantage.kind is remax": greedy,
     }
     return json.dumps(chosen, sort_keys=True)
 

@@ -11,11 +11,11 @@ import contextlib
 import hashlib
 import io
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,13 +27,14 @@ from megatron_rl.engines.transport import EngineRefusal
 from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.types import Ints, StopReason
 
+Result = TypeVar("Result")
+
 KEEP_AFTER_S = 1.0
 """An answer is on its way to the disk this long after it came: groups that are finished by then are written once, as a whole."""
 
 
 class PoolGenerator:
-    """The engines of `pool` for the rollout of one prompt. Use in `async with`; the end aborts
-    requests.
+    """The engines of `pool` for the rollout of one prompt; leaving the context aborts requests.
 
     A request holds engine slots from sending until the answer, not while the rollout waits for a
     tool.
@@ -54,12 +55,11 @@ class PoolGenerator:
         seed: str,
         max_tokens: int,
         max_answer: int,
-        urgency: Urgency = Urgency.TRAINING,
-        arrival: int | None = None,
-        kept: "KeptAnswers | None" = None,
+        urgency: Urgency,
+        arrival: int,
+        kept: "KeptAnswers",
     ) -> None:
-        self._pool, self._urgency, self._kept = pool, urgency, kept
-        self._arrival = pool.arrival() if arrival is None else arrival
+        self._pool, self._urgency, self._arrival, self._kept = pool, urgency, arrival, kept
         self._seed_source, self._max_tokens, self._max_answer = seed, max_tokens, max_answer
         self._next_seeds: dict[str | None, int] = {}
         self._engines: dict[str, EngineClient] = {}
@@ -135,14 +135,16 @@ class PoolGenerator:
             )
 
     async def _request(self, token_ids: Ints, sampling: Sampling, num_samples: int, session: str | None) -> tuple[Generation, ...]:
-        urgency, answers = self._urgency, self._found(token_ids, sampling, num_samples)
+        urgency, answers = self._urgency, self._kept_answers(token_ids, sampling, num_samples)
         while len(answers) < num_samples:
             preferred = None if session is None else self._engines.get(session)
             slots = self._pool.slots(num_samples - len(answers), urgency=urgency, arrival=self._arrival, preferred=preferred)
-            async with AsyncExitStack() as stack:
-                client = await self._enter(stack, slots)
+            async with AsyncExitStack() as held:
+                with self._queued():
+                    client = await held.enter_async_context(slots)
                 try:
-                    await self._ask(client, token_ids, sampling, num_samples, answers)
+                    # A hanging engine that leaves the pool is not waited for until the deadline.
+                    await self._pool.while_it_stays(client, self._fill(client, token_ids, sampling, num_samples, answers))
                 except EngineRefusal:
                     raise  # the request is at fault, another engine would refuse it too
                 except (EngineError, DeadlineError) as error:
@@ -152,60 +154,35 @@ class PoolGenerator:
             urgency = Urgency.AGAIN
         return tuple(answers[index] for index in range(num_samples))
 
-    async def _enter(self, stack: AsyncExitStack, slots: contextlib.AbstractAsyncContextManager[EngineClient]) -> EngineClient:
-        """Wait for the slots, without counting the time as the rollout's own. Raises why there is no engine any more."""
-        with self._queued():
-            try:
-                return await stack.enter_async_context(slots)
-            except Exception as error:
-                self.engines_failed = error
-                raise
-
     @contextmanager
     def _queued(self) -> Iterator[None]:
+        """Wait for slots in the body, which is no time of the rollout's own."""
         self._num_queued += 1
         self._own_before_s, self._own_since_s = self.own_s, None
         try:
             yield
+        except Exception as error:
+            self.engines_failed = error
+            raise
         finally:
             self._num_queued -= 1
             if not self._num_queued:
                 self._own_since_s = time.monotonic()
 
-    def _found(self, token_ids: Ints, sampling: Sampling, num_samples: int) -> dict[int, Generation]:
-        """Return the kept answers, by sample number."""
-        if self._kept is None:
-            return {}
+    def _kept_answers(self, token_ids: Ints, sampling: Sampling, num_samples: int) -> dict[int, Generation]:
+        """Return the usable kept answers, by sample number."""
+        # An answer may have been kept before engines were asked for records of experts.
+        need_experts = self._pool.address.mixture is not None
         found = {index: self._kept.find(token_ids, sampling.of_sample(index)) for index in range(num_samples)}
-        return {index: answer for index, answer in found.items() if answer is not None and self._has_experts(answer)}
-
-    def _has_experts(self, answer: Generation) -> bool:
-        """Return True when the answer has a record of experts, or when engines make none.
-
-        An answer may have been kept before engines were asked for records.
-        """
-        return answer.routed_experts is not None or self._pool.address.mixture is None
-
-    async def _ask(
-        self, client: EngineClient, token_ids: Ints, sampling: Sampling, num_samples: int, answers: dict[int, Generation]
-    ) -> None:
-        """Add the engine's answers, fewer when the engine leaves the pool first.
-
-        So a hanging engine is not waited for until the deadline.
-        """
-        asking = asyncio.create_task(self._fill(client, token_ids, sampling, num_samples, answers))
-        try:
-            await asyncio.wait((asking, self._pool.departure(client)), return_when=asyncio.FIRST_COMPLETED)
-            if asking.done():
-                asking.result()
-        finally:
-            await cancel([asking])
+        return {
+            index: answer for index, answer in found.items() if answer is not None and not (need_experts and answer.routed_experts is None)
+        }
 
     async def _fill(
         self, client: EngineClient, token_ids: Ints, sampling: Sampling, num_samples: int, answers: dict[int, Generation]
     ) -> None:
-        kept = self._kept
-        if kept is None or sampling.max_tokens <= SHORT_RESPONSE_TOKENS:
+        """Add the answers of one engine; when it fails, those that came before stay."""
+        if not self._kept.keeps or sampling.max_tokens <= SHORT_RESPONSE_TOKENS:
             # Short ones come together, and are soon made again.
             answers.update(enumerate(await client.generate(token_ids, sampling=sampling, num_samples=num_samples)))
             return
@@ -213,30 +190,41 @@ class PoolGenerator:
         async def ask_for(index: int) -> None:
             own = sampling.of_sample(index)
             (answers[index],) = await client.generate(token_ids, sampling=own)
-            kept.add(token_ids, own, answers[index])
+            self._kept.add(token_ids, own, answers[index])
 
-        each = [asyncio.create_task(ask_for(index)) for index in range(num_samples) if index not in answers]
-        try:
-            await asyncio.gather(*each)
-        finally:
-            await cancel(each)
+        await together(ask_for(index) for index in range(num_samples) if index not in answers)
 
 
 class KeptAnswers:
-    """Answers for the group `group_id`, in flight in `buffer`; `close` after use.
+    """Answers for the group `group_id`, in flight in `buffer`; none without a buffer.
 
-    Lives on one event loop.
+    Lives on one event loop. When the context ends by an exception, the next owner of the buffer
+    makes the group, and finds all answers.
     """
 
-    def __init__(self, buffer: Buffer, *, group_id: str) -> None:
+    def __init__(self, buffer: Buffer | None, group_id: str) -> None:
         self._buffer, self._group_id = buffer, group_id
-        self._found = buffer.answers(group_id)
+        self._found = {} if buffer is None else buffer.answers(group_id)
         self._unwritten: list[Answer] = []
         self._writing: asyncio.TimerHandle | None = None
 
+    @property
+    def keeps(self) -> bool:
+        """Return True where there is a buffer."""
+        return self._buffer is not None
+
+    def __enter__(self) -> "KeptAnswers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            if error is not None:
+                self._write()
+
     def find(self, token_ids: Ints, sampling: Sampling) -> Generation | None:
-        """The answer to the prompt `token_ids` [P] under `sampling`, seed and all, or None."""
-        content = self._found.get(self._request(token_ids, sampling))
+        """Return the answer to the prompt `token_ids` [P] under `sampling`, seed and all, or None."""
+        content = self._found.get(self._request(token_ids, sampling)) if self._found else None
         return None if content is None else _read(content)
 
     def add(self, token_ids: Ints, sampling: Sampling, generation: Generation) -> None:
@@ -249,14 +237,8 @@ class KeptAnswers:
         if self._writing is None:
             self._writing = asyncio.get_running_loop().call_later(KEEP_AFTER_S, self._write)
 
-    def close(self, *, finished: bool) -> None:
-        """The group's samples are `finished`, or will be made again by who opens the buffer next."""
-        if self._writing is not None:
-            self._writing.cancel()
-            if not finished:
-                self._write()
-
     def _write(self) -> None:
+        assert self._buffer is not None, "without a buffer nothing is added"
         answers, self._unwritten, self._writing = self._unwritten, [], None
         # A failed buffer write ends the run when the group is finished; here no caller could be
         # informed.
@@ -296,6 +278,15 @@ def _seed(source: str) -> int:
     The seed stays equal in a resumed run.
     """
     return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=7).digest(), "big")
+
+
+async def together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Return the results, in order. A failure, or the end of the caller, cancels all others."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel(tasks)
 
 
 async def cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:

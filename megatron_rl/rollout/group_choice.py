@@ -1,18 +1,21 @@
-"""The choice of the finished groups that a step trains on: groups that failed or teach nothing and tokens of other weights
-are refused, and so is a run whose samples of one prompt are copies of each other.
+"""The choice of the finished groups that a step trains on.
+
+Refused are groups that failed or teach nothing, tokens of other weights, and a run whose samples of
+one prompt are copies of each other.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from megatron_rl.algorithms.advantage import Advantage, Samples
+from megatron_rl.algorithms.advantage import Advantage, PlugInAdvantage, Samples
 from megatron_rl.algorithms.group_advantage import Gdpo
+from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import FilterSettings
-from megatron_rl.data.baseline import GREEDY_BASELINE
+from megatron_rl.data.batch import GREEDY_BASELINE
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.kinds import KINDS
 from megatron_rl.plugins.loader import load
@@ -20,63 +23,59 @@ from megatron_rl.types import Group, Sample, trajectories
 
 NO_SIGNAL = "no signal (objective.zero_variance)"
 NO_REWARD = "no sample has a reward"
-FAILED = "the rollout failed"
-"""Why a group was not trained on, in the buffer's words; FAILED begins a longer sentence."""
 
 GroupFilter = Callable[[Group], str | None]
 """A group -> None to train on it, or why not, as the buffer notes it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A finished group of a step, and the `rejection` that the buffer notes, if any.
+
+    A group without rewards may be `kept` nevertheless, as a record of the generation. Another group
+    takes the place of a `failed` one.
+    """
+
+    group: Group
+    rejection: str | None
+    kept: bool = False
+    failed: bool = False
+    filtered: bool = False
+
+
 class GroupChoice:
     """The rules for training on a group or rejecting a group.
 
-    `drops` leaves out groups without a signal for the estimator of `advantage`. A group with failed
-    trajectories needs `fewest`.
+    A group with failed trajectories needs enough others for the estimator's comparison.
     """
 
-    drops: bool
-    advantage: Advantage
-    filter: GroupFilter
-    fewest: int
+    def __init__(self, objective: Objective, *, filter: FilterSettings | None, samples_per_prompt: int) -> None:
+        advantage = objective.advantage
+        plug_in = isinstance(advantage, PlugInAdvantage)
+        self._advantage = advantage.loaded(load) if isinstance(advantage, PlugInAdvantage) else advantage
+        self._drops = objective.zero_variance in ("drop", "resample")
+        self._fewest = min(2 if advantage.compares_groups or plug_in else 1, samples_per_prompt)
+        self._filter = load_filter(filter)
 
-    def rejections(self, groups: Iterable[Group]) -> dict[str, str | None]:
-        """Return by id the reason why a step does not train on a group, as the buffer notes it, or
-        None.
-        """
-        return {group.id: self._rejection(group) for group in groups}
-
-    def _rejection(self, group: Group) -> str | None:
+    def choose(self, group: Group) -> Chosen:
+        """Return the group with the decision. Raises UserError for a failing filter."""
         num_left, num_failed = len(trajectories(group.samples)), len(group.failures)
-        if num_failed and num_left < self.fewest:
-            return f"{FAILED} for {num_failed} of {num_left + num_failed} trajectories: {group.failures[0].headline}"
+        if num_failed and num_left < self._fewest:
+            of_all = f"{num_failed} of {num_left + num_failed} trajectories"
+            return Chosen(group, f"the rollout failed for {of_all}: {group.failures[0].headline}", failed=True)
         if not any(sample.reward is not None and sample.reward.value is not None for sample in group.samples):
-            return NO_REWARD
-        if self.drops and not has_signal(group, self.advantage):
-            return NO_SIGNAL
-        return self.filter(group)
-
-    def keeps(self, rejection: str | None) -> bool:
-        """Return True for a group of the batch. One without rewards is, where nothing is dropped, as a record of the generation."""
-        return rejection is None or (rejection == NO_REWARD and not self.drops)
-
-
-def has_failed(rejection: str | None) -> bool:
-    """Return True where too many trajectories of a group failed and another group is needed
-    instead.
-    """
-    return rejection is not None and rejection.startswith(FAILED)
+            return Chosen(group, NO_REWARD, kept=not self._drops)
+        if self._drops and not has_signal(group, self._advantage):
+            return Chosen(group, NO_SIGNAL)
+        reason = self._filter(group)
+        return Chosen(group, reason, kept=reason is None, filtered=reason is not None)
 
 
 def load_filter(settings: FilterSettings | None) -> GroupFilter:
     """Load the filter named in the settings, with checked answers; by default keep everything.
 
-    Raises:
-        UserError: the filter cannot be imported or does not take the arguments of the contract or
-            of
-            the settings. The filter itself raises UserError where the user's function fails or
-                returns
-            anything except None or a reason.
+    Raises UserError for a filter that cannot be imported or does not take its arguments. The
+    returned filter raises UserError where the user's function fails or breaks its contract.
     """
     if settings is None:
         return lambda group: None
@@ -101,13 +100,9 @@ def load_filter(settings: FilterSettings | None) -> GroupFilter:
 
 
 def check_versions(groups: Sequence[Group], *, step: int, oldest_version: int, rollout: str) -> None:
-    """Check that weights from `oldest_version` to `step` made every token trained on after `step`
-    steps.
+    """Raise UserError for a token by weights outside of `oldest_version` to `step`.
 
-    Raises:
-        UserError: one token is outside. Admission keeps engine tokens young enough, so an old token
-            was
-            kept by `rollout` from an earlier call.
+    Admission keeps engine tokens young enough, so `rollout` kept an old token from an earlier call.
     """
     for group in groups:
         for sample in group.samples:
@@ -121,10 +116,7 @@ def check_versions(groups: Sequence[Group], *, step: int, oldest_version: int, r
 
 
 def has_signal(group: Group, advantage: Advantage) -> bool:
-    """Return True when the scored trajectories teach anything under this estimator.
-
-    True as well where training will refuse the trajectories.
-    """
+    """Return True when the scored trajectories teach anything, or when training will refuse them."""
     rewarded = [(attempt, attempt[-1].reward) for attempt in trajectories(group.samples)]
     scored = [(attempt, reward) for attempt, reward in rewarded if reward is not None and reward.value is not None]
     if not scored:
@@ -172,7 +164,7 @@ class IdenticalGroups:
         self._num_identical = self._num_groups = 0
 
     def add(self, group: Group) -> None:
-        """Take the evidence of a group whose samples were drawn at a temperature above 0. One trajectory says nothing."""
+        """Take the evidence of a group drawn at a temperature above 0; one trajectory gives none."""
         attempts = trajectories(group.samples)
         if len(attempts) < 2:
             return
@@ -185,16 +177,15 @@ class IdenticalGroups:
         if self._evidence <= 0:
             self._evidence, self._num_identical, self._num_groups = 0.0, 0, 0
 
-    def problem(self) -> str | None:
-        """Return the observation, as the start of a sentence, when chance does not explain the
-        copies.
-        """
-        if self._evidence < LIMIT:
-            return None
-        return (
-            f"in {self._num_identical} of the last {self._num_groups} groups all samples are the same tokens, which chance explains with "
-            f"a probability of 1e-{int(self._evidence / math.log(10))} by their own log-probs, so they were not drawn independently"
-        )
+    def check(self, *, step: int, rollout: str) -> None:
+        """Raise UserError where chance does not explain the copies among the groups up to `step`."""
+        if self._evidence >= LIMIT:
+            raise UserError(
+                f"step {step + 1}: in {self._num_identical} of the last {self._num_groups} groups all samples are the same tokens, which "
+                f"chance explains with a probability of 1e-{int(self._evidence / math.log(10))} by their own log-probs, so they were not "
+                f"drawn independently; look for what gives them one seed in {rollout}, which has to ask the engine for every sample, in "
+                "rollout.sglang and in the engines' logs"
+            )
 
 
 def _surprise(attempt: Sequence[Sample]) -> float:

@@ -5,25 +5,21 @@
                 on the pool's engines,               groups that teach nothing
                 then the reward workers
 
-Everything runs on one event loop, and every coroutine here must run there. Engines come and go; the
-rest exists from the start.
+All coroutines run on one event loop. Engines come and go; the rest exists from the start.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.algorithms.advantage import PlugInAdvantage
 from megatron_rl.config.derived import request_deadline_s, sync_deadline_s
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.baseline import with_baseline
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.position import made_by, position_of, rewind
@@ -36,34 +32,19 @@ from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.failures import FailureLog
 from megatron_rl.observe.group_metrics import evaluation_metrics, failure_metrics, rollout_metrics
 from megatron_rl.observe.metrics import Mean, Metric, Sum, merge_metrics
-from megatron_rl.plugins.loader import load
 from megatron_rl.rewards.runner import RewardRunner
-from megatron_rl.rollout.generator import cancel
-from megatron_rl.rollout.group_choice import NO_REWARD, NO_SIGNAL, GroupChoice, IdenticalGroups, check_versions, has_failed, load_filter
-from megatron_rl.rollout.groups import GroupMaker, load_rollout, make_groups
+from megatron_rl.rollout.generator import cancel, together
+from megatron_rl.rollout.group_choice import Chosen, GroupChoice, IdenticalGroups, check_versions
+from megatron_rl.rollout.groups import GroupMaker, load_rollout
 from megatron_rl.types import Failure, Group, Prompt, RewardOutcome, Sample, TrainBatch, last_samples
 
 MAX_RESAMPLING_ROUNDS = 10
 IDLE_POLL_S = 0.02
 
 
-def num_admitted(*, step: int, missing: int, version: int, groups_per_step: int, max_staleness: int, num_steps: int) -> int:
-    """Return the number of untrained groups, in order, to admit while engines serve `version` or
-    later.
-
-    `step` is the first step without all groups. The first `missing` groups belong to this step, and
-    every `groups_per_step` behind them to the next step, or to an earlier one where groups before
-    them are left out. Step s trains the weights of version s, of `num_steps` in all. So the last
-    admitted group is trained on at step `version` + `max_staleness` at the latest, and all its
-    tokens have `version` or a later one. With a staleness of 0 no group is made ahead.
-    """
-    last_step = min(version + max_staleness, num_steps - 1)
-    return missing + (last_step - step) * groups_per_step if last_step >= step else 0
-
-
-def reward_log(settings: Settings) -> Path:
-    """Return the file for output printed by reward functions."""
-    return settings.run.directory / "logs" / "rewards.log"
+def reward_log(directory: Path) -> Path:
+    """Return the file for output printed by reward functions of the run in `directory`."""
+    return directory / "logs" / "rewards.log"
 
 
 class RolloutManager:
@@ -99,9 +80,8 @@ class RolloutManager:
             seed=settings.run.seed,
             max_tokens=settings.training.max_tokens_per_micro_batch * settings.training.topology.cp,
         )
-        logs, reward, advantage = settings.run.directory / "logs", settings.reward, settings.objective.advantage
         self._rollout_failures = FailureLog(
-            path=logs / "rollout.log",
+            path=settings.run.directory / "logs" / "rollout.log",
             calls="trajectories",
             owner=self._maker.name,
             setting="rollout.max_error_rate",
@@ -109,23 +89,17 @@ class RolloutManager:
             say=say,
         )
         self._reward_failures = FailureLog(
-            path=reward_log(settings),
+            path=reward_log(settings.run.directory),
             calls="reward calls",
-            owner=f"reward.function {reward.function}",
+            owner=f"reward.function {settings.reward.function}",
             setting="reward.max_error_rate",
-            max_error_rate=reward.max_error_rate,
+            max_error_rate=settings.reward.max_error_rate,
             say=say,
         )
-        compares = advantage.compares_groups or isinstance(advantage, PlugInAdvantage)
-        self._choice = GroupChoice(
-            drops=settings.objective.zero_variance in ("drop", "resample"),
-            advantage=advantage.loaded(load) if isinstance(advantage, PlugInAdvantage) else advantage,
-            filter=load_filter(settings.rollout.filter),
-            fewest=min(2 if compares else 1, settings.data.samples_per_prompt),
-        )
+        samples_per_prompt = settings.data.samples_per_prompt
+        self._choice = GroupChoice(settings.objective, filter=settings.rollout.filter, samples_per_prompt=samples_per_prompt)
         self._identical = IdenticalGroups()
-        # Groups in the making; the unfinished ones among awaited groups; the reason why a group
-        # failed.
+        # Groups in the making; the unfinished ones among awaited groups; the first failure.
         self._tasks: set[asyncio.Task[None]] = set()
         self._missing: set[str] = set()
         self._failure: BaseException | None = None
@@ -150,13 +124,16 @@ class RolloutManager:
                 buffer.
         """
         async with AsyncExitStack() as stack:
-            rewards = stack.enter_context(RewardRunner(settings.reward, log_path=reward_log(settings), note=say))
+            rewards = stack.enter_context(RewardRunner(settings.reward, log_path=reward_log(settings.run.directory), note=say))
             for prompt in prompts.for_reward():
                 rewards.probe(prompt)
-            opened = stack.enter_context(Buffer(buffer, made_by=made_by(settings), note=say))
+            greedy = settings.objective.advantage.needs_greedy
+            present = made_by(settings.data, settings.rollout, settings.reward, greedy=greedy)
+            opened = stack.enter_context(Buffer(buffer, made_by=present, note=say))
             connections = await stack.enter_async_context(AsyncExitStack())
             manager = cls(settings, prompts=prompts, rewards=rewards, buffer=opened, connections=connections, say=say)
-            stack.push_async_callback(manager._stop)
+            # Aborted groups stay in flight in the buffer, and the next owner makes them again.
+            stack.push_async_callback(cancel, manager._tasks)
             yield manager
 
     # Engines
@@ -208,16 +185,16 @@ class RolloutManager:
     # State of the run
 
     async def position(self, *, step: int) -> dict[str, Any]:
-        """Return where the prompts continue after `step` steps, as JSON values, once the buffer is on the disk; see `data.position`."""
+        """Return the data cursor after `step` steps, for a checkpoint; see `data.position`."""
         return position_of(self.prompts.source, self._buffer, step=step)
 
     async def rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
-        """Continue where the checkpoint after `step` steps stood, at the first prompt when there is no `position`; see `data.position`."""
+        """Continue at the checkpoint after `step` steps; see `data.position`."""
         return rewind(self.prompts.source, self._buffer, step=step, position=position)
 
     async def abandon(self) -> None:
-        """Abort what is being made, and wait until no engine works any more; no further batch can be asked for."""
-        await self._stop()
+        """Abort all groups and wait for idle engines; no further batch can be asked for."""
+        await cancel(self._tasks)
         while self.pool.num_running:
             await asyncio.sleep(IDLE_POLL_S)
 
@@ -239,85 +216,86 @@ class RolloutManager:
         meantime, and continue after the return.
 
         Raises:
-            UserError: too many reward calls failed, resampling found no groups with a signal,
-                tokens have
-                weights that this step must not train on, or samples of one prompt are copies of
-                    each other.
+            UserError: too many calls failed, resampling found no groups with a signal, weights that
+                this step must not train on made a token, or samples of one prompt are copies.
         """
-        maker = self._maker
         self.pool.readmit()
-        busy_before_s, tokens_before, retries_before = self._measured
         wanted, resamples = self._settings.data.prompts_per_step, self._settings.objective.zero_variance == "resample"
-        kept: list[Group] = []
-        seen: list[Group] = []
-        failed: list[Group] = []
-        missing, num_renewed, num_filtered = wanted, 0, 0
+        taken: list[Chosen] = []
+        missing, num_renewed = wanted, 0
         for _ in range(MAX_RESAMPLING_ROUNDS):
-            groups, reasons, renewed = await self._groups(missing, step=step, progress=progress)
-            left = [group for group in groups if not has_failed(reasons[group.id])]
-            failed += [group for group in groups if has_failed(reasons[group.id])]
-            seen += left
-            kept += [group for group in left if self._choice.keeps(reasons[group.id])]
+            chosen, renewed = await self._take(missing, step=step, progress=progress)
+            taken += chosen
             num_renewed += renewed
-            num_filtered += sum(reasons[group.id] not in (None, NO_REWARD, NO_SIGNAL) for group in left)
-            self._check_rollouts(groups, [*seen, *failed], step=step)
-            missing = wanted - len(kept if resamples else seen)
+            self._check_rollouts(chosen, taken, step=step)
+            missing = wanted - sum(each.kept if resamples else not each.failed for each in taken)
             if not missing:
                 break
             progress.advance(-missing)
         else:
-            passed = "" if self._settings.rollout.filter is None else f" and passed rollout.filter {self._settings.rollout.filter.function}"
-            raise UserError(
-                f"step {step + 1}: {len(kept)} of {len(seen)} groups have different rewards{passed}, and the rollout failed for "
-                f"{counted(len(failed), 'other')}, after {MAX_RESAMPLING_ROUNDS} rounds of resampling, needs {wanted}; use prompts of "
-                "other difficulty or objective.zero_variance drop, and mend the rollout where it fails"
-            )
-        self._measured = self.busy_s, self._num_tokens, maker.num_retries
+            raise UserError(self._without_signal(taken, step=step))
+        kept = [each.group for each in taken if each.kept]
+        batch = make_train_batch(kept or [each.group for each in taken if not each.failed])
+        if not kept:
+            # All groups are dropped: there is nothing to train on.
+            batch = replace(batch, loss_mask=np.zeros(len(batch.tokens), np.bool_))
+        return batch, {**self._metrics(taken, version=step), "rollout/renewed_groups": Sum(num_renewed)}
+
+    def _without_signal(self, taken: Sequence[Chosen], *, step: int) -> str:
+        """Return the reason why a step cannot be filled with these groups."""
+        num_kept, num_failed = sum(each.kept for each in taken), sum(each.failed for each in taken)
+        chosen_by = self._settings.rollout.filter
+        passed = "" if chosen_by is None else f" and passed rollout.filter {chosen_by.function}"
+        return (
+            f"step {step + 1}: {num_kept} of {len(taken) - num_failed} groups have different rewards{passed}, and the rollout failed for "
+            f"{counted(num_failed, 'other')}, after {MAX_RESAMPLING_ROUNDS} rounds of resampling, needs "
+            f"{self._settings.data.prompts_per_step}; use prompts of other difficulty or objective.zero_variance drop, and mend the "
+            "rollout where it fails"
+        )
+
+    def _metrics(self, taken: Sequence[Chosen], *, version: int) -> dict[str, Metric]:
+        """Return the metrics of a step's groups, and of all work since the last step."""
+        busy_before_s, tokens_before, retries_before = self._measured
+        self._measured = busy_s, num_tokens, num_retries = self.busy_s, self._num_tokens, self._maker.num_retries
+        seen = [each.group for each in taken if not each.failed]
+        failed = [each.group for each in taken if each.failed]
         metrics = {
-            **rollout_metrics(seen, version=step),
-            **failure_metrics([*seen, *failed], num_left_out=len(failed), num_retries=maker.num_retries - retries_before),
-            "rollout/tokens_per_second": Mean(self._num_tokens - tokens_before, self.busy_s - busy_before_s),
-            "rollout/renewed_groups": Sum(num_renewed),
+            **rollout_metrics(seen, version=version),
+            **failure_metrics([*seen, *failed], num_left_out=len(failed), num_retries=num_retries - retries_before),
+            "rollout/tokens_per_second": Mean(num_tokens - tokens_before, busy_s - busy_before_s),
         }
         if self._settings.rollout.filter is not None:
-            metrics["rollout/filtered_groups"] = Sum(num_filtered)
-        return make_train_batch(kept) if kept else _without_signal(make_train_batch(seen)), metrics
+            metrics["rollout/filtered_groups"] = Sum(sum(each.filtered for each in taken))
+        return metrics
 
-    async def _groups(self, count: int, *, step: int, progress: PhaseProgress) -> tuple[list[Group], dict[str, str | None], int]:
-        """Return the next `count` groups in the order of prompts, rejections by id, and renewed
-        groups.
+    async def _take(self, count: int, *, step: int, progress: PhaseProgress) -> tuple[list[Chosen], int]:
+        """Return the next `count` groups in the order of prompts, and the number of renewed groups.
 
         Groups are only made when young enough. A run resumed with a smaller max_staleness may still
         find older groups, also among answers and samples of unfinished groups, which are used
         before the training step is known.
         """
-        settings = self._settings
-        max_staleness = settings.rollout.max_staleness
-        oldest = step - max_staleness
-        admitted = num_admitted(
-            step=step,
-            missing=count,
-            version=step,
-            groups_per_step=settings.data.prompts_per_step,
-            max_staleness=max_staleness,
-            num_steps=settings.run.num_steps,
-        )
-        renewed = 0
-        for last in (False, True):
-            found = self._buffer.renew(count, oldest_version=oldest)
-            renewed += found
-            if last and not found:
-                break
+        oldest = step - self._settings.rollout.max_staleness
+        renewed = self._buffer.renew(count, oldest_version=oldest)
+        await self._make(count, step=step, progress=progress)
+        again = self._buffer.renew(count, oldest_version=oldest)
+        if again:
             # Renewed groups are counted again.
-            progress.advance(-count if last else 0)
-            self._admit(admitted)
-            await self._wait(count, progress=progress)
+            progress.advance(-count)
+            await self._make(count, step=step, progress=progress)
         groups = self._buffer.done(count)
         # In a thread: a filter may be slow, and engines must continue meanwhile.
-        reasons = await asyncio.to_thread(self._choice.rejections, groups)
-        self._buffer.consume(reasons, step=step + 1)
+        chosen = await asyncio.to_thread(lambda: [self._choice.choose(group) for group in groups])
+        self._buffer.consume({each.group.id: each.rejection for each in chosen}, step=step + 1)
         check_versions(groups, step=step, oldest_version=oldest, rollout=self._maker.name)
-        self._check_independence(groups, step=step)
+        for group in groups:
+            self._identical.add(group)
+        self._identical.check(step=step, rollout=self._maker.name)
+        self._check_rewards(groups, step=step)
+        return chosen, renewed + again
+
+    def _check_rewards(self, groups: Sequence[Group], *, step: int) -> None:
+        """Record the failed reward calls of `groups`. Raises UserError for too many."""
         rewards = [sample.reward for group in groups for sample in last_samples(group.samples) if sample.reward is not None]
         failures = [
             Failure(reward.outcome.value, reward.message.partition("\n")[0], reward.message)
@@ -326,41 +304,51 @@ class RolloutManager:
         ]
         self._reward_failures.note(failures, total=len(rewards), step=step + 1)
         self._reward_failures.check(failures, total=len(rewards))
-        return groups, reasons, renewed
 
-    def _check_rollouts(self, groups: Sequence[Group], all_groups: Sequence[Group], *, step: int) -> None:
-        """Record the failures among `groups`, the newest of `all_groups` of a step.
+    def _check_rollouts(self, chosen: Sequence[Chosen], taken: Sequence[Chosen], *, step: int) -> None:
+        """Record the failures among `chosen`, the newest of the groups `taken` by a step.
 
         Raises UserError when the step has too many failures.
         """
         num_samples = self._settings.data.samples_per_prompt
-        self._rollout_failures.note(self._failures_of(groups), total=num_samples * len(groups), step=step + 1)
-        self._rollout_failures.check(self._failures_of(all_groups), total=num_samples * len(all_groups))
-
-    def _check_independence(self, groups: Sequence[Group], *, step: int) -> None:
-        for group in groups:
-            self._identical.add(group)
-        problem = self._identical.problem()
-        if problem is not None:
-            raise UserError(
-                f"step {step + 1}: {problem}; look for what gives them one seed in {self._maker.name}, which has to ask the engine for "
-                "every sample, in rollout.sglang and in the engines' logs"
-            )
-
-    # One group
+        new, all_failures = (self._failures_of(each.group for each in groups) for groups in (chosen, taken))
+        self._rollout_failures.note(new, total=num_samples * len(chosen), step=step + 1)
+        self._rollout_failures.check(all_failures, total=num_samples * len(taken))
 
     # Groups in the making, also while the trainer trains
 
     @property
     def busy_s(self) -> float:
-        """Return the seconds so far with at least one training group in the making.
-
-        Safe in any thread.
-        """
+        """Return the seconds so far with a training group in the making. Safe in any thread."""
         return self._busy_before_s + (time.monotonic() - self._busy_since_s if self._tasks else 0.0)
 
+    async def _make(self, count: int, *, step: int, progress: PhaseProgress) -> None:
+        """Wait until the first `count` untrained groups are done, with later ones on their way.
+
+        The first `count` groups belong to the step after `step` steps. Every `prompts_per_step`
+        behind them belong to the next step, or to an earlier one where groups before them are left
+        out. Step s trains the weights of version s. So the last admitted group is trained on
+        `max_staleness` steps later at the latest, and all its tokens have version `step` or a later
+        one. With a staleness of 0 no group is made ahead. Raises the failure of any group.
+        """
+        run, rollout = self._settings.run, self._settings.rollout
+        self._admit(count + min(rollout.max_staleness, run.num_steps - 1 - step) * self._settings.data.prompts_per_step)
+        # Read once: the order in front of the awaited groups does not change meanwhile.
+        self._missing = self._buffer.unfinished(among=count)
+        shown = 0
+        while True:
+            self._finished.clear()
+            if self._failure is not None:
+                raise self._failure
+            ready = count - len(self._missing)
+            progress.advance(ready - shown)
+            shown = ready
+            if not self._missing:
+                return
+            await self._finished.wait()
+
     def _admit(self, num_groups: int) -> None:
-        """Admit the first `num_groups` untrained groups, in the order of prompts."""
+        """Begin the first `num_groups` untrained groups, in the order of prompts."""
         lacking = num_groups - self._buffer.counts().waiting
         if lacking > 0:
             self._buffer.add_prompts(self.prompts.source.next_prompts(lacking))
@@ -372,10 +360,10 @@ class RolloutManager:
             task.add_done_callback(self._finish)
 
     async def _produce(self, prompt: Prompt) -> None:
-        """Make a group, and put the finished group into the buffer, even when no caller waits any
-        more.
-        """
-        group = await self._make_group(prompt)
+        """Put a group into the buffer, even when no caller waits any more."""
+        greedy = self._settings.objective.advantage.needs_greedy
+        make = self._maker.make_with_baseline if greedy else self._maker.make
+        group = await make(prompt, num_samples=self._settings.data.samples_per_prompt, buffer=self._buffer)
         self._buffer.put_done(group)
         self._missing.discard(group.id)
         self._num_tokens += sum(len(sample.response_ids) for sample in group.samples)
@@ -387,68 +375,30 @@ class RolloutManager:
             self._busy_since_s = now_s
         self._tasks.discard(task)
         if not task.cancelled():
-            # Read the exception of every task, because asyncio prints tracebacks of unread
-            # failures.
+            # asyncio prints the traceback of each exception that is not read.
             error = task.exception()
             self._failure = self._failure or error
         self._finished.set()
-
-    async def _wait(self, num_groups: int, *, progress: PhaseProgress) -> None:
-        """Wait until the first `num_groups` untrained groups, all admitted, are done.
-
-        Raises the failure.
-        """
-        # Read once: the order in front of the awaited groups does not change meanwhile.
-        self._missing = self._buffer.unfinished(among=num_groups)
-        shown = 0
-        while True:
-            self._finished.clear()
-            if self._failure is not None:
-                raise self._failure
-            ready = num_groups - len(self._missing)
-            progress.advance(ready - shown)
-            shown = ready
-            if not self._missing:
-                return
-            await self._finished.wait()
-
-    async def _stop(self) -> None:
-        """Abort groups in the making; they stay in flight in the buffer, and the next opener makes
-        them again.
-        """
-        await cancel(self._tasks)
-
-    async def _make_group(self, prompt: Prompt) -> Group:
-        """Make a training group, with the greedy reward where the objective compares with it."""
-        num_samples, baseline = self._settings.data.samples_per_prompt, None
-        if self._settings.objective.advantage.needs_greedy:
-            greedy = await self._maker.make(prompt, num_samples=1, greedy=True)
-            if greedy.failures:
-                return replace(greedy, failures=greedy.failures * num_samples)
-            baseline = last_samples(greedy.samples)[0].reward
-        group = await self._maker.make(prompt, num_samples=num_samples, buffer=self._buffer)
-        return group if baseline is None else with_baseline(group, baseline)
 
     # Held-out prompts
 
     async def evaluate(
         self, *, progress: PhaseProgress, keep: Callable[[str, Sequence[Sample]], None] = lambda kind, samples: None
     ) -> dict[str, Metric]:
-        """Answer every held-out prompt at temperature 0 and at the training temperature, before what is made for training meanwhile.
+        """Return metrics of answers to every held-out prompt, at temperature 0 and at the training temperature.
 
-        `keep` gets the samples of each kind, greedy and sampled. Returns the metrics.
+        Requests go before those of training groups. `keep` gets the samples of each kind, greedy
+        and sampled.
         """
+
+        async def answer(prompt: Prompt, *, greedy: bool) -> Group:
+            group = await self._maker.make(prompt, num_samples=1, greedy=greedy, urgency=Urgency.EVALUATION)
+            progress.advance()
+            return group
+
         shares: list[dict[str, Metric]] = []
         for kind in ("greedy", "sampled"):
-            groups: list[Group] = []
-            make = partial(self._maker.make, num_samples=1, greedy=kind == "greedy", urgency=Urgency.EVALUATION)
-            async with aclosing(make_groups(self.prompts.held_out, make)) as finished:
-                async for group in finished:
-                    groups.append(group)
-                    progress.advance()
-            # In a fixed order, independent of engine speed, because a sum of fractions depends on
-            # the order.
-            groups.sort(key=lambda group: group.id)
+            groups = await together(answer(prompt, greedy=kind == "greedy") for prompt in self.prompts.held_out)
             failures = self._failures_of(groups)
             self._rollout_failures.check(failures, total=len(groups))
             samples = [sample for group in groups for sample in group.samples]
@@ -463,8 +413,3 @@ class RolloutManager:
             for group in groups
             for failure in group.failures
         ]
-
-
-def _without_signal(batch: TrainBatch) -> TrainBatch:
-    """Return the batch with no training data, the rest of a step when all groups are dropped."""
-    return replace(batch, loss_mask=np.zeros(len(batch.tokens), np.bool_))

@@ -94,7 +94,7 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
             console.say(f"attention: {_attention(settings)}; statistics of logits: {_row_maths(settings)}")
             if not settings.supervised:
                 console.say(f"weight sync: {weight_sync(settings, device_kind=cluster_device_kind())}")
-                console.say(f"what the reward function prints is in {reward_log(settings)}")
+                console.say(f"what the reward function prints is in {reward_log(settings.run.directory)}")
             write_atomic(settings.run.directory / SETTINGS_FILE, dump_settings(settings))
             # An earlier life of the run may have ended, but this one has not.
             (settings.run.directory / SUMMARY_FILE).unlink(missing_ok=True)

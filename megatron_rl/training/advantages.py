@@ -14,7 +14,7 @@ from megatron_rl.algorithms.group_advantage import Gdpo
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import last_trainable
-from megatron_rl.data.baseline import GREEDY_BASELINE
+from megatron_rl.data.batch import GREEDY_BASELINE
 from megatron_rl.data.trajectories import Trajectories
 from megatron_rl.errors import UserError
 from megatron_rl.training.collectives import sum_over_data_parallel

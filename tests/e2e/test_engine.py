@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling, make_sampling
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.leftovers import remove_leftovers
-from megatron_rl.rollout.groups import make_groups
+from megatron_rl.rollout.generator import together
 from megatron_rl.types import Group, Prompt, StopReason
 from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender
 
@@ -289,10 +288,10 @@ def test_the_loop_yields_a_group_per_prompt(engine) -> None:
     async def work() -> list[Group]:
         async with EngineClient(engine[1], request_timeout_s=60) as client:
             maker = make_maker(EnginePool([client], max_requests=32))
-            return [group async for group in make_groups(prompts, partial(maker.make, num_samples=4))]
+            return await together(maker.make(prompt, num_samples=4) for prompt in prompts)
 
     groups = asyncio.run(work())
-    assert sorted(group.id for group in groups) == sorted(prompt.id for prompt in prompts)
+    assert [group.id for group in groups] == [prompt.id for prompt in prompts]
     for group in groups:
         assert [sample.index for sample in group.samples] == [0, 1, 2, 3]
         assert all(sample.response_text == " ".join(map(str, sample.response_ids)) for sample in group.samples)

@@ -21,12 +21,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import Engine, EngineAddress, free_port
-from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.plugins.loader import load
-from megatron_rl.rollout.generator import PoolGenerator
+from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator
 from megatron_rl.types import Prompt
 from megatron_rl.weights.bucket import BUCKET_BYTES, exported_specs
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender, WeightTransport
@@ -34,6 +34,7 @@ from megatron_rl.weights.sync import TRANSPORTS, MakeTransport, WeightSync
 from tests.contract.two_turns import TOOL_IDS
 
 PROBE = np.array([9, 9, 9, 2])
+GROUP = {"seed": "0 p", "max_tokens": 4096, "max_answer": 4096, "urgency": Urgency.TRAINING, "kept": KeptAnswers(None, "p")}
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
@@ -139,7 +140,7 @@ def test_engines_join_and_leave_between_syncs_and_in_requests(engines: list[tupl
 
             async def ask(max_tokens: int) -> list[int]:
                 """The weight versions of 16 responses."""
-                async with PoolGenerator(pool, seed="0 p", max_tokens=4096, max_answer=4096) as generator:
+                async with PoolGenerator(pool, **GROUP, arrival=pool.arrival()) as generator:
                     calls = [generator.generate(PROBE, sampling=Sampling(max_tokens=max_tokens)) for _ in range(16)]
                     answers = [answer for (answer,) in await asyncio.gather(*calls)]
                 assert {len(answer.token_ids) for answer in answers} == {max_tokens}

@@ -7,11 +7,12 @@ import numpy as np
 from megatron_rl.config.settings import RolloutSettings, SamplingSettings
 from megatron_rl.engines.client import Generation
 from megatron_rl.engines.engine import EngineAddress
-from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.engines.transport import EngineRefusal
 from megatron_rl.errors import EngineError
 from megatron_rl.plugins.kinds import Rollout
+from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator
 from megatron_rl.rollout.groups import GroupMaker, Score, single_turn
 from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.types import Ints, Prompt, StopReason
@@ -30,6 +31,11 @@ def make_maker(
     settings = RolloutSettings(sampling=SamplingSettings(max_response_tokens=max_answer), timeout_s=timeout_s)
     tokenizer = NumberTokenizer()
     return GroupMaker(settings, rollout, pool=pool, tokenizer=tokenizer, score=score, seed=seed, max_tokens=max_tokens)  # type: ignore[arg-type]
+
+
+def generator_of(pool: EnginePool, name: str = "p") -> PoolGenerator:
+    group = {"urgency": Urgency.TRAINING, "arrival": pool.arrival(), "kept": KeptAnswers(None, name)}
+    return PoolGenerator(pool, seed=f"0 {name}", max_tokens=64, max_answer=4, **group)  # type: ignore[arg-type]
 
 
 class FakeClient:

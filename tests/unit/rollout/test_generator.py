@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from maker_parts import make_maker
+from maker_parts import generator_of, make_maker
 
 from megatron_rl.engines.client import Generation
 from megatron_rl.engines.engine import EngineAddress
@@ -16,7 +16,6 @@ from megatron_rl.engines.sampling import Sampling
 from megatron_rl.engines.transport import EngineRefusal
 from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.plugins.kinds import Generator, Rollout
-from megatron_rl.rollout.generator import PoolGenerator
 from megatron_rl.rollout.groups import single_turn
 from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.types import Group, Ints, Prompt, Sample, StopReason
@@ -71,10 +70,6 @@ def run(test: Callable[[EnginePool, list[FakeEngine]], Awaitable[None]], *, num_
 async def settle() -> None:
     for _ in range(40):
         await asyncio.sleep(0)
-
-
-def generator_of(pool: EnginePool, name: str = "p") -> PoolGenerator:
-    return PoolGenerator(pool, seed=f"0 {name}", max_tokens=64, max_answer=4)
 
 
 def make(pool: EnginePool, rollout: Rollout, *, num_samples: int = 1, prompt: Prompt = PROMPT, seed: int = 0) -> Coroutine[Any, Any, Group]:

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import FilterSettings
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.group_choice import NO_REWARD, NO_SIGNAL, GroupChoice, check_versions, has_failed, has_signal, load_filter
+from megatron_rl.rollout.group_choice import NO_REWARD, NO_SIGNAL, Chosen, GroupChoice, check_versions, has_signal, load_filter
 from megatron_rl.types import Failure, Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 
@@ -95,30 +95,31 @@ def made_by(versions: list[int]) -> Group:
     return Group("p", prompt, (Sample(group_id="p", index=0, prompt=prompt, stop_reason=StopReason.STOP, **arrays),))
 
 
-def choice_of(*, drops: bool, fewest: int = 2) -> GroupChoice:
-    return GroupChoice(drops=drops, advantage=Objective().advantage, filter=lambda group: None, fewest=fewest)
+def choose(group: Group, **objective: Any) -> Chosen:
+    return GroupChoice(Objective.of(**objective), filter=None, samples_per_prompt=8).choose(group)
 
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_a_group_without_rewards_is_kept_without_a_filter(drops: bool) -> None:
-    choice = choice_of(drops=drops)
+    def chosen(*rewards: Reward) -> tuple[str | None, bool]:
+        found = choose(group_of(*rewards), zero_variance="drop" if drops else "keep")
+        assert not found.failed and not found.filtered
+        return found.rejection, found.kept
 
-    def rejection(*rewards: Reward) -> str | None:
-        return choice.rejections([group_of(*rewards)])["p"]
-
-    assert rejection(FAILED, FAILED) == NO_REWARD and choice.keeps(NO_REWARD) is not drops
-    assert rejection(scored(1), scored(1)) == (NO_SIGNAL if drops else None) and not choice.keeps(NO_SIGNAL)
-    assert rejection(scored(1), scored(0)) is None and choice.keeps(None)
+    assert chosen(FAILED, FAILED) == (NO_REWARD, not drops)
+    assert chosen(scored(1), scored(1)) == ((NO_SIGNAL, False) if drops else (None, True))
+    assert chosen(scored(1), scored(0)) == (None, True)
 
 
 @pytest.mark.parametrize(
-    ("num_left", "num_failed", "fewest", "failed"), [(2, 6, 2, False), (1, 7, 2, True), (1, 7, 1, False), (0, 1, 1, True)]
+    ("num_left", "num_failed", "advantage", "failed"),
+    [(2, 6, "group", False), (1, 7, "group", True), (1, 7, "reinforce_plus_plus", False), (0, 1, "reinforce_plus_plus", True)],
 )
-def test_a_group_is_left_out_when_too_few_trajectories_are_left(num_left: int, num_failed: int, fewest: int, failed: bool) -> None:
+def test_a_group_is_left_out_when_too_few_trajectories_are_left(num_left: int, num_failed: int, advantage: str, failed: bool) -> None:
     group = replace(group_of(*(scored(index) for index in range(num_left))), failures=(Failure("error", "ValueError: no"),) * num_failed)
-    reason = choice_of(drops=False, fewest=fewest).rejections([group])["p"]
+    found = choose(group, advantage=advantage)
     words = f"the rollout failed for {num_failed} of {num_left + num_failed} trajectories: ValueError: no"
-    assert reason == (words if failed else None) and has_failed(reason) is failed
+    assert (found.rejection, found.failed, found.kept) == (words if failed else None, failed, not failed)
 
 
 FILTERS = """

@@ -1,14 +1,13 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from buffer_parts import finished_samples
-from maker_parts import FakeClient, make_maker, make_prompts
+from maker_parts import FakeClient, generator_of, make_maker, make_prompts
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.data.buffer import Buffer
@@ -18,8 +17,8 @@ from megatron_rl.engines.sampling import Sampling
 from megatron_rl.engines.transport import EngineRefusal
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.plugins.kinds import Rollout
-from megatron_rl.rollout.generator import PoolGenerator
-from megatron_rl.rollout.groups import Score, load_rollout, make_groups, single_turn
+from megatron_rl.rollout.generator import together
+from megatron_rl.rollout.groups import Score, load_rollout, single_turn
 from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
@@ -31,7 +30,7 @@ async def collect(
     prompts: Sequence[Prompt], clients: Sequence[FakeClient], *, limit: int = 8, score: Score | None = None, rollout: Rollout = single_turn
 ) -> list[Group]:
     maker = make_maker(EnginePool(clients, max_requests=limit), rollout, score=score)  # type: ignore[arg-type]
-    return [group async for group in make_groups(prompts, partial(maker.make, num_samples=2))]
+    return await together(maker.make(prompt, num_samples=2) for prompt in prompts)
 
 
 def test_every_prompt_becomes_one_group_with_its_token_data() -> None:
@@ -187,7 +186,7 @@ def test_an_engine_that_failed_gets_another_chance_when_asked() -> None:
             if expected == 2:
                 slow.fail_at = None
                 pool.readmit()
-            assert len([group async for group in make_groups(make_prompts(1), partial(make_maker(pool).make, num_samples=2))]) == 1
+            await make_maker(pool).make(make_prompts(1)[0], num_samples=2)
             assert slow.calls == expected
 
     asyncio.run(work())
@@ -223,8 +222,11 @@ def test_an_evaluation_goes_first_within_the_same_limit() -> None:
         pool, order = EnginePool([client], max_requests=4), []  # type: ignore[list-item]
 
         async def consume(name: str, num_samples: int, urgency: Urgency) -> None:
-            async for _ in make_groups(make_prompts(8), partial(make_maker(pool).make, num_samples=num_samples, urgency=urgency)):
+            async def consume_one(prompt: Prompt) -> None:
+                await make_maker(pool).make(prompt, num_samples=num_samples, urgency=urgency)
                 order.append(name)
+
+            await together(map(consume_one, make_prompts(8)))
 
         training = asyncio.create_task(consume("training", 2, Urgency.TRAINING))
         await asyncio.sleep(0)
@@ -345,7 +347,7 @@ OTHER_PROMPT = Prompt(id="000", token_ids=np.array([0, 1]), text="0", metadata={
 def test_a_rollout_that_breaks_its_contract_is_one_sentence(rollout: Rollout, message: str) -> None:
     async def work() -> None:
         (prompt,), pool = make_prompts(1), EnginePool([FakeClient()], max_requests=8)  # type: ignore[list-item]
-        async with PoolGenerator(pool, seed="0 000", max_tokens=64, max_answer=4) as generator:
+        async with generator_of(pool) as generator:
             sampling, tokenizer = Sampling(max_tokens=4), NumberTokenizer()
             made = await rollout(prompt=prompt, generator=generator, sampling=sampling, num_samples=2, tokenizer=tokenizer)  # type: ignore[arg-type]
         check_samples(made, prompt=prompt, num_samples=2, vocab_size=100, max_tokens=64)

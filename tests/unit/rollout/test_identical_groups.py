@@ -6,8 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.group_choice import LIMIT, IdenticalGroups
 from megatron_rl.types import Group, Ints, Prompt, Sample, StopReason
+
+ROLLOUT = "rollout.function a:b"
 
 
 def make_group(responses: list[Ints], log_probs: list[float], *, made: list[bool] | None = None) -> Group:
@@ -43,19 +46,19 @@ def test_independent_samples_are_never_taken_for_copies(probability: float, leng
     random, identical = np.random.default_rng(0), IdenticalGroups()
     for _ in range(1000):
         identical.add(draw(random, probability=probability, length=length, num_samples=num_samples))
-        assert identical.problem() is None
+        identical.check(step=0, rollout=ROLLOUT)
 
 
 def test_copies_are_found_after_as_many_groups_as_predicted() -> None:
     ids, log_probs = np.array([3, 4, 5]), [-0.7, -0.2, -0.4]
     identical, expected, num_groups = IdenticalGroups(), 0.0, 0
     while expected < LIMIT:
-        assert identical.problem() is None
+        identical.check(step=0, rollout=ROLLOUT)
         identical.add(make_group([ids] * 4, log_probs))
         num_groups += 1
         expected += math.log(0.5 * (1 + math.exp(3 * 1.3)))
-    problem = identical.problem()
-    assert problem is not None and f"in {num_groups} of the last {num_groups} groups" in problem
+    with pytest.raises(UserError, match=f"step 1: in {num_groups} of the last {num_groups} groups .* one seed in {ROLLOUT}"):
+        identical.check(step=0, rollout=ROLLOUT)
     assert num_groups == 11
 
 
@@ -65,17 +68,18 @@ def test_late_copies_are_found_and_single_samples_say_nothing() -> None:
         identical.add(draw(random, probability=0.5, length=6, num_samples=4))
     for _ in range(500):
         identical.add(make_group([np.zeros(50, np.int64)], [-1.0] * 50))
-    assert identical.problem() is None
+    identical.check(step=0, rollout=ROLLOUT)
     for _ in range(3):
         identical.add(make_group([np.arange(12)] * 4, [-1.0] * 12))
-    assert identical.problem() is not None
+    with pytest.raises(UserError, match="all samples are the same"):
+        identical.check(step=0, rollout=ROLLOUT)
 
 
 def test_tokens_that_no_engine_drew_are_no_evidence() -> None:
     identical = IdenticalGroups()
     for _ in range(50):
         identical.add(make_group([np.arange(3)] * 8, [0.0, -50.0, -50.0], made=[True, False, False]))
-    assert identical.problem() is None
+    identical.check(step=0, rollout=ROLLOUT)
 
 
 def test_evidence_is_that_of_whole_trajectories() -> None:

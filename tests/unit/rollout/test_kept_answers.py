@@ -123,7 +123,7 @@ def buffer(tmp_path: Path) -> Any:
 
 def test_only_samples_that_a_kill_cut_off_are_made_again(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing that is done at the end of a process counts: a killed one does nothing.
-    monkeypatch.setattr(KeptAnswers, "close", lambda self, finished: None)
+    monkeypatch.setattr(KeptAnswers, "__exit__", lambda *_: None)
     monkeypatch.setattr(generator, "KEEP_AFTER_S", 0.01)
     before, after = Engine(limit=2), Engine(limit=9, first=50)
     asyncio.run(make(buffer, before, killed=True, due_s=generator.KEEP_AFTER_S))
@@ -177,10 +177,11 @@ def test_soon_finished_groups_and_short_answers_cost_no_write(buffer: Buffer, mo
 @pytest.mark.parametrize(("tokens", "stop_reason"), [([5], StopReason.ABORT), ([], StopReason.STOP)], ids=["aborted", "empty"])
 def test_what_is_no_answer_is_not_kept(buffer: Buffer, tokens: list[int], stop_reason: StopReason) -> None:
     async def work() -> None:
-        kept = KeptAnswers(buffer, group_id="p")
         zeros = np.zeros(len(tokens))
-        kept.add(PROMPT.token_ids, LONG, Generation(np.array(tokens), zeros.astype(np.float32), zeros.astype(int), stop_reason))
-        kept.close(finished=False)
+        answer = Generation(np.array(tokens), zeros.astype(np.float32), zeros.astype(int), stop_reason)
+        with pytest.raises(asyncio.CancelledError), KeptAnswers(buffer, "p") as kept:
+            kept.add(PROMPT.token_ids, LONG, answer)
+            raise asyncio.CancelledError
 
     asyncio.run(work())
     assert buffer.answers("p") == {}
@@ -202,11 +203,12 @@ def test_a_failed_engine_s_open_requests_go_to_another(buffer: Buffer) -> None:
 
 def test_experts_come_back(buffer: Buffer) -> None:
     async def work() -> None:
-        kept = KeptAnswers(buffer, group_id="p")
         experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-        kept.add(PROMPT.token_ids, LONG, Generation(np.array([5]), np.zeros(1, np.float32), np.array([0]), StopReason.STOP, experts))
-        kept.close(finished=False)
-        found = KeptAnswers(buffer, group_id="p").find(PROMPT.token_ids, LONG)
+        answer = Generation(np.array([5]), np.zeros(1, np.float32), np.array([0]), StopReason.STOP, experts)
+        with pytest.raises(asyncio.CancelledError), KeptAnswers(buffer, "p") as kept:
+            kept.add(PROMPT.token_ids, LONG, answer)
+            raise asyncio.CancelledError
+        found = KeptAnswers(buffer, "p").find(PROMPT.token_ids, LONG)
         assert found is not None and found.routed_experts is not None
         np.testing.assert_array_equal(found.routed_experts, experts, strict=True)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.data.baseline import GREEDY_BASELINE
+from megatron_rl.data.batch import GREEDY_BASELINE
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.training.advantages import TokenData, make_token_data, needs_old_log_probs

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from megatron_rl.data.baseline import GREEDY_BASELINE, with_baseline
+from megatron_rl.data.batch import GREEDY_BASELINE
+from megatron_rl.rollout.groups import with_baseline
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 PROMPT = Prompt(id="p", token_ids=np.array([1]), text="a")
