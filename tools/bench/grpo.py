@@ -226,9 +226,9 @@ async def _calls_of_each_step(address: "EngineAddress", settings: "Settings") ->
     from megatron_rl.data.tokenizer import load_tokenizer
     from megatron_rl.engines.client import EngineClient
     from megatron_rl.engines.engine_pool import EnginePool
-    from megatron_rl.engines.sampling import make_sampling
     from megatron_rl.engines.transport import Transport
-    from megatron_rl.rollout.groups import GroupMaker, make_groups
+    from megatron_rl.rollout.generator import together
+    from megatron_rl.rollout.groups import GroupMaker, single_turn
 
     calls: list[tuple[str, bytes]] = []
     call = Transport.call
@@ -243,17 +243,11 @@ async def _calls_of_each_step(address: "EngineAddress", settings: "Settings") ->
     with patch.object(Transport, "call", recorded):
         request_s = request_deadline_s(settings.model, settings.rollout.sampling)
         async with EngineClient(address, request_timeout_s=request_s) as client:
-            maker = GroupMaker(
-                pool=EnginePool([client], max_requests=settings.rollout.max_concurrent_requests),
-                sampling=make_sampling(settings.rollout.sampling, eos_token_ids=[tokenizer.eos_token_id]),
-                num_samples=SAMPLES,
-                tokenizer=tokenizer,
-                score=None,
-                seed=settings.run.seed,
-            )
+            pool = EnginePool([client], max_requests=settings.rollout.max_concurrent_requests)
+            parts = {"pool": pool, "tokenizer": tokenizer, "score": None, "seed": settings.run.seed}
+            maker = GroupMaker(settings.rollout, single_turn, max_tokens=settings.training.max_tokens_per_micro_batch, **parts)
             for _ in range(settings.run.num_steps):
-                async for _group in make_groups(source.next_prompts(PROMPTS), maker):
-                    pass
+                await together(maker.make(prompt, num_samples=SAMPLES) for prompt in source.next_prompts(PROMPTS))
                 steps.append(list(calls))
                 calls.clear()
     return steps
