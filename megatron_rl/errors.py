@@ -39,6 +39,14 @@ class EngineError(MegatronRLError, RuntimeError):
     """The end of a generation engine, a refused request, or no answer within the deadline."""
 
 
+class EngineRefusal(EngineError):
+    """An engine's answer of another HTTP `status` than 200, or of a failure."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class WorkerDiedError(MegatronRLError, RuntimeError):
     """A process of the run ended without being asked to."""
 

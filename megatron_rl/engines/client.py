@@ -1,27 +1,28 @@
 """Client of one engine: token ids in, token ids and log-probs out, and calls that change weights.
 
-Legend: P prompt tokens, R response tokens, T tokens of a scored sequence. Requests that would crash
-the server (token ids outside the vocabulary, too much memory) are refused before sending.
+Legend: P prompt tokens, R response tokens. Every call has a deadline. Requests that would crash the
+server (token ids outside the vocabulary, too much memory) are refused before sending.
 """
 
 import asyncio
 import contextlib
+import itertools
+import json
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
-import numpy as np
+import aiohttp
 
 from megatron_rl.deadlines import ENGINE_ABORT_S, ENGINE_CONTROL_S
+from megatron_rl.engines.answers import Generation, read_generation, read_version
 from megatron_rl.engines.engine import EngineAddress
-from megatron_rl.engines.routing_record import MixtureShape, read_routed_experts
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.engines.transport import MAX_ATTEMPTS, EngineRefusal, Transport
-from megatron_rl.errors import DeadlineError, EngineError, UserError
-from megatron_rl.types import Experts, Floats, Ints, StopReason
+from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
+from megatron_rl.types import Ints
 
 Result = TypeVar("Result")
 EnginePart = Literal["weights", "kv_cache", "cuda_graph"]
@@ -29,26 +30,22 @@ EnginePart = Literal["weights", "kv_cache", "cuda_graph"]
 ENGINE_PARTS: tuple[EnginePart, ...] = get_args(EnginePart)
 
 SHORT_RESPONSE_TOKENS = 32
-"""Requests of at most so many tokens a response may share an HTTP call, which costs the server 1 ms: their answers come together then, so
-that the first waits for the last, at most for these tokens."""
+"""Longest responses of requests that share an HTTP call, which costs the server 1 ms.
+
+The answers come together: the first waits for the last, at most for these tokens.
+"""
 MAX_TOGETHER = 64
-"""Samples with which a shared HTTP call is full: many enough to make its cost small, few enough to use answers while others are made."""
+"""Samples of a full shared call: a small cost for each, and answers in use while others are made."""
+FIRST_BACKOFF_S = 0.25
+MAX_ATTEMPTS = 6
+"""Attempts of a generation, over 8 s: a busy server drops connections for less time."""
+IDLE_CONNECTION_S = 2.0
+"""Idle time after which a connection is not used again.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Generation:
-    """One response. `token_ids`, `log_probs` (nats, sampling distribution), `weight_versions` are
-    [R].
-
-    `routed_experts` [P + R - 1, L, K] are the experts of all tokens but the last, from an engine
-    that records experts.
-    """
-
-    token_ids: Ints
-    log_probs: Floats
-    weight_versions: Ints
-    stop_reason: StopReason
-    routed_experts: Experts | None = None
+The server closes it after 5 s, and would lose a call sent at that moment. A loaded machine can take
+longer than the difference, so a call with one attempt has a connection of its own.
+"""
+_BUSY = 503
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,41 +58,42 @@ class _Asked:
 
 
 class EngineClient:
-    """Asynchronous calls to one engine; use in an `async with` block.
+    """Asynchronous calls to one engine; use in an `async with` block, on one event loop.
 
-    Generation and scoring change nothing on the server. So a lost connection is followed by retries
-    until `request_timeout_s`, retries included. Control calls are made once, each within
-    `control_timeout_s`.
+    Generation changes nothing on the server, so a lost connection is followed by retries until
+    `request_timeout_s`, retries included. Control calls are made once, each within
+    `control_timeout_s`. Every call raises EngineRefusal for an error of the server, EngineError
+    without a connection and DeadlineError without an answer in time.
     """
 
     def __init__(self, address: EngineAddress, *, request_timeout_s: float, control_timeout_s: float = ENGINE_CONTROL_S) -> None:
         self.address = address
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
-        self._transport = Transport(address.url, address.api_key)
+        # A pool for calls with several attempts, and a connection each for others.
+        self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
         # Requests collected for one HTTP call, and the task that makes the call.
         self._together: tuple[list[Sequence[_Asked]], asyncio.Task[list[Any] | None]] | None = None
 
     async def __aenter__(self) -> "EngineClient":
-        await self._transport.open()
+        pooled = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+        single_use = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._sessions = _session(pooled, self.address.api_key), _session(single_use, self.address.api_key)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self._transport.close()
+        sessions, self._sessions = self._sessions or (), None
+        for session in sessions:
+            await session.close()
 
     # Generation
 
     async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
         """Return `num_samples` responses to the prompt `token_ids` [P], in one request.
 
-        Cancelling the call aborts the samples.
-
-        Raises:
-            UserError: an empty prompt, an id outside the vocabulary, a request longer than the
-                context or
-                the KV pool, or stop strings for an engine without a tokenizer.
-            EngineError: the engine refused or could not be reached.
-            DeadlineError: no answer in time.
+        Cancelling the call aborts the samples. Raises UserError for an empty prompt, an id outside
+        the vocabulary, more tokens than the context or the KV pool holds, and stop strings without
+        a tokenizer.
         """
         self._check_request(token_ids, sampling)
         # Of one width, because the server may abort every request whose id begins with the given one.
@@ -110,7 +108,7 @@ class EngineClient:
             with contextlib.suppress(EngineError, DeadlineError):
                 await asyncio.shield(aborting)
             raise
-        return tuple(_read_generation(answer, prompt_length=len(prompt), mixture=self.address.mixture) for answer in answers)
+        return tuple(read_generation(answer, prompt_length=len(prompt), mixture=self.address.mixture) for answer in answers)
 
     async def _ask(self, asked: Sequence[_Asked]) -> list[Any]:
         """Return the server's answers to samples, in one HTTP call."""
@@ -121,15 +119,13 @@ class EngineClient:
             "return_logprob": True,
             "return_routed_experts": self.address.mixture is not None,
         }
-        answers = await self._transport.call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
+        answers = await self._call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
         if not isinstance(answers, list) or len(answers) != len(asked):
             raise EngineError(f"the engine at {self.address.url} answered {len(asked)} samples with {str(answers)[:200]!r}")
         return answers
 
     async def _ask_together(self, own: Sequence[_Asked]) -> list[Any]:
-        """Ask as `_ask`, in one HTTP call with concurrent requests; when refused together, ask each
-        alone.
-        """
+        """Ask in one HTTP call with concurrent requests; after a joint refusal, ask alone."""
         if self._together is None:
             collected: list[Sequence[_Asked]] = []
             self._together = collected, _noted(asyncio.create_task(self._ask_collected(collected)))
@@ -144,8 +140,7 @@ class EngineClient:
     async def _ask_collected(self, requests: Sequence[Sequence[_Asked]]) -> list[Any] | None:
         """Return the answers to `requests`, collected until this task has its first turn.
 
-        Returns None when the server refuses several requests, because the reason need not hold for
-        all.
+        Returns None for a refusal of several requests: the reason need not hold for all.
         """
         if self._together is not None and self._together[0] is requests:
             self._together = None
@@ -178,13 +173,10 @@ class EngineClient:
                 f"stop strings {list(sampling.stop)} need an engine with a tokenizer; set them in rollout.sampling.stop, not in one request"
             )
 
-    # Running requests
+    # Running requests and memory
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort these requests; each answers with the tokens so far.
-
-        An unknown or finished request is no error.
-        """
+        """Abort requests, which answer with their tokens so far; ignore unknown and finished ones."""
         await asyncio.gather(*(self._control("/abort_request", {"rid": each}, timeout_s=ENGINE_ABORT_S) for each in request_ids))
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
@@ -200,27 +192,21 @@ class EngineClient:
         await self._control("/continue_generation", {})
 
     async def flush_cache(self) -> None:
-        """Forget all cached prefixes; waits a few seconds for running requests.
-
-        Raises EngineRefusal when requests do not end in time.
-        """
+        """Forget all cached prefixes. Raises EngineRefusal when still busy after seconds."""
         await self._control("/flush_cache?timeout=5", {})
-
-    # Memory
 
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
         """Free GPU memory with content; without a GPU only forget cached prefixes.
 
-        A release during a running request kills the server. So the server must first become idle:
-        EngineRefusal when still busy after seconds.
+        A release during a running request kills the server: raises EngineRefusal when still busy.
         """
         await self.flush_cache()
         await self._control("/release_memory_occupation", {"tags": sorted(parts)})
 
     async def restore_memory(self, parts: Collection[EnginePart]) -> None:
-        """Allocate released memory again, and only released parts: others kill the server.
+        """Allocate released memory again; weights come back without content.
 
-        Weights come back without content.
+        Parts that were not released kill the server.
         """
         await self._control("/resume_memory_occupation", {"tags": sorted(parts)})
 
@@ -228,8 +214,8 @@ class EngineClient:
 
     async def weight_version(self) -> int:
         """Return the version of the served weights; 0 are the weights of the start."""
-        answer = await self._transport.call("GET", "/model_info", timeout_s=self._control_timeout_s)
-        return _read_version(answer["weight_version"])
+        answer = await self._call("GET", "/model_info", timeout_s=self._control_timeout_s)
+        return read_version(answer["weight_version"])
 
     async def begin_weight_update(self) -> None:
         """Open an update. Pause first: requests may run between two buckets."""
@@ -240,15 +226,12 @@ class EngineClient:
         await self._control("/end_weight_update", {})
 
     async def join_group(self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str) -> None:
-        """Join the process group `name` with ranks from `rank_offset` on; the trainer joins as rank 0 at the same time."""
+        """Join the process group `name` with ranks from `rank_offset` on, while the trainer joins as rank 0."""
         body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
         await self._control("/init_weights_update_group", {**body, "group_name": name, "backend": backend})
 
     async def leave_group(self, name: str) -> None:
-        """Leave the process group `name`.
-
-        Raises EngineRefusal when the engine is no member of the group.
-        """
+        """Leave the process group `name`. Raises EngineRefusal for an engine outside of the group."""
         await self._control("/destroy_weights_update_group", {"group_name": name})
 
     async def receive_bucket(
@@ -263,31 +246,27 @@ class EngineClient:
     ) -> None:
         """Receive tensors that rank 0 of `group` broadcasts during this call.
 
-        Names and shapes are the Hugging Face checkpoint's. `dtypes` are torch names such as
-        "float32". `flattened`: one uint8 tensor holds all, else one broadcast each, in order.
-        `version`, given with the last bucket, becomes the engine's weight version, and cached
-        prefixes are then forgotten.
+        Names and shapes are the Hugging Face checkpoint's, `dtypes` torch's. `flattened`: one uint8
+        tensor holds all, else one broadcast each, in order. `version`, given with the last bucket,
+        becomes the engine's weight version, and cached prefixes are then forgotten.
         """
         body: dict[str, Any] = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
         body |= {"group_name": group, "load_format": "flattened_bucket" if flattened else None, "flush_cache": version is not None}
         await self._control("/update_weights_from_distributed", body | _version(version))
 
     async def take_bucket(self, handles: Sequence[str], *, version: int | None = None) -> None:
-        """Copy tensors from memory shared with this engine, by handles of `weights.ipc`.
+        """Copy tensors from shared memory, by a handle of `weights.ipc` for each tensor parallel rank.
 
-        There is one handle for each tensor parallel rank. The server dies of a handle that cannot
-        be opened. `version` as in `receive_bucket`.
+        The server dies of a handle that cannot be opened. `version` as in `receive_bucket`.
         """
         body = {"serialized_named_tensors": list(handles), "load_format": "flattened_bucket", "flush_cache": version is not None}
         await self._control("/update_weights_from_tensor", body | _version(version))
 
     async def load_weights(self, path: Path, *, version: int, timeout_s: float | None = None) -> None:
-        """Read new weights from a Hugging Face directory on the engine's machine; forget cached
-        prefixes.
+        """Read weights from a Hugging Face directory on the engine's machine; forget cached prefixes.
 
-        The tensors need the shapes of the running model: SGLang dies of other shapes. The load
-        format is explicit, because SGLang would reuse the format of the start: a server started
-        without weights would make weights up.
+        SGLang dies of other shapes than the running model's. The load format is explicit: a server
+        started without weights would make weights up again.
         """
         body = {"model_path": str(path), "load_format": "auto", "flush_cache": True}
         await self._control("/update_weights_from_disk", body | _version(version), timeout_s=timeout_s)
@@ -305,58 +284,76 @@ class EngineClient:
             for name, checksum in rank["checksums"].items()
         }
 
+    # HTTP
+
     async def _control(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Any:
-        answer = await self._transport.call("POST", path, body, timeout_s=timeout_s or self._control_timeout_s)
+        answer = await self._call("POST", path, body, timeout_s=timeout_s or self._control_timeout_s)
         # Some calls report a failure with status 200.
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineRefusal(f"the engine at {self.address.url} failed at {path}: {answer.get('message')}", status=200)
         return answer
 
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, attempts: int = 1) -> Any:
+        """Return the JSON answer, None for an empty one, within `timeout_s` for all `attempts`."""
+        url = self.address.url
+        try:
+            async with asyncio.timeout(timeout_s):
+                for attempt in itertools.count(1):
+                    try:
+                        return await self._attempt(method, path, body, pooled=attempts > 1)
+                    except (EngineRefusal, aiohttp.ClientError) as error:
+                        if attempt == attempts or (isinstance(error, EngineRefusal) and error.status != _BUSY):
+                            raise
+                    await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (attempt - 1))
+        except aiohttp.ClientError as error:
+            raise EngineError(f"the engine at {url} cannot be reached for {path} ({attempts} attempts): {error}") from error
+        except TimeoutError as error:
+            raise DeadlineError(f"the engine at {url} did not answer {path} within {timeout_s:g} s") from error
+
+    async def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None, *, pooled: bool) -> Any:
+        if self._sessions is None:
+            raise EngineError(f"the client of {self.address.url} is not open; use it in an `async with` block")
+        session = self._sessions[0] if pooled else self._sessions[1]
+        async with session.request(method, self.address.url + path, json=body) as response:
+            content = await response.read()
+        if response.status != 200:
+            reason = f"{refusal(content)} (HTTP {response.status})"
+            raise EngineRefusal(f"the engine at {self.address.url} refused {path}: {reason}", status=response.status)
+        return _decode(content)
+
+
+def _session(connector: aiohttp.TCPConnector, api_key: str) -> aiohttp.ClientSession:
+    # `trust_env` stays off: a proxy must not see traffic between our own processes.
+    headers, timeout = {"Authorization": f"Bearer {api_key}"}, aiohttp.ClientTimeout(total=None, sock_connect=10)
+    return aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout)
+
+
+def refusal(content: bytes) -> str:
+    """Return the message of an error body.
+
+    Shapes are {"error": {"message": ..}}, {"error": ".."}, {"message": ..} and plain text.
+    """
+    body = _decode(content)
+    if not isinstance(body, dict):
+        return str(body)
+    error = body.get("error", body)
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def _decode(content: bytes) -> Any:
+    """Return the value of JSON, the text of other content, None for no content."""
+    text = content.decode(errors="replace").strip()
+    try:
+        return json.loads(text) if text else None
+    except json.JSONDecodeError:
+        return text
+
 
 def _noted(task: "asyncio.Task[Result]") -> "asyncio.Task[Result]":
-    """Return `task`, with the failure marked as read: asyncio prints failures that no waiter has
-    read.
-    """
+    """Return `task` with its failure marked as read, which asyncio would print otherwise."""
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
 
 
 def _version(version: int | None) -> dict[str, str]:
     return {} if version is None else {"weight_version": str(version)}
-
-
-def _read_version(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise EngineError(f"an engine serves weight version {text!r}, needs a number; only this program may update its weights") from error
-
-
-def _read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: MixtureShape | None) -> Generation:
-    """Return a response from one element of the server's answer."""
-    meta = answer["meta_info"]
-    finish = meta["finish_reason"]
-    if finish["type"] == "abort" and finish.get("status_code") is not None:
-        raise EngineError(f"the engine failed at a request: {finish.get('message')} ({finish['status_code']})")
-    token_ids = np.array(answer["output_ids"], np.int64)
-    scored = meta["output_token_logprobs"]
-    if [entry[1] for entry in scored] != token_ids.tolist():
-        raise EngineError(f"the engine returned {len(token_ids)} tokens and the log-probs of {len(scored)} others")
-    return Generation(
-        token_ids=token_ids,
-        log_probs=np.array([entry[0] for entry in scored], np.float32),
-        weight_versions=_token_versions(meta, len(token_ids)),
-        stop_reason=StopReason(finish["type"]),
-        routed_experts=read_routed_experts(meta, mixture, prompt_length=prompt_length, response_length=len(token_ids)) if mixture else None,
-    )
-
-
-def _token_versions(meta: dict[str, Any], length: int) -> Ints:
-    """Return the weight version of each of `length` tokens, from the server's spans if reported."""
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
-    versions = np.full(length, -1, np.int64)
-    for span in spans:
-        versions[span["start"] : span["end"]] = _read_version(span["version"])
-    if (versions < 0).any():
-        raise EngineError(f"the engine reports weight versions for a part of {length} tokens only: {spans}")
-    return versions

@@ -13,19 +13,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
-from megatron_rl.config.derived import start_deadline_s
-from megatron_rl.config.settings import ModelSettings, RolloutSettings
-from megatron_rl.deadlines import ENGINE_READY_S, ENGINE_STOP_S
-from megatron_rl.engines.routing_record import MixtureShape
-from megatron_rl.engines.server_args import check_environment, server_arguments
+from megatron_rl.deadlines import ENGINE_READY_S, ENGINE_STOP_S, START_S
+from megatron_rl.engines.answers import MixtureShape
+from megatron_rl.engines.server_args import check_environment
 from megatron_rl.errors import DeadlineError, EngineDiedError, EngineError, UserError
 from megatron_rl.leftovers import Scratch, remove_leftovers, shared_memory_of
 from megatron_rl.process_variables import ALLOCATOR_VARIABLES, NCCL_VARIABLES, tool_variables
@@ -58,80 +57,45 @@ class EngineAddress:
 class Engine:
     """One SGLang server. The server ends with the process that made this object, also after a kill.
 
-    Args of the constructor: `model_path` a Hugging Face directory; `dtype` float32 or bfloat16;
-    `seed` of the server's sampling; `log_path` gets all output of the server; `gpu_ids` the visible
-    GPUs, one tensor parallel rank each; `host` the address to bind; `port` a fixed port, or None
-    for a free one; `mixture` the model's experts, when the server is to record the experts of
-    tokens; `colocated` when GPUs are shared; `max_prompt_tokens` the longest prompt, when all
-    requests are prompts; `has_weights` False when `model_path` has none and the first sync brings
-    weights; `serves_text` when the server takes and gives text, too, otherwise only where stop
-    strings are asked for.
+    `arguments` are those of `server_arguments`. `log_path` gets all output of the server; `gpu_ids`
+    are the visible GPUs; `host` is the address to bind; `port` None chooses a free one; `mixture`
+    is the shape of the recorded experts.
     """
 
     def __init__(
         self,
-        model_path: Path,
+        arguments: Mapping[str, Any],
         *,
-        settings: RolloutSettings,
-        device_kind: Literal["cpu", "cuda"],
-        dtype: str,
-        seed: int,
         log_path: Path,
         gpu_ids: Sequence[str] = (),
         host: str = "127.0.0.1",
         port: int | None = None,
         mixture: MixtureShape | None = None,
-        colocated: bool = False,
-        max_prompt_tokens: int | None = None,
-        has_weights: bool = True,
-        serves_text: bool = False,
     ) -> None:
-        self._start_timeout_s = start_deadline_s(ModelSettings(path=model_path))
         self._gpu_ids = tuple(gpu_ids)
         self._log_path = log_path
         self._mixture = mixture
         self._host = host
-        self._port = free_port(host) if port is None else check_port(host, port)
+        self._vocab_size = _vocab_size(Path(arguments["model_path"]))
+        self.api_key = secrets.token_urlsafe(24)
+        port = free_port(host) if port is None else check_port(host, port)
+        self.url = f"http://{host}:{port}"
+        self._arguments = {**arguments, "host": host, "port": port, "api_key": self.api_key}
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Scratch | None = None
         self._served = False
-        self._vocab_size = _vocab_size(model_path)
-        self.api_key = secrets.token_urlsafe(24)
-        self._arguments = server_arguments(
-            settings.sglang,
-            model_path=model_path,
-            device_kind=device_kind,
-            dtype=dtype,
-            seed=seed,
-            host=host,
-            port=self._port,
-            api_key=self.api_key,
-            needs_tokenizer=serves_text or bool(settings.sampling.stop),
-            records_routing=mixture is not None,
-            colocated=colocated,
-            max_prompt_tokens=max_prompt_tokens,
-            has_weights=has_weights,
-        )
-
-    @property
-    def url(self) -> str:
-        """Base URL of the server."""
-        return f"http://{self._host}:{self._port}"
 
     @property
     def pid(self) -> int | None:
         """Process id of the server, None when not running."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def start(self, *, timeout_s: float | None = None) -> EngineAddress:
+    def start(self, *, timeout_s: float = START_S) -> EngineAddress:
         """Start the server and wait until requests are served.
 
-        Raises:
-            EngineError: the server died; the message ends with the tail of the log.
-            DeadlineError: no service within `timeout_s`, by default from the bytes of the model
-                (the server is then stopped).
+        Raises EngineError with the tail of the log for a dead server. Raises DeadlineError without
+        service within `timeout_s`; the server is then stopped.
         """
-        self._start_timeout_s = timeout_s or self._start_timeout_s
         if self._process is not None:
             raise EngineError(f"the engine at {self.url} was started before; make a new Engine")
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,9 +114,10 @@ class Engine:
         try:
             with self._process.stdin as orders:
                 orders.write(json.dumps(self._arguments).encode())
-            deadline = time.monotonic() + self._start_timeout_s
-            self._wait_for("/ready", deadline=deadline, request_s=ENGINE_READY_S)
-            address = self._read_address(deadline)
+            wait = partial(self._wait_for, until_s=time.monotonic() + timeout_s, timeout_s=timeout_s)
+            wait("/ready", request_s=ENGINE_READY_S)
+            # On a loaded machine these take as long as a generation.
+            address = self._address(*map(wait, ("/v1/models", "/server_info")))
             self._scratch.note(shared_memory_of(_group_members(self._process.pid)))
             self._served = True
             return address
@@ -168,17 +133,15 @@ class Engine:
         if status is not None:
             cause = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             kind = EngineDiedError if status < 0 or self._served else EngineError
-            raise kind(f"the SGLang server at {self.url} died ({cause}); the end of its log {self._log_path}:\n{self.log_tail()}")
+            raise kind(f"the SGLang server at {self.url} died ({cause}); the end of its log {self._log_path}:\n{self._log_tail()}")
 
-    def log_tail(self) -> str:
-        """Return the last lines of the server's log."""
+    def _log_tail(self) -> str:
         if not self._log_path.exists():
             return ""
         return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
     def stop(self) -> None:
-        """Kill the server with every process of the process group, and reap it. Harmless when not
-        running.
+        """Kill the server with every process of the process group, and reap it; twice does no harm.
 
         SGLang's own shutdown takes 5 seconds and saves nothing.
         """
@@ -193,18 +156,15 @@ class Engine:
         self._scratch.remove_all()
 
     def _environment(self) -> dict[str, str]:
-        """Return the server's variables.
-
-        A dying scheduler must not wait a minute for GPU dumps without GPU.
-        """
+        """Return the server's variables. Raises UserError for one that changes draws or reports."""
         check_environment(os.environ)
         inherited = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
+        # A dying scheduler must not wait a minute for GPU dumps without GPU.
         environment = {**inherited, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
         environment |= tool_variables(inherited, device_kind=self._arguments["device"])
         if self._arguments["device"] == "cuda":
             environment = NCCL_VARIABLES | environment
-        # SGLang would choose the address with a route to the internet among the addresses of this
-        # machine.
+        # SGLang would choose the address with a route to the internet.
         environment["SGLANG_HOST_IP"] = self._host
         if self._gpu_ids:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpu_ids)
@@ -216,27 +176,25 @@ class Engine:
                 environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
         return environment
 
-    def _wait_for(self, path: str, *, deadline: float, request_s: float = math.inf) -> bytes:
-        """Return the body of a GET, repeated until success, each try for at most `request_s`
-        seconds.
+    def _wait_for(self, path: str, *, until_s: float, timeout_s: float, request_s: float = math.inf) -> bytes:
+        """Return the body of a GET, repeated until success, each try for at most `request_s` seconds.
 
-        Raises EngineError when the server dies, DeadlineError after `deadline` on the monotonic
-        clock.
+        Raises EngineError when the server dies, DeadlineError after `until_s` on the monotonic clock.
         """
         while True:
             self.check()
-            body = self._get(path, timeout_s=min(request_s, max(POLL_S, deadline - time.monotonic())))
+            body = self._get(path, timeout_s=min(request_s, max(POLL_S, until_s - time.monotonic())))
             if body is not None:
                 return body
-            if time.monotonic() > deadline:
+            if time.monotonic() > until_s:
                 raise DeadlineError(
-                    f"the SGLang server at {self.url} does not answer {path} after {self._start_timeout_s:.0f} s"
-                    f" (model.deadline_s); the end of its log {self._log_path}:\n{self.log_tail()}"
+                    f"the SGLang server at {self.url} does not answer {path} after {timeout_s:.0f} s"
+                    f" (model.deadline_s); the end of its log {self._log_path}:\n{self._log_tail()}"
                 )
             time.sleep(POLL_S)
 
     def _get(self, path: str, *, timeout_s: float) -> bytes | None:
-        """Body of a GET, None while the server does not answer with success."""
+        """Return the body of a GET, None without an answer of success."""
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.api_key}"})
         # No proxy: one set in the environment would capture traffic between our own processes.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -246,11 +204,7 @@ class Engine:
         except (urllib.error.URLError, http.client.HTTPException, OSError):
             return None
 
-    def _read_address(self, deadline: float) -> EngineAddress:
-        """Ask a ready server for its facts; on a loaded machine the answer takes as long as a
-        generation.
-        """
-        models, server = (self._wait_for(path, deadline=deadline) for path in ("/v1/models", "/server_info"))
+    def _address(self, models: bytes, server: bytes) -> EngineAddress:
         return EngineAddress(
             url=self.url,
             api_key=self.api_key,
@@ -263,10 +217,7 @@ class Engine:
 
 
 def free_port(host: str) -> int:
-    """Return a port of `host` without a listener.
-
-    Raises EngineError when a hundred tries find none.
-    """
+    """Return a port of `host` without a listener. Raises EngineError after a hundred tries."""
     for _ in range(100):
         port = FIRST_PORT + secrets.randbelow(LAST_PORT - FIRST_PORT)
         error = _bind_error(host, port)
@@ -278,10 +229,7 @@ def free_port(host: str) -> int:
 
 
 def check_port(host: str, port: int) -> int:
-    """Return `port`.
-
-    Raise UserError for a port in use, or a `host` that is no address of this machine.
-    """
+    """Return `port`. Raises UserError for a port in use, or a `host` of another machine."""
     error = _bind_error(host, port)
     if error is None:
         return port
@@ -305,10 +253,7 @@ def _bind_error(host: str, port: int) -> OSError | None:
 
 
 def _vocab_size(model_path: Path) -> int:
-    """Return the rows of the embedding by config.json.
-
-    A token id at or above would crash the server.
-    """
+    """Return the rows of the embedding by config.json; a higher token id would crash the server."""
     try:
         config: dict[str, Any] = json.loads((model_path / "config.json").read_text())
         return int(config["vocab_size"])
@@ -319,7 +264,7 @@ def _vocab_size(model_path: Path) -> int:
 
 
 def _group_members(group: int) -> list[int]:
-    """Process ids of the living members of a process group; a zombie is gone already."""
+    """Return process ids of the members of a process group, without zombies."""
     members = []
     for process in psutil.process_iter(["pid", "status"]):
         try:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from megatron_rl.config.messages import unknown_field
-from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 
 RECORD_ROUTING = "enable_return_routed_experts"
@@ -85,20 +84,12 @@ SHORT_PROMPT_TOKENS = 32
 """Prompts of at most so many tokens are computed anew rather than looked up: see `keeps_prefixes`."""
 
 
-def sent_prompt_tokens(settings: Settings) -> int | None:
-    """Return the longest prompt in tokens, None when a custom rollout decides on the requests."""
-    return settings.data.max_prompt_tokens if settings.rollout.function is None else None
-
-
 def keeps_prefixes(*, device_kind: str, max_prompt_tokens: int | None) -> bool:
-    """Return True when a server should keep its radix cache of finished requests for shared
-    prefixes.
+    """Return True when a server should keep a radix cache of finished requests.
 
-    The samples of a prompt are sent together and computed in one batch, without cache hits among
-    each other. Only the prompt's next visit could use the cache, and by then other weights have
-    emptied the cache. On a CPU the tree then only costs, a seventh of the scheduler's time for
-    prompts of 6 tokens. `max_prompt_tokens` None: a custom rollout may resend earlier output, worth
-    keeping.
+    Samples of a prompt are computed in one batch, without cache hits, and new weights empty the
+    cache before the prompt's next visit. On a CPU the tree takes a seventh of the scheduler's time
+    for prompts of 6 tokens. `max_prompt_tokens` None: a custom rollout may resend earlier output.
     """
     return device_kind != "cpu" or max_prompt_tokens is None or max_prompt_tokens > SHORT_PROMPT_TOKENS
 
@@ -120,9 +111,8 @@ def field_types() -> dict[str, tuple[Any, tuple[Any, ...] | None]]:
 def validate_server_args(arguments: Mapping[str, Any]) -> None:
     """Check `rollout.sglang` against the installed SGLang.
 
-    Raises:
-        UserError: an unknown name (with the closest one), a value of the wrong type or outside the
-            choices, or a name owned by the system (with the setting to use instead).
+    Raises UserError for an unknown name, a value of the wrong type or outside the choices, and a
+    name owned by the system.
     """
     for name, value in arguments.items():
         reasons = [OWNED[name]] if name in OWNED else [why for prefix, why in OWNED_PREFIXES.items() if name.startswith(prefix)]
@@ -155,10 +145,9 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
 
 
 def check_tensor_parallel(arguments: Mapping[str, Any], config: Mapping[str, Any], *, origin: str) -> None:
-    """Raise UserError for a tp_size that does not divide the heads of a model of `config`.
+    """Raise UserError for a tp_size that does not divide the heads of `config`, of the file `origin`.
 
-    `config` is the content of the file `origin`. SGLang reports the fault only after loading
-    everything. Ranks share a key-value head where ranks outnumber such heads.
+    SGLang reports the fault after loading everything. More ranks may share a key-value head.
     """
     ranks = arguments.get("tp_size", 1) // (arguments.get("dp_size", 1) if arguments.get("enable_dp_attention") else 1)
     heads = config.get("num_attention_heads")
@@ -178,10 +167,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def check_records_routing() -> None:
-    """Raise UserError when the installed SGLang cannot report the experts of tokens.
-
-    Imports SGLang (3 s).
-    """
+    """Raise UserError when the installed SGLang, imported in 3 s, cannot report experts of tokens."""
     if RECORD_ROUTING not in field_types():
         raise UserError(
             f"training.routing_replay is true, but the installed SGLang has no argument {RECORD_ROUTING}; install 0.5.9 or later, or set "
@@ -196,8 +182,7 @@ def _check_type(name: str, value: Any, declared: Any) -> None:
         reason = str(error)
         raise UserError(f"rollout.sglang.{name} is {value!r}, needs another type: {reason[0].lower()}{reason[1:]}") from error
     except TypeError:
-        # SGLang declares a few unions that no converter can tell apart; the server itself reads the
-        # values.
+        # SGLang declares a few unions that no converter can tell apart; the server reads the values.
         return
 
 
@@ -208,23 +193,17 @@ def server_arguments(
     device_kind: str,
     dtype: str,
     seed: int,
-    host: str,
-    port: int,
-    api_key: str,
-    needs_tokenizer: bool,
+    needs_tokenizer: bool = False,
     records_routing: bool = False,
     colocated: bool = False,
     max_prompt_tokens: int | None = None,
     has_weights: bool = True,
 ) -> dict[str, Any]:
-    """Return all fields for one server: defaults, then the user's, then the system's.
+    """Return the fields for one server but its address: defaults, then the user's, then ours.
 
     A `colocated` server on GPUs allocates releasable memory.
-    `max_prompt_tokens` is the longest prompt when all requests are prompts, None for any requests.
-    Without `has_weights` the directory describes the model alone.
-
-    Raises:
-        UserError: a user's value that JSON cannot carry.
+    `max_prompt_tokens` None: requests are not only prompts. Without `has_weights` the directory
+    describes the model alone. Raises UserError for a value that JSON cannot carry.
     """
     defaults = dict(CPU_DEFAULTS if device_kind == "cpu" else GPU_DEFAULTS)
     if device_kind == "cpu" and user.get("enable_deterministic_inference"):
@@ -236,9 +215,6 @@ def server_arguments(
         "device": device_kind,
         "dtype": dtype,
         "random_seed": seed,
-        "host": host,
-        "port": port,
-        "api_key": api_key,
         "weight_version": "0",
         "skip_tokenizer_init": not needs_tokenizer,
     }

@@ -17,11 +17,10 @@ from megatron_rl.config.derived import (
 from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
-from megatron_rl.device import Device, chosen_backends, chosen_row_maths, quiet_megatron_imports
-from megatron_rl.engines.server_args import sent_prompt_tokens, server_arguments
+from megatron_rl.device import chosen_backends, chosen_row_maths, quiet_megatron_imports
 from megatron_rl.errors import counted
 from megatron_rl.runtime.engine_model import planned_model
-from megatron_rl.runtime.engines import weight_sync
+from megatron_rl.runtime.engines import engine_arguments, weight_sync
 from megatron_rl.runtime.placement import NodeShare, Placement
 
 with quiet_megatron_imports():
@@ -97,9 +96,10 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
         return rows | {"SGLang": "none: supervised training"}
     where = f", {counted(settings.rollout.ranks_per_engine, 'GPU')} each" if device.kind == "cuda" else ", on the CPU"
     where += ", the same as those of the ranks, in turns" if runtime.colocate else ""
+    arguments = engine_arguments(settings, model=planned_model(settings), device_kind=device.kind)
     return rows | {
         "SGLang": f"{counted(settings.rollout.num_engines, 'server')}{where}",
-        "SGLang's arguments": _server_arguments(settings, device),
+        "SGLang's arguments": " ".join(f"{name}={format_value(value)}" for name, value in arguments.items()),
         "reward workers": f"{settings.reward.num_workers}, {settings.reward.function}",
         "weight sync": weight_sync(settings, device_kind=device.kind),
         "deadlines": _deadlines(settings),
@@ -131,26 +131,6 @@ def _places(settings: Settings, target: Target) -> dict[str, str]:
     if placement is None:
         return {"nodes": f"those of the cluster at {settings.runtime.ray_address}, asked when the run starts"}
     return placement_rows(placement, Topology.of(settings.training.topology))
-
-
-def _server_arguments(settings: Settings, device: Device) -> str:
-    """Return the start arguments of each server, except address and key."""
-    model = planned_model(settings)
-    arguments = server_arguments(
-        settings.rollout.sglang,
-        model_path=model.path,
-        device_kind=device.kind,
-        dtype=dtype_name(settings.model, device_kind=device.kind),
-        seed=settings.run.seed,
-        host="",
-        port=0,
-        api_key="",
-        needs_tokenizer=bool(settings.rollout.sampling.stop),
-        colocated=settings.runtime.colocate,
-        max_prompt_tokens=sent_prompt_tokens(settings),
-        has_weights=model.has_weights,
-    )
-    return " ".join(f"{name}={format_value(value)}" for name, value in arguments.items() if name not in ("host", "port", "api_key"))
 
 
 def _backends(settings: Settings, target: Target) -> dict[str, str]:

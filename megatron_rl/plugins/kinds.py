@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from megatron_rl.algorithms.objective import Objective
     from megatron_rl.algorithms.policy_loss import PolicyLossTerms, PolicyTerms
-    from megatron_rl.engines.client import Generation
+    from megatron_rl.engines.answers import Generation
     from megatron_rl.engines.sampling import Sampling
     from megatron_rl.types import Group, Ints, Prompt, Sample
 

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_rl.data.buffer import Answer, Buffer
-from megatron_rl.engines.client import SHORT_RESPONSE_TOKENS, EngineClient, Generation
+from megatron_rl.engines.answers import Generation
+from megatron_rl.engines.client import SHORT_RESPONSE_TOKENS, EngineClient
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.engines.transport import EngineRefusal
-from megatron_rl.errors import DeadlineError, EngineError, UserError
+from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
 from megatron_rl.types import Ints, StopReason
 
 Result = TypeVar("Result")

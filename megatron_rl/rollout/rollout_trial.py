@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.deadlines import PLUGIN_PROBE_S
-from megatron_rl.engines.client import Generation
+from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import UserError, counted
 from megatron_rl.rollout.groups import load_rollout, without_exit

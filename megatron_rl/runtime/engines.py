@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from ray.exceptions import GetTimeoutError
@@ -17,9 +17,9 @@ from megatron_rl.config.derived import dtype_name, start_deadline_s
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.deadlines import ENGINES_STOP_S
+from megatron_rl.engines.answers import MixtureShape
 from megatron_rl.engines.engine import Engine, EngineAddress
-from megatron_rl.engines.routing_record import MixtureShape
-from megatron_rl.engines.server_args import sent_prompt_tokens
+from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.runtime.cluster import Reservation, enter_directory, own_gpus
 from megatron_rl.runtime.watchdog import ACTOR_DEATHS, Watchdog
 
@@ -87,16 +87,9 @@ class EngineGroup:
         for number in range(settings.rollout.num_engines):
             make_engine = partial(
                 Engine,
-                model.path,
-                settings=settings.rollout,
-                device_kind=device_kind,
-                dtype=dtype_name(settings.model, device_kind=device_kind),
-                seed=settings.run.seed * settings.rollout.num_engines + number,
+                engine_arguments(settings, model=model, device_kind=device_kind, number=number),
                 log_path=settings.run.directory / "logs" / f"engine-{number}.log",
                 mixture=mixture,
-                colocated=settings.runtime.colocate,
-                max_prompt_tokens=sent_prompt_tokens(settings),
-                has_weights=model.has_weights,
             )
             beside = placement.ranks_beside(number) if placement.needs.colocated else ()
             shared_gpus = tuple(gpu for rank in beside for gpu in gpus_of_ranks[rank])
@@ -131,6 +124,22 @@ class EngineGroup:
                 ray.get(ref, timeout=ENGINES_STOP_S)
             except (*ACTOR_DEATHS, GetTimeoutError):
                 continue
+
+
+def engine_arguments(settings: Settings, *, model: "EngineModel", device_kind: Literal["cpu", "cuda"], number: int = 0) -> dict[str, Any]:
+    """Return the arguments of engine `number` of a run, except address and key."""
+    return server_arguments(
+        settings.rollout.sglang,
+        model_path=model.path,
+        device_kind=device_kind,
+        dtype=dtype_name(settings.model, device_kind=device_kind),
+        seed=settings.run.seed * settings.rollout.num_engines + number,
+        needs_tokenizer=bool(settings.rollout.sampling.stop),
+        records_routing=settings.training.routing_replay,
+        colocated=settings.runtime.colocate,
+        max_prompt_tokens=settings.data.max_prompt_tokens if settings.rollout.function is None else None,
+        has_weights=model.has_weights,
+    )
 
 
 def recorded_mixture(settings: Settings) -> MixtureShape | None:

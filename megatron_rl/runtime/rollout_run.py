@@ -12,8 +12,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.deadlines import ENGINE_CONTROL_S
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.engines.sampling import make_sampling
-from megatron_rl.engines.transport import EngineRefusal
-from megatron_rl.errors import counted
+from megatron_rl.errors import EngineRefusal, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.rollout.groups import ATTEMPTS, CANCEL_S

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.derived import AUTO_DTYPES
-from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.config.derived import AUTO_DTYPES, start_deadline_s
+from megatron_rl.config.settings import ModelSettings
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.device import local_device, quiet_megatron_imports
 from megatron_rl.engines.engine import Engine, EngineAddress
-from megatron_rl.engines.server_args import check_tensor_parallel, validate_server_args
+from megatron_rl.engines.server_args import check_tensor_parallel, server_arguments, validate_server_args
 from megatron_rl.errors import UserError
 from megatron_rl.leftovers import scratch_directory
 
@@ -42,19 +42,14 @@ def serve(model: Path, arguments: Mapping[str, Any], *, host: str, port: int) ->
     kind = local_device().kind
     with scratch_directory() as scratch:
         engine = Engine(
-            model,
-            settings=RolloutSettings(sglang=dict(arguments)),
-            device_kind=kind,
-            dtype=AUTO_DTYPES[kind],
-            seed=0,
+            server_arguments(arguments, model_path=model, device_kind=kind, dtype=AUTO_DTYPES[kind], seed=0, needs_tokenizer=True),
             log_path=scratch.path / "server.log",
             host=host,
             port=port,
-            serves_text=True,
         )
         print(f"starting SGLang on {model} ...", flush=True)
         try:
-            print(_how_to_ask(engine.start(), model, chats=chats), flush=True)
+            print(_how_to_ask(engine.start(timeout_s=start_deadline_s(ModelSettings(path=model))), model, chats=chats), flush=True)
             while True:
                 time.sleep(POLL_S)
                 engine.check()

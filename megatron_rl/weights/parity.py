@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.data.batch import batch_from_sequences, with_records
-from megatron_rl.engines.client import EngineClient, Generation
+from megatron_rl.engines.answers import Generation
+from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, ParityError, counted

@@ -15,7 +15,7 @@ async def score(client: EngineClient, token_ids: Ints) -> Floats:
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    answer = await client._transport.call("POST", "/generate", body, timeout_s=120.0, attempts=3)
+    answer = await client._call("POST", "/generate", body, timeout_s=120.0, attempts=3)
     scored = answer["meta_info"]["input_token_logprobs"]
     # The server reports the id of the vocabulary's last row as 0 (it takes it for a placeholder); the log-prob is right.
     assert [entry[1] for entry in scored] == np.where(token_ids < client.address.vocab_size - 1, token_ids, 0).tolist()

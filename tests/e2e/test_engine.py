@@ -24,11 +24,13 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from megatron_rl.config.settings import RolloutSettings, SamplingSettings
-from megatron_rl.engines.client import ENGINE_PARTS, EngineClient, Generation
+from megatron_rl.config.settings import SamplingSettings
+from megatron_rl.engines.answers import Generation
+from megatron_rl.engines.client import ENGINE_PARTS, EngineClient
 from megatron_rl.engines.engine import Engine, EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling, make_sampling
+from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.leftovers import remove_leftovers
 from megatron_rl.rollout.generator import together
@@ -37,7 +39,6 @@ from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender
 
 VOCAB = 64
 TEMPERATURE = 0.7
-SETTINGS = RolloutSettings(sampling=SamplingSettings(max_response_tokens=8))
 
 
 def make_model(directory: Path, *, seed: int) -> Qwen3ForCausalLM:
@@ -70,7 +71,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Qw
 
 
 def make_engine(model: Path, log: Path, **options: Any) -> Engine:
-    return Engine(model, settings=SETTINGS, device_kind="cpu", dtype="float32", seed=7, log_path=log, **options)
+    arguments = server_arguments({}, model_path=model, device_kind="cpu", dtype="float32", seed=7)
+    return Engine(arguments, log_path=log, **options)
 
 
 @pytest.fixture(scope="module")
@@ -349,9 +351,10 @@ def test_a_server_that_dies_at_start_is_reported_with_its_log(models, tmp_path) 
 OWNER = """
 import sys, time
 from pathlib import Path
-from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.engines.engine import Engine
-engine = Engine(Path(sys.argv[1]), settings=RolloutSettings(), device_kind="cpu", dtype="float32", seed=0, log_path=Path(sys.argv[2]))
+from megatron_rl.engines.server_args import server_arguments
+arguments = server_arguments({}, model_path=Path(sys.argv[1]), device_kind="cpu", dtype="float32", seed=0)
+engine = Engine(arguments, log_path=Path(sys.argv[2]))
 engine.start()
 print(engine.pid, flush=True)
 time.sleep(600)
@@ -389,8 +392,8 @@ def test_stop_strings_and_two_tensor_parallel_ranks(models, tmp_path) -> None:
         with torch.no_grad():
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     sampling = SamplingSettings(max_response_tokens=6, stop=(f"w{tokens[5]}",))
-    settings = RolloutSettings(sampling=sampling, sglang={"tp_size": 2})
-    server = Engine(tmp_path / "model", settings=settings, device_kind="cpu", dtype="float32", seed=0, log_path=tmp_path / "log")
+    options: dict[str, Any] = {"device_kind": "cpu", "dtype": "float32", "seed": 0, "needs_tokenizer": True}
+    server = Engine(server_arguments({"tp_size": 2}, model_path=tmp_path / "model", **options), log_path=tmp_path / "log")
 
     async def work(address: EngineAddress) -> tuple[Generation, ...]:
         async with EngineClient(address, request_timeout_s=60) as client:
@@ -422,8 +425,9 @@ def test_a_killed_server_is_reported(engine) -> None:
 @pytest.mark.slow
 def test_a_deterministic_server_ignores_other_requests(models: dict[str, tuple[Path, Qwen3ForCausalLM]], tmp_path: Path) -> None:
     """Every token and every log-prob, to the last bit: alone, all at once, and joining a batch that runs."""
-    settings = SETTINGS.model_copy(update={"sglang": {"enable_deterministic_inference": True}})
-    server = Engine(models["first"][0], settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=tmp_path / "log")
+    user = {"enable_deterministic_inference": True}
+    arguments = server_arguments(user, model_path=models["first"][0], device_kind="cpu", dtype="float32", seed=7)
+    server = Engine(arguments, log_path=tmp_path / "log")
     prompts = [np.array(prompt) for prompt in prompts_of_many_lengths()]
 
     async def work() -> None:

@@ -21,11 +21,12 @@ from layout_table import GENERATING
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_rl.config.settings import RolloutSettings, Settings
+from megatron_rl.config.settings import Settings
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import Engine, EngineAddress, free_port
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
+from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.errors import ParityError
 from megatron_rl.leftovers import SHARED_MEMORY
 from megatron_rl.models.read_spec import read_model_spec
@@ -167,8 +168,8 @@ class SharedBuckets:
 @contextmanager
 def serving(model: Path, log: Path, *, has_weights: bool = True, **arguments: object) -> Iterator[EngineAddress]:
     """Without weights: a server whose every tensor has to come from a sync."""
-    settings = RolloutSettings(sglang=arguments)
-    engine = Engine(model, settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=log, has_weights=has_weights)
+    options: dict[str, Any] = {"device_kind": "cpu", "dtype": "float32", "seed": 7, "has_weights": has_weights}
+    engine = Engine(server_arguments(arguments, model_path=model, **options), log_path=log)
     try:
         yield engine.start()
     finally:

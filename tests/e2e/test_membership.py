@@ -18,11 +18,11 @@ from slowed_engine import in_the_middle
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import Engine, EngineAddress, free_port
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling
+from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.errors import EngineError
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.plugins.loader import load
@@ -85,13 +85,8 @@ class OneRank:
 def engines(tmp_path: Path) -> Iterator[list[tuple[Engine, EngineAddress]]]:
     """Two servers of one model, and where they are."""
     make_model(0).save_pretrained(tmp_path / "model")
-    settings = RolloutSettings()
-    made = [
-        Engine(
-            tmp_path / "model", settings=settings, device_kind="cpu", dtype="float32", seed=0, log_path=tmp_path / f"engine-{number}.log"
-        )
-        for number in range(2)
-    ]
+    arguments = server_arguments({}, model_path=tmp_path / "model", device_kind="cpu", dtype="float32", seed=0)
+    made = [Engine(arguments, log_path=tmp_path / f"engine-{number}.log") for number in range(2)]
     with ThreadPoolExecutor(2) as threads:
         try:
             yield list(zip(made, threads.map(Engine.start, made), strict=True))

@@ -15,13 +15,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_rl.config.settings import RolloutSettings, SamplingSettings, Settings
+from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.packing import make_shards
-from megatron_rl.engines.client import EngineClient, Generation
+from megatron_rl.engines.answers import Generation, MixtureShape
+from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import Engine, EngineAddress
-from megatron_rl.engines.routing_record import MixtureShape
 from megatron_rl.engines.sampling import Sampling
+from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.rollout.groups import single_turn
 from megatron_rl.rollout.rollout_trial import NumberTokenizer
@@ -73,9 +74,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3MoeForCa
 
 @pytest.fixture(scope="module")
 def address(model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineAddress]:
-    settings = RolloutSettings(sampling=SamplingSettings(max_response_tokens=MAX_TOKENS))
     log = tmp_path_factory.mktemp("log") / "engine.log"
-    engine = Engine(model[0], settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=log, mixture=SHAPE)
+    options: dict[str, Any] = {"device_kind": "cpu", "dtype": "float32", "seed": 7, "records_routing": True}
+    engine = Engine(server_arguments({}, model_path=model[0], **options), log_path=log, mixture=SHAPE)
     yield engine.start()
     engine.stop()
 
@@ -179,9 +180,9 @@ def test_records_of_stopped_responses_have_their_length(model: tuple[Path, Any],
     words = WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(tmp_path / "model")
     stops = tuple(f"w{index}" for index in range(20, 30))
-    settings = RolloutSettings(sampling=SamplingSettings(max_response_tokens=60, stop=stops))
-    log = tmp_path / "engine.log"
-    engine = Engine(tmp_path / "model", settings=settings, device_kind="cpu", dtype="float32", seed=7, log_path=log, mixture=SHAPE)
+    options: dict[str, Any] = {"device_kind": "cpu", "dtype": "float32", "seed": 7, "records_routing": True, "needs_tokenizer": True}
+    arguments = server_arguments({}, model_path=tmp_path / "model", **options)
+    engine = Engine(arguments, log_path=tmp_path / "engine.log", mixture=SHAPE)
 
     async def work(address: EngineAddress) -> tuple[Generation, ...]:
         async with EngineClient(address, request_timeout_s=60) as client:

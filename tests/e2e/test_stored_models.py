@@ -17,11 +17,11 @@ from scoring import score
 from small_run import metrics, rl_arguments
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.doctor.tiny_models import write_tiny_model
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import Engine
+from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.types import Floats
 
 
@@ -41,7 +41,7 @@ TOKENS = np.arange(2, 14)
 
 async def scores(model: Path, log: Path) -> Floats:
     """Log-probs of TOKENS by an SGLang server on the exported directory."""
-    engine = Engine(model, settings=RolloutSettings(), device_kind="cpu", dtype="float32", seed=7, log_path=log)
+    engine = Engine(server_arguments({}, model_path=model, device_kind="cpu", dtype="float32", seed=7), log_path=log)
     try:
         async with EngineClient(engine.start(), request_timeout_s=60) as client:
             return await score(client, TOKENS)

@@ -181,18 +181,18 @@ def floor_main(task: Path, metrics: Path, *, steps: int) -> None:
     """SGLang's server, and the barest client that makes the HTTP calls of our run; the seconds of each step in `metrics`."""
     from megatron_rl.config.load import load_settings
     from megatron_rl.engines.engine import Engine
-    from megatron_rl.engines.server_args import sent_prompt_tokens
+    from megatron_rl.engines.server_args import server_arguments
 
     settings = load_settings(*ours_settings(task, metrics.parent / "floor", steps=steps))
-    engine = Engine(
-        settings.model.path,
-        settings=settings.rollout,
+    arguments = server_arguments(
+        settings.rollout.sglang,
+        model_path=settings.model.path,
         device_kind="cpu",
         dtype="float32",
         seed=settings.run.seed,
-        log_path=metrics.with_suffix(".log"),
-        max_prompt_tokens=sent_prompt_tokens(settings),
+        max_prompt_tokens=settings.data.max_prompt_tokens,
     )
+    engine = Engine(arguments, log_path=metrics.with_suffix(".log"))
     try:
         asyncio.run(_time_floor(engine.start(), settings, metrics))
     finally:
@@ -226,21 +226,20 @@ async def _calls_of_each_step(address: "EngineAddress", settings: "Settings") ->
     from megatron_rl.data.tokenizer import load_tokenizer
     from megatron_rl.engines.client import EngineClient
     from megatron_rl.engines.engine_pool import EnginePool
-    from megatron_rl.engines.transport import Transport
     from megatron_rl.rollout.generator import together
     from megatron_rl.rollout.groups import GroupMaker, single_turn
 
     calls: list[tuple[str, bytes]] = []
-    call = Transport.call
+    call = EngineClient._call
 
-    async def recorded(self: Transport, method: str, path: str, body: Any = None, **options: Any) -> Any:
+    async def recorded(self: EngineClient, method: str, path: str, body: Any = None, **options: Any) -> Any:
         calls.append((path, json.dumps(body).encode()))
         return await call(self, method, path, body, **options)
 
     tokenizer = load_tokenizer(settings.model.path)
     source = PromptSource(settings.data.train, tokenizer, settings=settings.data, seed=settings.run.seed)
     steps = []
-    with patch.object(Transport, "call", recorded):
+    with patch.object(EngineClient, "_call", recorded):
         request_s = request_deadline_s(settings.model, settings.rollout.sampling)
         async with EngineClient(address, request_timeout_s=request_s) as client:
             pool = EnginePool([client], max_requests=settings.rollout.max_concurrent_requests)

@@ -38,11 +38,11 @@ from safetensors import safe_open
 from torch.distributed import distributed_c10d as c10d
 from training import MODELS, make_model, make_settings
 
-from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import Engine
 from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.rendezvous import join_store
 from megatron_rl.weights.bucket import WeightSpec
 from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
@@ -294,8 +294,8 @@ async def measure(sync: WeightSync, *, version: int, sender: Sequence[psutil.Pro
 @contextmanager
 def running_engine(model: Path) -> Iterator[tuple[Engine, Any]]:
     """The real server, which needs no cache of keys and values worth the name."""
-    settings = RolloutSettings(sglang={"max_total_tokens": 2048})
-    engine = Engine(model, settings=settings, device_kind="cpu", dtype="float32", seed=0, log_path=model.parent / "engine.log")
+    arguments = server_arguments({"max_total_tokens": 2048}, model_path=model, device_kind="cpu", dtype="float32", seed=0)
+    engine = Engine(arguments, log_path=model.parent / "engine.log")
     try:
         yield engine, engine.start()
     finally:

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from megatron_rl.engines import transport
-from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines import client as module
+from megatron_rl.engines.answers import MixtureShape
+from megatron_rl.engines.client import EngineClient, refusal
 from megatron_rl.engines.engine import EngineAddress
-from megatron_rl.engines.routing_record import MixtureShape
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.engines.transport import EngineRefusal, refusal
-from megatron_rl.errors import DeadlineError, EngineError, UserError
+from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
 from megatron_rl.types import StopReason
 
 Handler = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -63,7 +62,7 @@ def talk(
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
 
 
 async def generates(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

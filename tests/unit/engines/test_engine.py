@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.engines import engine as module
 from megatron_rl.engines.engine import Engine
+from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.errors import DeadlineError, EngineDiedError, EngineError, UserError
 from megatron_rl.versions import installed_version
 
@@ -42,9 +42,13 @@ socketserver.ThreadingTCPServer((arguments["host"], arguments["port"]), Handler)
 '''
 
 
+def arguments_of(model: Path, device_kind: str) -> dict[str, object]:
+    (model / "config.json").write_text(json.dumps({"vocab_size": 32}))
+    return server_arguments({}, model_path=model, device_kind=device_kind, dtype="float32", seed=0)
+
+
 @pytest.fixture
 def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 32}))
     made: list[Engine] = []
 
     def make(*, failures: int = 0, seconds: float = 0.0) -> Engine:
@@ -52,7 +56,7 @@ def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         program.write_text(SERVER.format(python=sys.executable, failures=failures, seconds=seconds))
         program.chmod(0o755)
         monkeypatch.setattr(module.sys, "executable", str(program))
-        made.append(Engine(tmp_path, settings=RolloutSettings(), device_kind="cpu", dtype="float32", seed=0, log_path=tmp_path / "log"))
+        made.append(Engine(arguments_of(tmp_path, "cpu"), log_path=tmp_path / "log"))
         return made[-1]
 
     yield make
@@ -99,18 +103,7 @@ def test_a_server_that_fails_to_start_is_not_started_again(make_engine: Callable
 
 
 def environment_of(tmp_path: Path, *, device_kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 32}))
-    engine = Engine(
-        tmp_path,
-        settings=RolloutSettings(),
-        device_kind=device_kind,  # type: ignore[arg-type]
-        dtype="float32",
-        seed=0,
-        log_path=tmp_path / "log",
-        gpu_ids=gpus,
-        host="127.0.0.1",
-    )
-    return engine._environment()
+    return Engine(arguments_of(tmp_path, device_kind), log_path=tmp_path / "log", gpu_ids=gpus)._environment()
 
 
 def test_an_engine_does_not_get_the_ranks_memory_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

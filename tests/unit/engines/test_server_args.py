@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,29 +65,8 @@ def test_the_installed_server_still_has_what_is_refused() -> None:
     assert set(OWNED_ENVIRONMENT) <= set(dir(type(envs)))
 
 
-def make_arguments(
-    user: dict[str, object],
-    *,
-    device_kind: str = "cpu",
-    needs_tokenizer: bool = False,
-    colocated: bool = False,
-    max_prompt_tokens: int | None = None,
-    has_weights: bool = True,
-) -> dict[str, object]:
-    return server_arguments(
-        user,
-        model_path=Path("/model"),
-        device_kind=device_kind,
-        dtype="float32",
-        seed=3,
-        host="127.0.0.1",
-        port=4000,
-        api_key="secret",
-        needs_tokenizer=needs_tokenizer,
-        colocated=colocated,
-        max_prompt_tokens=max_prompt_tokens,
-        has_weights=has_weights,
-    )
+def make_arguments(user: dict[str, object], *, device_kind: str = "cpu", **options: Any) -> dict[str, object]:
+    return server_arguments(user, model_path=Path("/model"), device_kind=device_kind, dtype="float32", seed=3, **options)
 
 
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])

@@ -5,12 +5,11 @@ import asyncio
 import numpy as np
 
 from megatron_rl.config.settings import RolloutSettings, SamplingSettings
-from megatron_rl.engines.client import Generation
+from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.engines.transport import EngineRefusal
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import EngineError, EngineRefusal
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator
 from megatron_rl.rollout.groups import GroupMaker, Score, single_turn

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from maker_parts import generator_of, make_maker
 
-from megatron_rl.engines.client import Generation
+from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.engines.transport import EngineRefusal
-from megatron_rl.errors import DeadlineError, EngineError, UserError
+from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
 from megatron_rl.plugins.kinds import Generator, Rollout
 from megatron_rl.rollout.groups import single_turn
 from megatron_rl.rollout.rollout_trial import NumberTokenizer

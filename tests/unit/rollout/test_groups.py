@@ -11,11 +11,10 @@ from maker_parts import FakeClient, generator_of, make_maker, make_prompts
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.data.buffer import Buffer
+from megatron_rl.engines.answers import MixtureShape
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
-from megatron_rl.engines.routing_record import MixtureShape
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.engines.transport import EngineRefusal
-from megatron_rl.errors import EngineError, UserError
+from megatron_rl.errors import EngineError, EngineRefusal, UserError
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rollout.generator import together
 from megatron_rl.rollout.groups import Score, load_rollout, single_turn

@@ -11,10 +11,10 @@ import pytest
 from maker_parts import make_maker
 
 from megatron_rl.data.buffer import Buffer
-from megatron_rl.engines.client import SHORT_RESPONSE_TOKENS, Generation
+from megatron_rl.engines.answers import Generation, MixtureShape
+from megatron_rl.engines.client import SHORT_RESPONSE_TOKENS
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
-from megatron_rl.engines.routing_record import MixtureShape
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.plugins.kinds import Generator

@@ -28,7 +28,7 @@ from run_parts import Rewards
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.run_prompts import RunPrompts
-from megatron_rl.engines.client import Generation
+from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.observe.console import PhaseProgress

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.client import Generation
+from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.engines.transport import EngineRefusal
-from megatron_rl.errors import DeadlineError
+from megatron_rl.errors import DeadlineError, EngineRefusal
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.runtime.colocation import Turn
 from megatron_rl.runtime.training_run import TrainingRun

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.engines.answers import MixtureShape
 from megatron_rl.engines.engine import Engine
-from megatron_rl.engines.routing_record import MixtureShape
 
 # What a Ray process does when it becomes this actor: import the class, then read the arguments of its constructor.
 BECOME_THE_ACTOR = """

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.engines import engine_pool
-from megatron_rl.engines.client import Generation
+from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling

@@ -132,7 +132,7 @@ class Run:
     def client(self, number: int, *, timeout_s: float = SYNC_TIMEOUT_S) -> EngineClient:
         address = EngineAddress(f"http://127.0.1.{number}", "key", 32, 64, 64, has_tokenizer=False)
         client = EngineClient(address, request_timeout_s=5.0, control_timeout_s=timeout_s)
-        client._transport = self.servers[number]  # type: ignore[assignment]
+        client._call = self.servers[number].call  # type: ignore[method-assign]
         return client
 
     def open(

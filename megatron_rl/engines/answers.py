@@ -1,0 +1,109 @@
+"""Responses of an engine, read from the server's answers.
+
+Legend: P prompt tokens, R response tokens, L mixture layers, K experts of a token.
+"""
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.errors import EngineError
+from megatron_rl.types import Experts, Floats, Ints, StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureShape:
+    """Shape of a model's records of experts; the first `num_dense_layers` layers have no experts."""
+
+    num_layers: int
+    num_dense_layers: int
+    num_experts: int
+    experts_per_token: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """One response: arrays [R], `log_probs` in nats of the sampling distribution.
+
+    `routed_experts` [P + R - 1, L, K] are the experts of all tokens but the last, from an engine
+    that records experts.
+    """
+
+    token_ids: Ints
+    log_probs: Floats
+    weight_versions: Ints
+    stop_reason: StopReason
+    routed_experts: Experts | None = None
+
+
+def read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: MixtureShape | None) -> Generation:
+    """Return a response from one element of the server's answer. Raises EngineError."""
+    meta = answer["meta_info"]
+    finish = meta["finish_reason"]
+    if finish["type"] == "abort" and finish.get("status_code") is not None:
+        raise EngineError(f"the engine failed at a request: {finish.get('message')} ({finish['status_code']})")
+    token_ids = np.array(answer["output_ids"], np.int64)
+    length = len(token_ids)
+    scored = meta["output_token_logprobs"]
+    if [entry[1] for entry in scored] != token_ids.tolist():
+        raise EngineError(f"the engine returned {length} tokens and the log-probs of {len(scored)} others")
+    return Generation(
+        token_ids=token_ids,
+        log_probs=np.array([entry[0] for entry in scored], np.float32),
+        weight_versions=_token_versions(meta, length),
+        stop_reason=StopReason(finish["type"]),
+        routed_experts=_read_routed_experts(meta, mixture, prompt_length=prompt_length, response_length=len(token_ids))
+        if mixture
+        else None,
+    )
+
+
+def _token_versions(meta: dict[str, Any], length: int) -> Ints:
+    """Return the weight version of each of `length` tokens, from the server's spans if reported."""
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
+    versions = np.full(length, -1, np.int64)
+    for span in spans:
+        versions[span["start"] : span["end"]] = read_version(span["version"])
+    if (versions < 0).any():
+        raise EngineError(f"the engine reports weight versions for a part of {length} tokens only: {spans}")
+    return versions
+
+
+def _read_routed_experts(meta: dict[str, Any], shape: MixtureShape, *, prompt_length: int, response_length: int) -> Experts:
+    """Return the experts [P + R - 1, L, K] of a response with `meta_info` `meta`.
+
+    The last token is only drawn, not routed. SGLang reports zeros for dense layers, and nothing for
+    a response aborted before its first token. Raises EngineError for a missing or impossible record.
+    """
+    kind: Any = np.uint8 if shape.num_experts <= 256 else np.uint16
+    num_mixture_layers = shape.num_layers - shape.num_dense_layers
+    text = meta.get("routed_experts")
+    if text is None:
+        if response_length:
+            raise EngineError(
+                f"the engine answered {response_length} tokens without the experts that it routed them to, which training.routing_replay "
+                "needs; use an SGLang release that records them for this model, or turn training.routing_replay off"
+            )
+        return np.empty((0, num_mixture_layers, shape.experts_per_token), kind)
+    flat = np.frombuffer(base64.b64decode(text), "<i4")
+    num_tokens = prompt_length + response_length - 1
+    needed = num_tokens * shape.num_layers * shape.experts_per_token
+    if len(flat) != needed:
+        raise EngineError(
+            f"the engine recorded {len(flat)} experts for a prompt of {prompt_length} and a response of {response_length} tokens, needs "
+            f"{num_tokens} tokens x {shape.num_layers} layers x {shape.experts_per_token} experts = {needed}"
+        )
+    experts = flat.reshape(num_tokens, shape.num_layers, shape.experts_per_token)[:, shape.num_dense_layers :]
+    if experts.size and not 0 <= experts.min() <= experts.max() < shape.num_experts:
+        raise EngineError(f"the engine recorded experts {experts.min()} to {experts.max()}, the model has 0 to {shape.num_experts - 1}")
+    return experts.astype(kind)
+
+
+def read_version(text: str) -> int:
+    """Return the number of a weight version. Raises EngineError."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise EngineError(f"an engine serves weight version {text!r}, needs a number; only this program may update its weights") from error
