@@ -23,7 +23,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.files import atomic_directory
 from megatron_rl.models.config_json import read_config
 from megatron_rl.models.expert_stacks import part_name
-from megatron_rl.models.families.config_keys import MTP_KEYS
+from megatron_rl.models.families.family import MTP_KEYS
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
 

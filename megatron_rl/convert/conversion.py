@@ -33,7 +33,7 @@ from megatron_rl.convert.tensor_comparison import TensorComparison, compare_tens
 from megatron_rl.errors import UserError, counted
 from megatron_rl.files import atomic_directory, check_room, disk_errors, partial_path
 from megatron_rl.models.expert_stacks import as_stored
-from megatron_rl.models.families.config_keys import MTP_KEYS
+from megatron_rl.models.families.family import MTP_KEYS
 from megatron_rl.models.weight_table import Rule, combine, of_mtp
 from megatron_rl.weights.changes import Adapter, Changes, quantization_config
 

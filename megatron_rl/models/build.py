@@ -141,11 +141,12 @@ def _set_rotary(chunk: PolicyModel, spec: ModelSpec) -> None:
         if isinstance(module, PackedAttention):
             windowed = module.layer_number - 1 in spec.sliding_layers
             module.rotary = spec.window_rotary if windowed and spec.window_rotary is not None else spec.rotary
-            module.rotary_dim, module.window = spec.rotary_dim, spec.sliding_window if windowed else None
+            module.window = spec.sliding_window if windowed else None
         elif isinstance(module, LatentAttention):
             module.rotary = spec.rotary
     if chunk.position_embedding_type == "rope":
-        chunk.rotary_pos_emb.inv_freq = spec.rotary.inverse_frequencies(spec.rotary_dim).to(chunk.rotary_pos_emb.inv_freq.device)
+        device = chunk.rotary_pos_emb.inv_freq.device
+        chunk.rotary_pos_emb.inv_freq = torch.tensor(spec.rotary.frequencies, dtype=torch.float32, device=device)
 
 
 def forward_selected(model: torch.nn.Module, input_ids: Tensor, position_ids: Tensor, packed: PackedSequences, positions: Tensor) -> Tensor:

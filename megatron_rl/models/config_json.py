@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,90 +44,71 @@ def _what_to_give(path: Path) -> str:
     return "give a Hugging Face model directory"
 
 
-def positive_int(config: Mapping[str, Any], key: str, origin: str, *, default: int | None = None) -> int:
-    """Return the value of `key`, or `default` when absent or null.
+def _required(key: str) -> None:
+    """Return no value for any absent key."""
 
-    Raises UserError, naming `origin`, for anything else.
+
+@dataclass(frozen=True, slots=True)
+class JsonObject:
+    """An object of a config.json: `values` by key, and `origin`, the name of the object in errors.
+
+    null is an absent key. Methods return the value of a key or raise UserError for another type.
+    `default` is the value of an absent key; without one, `absent` gives transformers' value for
+    keys read as `optional`.
     """
-    value = config.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= sys.maxsize:
-        raise UserError(f"{origin} has {key} = {value!r}, needs a positive integer; correct the file")
-    return value
 
+    values: Mapping[str, Any]
+    origin: str
+    absent: Callable[[str], Any] = _required
 
-def count(config: Mapping[str, Any], key: str, origin: str, *, default: int | None = None) -> int:
-    """Return the integer >= 0 at `key`, or `default` when absent or null.
+    def _value(self, key: str, default: Any, optional: bool) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        return self.absent(key) if value is None and optional else value
 
-    Raises UserError, naming `origin`, for anything else.
-    """
-    value = config.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= sys.maxsize:
-        raise UserError(f"{origin} has {key} = {value!r}, needs an integer >= 0; correct the file")
-    return value
+    def _refuse(self, key: str, value: Any, needed: str) -> UserError:
+        return UserError(f"{self.origin} has {key} = {value!r}, needs {needed}; correct the file")
 
+    def integer(self, key: str, *, least: int = 1, default: int | None = None, optional: bool = False) -> int:
+        """Return the integer at `key`, at least `least` (0 or 1)."""
+        value = self._value(key, default, optional)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= sys.maxsize:
+            raise self._refuse(key, value, "a positive integer" if least else "an integer >= 0")
+        return value
 
-def positive_number(config: Mapping[str, Any], key: str, origin: str, *, default: float | None = None, or_zero: bool = False) -> float:
-    """Return the finite number above 0 at `key`, or `default` when absent or null.
+    def number(self, key: str, *, default: float | None = None, optional: bool = False, or_zero: bool = False) -> float:
+        """Return the finite number above 0 at `key`; with `or_zero` 0 is allowed."""
+        value = self._value(key, default, optional)
+        # Python's JSON also reads NaN, Infinity and integers of any length.
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max and (value > 0 or or_zero):
+            return float(value)
+        raise self._refuse(key, value, "a number >= 0" if or_zero else "a positive number")
 
-    With `or_zero` the number is at least 0. Raises UserError, naming `origin`, for anything else.
-    """
-    value = config.get(key)
-    if value is None:
-        value = default
-    # Python's JSON also reads NaN, Infinity and integers of any length.
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max and (value > 0 or or_zero):
-        return float(value)
-    needed = "a number >= 0" if or_zero else "a positive number"
-    raise UserError(f"{origin} has {key} = {value!r}, needs {needed}; correct the file")
+    def numbers(self, key: str) -> list[float]:
+        """Return the list of finite numbers above 0 at `key`."""
+        value = self.values.get(key)
+        if not isinstance(value, list):
+            raise self._refuse(key, value, "a list of positive numbers")
+        return [JsonObject({key: number}, self.origin).number(key) for number in value]
 
+    def boolean(self, key: str, *, default: bool = False, optional: bool = False) -> bool:
+        """Return the JSON boolean at `key`; null is false, as in transformers."""
+        value = self.values[key] if key in self.values else self.absent(key) if optional else default
+        if value is not None and not isinstance(value, bool):
+            raise self._refuse(key, value, "true or false")
+        return bool(value)
 
-def positive_numbers(config: Mapping[str, Any], key: str, origin: str) -> tuple[float, ...]:
-    """Return the list of finite numbers above 0 at `key`.
+    def names(self, key: str) -> list[str]:
+        """Return the list of strings at `key`, empty when absent."""
+        value = self.values.get(key)
+        if value is not None and (not isinstance(value, list) or not all(isinstance(name, str) for name in value)):
+            raise self._refuse(key, value, "a list of strings")
+        return value or []
 
-    Raises UserError, naming `origin`, for anything else.
-    """
-    value = config.get(key)
-    if not isinstance(value, list):
-        raise UserError(f"{origin} has {key} = {value!r}, needs a list of positive numbers; correct the file")
-    return tuple(positive_number({key: number}, key, origin) for number in value)
-
-
-def boolean(config: Mapping[str, Any], key: str, origin: str, *, default: bool = False) -> bool:
-    """Return the JSON boolean at `key`, or `default` when absent.
-
-    null is false, as in transformers. Raises UserError, naming `origin`, for anything else.
-    """
-    value = config.get(key, default)
-    if value is not None and not isinstance(value, bool):
-        raise UserError(f"{origin} has {key} = {value!r}, needs true or false; correct the file")
-    return bool(value)
-
-
-def names(config: Mapping[str, Any], key: str, origin: str) -> list[str]:
-    """Return the list of strings at `key`, empty when absent or null.
-
-    Raises UserError, naming `origin`, for anything else.
-    """
-    value = config.get(key)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise UserError(f"{origin} has {key} = {value!r}, needs a list of strings; correct the file")
-    return value
-
-
-def section(config: Mapping[str, Any], key: str, origin: str) -> dict[str, Any]:
-    """Return the JSON object at `key`, empty when absent or null.
-
-    Raises UserError, naming `origin`, for anything else.
-    """
-    value = config.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise UserError(f"{origin} has {key} = {value!r}, needs a JSON object; correct the file")
-    return value
+    def section(self, key: str) -> "JsonObject":
+        """Return the JSON object at `key`, empty when absent."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._refuse(key, value, "a JSON object")
+        return JsonObject(value or {}, f"{key} in {self.origin}")

@@ -1,24 +1,76 @@
-"""The architecture of a model, as the record used to build everything else in this room."""
+"""The architecture of a model as records, from which everything else in this room is built."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rl.models.attention.attention_spec import MlaSpec
 from megatron_rl.models.attention.rotary import RotarySpec
 from megatron_rl.models.experts.moe_spec import MoeSpec
-from megatron_rl.models.tensor_names import USUAL_NAMES, TensorNames
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
 """Of the gate of an MLP. The clamped one is gpt-oss's: x sigmoid(1.702 x) of a gate of at most the limit, times 1 + up within the limit."""
 
 
 @dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names below `model.layers.N.`, with the most common names as defaults.
+
+    The norms stand before attention, behind attention, before the MLP and behind the MLP. A name of
+    None means no such norm. `qkv` and `gate_up` name one tensor with all parts one above the other;
+    None means a tensor for each part. `mixture` is the module of router and experts, `router` its
+    router, `expert` the gate, up and down projection of an expert. With `stacked_experts`, files
+    have the projections of all experts in one tensor each, gate and up in turns, see
+    `expert_stacks`.
+    """
+
+    attention_input_norm: str | None = "input_layernorm"
+    attention_output_norm: str | None = None
+    mlp_input_norm: str | None = "post_attention_layernorm"
+    mlp_output_norm: str | None = None
+    qkv: str | None = None
+    gate_up: str | None = None
+    mixture: str = "mlp"
+    router: str = "gate"
+    stacked_experts: bool = False
+    shared_experts: str = "shared_experts"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    @property
+    def has_output_norms(self) -> bool:
+        """Return true when outputs of attention and MLP are normalised before the addition."""
+        return self.attention_output_norm is not None or self.mlp_output_norm is not None
+
+
+USUAL_NAMES = TensorNames()
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, 2.1).
+
+    Sizes are widths of the latents and of one head, in channels. `q_lora_rank` None means queries
+    without a latent. Queries and keys have `qk_nope_head_dim` channels without and
+    `qk_rope_head_dim` with rotary embedding; all key heads share the channels with rotary
+    embedding.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Channels of a query and of a key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One model's architecture, in whole-model sizes before any parallel split.
 
-    `vocab_size` is without padding. `head_dim` are channels of a query and of a key head. The first
-    `rotary_fraction` of these channels are rotated; with latent attention, `mla`, all of the rotary
-    part is. Layers in `sliding_layers`, counted from 0, see only the last `sliding_window` tokens,
+    `vocab_size` is without padding. `head_dim` are channels of a query and of a key head, `mla` is
+    latent attention. Layers in `sliding_layers`, counted from 0, see only the last `sliding_window` tokens,
     the querying one included. `num_mtp_layers` layers of multi-token prediction may stand behind
     the last layer in a checkpoint and are not built. With `qk_norm_over_heads` the norm of queries
     (and of keys) is over the channels of all heads together. `names` are the names in the files.
@@ -45,7 +97,6 @@ class ModelSpec:
     rotary: RotarySpec
     moe: MoeSpec | None = None
     mla: MlaSpec | None = None
-    rotary_fraction: float = 1.0
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     num_mtp_layers: int = 0
@@ -62,8 +113,8 @@ class ModelSpec:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of rotated channels of a head."""
-        return self.mla.qk_rope_head_dim if self.mla is not None else int(self.head_dim * self.rotary_fraction)
+        """Number of rotated channels of a head, the first ones."""
+        return 2 * len(self.rotary.frequencies)
 
     @property
     def value_dim(self) -> int:

@@ -38,7 +38,7 @@ class PackedSequences(PackedSeqParams):
     make_plan: Callable[[], AttentionPlan] = field(kw_only=True, repr=False)
     logit_positions: Tensor | None = field(default=None, kw_only=True)
     routing: Routing | None = field(default=None, kw_only=True)
-    _angles: dict[tuple[RotarySpec, int, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict, kw_only=True, repr=False)
+    _angles: dict[tuple[RotarySpec, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict, kw_only=True, repr=False)
     _plans: dict[int | None, AttentionPlan] = field(default_factory=dict, kw_only=True, repr=False)
 
     @property
@@ -48,14 +48,14 @@ class PackedSequences(PackedSeqParams):
             self._plans[None] = self.make_plan()
         return self._plans[None]
 
-    def angles(self, rotary: RotarySpec, *, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each local token's angles for `dim` rotated channels, each [T, 1, dim / 2]; computed once.
+    def angles(self, rotary: RotarySpec, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each local token's angles for the D rotated channels, each [T, 1, D / 2]; computed once.
 
         Both carry the rotary embedding's attention factor.
         """
-        key = (rotary, dim, dtype)
+        key = (rotary, dtype)
         if key not in self._angles:
-            angle = rotary.angles(self.positions, self.make_lengths, dim=dim)[:, None, :]
+            angle = rotary.angles(self.positions, self.make_lengths)[:, None, :]
             factor = rotary.attention_factor
             self._angles[key] = ((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype))
         return self._angles[key]

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.attention_spec import parse_mla, parse_sliding_window
-from megatron_rl.models.attention.rotary import RotarySpec, check_pairs, parse_rotary, parse_rotary_fraction, rotary_by_layer_type
-from megatron_rl.models.config_json import boolean, count, names, positive_int, positive_number, read_config
-from megatron_rl.models.experts.moe_spec import MoeSpec, parse_moe
+from megatron_rl.models.attention.rotary import RotarySpec, parse_rotary, rope_parameters, rotated_channels
+from megatron_rl.models.config_json import JsonObject, read_config
+from megatron_rl.models.experts.moe_spec import parse_moe
 from megatron_rl.models.families import FAMILIES, REFUSED
-from megatron_rl.models.families.config_keys import MTP_KEYS
-from megatron_rl.models.families.family import Family
-from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.families.family import MTP_KEYS, Family
+from megatron_rl.models.model_spec import MlaSpec, ModelSpec
 
 
 def read_model_spec(path: Path) -> ModelSpec:
@@ -42,154 +40,142 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
 
     `origin` names the file in errors. Raises UserError.
     """
-    family = _family(config, origin)
+    family = _family(JsonObject(config, origin))
+    file = JsonObject(config, origin, partial(family.absent, config))
     _account_for_keys(config, family, origin)
-    hidden_size, num_heads = positive_int(config, "hidden_size", origin), positive_int(config, "num_attention_heads", origin)
-    num_kv_heads = positive_int(config, "num_key_value_heads", origin, default=num_heads)
-    if num_heads % num_kv_heads:
-        raise UserError(f"{origin} has {num_heads} attention heads for {num_kv_heads} key-value heads, needs a multiple; correct the file")
-    num_layers = positive_int(config, "num_hidden_layers", origin)
-    max_position_embeddings = positive_int(config, "max_position_embeddings", origin, default=32768)
-    mla = parse_mla(config, origin) if family.mla else None
-    window, windowed = parse_sliding_window(
-        config,
-        origin,
-        num_layers=num_layers,
-        windows=family.windows,
-        default=family.default_window,
-        pattern=_window_pattern(config, family, origin),
-    )
-    head_dim = positive_int(config, "head_dim", origin, default=family.default_head_dim or hidden_size // num_heads)
-    spec = ModelSpec(
+    hidden_size, num_layers, limit = file.integer("hidden_size"), file.integer("num_hidden_layers"), family.activation_limit_key
+    return ModelSpec(
         architecture=family.architecture,
-        vocab_size=positive_int(config, "vocab_size", origin),
+        vocab_size=file.integer("vocab_size"),
         hidden_size=hidden_size,
         num_layers=num_layers,
-        num_heads=num_heads,
-        # Latent attention expands keys and values for every query head, and gives head_dim in config.json
-        # another meaning.
-        num_kv_heads=num_kv_heads if mla is None else num_heads,
-        head_dim=head_dim if mla is None else mla.qk_head_dim,
-        ffn_hidden_size=positive_int(config, "intermediate_size", origin),
-        norm_epsilon=positive_number(config, "rms_norm_eps", origin, default=family.default_norm_epsilon),
-        tie_embeddings=boolean(config, "tie_word_embeddings", origin, default=family.default_tied),
-        qkv_bias=boolean(config, "attention_bias", origin, default=family.default_attention_bias)
-        if family.qkv_bias is None
-        else family.qkv_bias,
-        qk_norm=boolean(config, "use_qk_norm", origin) if family.qk_norm is None else family.qk_norm,
-        max_position_embeddings=max_position_embeddings,
-        **_rotary(config, family, origin, max_position_embeddings),
-        moe=_experts(config, family, origin, num_layers),
-        mla=mla,
-        rotary_fraction=_rotary_fraction(config, family, origin),
-        sliding_window=window,
-        sliding_layers=windowed,
-        num_mtp_layers=max(count(config, key, origin, default=0) for key in sorted(MTP_KEYS)),
-        qk_norm_over_heads=family.qk_norm_over_heads,
+        **_attention(file, family, num_layers),
+        ffn_hidden_size=file.integer("intermediate_size"),
+        norm_epsilon=file.number("rms_norm_eps", optional=True),
+        tie_embeddings=file.boolean("tie_word_embeddings", optional=True),
+        moe=parse_moe(file, family, num_layers=num_layers),
+        num_mtp_layers=max(file.integer(key, least=0, default=0) for key in sorted(MTP_KEYS)),
         names=family.names,
-        zero_centered_norms=family.zero_centered_norms,
-        embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
-        softmax_scale=_softmax_scale(config, family, origin),
         activation=family.activation,
-        activation_limit=_activation_limit(config, family, origin),
+        activation_limit=None if limit is None else file.number(limit, optional=True),
+        embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
+        zero_centered_norms=family.zero_centered_norms,
         linear_bias=family.linear_bias,
-        attention_sinks=family.attention_sinks,
     )
-    _check_rotated_channels(spec, origin)
-    return spec
 
 
-def _family(config: Mapping[str, Any], origin: str) -> Family:
-    named = names(config, "architectures", origin) or ["none"]
+def _attention(file: JsonObject, family: Family, num_layers: int) -> dict[str, Any]:
+    """Return the fields of attention. Latent attention expands keys and values for every query head."""
+    num_heads, num_kv_heads = file.integer("num_attention_heads"), file.integer("num_key_value_heads", optional=True)
+    if num_heads % num_kv_heads:
+        raise UserError(
+            f"{file.origin} has {num_heads} attention heads for {num_kv_heads} key-value heads, needs a multiple; correct the file"
+        )
+    mla = _latent_attention(file) if family.mla else None
+    head_dim = file.integer("head_dim", optional=True) if mla is None else mla.qk_head_dim
+    length = file.integer("max_position_embeddings", optional=True)
+    window, windowed = _sliding_window(file, family, num_layers)
+    rotary, window_rotary = _rotary(file, family, head_dim=head_dim if mla is None else mla.qk_rope_head_dim, length=length)
+    scalar = family.query_scalar_key
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads if mla is None else num_heads,
+        "head_dim": head_dim,
+        "mla": mla,
+        "max_position_embeddings": length,
+        "rotary": rotary,
+        "window_rotary": window_rotary,
+        "sliding_window": window,
+        "sliding_layers": windowed,
+        "qkv_bias": file.boolean("attention_bias", optional=True) if family.qkv_bias is None else family.qkv_bias,
+        "qk_norm": file.boolean("use_qk_norm", optional=True) if family.qk_norm is None else family.qk_norm,
+        "qk_norm_over_heads": family.qk_norm_over_heads,
+        "softmax_scale": None if scalar is None else file.number(scalar, optional=True) ** -0.5,
+        "attention_sinks": family.attention_sinks,
+    }
+
+
+def _family(file: JsonObject) -> Family:
+    named = file.names("architectures") or ["none"]
     known = [FAMILIES[name] for name in named if name in FAMILIES]
     reasons = [f"{name}, which cannot be trained: {REFUSED[name]}" for name in named if name in REFUSED]
     if reasons and not known:
-        raise UserError(f"{origin} names architecture {reasons[0]}; use another model (`megatron-rl models` lists them)")
+        raise UserError(f"{file.origin} names architecture {reasons[0]}; use another model (`megatron-rl models` lists them)")
     if not known:
-        raise UserError(f"{origin} names architecture {', '.join(named)}, supported are {', '.join(FAMILIES)}; use one of them")
+        raise UserError(f"{file.origin} names architecture {', '.join(named)}, supported are {', '.join(FAMILIES)}; use one of them")
     return known[0]
 
 
-def _rotary(config: Mapping[str, Any], family: Family, origin: str, max_position_embeddings: int) -> dict[str, RotarySpec]:
+def _latent_attention(file: JsonObject) -> MlaSpec:
+    return MlaSpec(
+        q_lora_rank=None if file.values.get("q_lora_rank") is None else file.integer("q_lora_rank"),
+        kv_lora_rank=file.integer("kv_lora_rank"),
+        qk_nope_head_dim=file.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=file.integer("qk_rope_head_dim"),
+        v_head_dim=file.integer("v_head_dim"),
+    )
+
+
+def _rotary(file: JsonObject, family: Family, *, head_dim: int, length: int) -> tuple[RotarySpec, RotarySpec | None]:
     """Return the rotary embedding, and the embedding of layers with a window in families with two."""
-    if family.default_rope_scaling is not None and not any(config.get(key) for key in ("rope_parameters", "rope_scaling")):
-        config = {**config, "rope_scaling": dict(family.default_rope_scaling)}
-    interleaved = family.rotary_interleaved or (family.mla and boolean(config, "rope_interleave", origin, default=True))
-    parse = partial(
-        parse_rotary,
-        origin=origin,
-        max_position_embeddings=max_position_embeddings,
-        interleaved=interleaved,
-        default_theta=family.default_rope_theta,
-        default_original_length=family.default_original_length,
-    )
-    if family.window_theta_key is None:
-        return {"rotary": parse(config)}
-    full, window = _by_layer_type(config, family, origin)
-    return {"rotary": parse(full), "window_rotary": parse(window)}
+    found = [
+        parse_rotary(
+            file,
+            parameters,
+            channels=rotated_channels(file, parameters, head_dim=head_dim, partly=family.partly_rotated),
+            max_position_embeddings=length,
+            interleaved=family.rotary_interleaved or (family.mla and file.boolean("rope_interleave", default=True)),
+        )
+        for parameters in rope_parameters(file, window_theta_key=family.window_theta_key, scaled_by_default=family.scaled_by_default)
+    ]
+    return found[0], (found[1] if len(found) > 1 else None)
 
 
-def _rotary_fraction(config: Mapping[str, Any], family: Family, origin: str) -> float:
-    """Return the fraction common to all layers.
+def _sliding_window(file: JsonObject, family: Family, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """Return the window in tokens, the querying one included, and the layers with a window, from 0.
 
-    Families with another rotation in window layers rotate all channels in both kinds of layers.
+    Raises UserError for layer types unknown or foreign to the family, for windows in a family
+    without, and for values of the wrong type, also when no layer uses the value.
     """
-    views = [config] if family.window_theta_key is None else _by_layer_type(config, family, origin)
-    return max(parse_rotary_fraction(view, origin, default=family.default_rotary_fraction) for view in views)
+    origin, kinds = file.origin, _layer_types(file, num_layers)
+    if family.windows in ("given", "everywhere"):
+        window = file.values["sliding_window"] if "sliding_window" in file.values else file.absent("sliding_window")
+        if window is None:
+            return None, ()
+        window = file.integer("sliding_window", default=window)
+        if family.windows == "given":
+            file.integer("sliding_window_pattern", default=1)
+            kinds = kinds or file.absent("layer_types")
+        elif "full_attention" in kinds:
+            raise UserError(
+                f"{origin} has a sliding_window and layers of type full_attention, but this family has its window in every layer whatever "
+                "layer_types says; remove layer_types, or set sliding_window to null"
+            )
+    elif not file.boolean("use_sliding_window"):
+        if "sliding_attention" in kinds:
+            raise UserError(f"{origin} has layers of type sliding_attention without use_sliding_window; set it, or remove layer_types")
+        return None, ()
+    elif family.windows == "never":
+        raise UserError(f"{origin} sets use_sliding_window to True, which is not supported in this family; use another model")
+    else:
+        # The default of Qwen2 and Qwen3 in transformers.
+        first = file.integer("max_window_layers", least=0, default=28)
+        kinds = kinds or ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
+        if "sliding_attention" not in kinds and file.values.get("sliding_window") is None:
+            return None, ()
+        window = file.integer("sliding_window")
+    layers = [layer for layer in range(num_layers) if not kinds or kinds[layer] == "sliding_attention"]
+    return (window, tuple(layers)) if layers else (None, ())
 
 
-def _by_layer_type(config: Mapping[str, Any], family: Family, origin: str) -> list[dict[str, Any]]:
-    assert family.window_theta_key is not None, "the family rotates all layers alike"
-    return list(
-        rotary_by_layer_type(config, origin, window_theta_key=family.window_theta_key, default_window_theta=family.default_window_theta)
-    )
-
-
-def _window_pattern(config: Mapping[str, Any], family: Family, origin: str) -> int | None:
-    """Return n when every n-th layer has no window, in a family with windows.
-
-    The number counts when no key names the layers.
-    """
-    if family.window_pattern_key is None:
-        return family.default_window_pattern
-    return positive_int(config, family.window_pattern_key, origin, default=family.default_window_pattern)
-
-
-def _softmax_scale(config: Mapping[str, Any], family: Family, origin: str) -> float | None:
-    return None if family.query_scalar_key is None else positive_number(config, family.query_scalar_key, origin, default=256.0) ** -0.5
-
-
-def _activation_limit(config: Mapping[str, Any], family: Family, origin: str) -> float | None:
-    key = family.activation_limit_key
-    return None if key is None else positive_number(config, key, origin, default=family.default_activation_limit)
-
-
-def _experts(config: Mapping[str, Any], family: Family, origin: str, num_layers: int) -> MoeSpec | None:
-    if family.router is None:
-        return None
-    return parse_moe(
-        config,
-        origin,
-        num_layers=num_layers,
-        score_function=family.router,
-        width_key=family.expert_width_key,
-        normalize_top_k=family.normalize_top_k,
-        shared_gate=family.shared_gate,
-    )
-
-
-def _check_rotated_channels(spec: ModelSpec, origin: str) -> None:
-    """Raise UserError when the rotated channels exceed a head or do not match longrope's factors.
-
-    Channels turn in pairs. As in transformers, an odd number of channels is rounded up when the
-    head has one more channel.
-    """
-    room = spec.head_dim if spec.mla is None else spec.mla.qk_rope_head_dim
-    if not 0 < spec.rotary_dim + spec.rotary_dim % 2 <= room:
-        raise UserError(f"{origin} rotates {spec.rotary_dim} of {room} channels, which turn in pairs; correct the size of a head there")
-    for rotary in (spec.rotary, spec.window_rotary):
-        if rotary is not None:
-            check_pairs(rotary, (spec.rotary_dim + 1) // 2, origin)
+def _layer_types(file: JsonObject, num_layers: int) -> list[str]:
+    kinds = file.names("layer_types")
+    strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if strange:
+        raise UserError(f"{file.origin} has layers of type {', '.join(strange)}, supported are full_attention and sliding_attention")
+    if kinds and len(kinds) != num_layers:
+        raise UserError(f"{file.origin} has {len(kinds)} layer_types for {num_layers} layers, needs one for each; correct the file")
+    return kinds
 
 
 def _account_for_keys(config: Mapping[str, Any], family: Family, origin: str) -> None:
@@ -203,6 +189,12 @@ def _account_for_keys(config: Mapping[str, Any], family: Family, origin: str) ->
         if value is not None and value != needed:
             raise UserError(f"{origin} sets {key} to {value!r}, only {needed!r} is supported; use another model")
     strangers = [key for key in config if key not in family.known_keys and config[key] is not None]
+    if strangers:
+        from transformers import GenerationConfig
+
+        # Written into config.json by transformers 4.
+        generation = vars(GenerationConfig()).keys() | {"prefix"}
+        strangers = [key for key in strangers if key not in generation]
     if strangers:
         raise UserError(
             f"{origin} has the key {strangers[0]} = {config[strangers[0]]!r}, whose effect on {family.architecture} is not known here; "

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.models.attention.attention_spec import MlaSpec
 from megatron_rl.models.expert_stacks import part_name, stored_tensors
 from megatron_rl.models.experts.moe_spec import MoeSpec
-from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.tensor_names import USUAL_NAMES
+from megatron_rl.models.model_spec import USUAL_NAMES, MlaSpec, ModelSpec
 
 
 class Sharding(enum.Enum):

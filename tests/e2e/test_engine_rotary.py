@@ -10,6 +10,10 @@ ORIGINAL = 12
 HEAD = 8
 
 
+def frequencies(theta: float) -> tuple[float, ...]:
+    return tuple(theta ** -(pair / HEAD) for pair in range(0, HEAD, 2))
+
+
 def turned_by_sglang(embedding: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Queries [T, HEAD] at the positions of one sequence of T tokens that comes as one batch."""
     forward = getattr(embedding, "forward_native", embedding.forward)
@@ -19,7 +23,7 @@ def turned_by_sglang(embedding: torch.nn.Module, x: torch.Tensor) -> torch.Tenso
 
 def turned_here(spec: RotarySpec, x: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(len(x))
-    angle = spec.angles(positions, lambda: torch.full_like(positions, len(x)), dim=HEAD)[:, None]
+    angle = spec.angles(positions, lambda: torch.full_like(positions, len(x)))[:, None]
     factor = spec.attention_factor
     return rotate(x[:, None], angle.cos() * factor, angle.sin() * factor)[:, 0]
 
@@ -29,13 +33,14 @@ def test_longrope_is_the_same_up_to_the_original_length() -> None:
     from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRotaryEmbedding
 
     embedding = Phi3LongRoPEScaledRotaryEmbedding(HEAD, HEAD, 48, ORIGINAL, 10000, True, torch.float32, list(SHORT), list(LONG))
+    plain = frequencies(1e4)
     spec = RotarySpec(
         1e4,
+        tuple(frequency / factor for frequency, factor in zip(plain, SHORT, strict=True)),
         "longrope",
+        long_frequencies=tuple(frequency / factor for frequency, factor in zip(plain, LONG, strict=True)),
         original_max_position_embeddings=ORIGINAL,
         attention_factor=embedding.short_mscale,
-        short_factor=SHORT,
-        long_factor=LONG,
     )
     x = torch.randn(ORIGINAL + 1, HEAD, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(turned_by_sglang(embedding, x[:ORIGINAL]), turned_here(spec, x[:ORIGINAL]))
@@ -54,8 +59,8 @@ def test_dynamic_is_another_rotation_at_every_length(monkeypatch: pytest.MonkeyP
     embedding = DynamicNTKScalingRotaryEmbedding(HEAD, HEAD, longest, 10000, True, factor, torch.float32)
     x = torch.randn(6, HEAD, generator=torch.Generator().manual_seed(0))
     # Transformers leaves sequences up to max_position_embeddings as they are without the scaling.
-    plain = turned_here(RotarySpec(1e4), x)
+    plain = turned_here(RotarySpec(1e4, frequencies(1e4)), x)
     found = turned_by_sglang(embedding, x)
     assert (found - plain).abs().max() > 0.01, "SGLang agrees with transformers now: support it"
     base = 1e4 * (factor**2 - factor + 1) ** (HEAD / (HEAD - 2))
-    torch.testing.assert_close(found, turned_here(RotarySpec(base), x))
+    torch.testing.assert_close(found, turned_here(RotarySpec(base, frequencies(base)), x))

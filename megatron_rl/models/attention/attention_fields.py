@@ -2,8 +2,7 @@
 
 from typing import Any, Literal
 
-from megatron_rl.models.attention.attention_spec import MlaSpec
-from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.model_spec import MlaSpec, ModelSpec
 
 Attention = Literal["torch", "transformer_engine"]
 Capability = tuple[int, int]
@@ -37,7 +36,7 @@ def lacking_in_transformer_engine(spec: ModelSpec, *, cp: int, capability: Capab
             "rotated pairs of neighbouring channels": spec.rotary.interleaved,
             "attention sinks": spec.attention_sinks,
             "frequencies that follow from the length of the sequence": spec.rotary.kind == "longrope",
-            "YaRN on a part of the channels": spec.rotary.attention_factor != 1.0 and spec.rotary_fraction < 1,
+            "YaRN on a part of the channels": spec.rotary.attention_factor != 1.0 and spec.rotary_dim < spec.head_dim,
         }
     )
     for what, present in unusual.items():

@@ -103,7 +103,7 @@ class LatentAttention(MLASelfAttention):
         assert self.rotary is not None, "build_model sets the rotary embedding"
         assert key_value_states is None and inference_context is None, "only training's self-attention is built"
         queries, latents, rotary_key = self._down(hidden_states.squeeze(1))
-        angles = packed_seq_params.angles(self.rotary, dim=self.config.qk_pos_emb_head_dim, dtype=hidden_states.dtype)
+        angles = packed_seq_params.angles(self.rotary, dtype=hidden_states.dtype)
         inputs = (queries, latents, rotary_key, *angles)
         if self.recompute_up_proj:
             self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=None)

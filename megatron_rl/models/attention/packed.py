@@ -32,9 +32,8 @@ class PackedAttention(MegatronModule):
     """Core attention of a layer: causal, grouped queries, packed sequences, rotation.
 
     Latent attention, recognised by its number of key channels (`k_channels`), rotates a part of the
-    channels itself before. The model's builder sets `rotary`, `rotary_dim` and `window`, because
-    megatron-core passes only its own config to this class. `rotary` is the embedding, `rotary_dim`
-    the number of rotated channels of a head, and `window` the number of tokens seen by a query of
+    channels itself before. The model's builder sets `rotary` and `window`, because megatron-core
+    passes only its own config to this class. `window` is the number of tokens seen by a query of
     this layer, None for all earlier tokens.
     """
 
@@ -59,7 +58,6 @@ class PackedAttention(MegatronModule):
         self.cp_group = pg_collection.cp
         self.rotates = k_channels is None
         self.rotary: RotarySpec | None = None
-        self.rotary_dim = 0
         self.window: int | None = None
         self.tp_group = pg_collection.tp
         self.softmax_offset: torch.nn.Parameter | None = None
@@ -99,7 +97,7 @@ class PackedAttention(MegatronModule):
         assert len(query) == len(plan.positions), f"{len(query)} tokens came for a plan of {len(plan.positions)}"
         if self.rotates:
             assert self.rotary is not None, "build_model sets the rotary embedding"
-            cosine, sine = packed_seq_params.angles(self.rotary, dim=self.rotary_dim, dtype=query.dtype)
+            cosine, sine = packed_seq_params.angles(self.rotary, dtype=query.dtype)
             query, key = (rotate(x, cosine, sine, interleaved=self.rotary.interleaved) for x in (query, key))
         if self.cp_group.size() > 1:
             both = torch.cat((key, value), dim=-1)

@@ -4,6 +4,8 @@ Legend: T tokens on this rank, H heads, D rotated channels.
 """
 
 import math
+import sys
+import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.device import to_device
 from megatron_rl.errors import UserError
-from megatron_rl.models.config_json import boolean, positive_int, positive_number, positive_numbers, section
+from megatron_rl.models.config_json import JsonObject
 
 RotaryKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
@@ -38,249 +40,231 @@ REFUSED_KINDS: Mapping[str, str] = {
     "itself up to max_position_embeddings tokens and by another base for each length above"
 }
 """Rope types in which engine and trainer would not compute the same, and why."""
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """Rotary position embedding: base `theta` and the scaling of frequencies (`kind`).
+    """Rotary position embedding of base `theta` with a scaling of frequencies (`kind`).
 
-    `factor` divides frequencies. `low_freq_factor` and `high_freq_factor` belong to Llama 3.1's
-    scaling. `beta_fast`, `beta_slow` and `truncate` belong to YaRN's
-    (https://arxiv.org/abs/2309.00071, 3.2): the betas are turns within
-    `original_max_position_embeddings` tokens, and `truncate` rounds the resulting channels to whole
-    ones. `short_factor` and `long_factor` divide the frequency of each pair under longrope
-    (https://arxiv.org/abs/2402.13753), `long_factor` in sequences longer than
-    `original_max_position_embeddings`. `attention_factor` multiplies cosine and sine;
-    `mscale_all_dim` is YaRN's second factor, part of the softmax scale in latent attention.
+    `frequencies` are the radians per token of each rotated pair, in float32. Under longrope
+    (https://arxiv.org/abs/2402.13753) `long_frequencies` are for sequences longer than
+    `original_max_position_embeddings`. `attention_factor` multiplies cosine and sine. `factor`
+    stretches positions, and `mscale_all_dim` is YaRN's second factor
+    (https://arxiv.org/abs/2309.00071): with latent attention both are part of the softmax scale.
     `interleaved` chooses the channels of a pair: (2i, 2i + 1), or (i, i + D / 2).
     """
 
     theta: float
+    frequencies: tuple[float, ...]
     kind: RotaryKind = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
+    long_frequencies: tuple[float, ...] = ()
+    original_max_position_embeddings: int = 0
     attention_factor: float = 1.0
+    factor: float = 1.0
     mscale_all_dim: float = 0.0
     interleaved: bool = False
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
 
-    def inverse_frequencies(self, dim: int, *, long: bool = False) -> Tensor:
-        """Radians per token of each pair among `dim` rotated channels, float32 [dim / 2], under longrope in `long` or in other ones."""
-        frequency = 1.0 / (self.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
-        if self.kind == "default":
-            return frequency
-        if self.kind == "linear":
-            return frequency / self.factor
-        if self.kind == "longrope":
-            return frequency / torch.tensor(self.long_factor if long else self.short_factor)
-        kept = self._kept_by_yarn(dim) if self.kind == "yarn" else self._kept_by_llama3(frequency)
-        return (1 - kept) * frequency / self.factor + kept * frequency
-
-    def angles(self, positions: Tensor, lengths: Callable[[], Tensor], *, dim: int) -> Tensor:
-        """Return the rotation of the pairs in radians [T, dim / 2] at `positions` [T].
+    def angles(self, positions: Tensor, lengths: Callable[[], Tensor]) -> Tensor:
+        """Return the rotation of the pairs in radians [T, D / 2] at `positions` [T].
 
         `lengths` gives the tokens of each token's sequence [T].
         """
-        frequencies = to_device(self.inverse_frequencies(dim), positions.device)
+
+        def tensor(values: tuple[float, ...]) -> Tensor:
+            return to_device(torch.tensor(values, dtype=torch.float32), positions.device)
+
+        frequencies = tensor(self.frequencies)
         if self.kind == "longrope":
             long = (lengths() > self.original_max_position_embeddings)[:, None]
-            frequencies = torch.where(long, to_device(self.inverse_frequencies(dim, long=True), positions.device), frequencies)
+            frequencies = torch.where(long, tensor(self.long_frequencies), frequencies)
         return positions.float()[:, None] * frequencies
 
-    def _kept_by_llama3(self, frequency: Tensor) -> Tensor:
-        wavelength = 2 * math.pi / frequency
-        kept = self.original_max_position_embeddings / wavelength - self.low_freq_factor
-        return (kept / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
 
-    def _kept_by_yarn(self, dim: int) -> Tensor:
-        """Return 1 for pairs with more than `beta_fast` turns within the original length.
+def rope_parameters(file: JsonObject, *, window_theta_key: str | None, scaled_by_default: bool) -> list[JsonObject]:
+    """Return the rope parameters of a config.json in both spellings, with theta inside.
 
-        The result is 0 below `beta_slow` turns, and linear between.
-        """
+    The spellings are `rope_parameters` (transformers 5, theta inside) and `rope_theta` with
+    `rope_scaling` (transformers 4). A family with a `window_theta_key` has two results, for layers
+    without and with a window: `rope_parameters` has one object for each of the two, the older
+    spelling has this key beside. Raises UserError for two spellings at odds and for other objects
+    in `rope_parameters`.
+    """
+    parameters, scaling = file.section("rope_parameters"), file.section("rope_scaling")
+    if window_theta_key is None:
+        return [_with_theta(file, parameters, scaling, scaled_by_default=scaled_by_default)]
+    strange = sorted(set(parameters.values) - set(_LAYER_TYPES))
+    if strange:
+        raise UserError(
+            f"{file.origin} has {strange[0]} in rope_parameters, needs an object for each of {', '.join(_LAYER_TYPES)}; correct the file"
+        )
+    full, window = (parameters.section(kind) for kind in _LAYER_TYPES)
+    none = JsonObject({}, file.origin)
+    return [
+        _with_theta(file, full, scaling, layer_type="full_attention"),
+        _with_theta(file, window, none, theta_key=window_theta_key, layer_type="sliding_attention"),
+    ]
 
-        def pair(turns: float) -> float:
-            return dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
-        low, high = pair(self.beta_fast), pair(self.beta_slow)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, dim - 1)
-        return 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
+def _with_theta(
+    file: JsonObject,
+    parameters: JsonObject,
+    scaling: JsonObject,
+    *,
+    theta_key: str = "rope_theta",
+    layer_type: str | None = None,
+    scaled_by_default: bool = False,
+) -> JsonObject:
+    def default() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = file.absent("rope_parameters")
+        return found if layer_type is None else found[layer_type]
+
+    if parameters.values and scaling.values and parameters.values != scaling.values:
+        raise UserError(
+            f"{file.origin} has rope_parameters and another rope_scaling, which are two spellings of the same; remove one of them"
+        )
+    given = parameters if parameters.values else scaling
+    values = given.values or (default() if scaled_by_default else {})
+    outside = None if file.values.get(theta_key) is None else file.number(theta_key)
+    if given.values.get("rope_theta") is None:
+        values = {**values, "rope_theta": default()["rope_theta"] if outside is None else outside}
+    return JsonObject(values, given.origin if given.values else file.origin)
 
 
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's correction for positions stretched by `factor`, 0.1 `mscale` ln(`factor`) + 1 (https://arxiv.org/abs/2309.00071, 3.3)."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+def rotated_channels(file: JsonObject, parameters: JsonObject, *, head_dim: int, partly: bool) -> int:
+    """Return the number of rotated channels of a head of `head_dim` channels.
+
+    Channels turn in pairs. As in transformers, an odd number of channels is rounded up when the
+    head has one more channel. Without `partly` the family rotates all channels under any file.
+    Raises UserError for another fraction, and for more channels than those of a head.
+    """
+    sources = [source for source in (parameters, file) if source.values.get("partial_rotary_factor") is not None]
+    fractions = [source.number("partial_rotary_factor") for source in sources]
+    if not fractions:
+        fractions = [file.absent("rope_parameters").get("partial_rotary_factor", 1.0) if partly else 1.0]
+    fraction = fractions[0]
+    if fraction > 1 or (not partly and fraction < 1):
+        needed = "a number above 0 and up to 1" if partly else "1.0, because this family rotates all channels"
+        raise UserError(f"{file.origin} sets partial_rotary_factor to {fraction:g}, needs {needed}; correct the file")
+    channels = int(head_dim * fraction)
+    if not 0 < channels + channels % 2 <= head_dim:
+        raise UserError(f"{file.origin} rotates {channels} of {head_dim} channels, which turn in pairs; correct the size of a head there")
+    return channels
 
 
 def parse_rotary(
-    config: Mapping[str, Any],
-    origin: str,
-    *,
-    max_position_embeddings: int,
-    interleaved: bool,
-    default_theta: float = 10000.0,
-    default_original_length: int | None = None,
+    file: JsonObject, parameters: JsonObject, *, channels: int, max_position_embeddings: int, interleaved: bool = False
 ) -> RotarySpec:
-    """Return the rotary embedding of a config.json, in both spellings.
+    """Return the rotary embedding of the first `channels` of a head, with transformers' frequencies.
 
-    The spellings are `rope_parameters` (transformers 5, theta inside) and `rope_theta` with
-    `rope_scaling` (transformers 4). `default_original_length` is the family's value for an absent
-    `original_max_position_embeddings` beside the scaling. Raises UserError, naming `origin`, for an
-    unsupported kind or key, a missing key and an impossible number.
+    `parameters` comes from `rope_parameters` of `file`. Raises UserError for an unsupported kind or
+    key, a missing key and an impossible number.
     """
-    scaling, where = _scaling(config, origin)
-    kind = next((scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None), "default")
+    origin, theta = file.origin, parameters.number("rope_theta")
+    kind = _kind(parameters.values, origin)
+    if theta <= 1:
+        raise UserError(f"{origin} has rope_theta = {theta:g}, needs a number above 1; correct the file")
+    values: dict[str, Any] = {"rope_theta": theta, **_scaling(parameters, kind)}
+    original = 0
+    if kind in ("yarn", "longrope"):
+        # Phi-3 has the key beside the scaling, and transformers prefers this place.
+        key = "original_max_position_embeddings"
+        original = file.absent(key) if file.values.get(key) is None else file.integer(key)
+        values[key] = original = original or values.get(key) or max_position_embeddings
+        if values.get("factor") is None:
+            values["factor"] = max_position_embeddings / original
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if len(values[name]) != (channels + 1) // 2:
+            raise UserError(
+                f"{origin} has {len(values[name])} numbers in {name} for {(channels + 1) // 2} pairs of rotated channels; correct the file"
+            )
+    frequencies, attention_factor = _frequencies(kind, values, channels)
+    if values.get("attn_factor") is not None:
+        default = _frequencies(kind, values | {"attention_factor": None}, channels)[1]
+        _check_engines_factor(values["attn_factor"], parameters.origin, default=default, attention_factor=attention_factor)
+    return RotarySpec(
+        theta=theta,
+        frequencies=frequencies,
+        kind=kind,
+        long_frequencies=_frequencies(kind, values, channels, length=sys.maxsize)[0] if kind == "longrope" else (),
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor,
+        factor=values.get("factor", 1.0),
+        mscale_all_dim=values.get("mscale_all_dim") or 0.0,
+        interleaved=interleaved,
+    )
+
+
+def _kind(values: Mapping[str, Any], origin: str) -> RotaryKind:
+    """Return the kind of scaling. Raises UserError for unsupported kinds and for missing or unknown keys."""
+    kind = next((values[key] for key in ("rope_type", "type") if values.get(key) is not None), "default")
     kind = _RENAMED.get(kind, kind) if isinstance(kind, str) else kind
     if isinstance(kind, str) and kind in REFUSED_KINDS:
         raise UserError(f"{origin} asks for rope type {kind}, which cannot be trained: {REFUSED_KINDS[kind]}; use another model")
     if not isinstance(kind, str) or kind not in _NEEDED:
         raise UserError(f"{origin} asks for rope type {kind!r}, supported are {', '.join(_NEEDED)}; remove the scaling")
-    missing = [name for name in _NEEDED[kind] if name not in scaling]
+    missing = [name for name in _NEEDED[kind] if name not in values]
     if missing:
         raise UserError(f"{origin} has rope type {kind} without {missing[0]}; correct the file")
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_NEEDED[kind], *_OPTIONAL.get(kind, ())}
-    extra = [name for name in scaling if name not in known]
+    extra = [name for name in values if name not in known]
     if extra:
-        raise UserError(f"{origin} sets {extra[0]} = {scaling[extra[0]]!r} for rope type {kind}, which is not supported; correct the file")
-    theta = positive_number(scaling, "rope_theta", where, default=positive_number(config, "rope_theta", origin, default=default_theta))
-    if theta <= 1:
-        raise UserError(f"{origin} has rope_theta = {theta:g}, needs a number above 1; correct the file")
-    original = config.get("original_max_position_embeddings", default_original_length)
-    if original is not None:
-        # Phi-3 has the key beside the scaling, and transformers prefers this place.
-        scaling = {**scaling, "original_max_position_embeddings": original}
-    parse = _WITH_LENGTHS.get(kind)
-    values = _needed_values(scaling, where, kind) if parse is None else parse(scaling, where, max_position_embeddings)
-    return RotarySpec(theta=theta, kind=typing.cast(RotaryKind, kind), interleaved=interleaved, **values)
+        raise UserError(f"{origin} sets {extra[0]} = {values[extra[0]]!r} for rope type {kind}, which is not supported; correct the file")
+    return typing.cast(RotaryKind, kind)
 
 
-def rotary_by_layer_type(
-    config: Mapping[str, Any], origin: str, *, window_theta_key: str, default_window_theta: float
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `config` as seen by layers without and with a window, for `parse_rotary`.
-
-    The families concerned rotate the two kinds of layers differently. `rope_parameters` has one
-    object for each type of layer. The older spelling has `rope_theta` and `rope_scaling` for layers
-    without a window and `window_theta_key` for layers with a window. Raises UserError, naming
-    `origin`, for other keys in `rope_parameters`.
-    """
-    both = section(config, "rope_parameters", origin)
-    types = ("full_attention", "sliding_attention")
-    strange = sorted(set(both) - set(types))
-    if strange:
-        raise UserError(f"{origin} has {strange[0]} in rope_parameters, needs an object for each of {', '.join(types)}; correct the file")
-    full, window = (section(both, kind, f"rope_parameters in {origin}") for kind in types)
-    theta = config.get(window_theta_key)
-    older = {"rope_scaling": None, "rope_theta": default_window_theta if theta is None else theta}
-    return {**config, "rope_parameters": full}, {**config, **older, "rope_parameters": window}
-
-
-def parse_rotary_fraction(config: Mapping[str, Any], origin: str, *, default: float | None) -> float:
-    """Return the rotated fraction of a head's channels.
-
-    `default` is the family's; None means a family with all channels rotated under any file. Raises
-    UserError for a fraction outside (0, 1], and for one below 1 in a family with all channels
-    rotated.
-    """
-    scaling, where = _scaling(config, origin)
-    outside = positive_number(config, "partial_rotary_factor", origin, default=1.0 if default is None else default)
-    fraction = positive_number(scaling, "partial_rotary_factor", where, default=outside)
-    if fraction > 1 or (default is None and fraction < 1):
-        needed = "1.0, because this family rotates all channels" if default is None else "a number above 0 and up to 1"
-        raise UserError(f"{origin} sets partial_rotary_factor to {fraction:g}, needs {needed}; correct the file")
-    return fraction
-
-
-def _scaling(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], str]:
-    """Return the object about rotary embedding in either spelling, and its name in errors."""
-    sections = {key: section(config, key, origin) for key in ("rope_parameters", "rope_scaling")}
-    given = [key for key, content in sections.items() if content]
-    if len(given) == 2 and sections["rope_parameters"] != sections["rope_scaling"]:
-        raise UserError(f"{origin} has rope_parameters and another rope_scaling, which are two spellings of the same; remove one of them")
-    return (sections[given[0]], f"{given[0]} in {origin}") if given else ({}, origin)
-
-
-def check_pairs(rotary: RotarySpec, pairs: int, origin: str) -> None:
-    """Raise UserError, naming `origin`, when longrope's number of factors differs from `pairs`.
-
-    `pairs` is the number of rotated pairs.
-    """
-    for name, factors in (("short_factor", rotary.short_factor), ("long_factor", rotary.long_factor)):
-        if rotary.kind == "longrope" and len(factors) != pairs:
-            raise UserError(f"{origin} has {len(factors)} numbers in {name} for {pairs} pairs of rotated channels; correct the file")
-
-
-def _needed_values(scaling: Mapping[str, Any], origin: str, kind: str) -> dict[str, Any]:
-    lengths = ("original_max_position_embeddings",)
-    values = {key: (positive_int if key in lengths else positive_number)(scaling, key, origin) for key in _NEEDED[kind]}
-    if kind == "llama3" and values["low_freq_factor"] >= values["high_freq_factor"]:
-        low, high = values["low_freq_factor"], values["high_freq_factor"]
-        raise UserError(f"{origin} has low_freq_factor {low:g} and high_freq_factor {high:g}, needs the second larger; correct the file")
-    return values
-
-
-def _yarn(scaling: Mapping[str, Any], origin: str, max_position_embeddings: int) -> dict[str, Any]:
-    """Return the fields of YaRN with the defaults of transformers.
-
-    A factor of null is the ratio of the lengths, when both are given.
-    """
-    original = positive_int(scaling, "original_max_position_embeddings", origin, default=max_position_embeddings)
-    stretched = None if scaling.get("original_max_position_embeddings") is None else max_position_embeddings / original
-    factor = positive_number(scaling, "factor", origin, default=stretched)
-    mscale, mscale_all_dim = (positive_number(scaling, key, origin, default=0.0, or_zero=True) for key in ("mscale", "mscale_all_dim"))
-    two = mscale and mscale_all_dim
-    default = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim) if two else yarn_mscale(factor, 1.0)
-    attention_factor = positive_number(scaling, "attention_factor", origin, default=default)
-    _check_engines_factor(scaling, origin, default=default, attention_factor=attention_factor)
-    return {
-        "factor": factor,
-        "original_max_position_embeddings": original,
-        "beta_fast": positive_number(scaling, "beta_fast", origin, default=32.0),
-        "beta_slow": positive_number(scaling, "beta_slow", origin, default=1.0),
-        "truncate": boolean(scaling, "truncate", origin, default=True),
-        "attention_factor": attention_factor,
-        "mscale_all_dim": mscale_all_dim,
-    }
-
-
-def _check_engines_factor(scaling: Mapping[str, Any], origin: str, *, default: float, attention_factor: float) -> None:
-    """Raise UserError when engines would rotate by another factor than transformers.
-
-    Engines multiply YaRN's factor by `attn_factor`.
-    """
-    multiplied = default * positive_number(scaling, "attn_factor", origin, default=1.0)
-    if scaling.get("attn_factor") is not None and not math.isclose(multiplied, attention_factor, rel_tol=1e-6):
+def _scaling(parameters: JsonObject, kind: RotaryKind) -> dict[str, Any]:
+    """Return the values of the scaling's keys; null stays None where transformers has a default."""
+    values = parameters.values
+    optional = set(_OPTIONAL.get(kind, ())) - {"truncate"}
+    if kind == "yarn" and values.get("original_max_position_embeddings") is not None:
+        # null is the ratio of the lengths.
+        optional.add("factor")
+    read: dict[str, Any] = {}
+    for key in (*_NEEDED[kind], *_OPTIONAL.get(kind, ())):
+        if key not in values:
+            continue
+        if values[key] is None and key in optional:
+            read[key] = None
+        elif key == "original_max_position_embeddings":
+            read[key] = parameters.integer(key)
+        elif key == "truncate":
+            read[key] = parameters.boolean(key)
+        elif key in ("short_factor", "long_factor"):
+            read[key] = parameters.numbers(key)
+        else:
+            read[key] = parameters.number(key, or_zero=key in ("mscale", "mscale_all_dim"))
+    if kind == "llama3" and read["high_freq_factor"] <= read["low_freq_factor"]:
+        low, high = read["low_freq_factor"], read["high_freq_factor"]
         raise UserError(
-            f"{origin} has attn_factor = {scaling['attn_factor']:g}, with which engines multiply cosine and sine by {multiplied:g}, and "
+            f"{parameters.origin} has low_freq_factor {low:g} and high_freq_factor {high:g}, needs the second larger; correct the file"
+        )
+    return read
+
+
+def _frequencies(kind: str, values: Mapping[str, Any], channels: int, *, length: int | None = None) -> tuple[tuple[float, ...], float]:
+    """Return the frequencies of the pairs, in sequences of `length` tokens, and the factor of cosine and sine."""
+    if kind == "default":
+        exponents = torch.arange(0, channels, 2, dtype=torch.int64).float() / channels
+        return tuple((1.0 / (values["rope_theta"] ** exponents)).tolist()), 1.0
+    # A second for the import, which most models spare.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config: Any = types.SimpleNamespace(
+        rope_parameters=values, head_dim=channels, hidden_size=channels, num_attention_heads=1, standardize_rope_params=lambda: None
+    )
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+    return tuple(frequencies.tolist()), float(attention_factor)
+
+
+def _check_engines_factor(attn_factor: float, origin: str, *, default: float, attention_factor: float) -> None:
+    """Raise UserError when engines, which multiply YaRN's factor by `attn_factor`, would rotate by another one than transformers."""
+    multiplied = default * attn_factor
+    if not math.isclose(multiplied, attention_factor, rel_tol=1e-6):
+        raise UserError(
+            f"{origin} has attn_factor = {attn_factor:g}, with which engines multiply cosine and sine by {multiplied:g}, and "
             f"transformers, which does not know that key, by {attention_factor:g}; add attention_factor = {multiplied!r} beside it"
         )
-
-
-def _longrope(scaling: Mapping[str, Any], origin: str, max_position_embeddings: int) -> dict[str, Any]:
-    """Return the fields of longrope with the defaults of transformers.
-
-    A factor of null is the ratio of the lengths.
-    """
-    original = positive_int(scaling, "original_max_position_embeddings", origin, default=max_position_embeddings)
-    factor = positive_number(scaling, "factor", origin, default=max_position_embeddings / original)
-    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
-    lists = {key: positive_numbers(scaling, key, origin) for key in ("short_factor", "long_factor")}
-    return {
-        "factor": factor,
-        "original_max_position_embeddings": original,
-        "attention_factor": positive_number(scaling, "attention_factor", origin, default=stretched),
-        **lists,
-    }
-
-
-_WITH_LENGTHS: Mapping[str, Callable[[Mapping[str, Any], str, int], dict[str, Any]]] = {"yarn": _yarn, "longrope": _longrope}
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False) -> Tensor:

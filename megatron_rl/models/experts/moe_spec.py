@@ -1,11 +1,13 @@
 """Settings of experts in `config.json`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.config_json import boolean, count, positive_int, positive_number
+from megatron_rl.models.config_json import JsonObject
+
+if TYPE_CHECKING:
+    from megatron_rl.models.families.family import Family
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 # Of how many experts transformers sums the scores to compare groups. megatron-core sums experts per token / groups per token.
@@ -43,60 +45,52 @@ class MoeSpec:
         return layer < self.num_dense_layers
 
 
-def parse_moe(
-    config: Mapping[str, Any],
-    origin: str,
-    *,
-    num_layers: int,
-    score_function: ScoreFunction,
-    width_key: str = "moe_intermediate_size",
-    normalize_top_k: bool | None = None,
-    shared_gate: bool = False,
-) -> MoeSpec | None:
-    """Return the experts of a config.json; None when all layers are dense.
-
-    The family scores experts by `score_function`. `width_key` has the width of an expert,
-    `normalize_top_k` None reads `norm_topk_prob`, and with `shared_gate` the shared expert has a
-    width of its own.
+def parse_moe(file: JsonObject, family: "Family", *, num_layers: int) -> MoeSpec | None:
+    """Return the experts of a config.json; None without experts and when all layers are dense.
 
     Sigmoid scores come with a bias, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, 2.1.2).
-    Raises UserError, naming `origin`, for sizes missing, in contradiction, or computed in another
-    way by megatron-core's router.
+    Raises UserError for sizes missing, in contradiction, or computed in another way by
+    megatron-core's router.
     """
-    sigmoid = score_function == "sigmoid"
-    num_dense_layers = count(config, "first_k_dense_replace", origin) if sigmoid else 0
+    if family.router is None:
+        return None
+    sigmoid = family.router == "sigmoid"
+    num_dense_layers = file.integer("first_k_dense_replace", least=0) if sigmoid else 0
     if num_dense_layers >= num_layers:
         return None
     spellings = ("n_routed_experts", "num_experts", "num_local_experts")
-    spelling = next((key for key in spellings if config.get(key) is not None), "n_routed_experts" if sigmoid else "num_experts")
-    width = positive_int(config, width_key, origin)
-    shared = width * count(config, "n_shared_experts", origin) if sigmoid else 0
-    normalised = boolean(config, "norm_topk_prob", origin, default=sigmoid) if normalize_top_k is None else normalize_top_k
+    given = [key for key in spellings if file.values.get(key) is not None] or ["n_routed_experts" if sigmoid else "num_experts"]
+    width = file.integer(family.expert_width_key)
+    normalised = family.normalize_top_k
     moe = MoeSpec(
-        num_experts=positive_int(config, spelling, origin),
-        num_experts_per_token=positive_int(config, "num_experts_per_tok", origin),
+        num_experts=file.integer(given[0]),
+        num_experts_per_token=file.integer("num_experts_per_tok"),
         ffn_hidden_size=width,
-        normalize_top_k=normalised,
-        num_dense_layers=num_dense_layers,
-        shared_ffn_hidden_size=positive_int(config, "shared_expert_intermediate_size", origin) if shared_gate else shared,
-        shared_gate=shared_gate,
-        score_function=score_function,
-        expert_bias=sigmoid,
-        **(_groups(config, origin) if sigmoid else {}),
-        # Families of sigmoid scores differ in the meaning of an absent factor or number of groups, so both
-        # are required.
-        routed_scaling_factor=positive_number(config, "routed_scaling_factor", origin) if sigmoid else 1.0,
+        normalize_top_k=file.boolean("norm_topk_prob", optional=True) if normalised is None else normalised,
+        score_function=family.router,
+        shared_gate=family.shared_gate,
     )
-    _check_router(moe, origin)
+    if family.shared_gate:
+        moe = replace(moe, shared_ffn_hidden_size=file.integer("shared_expert_intermediate_size"))
+    if sigmoid:
+        moe = replace(
+            moe,
+            num_dense_layers=num_dense_layers,
+            shared_ffn_hidden_size=width * file.integer("n_shared_experts", least=0),
+            expert_bias=True,
+            **_groups(file),
+            # Families differ in the meaning of an absent factor or number of groups, so both are required.
+            routed_scaling_factor=file.number("routed_scaling_factor"),
+        )
+    _check_router(moe, file.origin)
     return moe
 
 
-def _groups(config: Mapping[str, Any], origin: str) -> dict[str, int]:
+def _groups(file: JsonObject) -> dict[str, Any]:
     """Return the two fields about groups, or none without a restriction to groups."""
-    num_groups = positive_int(config, "n_group", origin)
-    per_token = positive_int(config, "topk_group", origin)
+    num_groups, per_token = file.integer("n_group"), file.integer("topk_group")
     if per_token > num_groups:
-        raise UserError(f"{origin} takes experts from {per_token} of {num_groups} groups (topk_group, n_group); correct the file")
+        raise UserError(f"{file.origin} takes experts from {per_token} of {num_groups} groups (topk_group, n_group); correct the file")
     return {} if per_token == num_groups else {"num_groups": num_groups, "groups_per_token": per_token}
 
 

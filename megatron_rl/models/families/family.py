@@ -1,4 +1,4 @@
-"""The description of a family of models.
+"""The description of a family of models, and the keys of `config.json` known for all of them.
 
 Each file beside this one describes one family. No other module asks for a family's name.
 """
@@ -7,20 +7,123 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_rl.models.attention.attention_spec import Windows
-from megatron_rl.models.families.config_keys import (
-    FIXED_KEYS,
-    GENERATION_KEYS,
-    IGNORED_KEYS,
-    MLA_KEYS,
-    MOE_KEYS,
-    MTP_KEYS,
-    READ_KEYS,
-    SIGMOID_ROUTER_FIXED_KEYS,
-    SIGMOID_ROUTER_KEYS,
+from megatron_rl.models.model_spec import USUAL_NAMES, Activation, TensorNames
+
+# Keys of config.json without an effect on the function computed by the network.
+IGNORED_KEYS = frozenset(
+    [
+        "_name_or_path",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "add_cross_attention",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "pruned_heads",
+        "return_dict",
+        "router_aux_loss_coef",
+        "sep_token_id",
+        "task_specific_params",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "use_cache",
+        "is_decoder",
+        "attention_dropout",
+        "model_type",
+    ]
 )
-from megatron_rl.models.model_spec import Activation
-from megatron_rl.models.tensor_names import USUAL_NAMES, TensorNames
+# Keys with an effect on the function. Only the value here is supported, also meant by an absent
+# key.
+FIXED_KEYS: Mapping[str, Any] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "is_encoder_decoder": False,
+    "mlp_bias": False,
+    # From Qwen2's vision relatives; also in its distilled models.
+    "use_mrope": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+# Keys read by ModelSpec.
+READ_KEYS = frozenset(
+    [
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "layer_types",
+        "max_position_embeddings",
+        "max_window_layers",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "partial_rotary_factor",
+        "quantization_config",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "sliding_window",
+        "tie_word_embeddings",
+        "use_sliding_window",
+        "vocab_size",
+    ]
+)
+MOE_KEYS = frozenset(["moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts"])
+# From families with sigmoid scores in the router. Losses of pre-training and the expert parallelism
+# of another program say nothing here.
+SIGMOID_ROUTER_KEYS = frozenset(
+    [
+        "aux_loss_alpha",
+        "ep_size",
+        "first_k_dense_replace",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "routed_scaling_factor",
+        "seq_aux",
+        "topk_group",
+    ]
+)
+SIGMOID_ROUTER_FIXED_KEYS: Mapping[str, Any] = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+# Layers of multi-token prediction behind the last one propose tokens for speculative decoding. The
+# policy is the same without such layers.
+MTP_KEYS = frozenset(["num_mtp_layers", "num_nextn_predict_layers"])
+# `qk_head_dim` is the sum of two of the others.
+MLA_KEYS = frozenset(
+    [
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "rope_interleave",
+        "v_head_dim",
+    ]
+)
 
 Proof = Literal["sync", "quantised source", "tp", "pp", "cp", "ep"]
 DENSE_LAYOUTS: frozenset[Proof] = frozenset(["tp", "pp", "cp"])
@@ -31,68 +134,54 @@ MIXTURE_LAYOUTS: frozenset[Proof] = DENSE_LAYOUTS | {"ep"}
 class Family:
     """The differences of one architecture from the others.
 
-    `default_...` is the value taken by transformers for this family when config.json gives none.
+    An absent key of config.json has the value of transformers' class `config_class`, by default the
+    architecture's.
 
     `proved` lists features shown by tests beyond one rank equal to transformers: sizes of layouts,
     weights sent to a real engine, quantised files. `not_synced` gives, for a family without "sync",
     the obstacle to a real engine on a machine without a GPU. `ignored` are keys of config.json
     found in this family alone and without effect on the computed function, `fixed` the keys with
-    one supported value. `names` are the names of tensors. `activation` is the MLP's; the key of its
-    limit, if any, is `activation_limit_key`. `zero_centered_norms` multiply by 1 + weight; a
-    `scaled_embedding` is multiplied by sqrt(hidden size). With `linear_bias` every linear layer but
-    the head has a bias.
+    one supported value. `names` are the names of tensors. `activation` is the MLP's.
+    `zero_centered_norms` multiply by 1 + weight; a `scaled_embedding` is multiplied by sqrt(hidden
+    size). With `linear_bias` every linear layer but the head has a bias.
 
     Attention: `qkv_bias` and `qk_norm` None take the values of `attention_bias` and `use_qk_norm`
-    in config.json; `qk_norm_over_heads` is one norm over the channels of all heads.
-    `default_head_dim` None means hidden size / heads. `default_rotary_fraction` None means that all
-    of a head is always rotated; `default_rope_scaling` is for a file without either spelling;
-    `rotary_interleaved` pairs channels (2i, 2i + 1). `default_original_length` stands for an absent
-    `original_max_position_embeddings` in a family with this key beside the scaling. Scores are
-    divided by the root of the value at `query_scalar_key`; None divides by the root of the channels
-    of a head. `attention_sinks` are learned logits, one for each head, in every softmax. `mla` is
-    latent attention.
+    in config.json; `qk_norm_over_heads` is one norm over the channels of all heads. All channels of
+    a head are rotated under any file unless `partly_rotated`; with `scaled_by_default` a file
+    without either spelling has a rope scaling; `rotary_interleaved` pairs channels (2i, 2i + 1).
+    `attention_sinks` are learned logits, one for each head, in every softmax. `mla` is latent
+    attention. Scores are divided by the root of the value at `query_scalar_key`, if any, else by
+    the root of the channels of a head.
 
     `windows`: "never", "switched" on by `use_sliding_window`, or, for a `sliding_window` other than
-    null, "everywhere" or "given"; `default_window` stands for an absent key. "Given" windows are in
-    the layers named by `layer_types`; without this key, in all but every n-th layer, n being at
-    `window_pattern_key` or `default_window_pattern`. `window_theta_key` has the base of the window
+    null, "everywhere" or "given" by `layer_types`. `window_theta_key` has the base of the window
     layers' own rotary embedding, if any.
 
     Experts: `router` is the scoring of experts, None without experts; `expert_width_key` has the
     width of an expert; `normalize_top_k` None reads `norm_topk_prob`; with `shared_gate` a gate
-    weighs the shared expert.
+    weighs the shared expert. `activation_limit_key` has the limit of a clamped activation.
     """
 
     architecture: str
+    config_class: str | None = None
     proved: frozenset[Proof] = frozenset()
     not_synced: str | None = None
     ignored: frozenset[str] = frozenset()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     names: TensorNames = USUAL_NAMES
-    default_norm_epsilon: float = 1e-6
-    default_tied: bool = False
     activation: Activation = "silu"
     activation_limit_key: str | None = None
-    default_activation_limit: float | None = None
     linear_bias: bool = False
     zero_centered_norms: bool = False
     scaled_embedding: bool = False
     qkv_bias: bool | None = False
-    default_attention_bias: bool = False
     qk_norm: bool | None = False
     qk_norm_over_heads: bool = False
-    default_head_dim: int | None = None
-    default_rope_theta: float = 10000.0
-    default_rotary_fraction: float | None = None
-    default_rope_scaling: Mapping[str, Any] | None = None
-    default_original_length: int | None = None
+    partly_rotated: bool = False
+    scaled_by_default: bool = False
     rotary_interleaved: bool = False
-    windows: Windows = "never"
-    default_window: int | None = None
-    default_window_pattern: int | None = None
-    window_pattern_key: str | None = None
+    windows: Literal["never", "switched", "given", "everywhere"] = "never"
     window_theta_key: str | None = None
-    default_window_theta: float = 10000.0
     query_scalar_key: str | None = None
     attention_sinks: bool = False
     mla: bool = False
@@ -100,6 +189,19 @@ class Family:
     expert_width_key: str = "moe_intermediate_size"
     normalize_top_k: bool | None = None
     shared_gate: bool = False
+
+    def absent(self, values: Mapping[str, Any], key: str) -> Any:
+        """Return transformers' value of the absent `key` beside the sizes in `values`."""
+        # The import takes a second, for torchvision. Most published files have every key.
+        import transformers
+
+        config_class = getattr(transformers, self.config_class or self.architecture.replace("ForCausalLM", "Config"))
+        if key == "head_dim":
+            return getattr(config_class, key, None) or values["hidden_size"] // values["num_attention_heads"]
+        if key == "num_key_value_heads":
+            return getattr(config_class, key) or values["num_attention_heads"]
+        given = {name: values[name] for name in ("num_hidden_layers", "sliding_window_pattern") if values.get(name) is not None}
+        return getattr(config_class(**given), key, None)
 
     @property
     def fixed_keys(self) -> dict[str, Any]:
@@ -111,11 +213,11 @@ class Family:
     @property
     def known_keys(self) -> frozenset[str]:
         """Return all accounted keys of config.json."""
-        known = IGNORED_KEYS | GENERATION_KEYS | READ_KEYS | self.fixed_keys.keys() | self.ignored
+        known = IGNORED_KEYS | READ_KEYS | self.fixed_keys.keys() | self.ignored
+        own = (self.window_theta_key, self.query_scalar_key, self.activation_limit_key)
+        known |= {key for key in own if key is not None}
         if self.qkv_bias is None:
             known |= {"attention_bias"}
-        own = (self.window_theta_key, self.window_pattern_key, self.query_scalar_key, self.activation_limit_key)
-        known |= {key for key in own if key is not None}
         if self.qk_norm is None:
             known |= {"use_qk_norm"}
         if self.router is not None:

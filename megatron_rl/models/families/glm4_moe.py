@@ -8,6 +8,5 @@ FAMILY = Family(
     qkv_bias=None,
     qk_norm=None,
     router="sigmoid",
-    default_rotary_fraction=0.5,
-    default_norm_epsilon=1e-5,
+    partly_rotated=True,
 )

@@ -5,4 +5,4 @@ Llama with a sliding window in every layer, unless config.json says null.
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 
-FAMILY = Family(architecture="MistralForCausalLM", proved=DENSE_LAYOUTS | {"sync"}, windows="everywhere", default_window=4096)
+FAMILY = Family(architecture="MistralForCausalLM", proved=DENSE_LAYOUTS | {"sync"}, windows="everywhere")

@@ -4,13 +4,11 @@ Scores of taken experts sum to 1, and experts have tensor names of their own.
 """
 
 from megatron_rl.models.families.family import MIXTURE_LAYOUTS, Family
-from megatron_rl.models.tensor_names import TensorNames
+from megatron_rl.models.model_spec import TensorNames
 
 FAMILY = Family(
     architecture="MixtralForCausalLM",
     proved=MIXTURE_LAYOUTS | {"sync"},
-    default_norm_epsilon=1e-5,
-    default_rope_theta=1e6,
     windows="everywhere",
     router="softmax",
     expert_width_key="intermediate_size",

@@ -4,12 +4,11 @@ One norm is over the queries (the keys) of all heads.
 """
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
-from megatron_rl.models.tensor_names import TensorNames
+from megatron_rl.models.model_spec import TensorNames
 
 FAMILY = Family(
     architecture="Olmo2ForCausalLM",
     proved=DENSE_LAYOUTS | {"sync"},
-    default_norm_epsilon=1e-5,
     qk_norm=True,
     qk_norm_over_heads=True,
     names=TensorNames(

@@ -12,10 +12,6 @@ FAMILY = dataclasses.replace(
     architecture="Olmo3ForCausalLM",
     # In the older spelling transformers 5 takes this base for layers with a window whatever the file says, transformers 4 the file's.
     fixed={"rope_theta": 500000.0},
-    default_rope_theta=500000.0,
     windows="given",
-    default_window=4096,
-    default_window_pattern=4,
     window_theta_key="rope_theta",
-    default_window_theta=500000.0,
 )

@@ -4,15 +4,12 @@ Queries, keys and values are in one tensor, gate and up in another. config.json 
 """
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
-from megatron_rl.models.tensor_names import TensorNames
+from megatron_rl.models.model_spec import TensorNames
 
 FAMILY = Family(
     architecture="Phi3ForCausalLM",
     proved=DENSE_LAYOUTS | {"sync"},
-    default_norm_epsilon=1e-5,
-    default_rotary_fraction=1.0,
-    # transformers prefers this default to the scaling's value, also when the key is absent.
-    default_original_length=4096,
+    partly_rotated=True,
     windows="everywhere",
     # Read with longrope; meaningless without longrope.
     ignored=frozenset(["original_max_position_embeddings"]),

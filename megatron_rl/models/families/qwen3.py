@@ -9,6 +9,5 @@ FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     proved=DENSE_LAYOUTS | {"sync", "quantised source"},
     qk_norm=True,
-    default_head_dim=128,
     windows="switched",
 )

@@ -86,7 +86,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(family, tiny_model):
     )
     assert spec.rotary.kind == full["rope_type"] and spec.activation_limit == getattr(config, "swiglu_limit", None)
     assert spec.window_rotary is None or spec.window_rotary.theta == window["rope_theta"]
-    assert spec.rotary_fraction == full.get("partial_rotary_factor", 1.0)
+    assert spec.rotary_dim == int(spec.head_dim * full.get("partial_rotary_factor", 1.0))
     assert spec.sliding_window == (config.sliding_window if hasattr(config, "sliding_window") else None)
     assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert spec.softmax_scale == (config.query_pre_attn_scalar**-0.5 if hasattr(config, "query_pre_attn_scalar") else None)

@@ -220,7 +220,7 @@ def test_what_a_published_file_says_is_read(name):
         rotary.kind,
         rotary.theta,
         spec.head_dim,
-        spec.rotary_fraction,
+        spec.rotary_dim / (spec.head_dim if spec.mla is None else spec.mla.qk_rope_head_dim),
         spec.sliding_window,
         len(spec.sliding_layers),
         spec.tie_embeddings,

@@ -10,8 +10,7 @@ from megatron_rl.models.attention.rotary import RotarySpec
 from megatron_rl.models.expert_stacks import stored_name
 from megatron_rl.models.experts.moe_spec import MoeSpec
 from megatron_rl.models.hf_weights import _with_global_expert
-from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.tensor_names import TensorNames
+from megatron_rl.models.model_spec import ModelSpec, TensorNames
 from megatron_rl.models.weight_table import Rule, Sharding, combine, fill, join, parameter_shape, rules, shard, split, tensor_shapes
 
 SPEC = ModelSpec(
@@ -28,7 +27,7 @@ SPEC = ModelSpec(
     qkv_bias=True,
     qk_norm=True,
     max_position_embeddings=64,
-    rotary=RotarySpec(theta=10000.0),
+    rotary=RotarySpec(theta=10000.0, frequencies=(1.0,)),
 )
 
 

@@ -9,8 +9,8 @@ import transformers
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_fields import attention_fields, lacking_in_transformer_engine
-from megatron_rl.models.attention.attention_spec import MlaSpec, parse_mla, parse_sliding_window
 from megatron_rl.models.megatron_config import transformer_config
+from megatron_rl.models.model_spec import MlaSpec
 from megatron_rl.models.read_spec import parse_model_spec
 
 LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -20,22 +20,27 @@ QWEN3 = {
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "head_dim": 16,
     "intermediate_size": 96,
 }
 
 
-def window(config, *, num_layers=4, windows="switched"):
-    return parse_sliding_window(config, "config.json", num_layers=num_layers, windows=windows)
+def window(config, *, architecture="Qwen3ForCausalLM"):
+    spec = parse_model_spec(QWEN3 | {"architectures": [architecture]} | config, origin="config.json")
+    return spec.sliding_window, spec.sliding_layers
 
 
 def test_latent_attention_of_deepseek_v3():
-    mla = parse_mla(LATENT, "config.json")
-    assert mla == MlaSpec(1536, 512, 128, 64, 128)
-    assert mla.qk_head_dim == 192
-    assert parse_mla(LATENT | {"q_lora_rank": None}, "config.json").q_lora_rank is None
+    def mla(**changes):
+        config = QWEN3 | LATENT | {"architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 4}
+        return parse_model_spec(config | changes, origin="config.json").mla
+
+    assert mla() == MlaSpec(1536, 512, 128, 64, 128)
+    assert mla().qk_head_dim == 192
+    assert mla(q_lora_rank=None).q_lora_rank is None
     with pytest.raises(UserError, match=r"config\.json has kv_lora_rank = None, needs a positive integer"):
-        parse_mla({}, "config.json")
+        mla(kv_lora_rank=None)
 
 
 def test_layers_with_a_window_equal_transformers():
@@ -57,14 +62,14 @@ def test_windows_that_are_off_and_windows_that_cannot_be():
     with pytest.raises(UserError, match="sliding_attention without use_sliding_window"):
         window({"layer_types": ["sliding_attention"] * 4})
     with pytest.raises(UserError, match="not supported in this family"):
-        window({"use_sliding_window": True}, windows="never")
+        window({"use_sliding_window": True}, architecture="LlamaForCausalLM")
     assert window({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 4}) == (None, ())
     mixed = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    assert window(mixed, windows="given") == (8, (0, 2))
+    assert window(mixed, architecture="MinistralForCausalLM") == (8, (0, 2))
     with pytest.raises(UserError, match="layers of type full_attention, but this family has its window in every layer"):
-        window(mixed, windows="everywhere")
-    assert window({"sliding_window": 8}, windows="everywhere") == (8, (0, 1, 2, 3))
-    assert window({"sliding_window": None, "layer_types": ["full_attention"] * 4}, windows="everywhere") == (None, ())
+        window(mixed, architecture="MistralForCausalLM")
+    assert window({"sliding_window": 8}, architecture="MistralForCausalLM") == (8, (0, 1, 2, 3))
+    assert window({"sliding_window": None, "layer_types": ["full_attention"] * 4}, architecture="MistralForCausalLM") == (None, ())
 
 
 @pytest.mark.parametrize("first", (0, 4))
@@ -101,10 +106,8 @@ def test_yarn_for_transformer_engine_is_in_the_softmax():
     assert spec.rotary.attention_factor == pytest.approx(1.1386294)
     assert fields["softmax_scale"] == pytest.approx(1.1386294**2 / 4)
     assert attention_fields(spec, attention="torch")["softmax_scale"] is None
-    whole, part = (
-        lacking_in_transformer_engine(dataclasses.replace(spec, rotary_fraction=fraction), cp=1, capability=(9, 0), fused=True)
-        for fraction in (1.0, 0.5)
-    )
+    half = dataclasses.replace(spec, rotary=dataclasses.replace(spec.rotary, frequencies=spec.rotary.frequencies[::2]))
+    whole, part = (lacking_in_transformer_engine(each, cp=1, capability=(9, 0), fused=True) for each in (spec, half))
     assert whole is None and part is not None and "YaRN on a part of the channels" in part
 
 

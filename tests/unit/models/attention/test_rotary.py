@@ -1,6 +1,7 @@
 """Rotary embeddings against transformers: frequencies of every kind, what config.json says, and the rotation itself."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,11 +10,12 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.rotary import RotarySpec, parse_rotary, parse_rotary_fraction, rotate
+from megatron_rl.models.attention.rotary import RotarySpec, rotate
 from megatron_rl.models.packed_sequences import packed_sequences
-from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
 
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 512}
 YARNS = {
@@ -29,31 +31,54 @@ YARNS = {
 }
 
 
-def parse(config, **arguments):
-    return parse_rotary(config, "config.json", max_position_embeddings=4096, interleaved=False, **arguments)
+SIZES = {
+    **{"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **{"intermediate_size": 96, "head_dim": 64, "max_position_embeddings": 4096},
+}
+
+
+def spec_of(config, architecture="Qwen3ForCausalLM", **changes):
+    return parse_model_spec(SIZES | {"architectures": [architecture]} | config | changes, origin="config.json")
+
+
+def parse(config, **changes):
+    return spec_of(config, **changes).rotary
+
+
+def frequencies(config, kind, **arguments):
+    """transformers' frequencies and factor."""
+    found, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", **arguments)
+    return tuple(found.tolist()), factor
 
 
 @pytest.mark.parametrize("case", YARNS)
 @pytest.mark.parametrize("head_dim", (64, 128))
 def test_yarn_equals_transformers(case, head_dim):
     config = transformers.Qwen3Config(head_dim=head_dim, max_position_embeddings=4096, rope_parameters=dict(YARNS[case]))
-    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-    spec = parse({"rope_parameters": YARNS[case]})
-    torch.testing.assert_close(spec.inverse_frequencies(head_dim), expected, rtol=1e-6, atol=0)
-    assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    spec = parse({"rope_parameters": YARNS[case]}, head_dim=head_dim)
+    assert (spec.frequencies, spec.attention_factor) == frequencies(config, "yarn")
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 3.0}
 
 
+DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
+
+
 @pytest.mark.parametrize("scaling", (LLAMA3 | {"rope_theta": 5e5}, LLAMA3 | {"rope_theta": 1e4, "low_freq_factor": 1.5}, LINEAR))
 def test_other_scalings_equal_transformers(scaling):
     config = transformers.LlamaConfig(head_dim=64, max_position_embeddings=4096, rope_parameters=dict(scaling))
-    expected, attention_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
-    spec = parse({"rope_parameters": scaling})
-    torch.testing.assert_close(spec.inverse_frequencies(64), expected, rtol=1e-6, atol=0)
-    assert spec.attention_factor == attention_factor
+    spec = parse({"rope_parameters": scaling}, architecture="LlamaForCausalLM")
+    assert (spec.frequencies, spec.attention_factor) == frequencies(config, scaling["rope_type"])
+
+
+def test_unscaled_frequencies_equal_transformers():
+    config = transformers.LlamaConfig(head_dim=64, rope_parameters=dict(DEFAULT))
+    expected, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    assert parse({"rope_parameters": DEFAULT}).frequencies == tuple(expected.tolist())
+    assert factor == parse({"rope_parameters": DEFAULT}).attention_factor == 1.0
+    torch.testing.assert_close(torch.tensor(parse({"rope_theta": 100.0}, head_dim=4).frequencies), torch.tensor([1.0, 0.1]))
 
 
 SHORT, LONG = [1.0 + 0.1 * pair for pair in range(32)], [1.5 + 0.5 * pair for pair in range(32)]
@@ -70,28 +95,26 @@ LONGROPES = {
 def test_longrope_equals_transformers(case):
     config = transformers.Qwen3Config(head_dim=64, max_position_embeddings=4096, rope_parameters=dict(LONGROPES[case]))
     spec = parse({"rope_parameters": LONGROPES[case]})
-    for length in (512, 513):
-        expected, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=length)
-        torch.testing.assert_close(spec.inverse_frequencies(64, long=length > 512), expected, rtol=1e-6, atol=0)
-        assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    assert (spec.frequencies, spec.attention_factor) == frequencies(config, "longrope", seq_len=512)
+    assert (spec.long_frequencies, spec.attention_factor) == frequencies(config, "longrope", seq_len=513)
 
 
 def test_longrope_takes_long_factors_by_length_without_padding():
-    spec = RotarySpec(1e4, "longrope", original_max_position_embeddings=6, short_factor=(1.0, 2.0), long_factor=(3.0, 5.0))
+    spec = RotarySpec(1e4, (1.0, 0.01 / 2), "longrope", long_frequencies=(1.0 / 3, 0.01 / 5), original_max_position_embeddings=6)
     # Sequences of 7, of 6 padded to 8, and of 2 tokens, on the second of two context-parallel ranks.
     packed = packed_sequences(np.array([0, 8, 16, 20]), lengths=np.array([7, 6, 2]), cp_size=2, cp_rank=1)
     positions = [2, 3, 4, 5, 2, 3, 4, 5, 1, 2]
     factors = [(3.0, 5.0)] * 4 + [(1.0, 2.0)] * 6
     expected = [[position / first, position * 0.01 / second] for position, (first, second) in zip(positions, factors, strict=True)]
-    cosine, sine = packed.angles(spec, dim=4, dtype=torch.float32)
+    cosine, sine = packed.angles(spec, dtype=torch.float32)
     torch.testing.assert_close(cosine[:, 0], torch.tensor(expected).cos())
     torch.testing.assert_close(sine[:, 0], torch.tensor(expected).sin())
 
 
 def test_longrope_in_the_spelling_of_phi_3():
-    config = {"rope_theta": 1e4, "original_max_position_embeddings": 512}
+    config = {"rope_theta": 1e4, "original_max_position_embeddings": 512, "head_dim": 64}
     scaling = {"type": "su", "short_factor": SHORT, "long_factor": LONG}
-    assert parse(config | {"rope_scaling": scaling}) == parse({"rope_parameters": LONGROPE})
+    assert parse(config | {"rope_scaling": scaling}, architecture="Phi3ForCausalLM") == parse({"rope_parameters": LONGROPE})
 
 
 @pytest.mark.parametrize("given", [{}, {"original_max_position_embeddings": 512}], ids=["absent", "in the scaling alone"])
@@ -99,11 +122,9 @@ def test_phi_3_takes_its_top_level_original_length(given, tiny_model):
     scaling = {"type": "longrope", "short_factor": SHORT[:6], "long_factor": LONG[:6], **given}
     path = tiny_model(family="phi3", max_position_embeddings=32768, rope_scaling=scaling)
     config = transformers.AutoConfig.from_pretrained(path)
-    expected, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=4097)
     spec = read_model_spec(path).rotary
     assert spec.original_max_position_embeddings == config.rope_parameters["original_max_position_embeddings"] == 4096
-    assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-12)
-    torch.testing.assert_close(spec.inverse_frequencies(12, long=True), expected, rtol=1e-6, atol=0)
+    assert (spec.long_frequencies, spec.attention_factor) == frequencies(config, "longrope", seq_len=4097)
 
 
 def test_both_spellings_of_yarn_agree():
@@ -114,17 +135,18 @@ def test_both_spellings_of_yarn_agree():
 
 
 def test_partial_rotary():
-    assert parse_rotary_fraction({}, "config.json", default=None) == 1.0
-    assert parse_rotary_fraction({}, "config.json", default=0.5) == 0.5
-    assert parse_rotary_fraction({"partial_rotary_factor": 0.25}, "config.json", default=0.5) == 0.25
-    assert parse_rotary_fraction({"rope_parameters": {"partial_rotary_factor": 0.75}}, "config.json", default=0.5) == 0.75
+    partly = partial(spec_of, architecture="GlmForCausalLM")
+    assert spec_of({}).rotary_dim == 64
+    assert partly({}).rotary_dim == 32
+    assert partly({"partial_rotary_factor": 0.25}).rotary_dim == 16
+    assert partly({"rope_parameters": {"partial_rotary_factor": 0.75}}).rotary_dim == 48
     with pytest.raises(UserError, match=r"partial_rotary_factor to 0\.5, needs 1\.0, because this family rotates all"):
-        parse_rotary_fraction({"partial_rotary_factor": 0.5}, "config.json", default=None)
+        spec_of({"partial_rotary_factor": 0.5})
     with pytest.raises(UserError, match=r"partial_rotary_factor to 1\.5, needs a number above 0 and up to 1"):
-        parse_rotary_fraction({"partial_rotary_factor": 1.5}, "config.json", default=0.5)
+        partly({"partial_rotary_factor": 1.5})
     for value in ("half", 0, -0.5, math.nan, True):
         with pytest.raises(UserError, match=f"has partial_rotary_factor = {value!r}, needs a positive number"):
-            parse_rotary_fraction({"partial_rotary_factor": value}, "config.json", default=0.5)
+            partly({"partial_rotary_factor": value})
 
 
 def test_theta_inside_of_rope_scaling_counts():
@@ -132,11 +154,10 @@ def test_theta_inside_of_rope_scaling_counts():
 
 
 def test_yarn_without_a_factor_takes_the_ratio_of_lengths():
-    config = transformers.Qwen3Config(max_position_embeddings=4096, rope_parameters=YARN | {"factor": None})
-    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    config = transformers.Qwen3Config(head_dim=64, max_position_embeddings=4096, rope_parameters=YARN | {"factor": None})
     spec = parse({"rope_parameters": YARN | {"factor": None}})
-    torch.testing.assert_close(spec.inverse_frequencies(config.head_dim), expected, rtol=1e-6, atol=0)
-    assert (spec.factor, spec.attention_factor) == (8.0, pytest.approx(attention_factor, rel=1e-12))
+    assert (spec.frequencies, spec.attention_factor) == frequencies(config, "yarn")
+    assert spec.factor == 8.0
     with pytest.raises(KeyError, match="factor"):
         transformers.Qwen3Config(rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 512})
 
@@ -170,7 +191,7 @@ def test_scalings_that_cannot_be_are_refused(scaling, message):
 
 
 def angles(num_tokens, dim):
-    angle = torch.arange(num_tokens)[:, None].double() * RotarySpec(100.0).inverse_frequencies(dim).double()
+    angle = torch.arange(num_tokens)[:, None].double() * 100.0 ** -(torch.arange(0, dim, 2).double() / dim)
     return angle.cos(), angle.sin()
 
 

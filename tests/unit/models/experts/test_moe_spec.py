@@ -75,7 +75,7 @@ def test_qwen3():
 def test_glm():
     spec = spec_of()
     assert spec.moe == MoeSpec(8, 4, 24, True, 1, 48, "sigmoid", True, 4, 2, 2.5)
-    assert (spec.qkv_bias, spec.qk_norm, spec.rotary_fraction, spec.num_mtp_layers) == (True, True, 0.5, 1)
+    assert (spec.qkv_bias, spec.qk_norm, spec.rotary_dim, spec.num_mtp_layers) == (True, True, 8, 1)
     assert [spec.moe.is_dense(layer) for layer in range(4)] == [True, False, False, False]
     plain = spec_of(attention_bias=False, use_qk_norm=False, n_shared_experts=0, n_group=1, topk_group=1)
     assert (plain.qkv_bias, plain.qk_norm, plain.moe.shared_ffn_hidden_size, plain.moe.num_groups) == (False, False, 0, None)
