@@ -179,14 +179,13 @@ def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | boo
     Example: megatron-rl plan /models/Qwen3-30B-A3B --gpu H100-80 --gpus 64
     """
     from megatron_rl.config.gpus import find_gpu
-    from megatron_rl.planning.command import parse_request, plans
+    from megatron_rl.planning.command import plans
 
     given = split_words(words, options=_own_options())
     topology = {name: size for name, size in layout.items() if size is not None}
-    status = 0
-    request = parse_request(given, gpu=find_gpu(gpu), num_gpus=gpus, topology=topology)
+    status, kind = 0, find_gpu(gpu)
     with _progress() as say:
-        answers = list(plans(request, say=say))
+        answers = list(plans(given, gpu=kind, num_gpus=gpus, topology=topology, say=say))
     for overrides, found, advice in answers:
         print("\n".join([overrides, *(line.rstrip() for line in found.lines()), *([advice] if advice else []), ""]), flush=True)
         status = status if found.fits else 2

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.config.derived import samples_per_prompt
 from megatron_rl.config.settings import (
     MAX_INTEGER,
     CriticSettings,
@@ -204,10 +203,9 @@ def _experts(topology: TopologySettings) -> Iterator[str]:
 
 def _batch(settings: Settings) -> Iterator[str]:
     data, steps = settings.data, settings.training.optimizer_steps_per_batch
-    samples = samples_per_prompt(settings)
-    sequences = data.prompts_per_step * samples
+    sequences = settings.sequences_per_step
     rows, prompts = counted(data.prompts_per_step, "row"), counted(data.prompts_per_step, "prompt")
-    product = rows if settings.supervised else f"{prompts} × {counted(samples, 'sample')} = {sequences}"
+    product = rows if settings.supervised else f"{prompts} × {counted(data.samples_per_prompt, 'sample')} = {sequences}"
     if sequences > MAX_INTEGER:
         yield f"{product} in a step are more than {MAX_INTEGER}; lower data.prompts_per_step"
     elif sequences % steps:
@@ -297,7 +295,7 @@ def _annealing(schedule: ScheduleSettings, steps: int) -> Iterator[str]:
 def _critic(settings: Settings) -> Iterator[str]:
     steps_per_batch = settings.training.optimizer_steps_per_batch
     steps, warmup = settings.run.num_steps * steps_per_batch, settings.training.critic.warmup_steps
-    if settings.has_critic and warmup >= steps:
+    if settings.objective.has_critic and warmup >= steps:
         yield (
             f"training.critic.warmup_steps is {warmup}, but the run has run.num_steps {settings.run.num_steps} × "
             f"training.optimizer_steps_per_batch {steps_per_batch} = {counted(steps, 'optimizer step')}, so the policy would never learn; "
@@ -365,7 +363,7 @@ def _unused_when_supervised(settings: Settings) -> Iterator[str]:
 
 
 def _unused_critic(settings: Settings) -> Iterator[str]:
-    if not settings.has_critic and settings.training.critic != CriticSettings():
+    if not settings.objective.has_critic and settings.training.critic != CriticSettings():
         kind = settings.objective.advantage.kind
         yield f"the section training.critic has no effect: objective.advantage.kind is {kind}, only gae trains a critic"
 

@@ -3,10 +3,10 @@
 Each decision has its reason.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import counted
@@ -14,6 +14,7 @@ from megatron_rl.errors import counted
 CORES_PER_REWARD_WORKER = 4
 """Cores of the machine per reward worker; ranks, engines and the driver take the others."""
 _MOST_REWARD_WORKERS = 32
+Section = TypeVar("Section")
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 """Fields of megatron-core's TransformerConfig: keep only the inputs of layers."""
 
@@ -99,6 +100,13 @@ def _is_given(settings: Settings, path: str) -> bool:
     *sections, name = path.split(".")
     owner: Any = reduce(lambda section, part: vars(section)[part], sections, settings)
     return name in (owner if isinstance(owner, dict) else owner.model_fields_set)
+
+
+def with_values(section: Section, values: Mapping[str, Any]) -> Section:
+    """Return `section` with these values at their dotted paths."""
+    for path, value in values.items():
+        section = _with(section, path.split("."), value)
+    return section
 
 
 def _with(section: Any, path: list[str], value: Any) -> Any:

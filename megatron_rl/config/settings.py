@@ -391,14 +391,21 @@ class Settings(Section):
         return self.weights.transport or ("ipc" if self.runtime.colocate else "broadcast")
 
     @property
-    def keeps_reference(self) -> bool:
-        """True when ranks keep the initial weights.
-
-        The objective reads the weights, or their KL is to be measured.
-        """
-        return self.training.keeps_reference(self.objective)
+    def sequences_per_step(self) -> int:
+        """Number of sequences of a step: the samples of all groups, or one for each supervised row."""
+        return self.data.prompts_per_step * (1 if self.supervised else self.data.samples_per_prompt)
 
     @property
-    def has_critic(self) -> bool:
-        """True when a critic is trained beside the policy."""
-        return self.objective.has_critic
+    def sequences_per_optimizer_step(self) -> int:
+        """Number of sequences of an optimizer step."""
+        return self.sequences_per_step // self.training.optimizer_steps_per_batch
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of optimizer steps of the run."""
+        return self.run.num_steps * self.training.optimizer_steps_per_batch
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.data.max_prompt_tokens + self.rollout.sampling.max_response_tokens

@@ -34,9 +34,9 @@ from megatron_rl.versions import installed_version, transformer_engine_release
 
 with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.planning.measurement import Job, measure
-    from megatron_rl.planning.run_plan import CONTEXT_BYTES, on_gpu, stage_memories
-    from megatron_rl.planning.step_time import Flops, ModelSize, Rates, Step, full_lengths
+    from megatron_rl.planning.measurement import measure
+    from megatron_rl.planning.run_plan import CONTEXT_BYTES, make_job, stage_memories
+    from megatron_rl.planning.step_time import ModelSize, Rates, Step
     from megatron_rl.runtime.colocation import SharedDevices, Turn
     from megatron_rl.training.offload import PARTS
     from megatron_rl.weights.parity import sample_probe
@@ -248,8 +248,16 @@ def plan(node: Node) -> Iterator[Check]:
     measured = ranks.apply(on_rank.rates, spec=spec, num_tokens=num_tokens, length=length, dtype=node.dtype)
     # Other ranks wait for the slowest rank.
     rates = Rates(*map(min, zip(*map(astuple, measured), strict=True)))
-    size, itemsize = ModelSize.of(spec), getattr(torch, node.dtype).itemsize
-    parts = Step.of(settings, size, Flops.of(size, full_lengths(settings)), per_node=count, itemsize=itemsize).parts(rates)
+    step = Step.of(
+        settings.training,
+        ModelSize.of(spec),
+        recompute=None,
+        longest=length,
+        num_sequences=num_sequences,
+        per_node=count,
+        itemsize=getattr(torch, node.dtype).itemsize,
+    )
+    parts = step.parts(rates)
     ratio, (least, most) = seconds / sum(parts.values()), STEP_SECONDS[node.kind]
     text = (
         f"{seconds:.3f} s, {ratio:.2f} of {sum(parts.values()):.3f} s ({', '.join(f'{name} {value:.3f}' for name, value in parts.items())})"
@@ -262,11 +270,10 @@ def plan(node: Node) -> Iterator[Check]:
 def _planned_bytes(node: Node, settings: Settings) -> int:
     """Return the planned bytes of a step beyond weights, gradients and optimizer."""
     fused = node.kind == "cuda"
-    planned_as = on_gpu(settings, "transformer_engine") if fused else settings
-    (answer,) = measure([Job(planned_as, read_model_spec(settings.model.path), fused=fused)])
+    (answer,) = measure([make_job(settings, read_model_spec(settings.model.path), attention="transformer_engine" if fused else None)])
     if answer.refused is not None:
         raise MegatronRLError(f"the plan refused the layout: {answer.refused}")
-    (stage,) = stage_memories(planned_as, answer, frees_outputs=fused)
+    (stage,) = stage_memories(settings, answer, frees_outputs=fused)
     return stage.trained
 
 

@@ -2,29 +2,27 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from megatron_rl.config.checks import contradictions
+from megatron_rl.config.decided import with_values
 from megatron_rl.config.gpus import Gpu
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.overrides import Words
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import RolloutSettings, Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.device import local_device, quiet_megatron_imports
 from megatron_rl.engines.server_args import validate_server_args
 from megatron_rl.errors import UserError, counted
-from megatron_rl.planning.engine_memory import plan_engine
 from megatron_rl.planning.records import RunPlan
 
 with quiet_megatron_imports():
     from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
-    from megatron_rl.planning.levers import remedy
-    from megatron_rl.planning.run_plan import on_gpu, plan_run, planned_attention
-    from megatron_rl.planning.search import best_layouts
+    from megatron_rl.planning.run_plan import on_gpu, plan_engine, plan_run, planned_attention
+    from megatron_rl.planning.search import best_layouts, remedy
     from megatron_rl.training.model_check import check_model
     from megatron_rl.training.trained_model import model_dtype
 
@@ -32,61 +30,51 @@ _SETTINGS_SUFFIXES = (".yaml", ".yml")
 _SIZES = ("tp", "pp", "cp", "ep", "etp")
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The request: model, words of the settings, and GPUs.
+def split_model(words: Words) -> tuple[Path | None, Words]:
+    """Return the model, a directory or a config.json, and the words of the settings.
 
-    The model is a directory or a config.json; None takes the model of the settings. `topology` are
-    the given parts of training.topology, by name; `num_gpus` alone asks for layouts.
+    The file of `words` is the model unless it is YAML; None takes the model of the settings.
     """
-
-    model: Path | None
-    words: Words
-    gpu: Gpu
-    num_gpus: int | None
-    topology: Mapping[str, object]
-
-
-def parse_request(words: Words, *, gpu: Gpu, num_gpus: int | None, topology: Mapping[str, object]) -> Request:
-    """Parse the command's words.
-
-    The file of `words` is the model, unless the file is YAML.
-    """
-    given = words.config
-    if given is not None and given.suffix not in _SETTINGS_SUFFIXES:
-        return Request(given, Words(None, words.overrides), gpu, num_gpus, topology)
-    if given is None and not any(override.startswith("model.path=") for override in words.overrides):
+    if words.config is not None and words.config.suffix not in _SETTINGS_SUFFIXES:
+        return words.config, Words(None, words.overrides)
+    if words.config is None and not any(override.startswith("model.path=") for override in words.overrides):
         raise UserError("plan was given no model; give a Hugging Face directory, its config.json, or a settings file with model.path")
-    return Request(None, words, gpu, num_gpus, topology)
+    return None, words
 
 
-def plans(request: Request, *, say: Callable[[str], None] = lambda words: None) -> Iterator[tuple[str, RunPlan, str | None]]:
+def plans(
+    words: Words, *, gpu: Gpu, num_gpus: int | None, topology: Mapping[str, object], say: Callable[[str], None] = lambda words: None
+) -> Iterator[tuple[str, RunPlan, str | None]]:
     """Yield the plan of the given layout, or plans of the best layouts, with overrides for a run.
 
+    `topology` are the given parts of training.topology, by name; `num_gpus` alone asks for layouts.
     A plan of a given layout that does not fit comes with the overrides that would make the plan
     fit. `say` gets the name of the layout under construction. Raises UserError, also when no layout
     fits.
     """
-    bare = request.words.config is None
-    settings = load_settings(request.words.config, [*_overrides(request, bare=bare)], on_gpus=False)
+    model, words = split_model(words)
+    bare = words.config is None
+    settings = load_settings(words.config, [*_overrides(model, words, topology)], on_gpus=False)
     if settings.rollout.sglang:
         validate_server_args(settings.rollout.sglang)
-    spec = read_spec(request.model or settings.model.path)
-    if bare and not any(override.startswith("rollout.sglang.tp_size=") for override in request.words.overrides):
-        settings = _with_engine_size(settings, spec, request.gpu)
-    shared = [settings] if request.num_gpus is None else list(shares(settings, num_gpus=request.num_gpus))
-    if request.num_gpus is None or request.topology:
-        chosen = _first_divided(shared, num_gpus=request.num_gpus)
-        _check(chosen, spec, request.gpu)
-        say("building a rank of each pipeline stage")
-        plan = plan_run(chosen, spec, gpu=request.gpu, num_nodes=None)
-        say("trying what would make it fit" if plan.peak > request.gpu.memory_bytes else "built")
-        advice = remedy(chosen, spec, gpu=request.gpu) if plan.peak > request.gpu.memory_bytes else None
-        yield _as_overrides(chosen, bare=bare), plan, advice
+    spec = read_spec(model or settings.model.path)
+    if bare and not any(override.startswith("rollout.sglang.tp_size=") for override in words.overrides):
+        size = _engine_size(settings.rollout, spec, gpu, longest=settings.longest_sequence)
+        settings = with_values(settings, {"rollout.sglang.tp_size": size})
+    shared = [settings] if num_gpus is None else list(shares(settings, num_gpus=num_gpus))
+    given = num_gpus is None or bool(topology)
+    chosen = _first_divided(shared, num_gpus=num_gpus) if given else settings
+    # What `train --check --config-only` refuses.
+    attention = planned_attention(chosen.model, spec, gpu, cp=chosen.training.topology.cp)
+    check_model(chosen, spec, dtype=model_dtype(on_gpu(chosen.model, attention), local_device()), attention=attention)
+    if not given:
+        for number, (one, plan) in enumerate(_best(shared, spec, gpu=gpu, say=say), start=1):
+            yield f"{number}. {_as_overrides(one, bare=bare)}", plan, None
         return
-    _check(settings, spec, request.gpu)
-    for number, (chosen, plan) in enumerate(_best(shared, spec, gpu=request.gpu, say=say), start=1):
-        yield f"{number}. {_as_overrides(chosen, bare=bare)}", plan, None
+    say("building a rank of each pipeline stage")
+    plan = plan_run(chosen, spec, gpu=gpu, num_nodes=None)
+    say("trying what would make it fit" if plan.peak > gpu.memory_bytes else "built")
+    yield _as_overrides(chosen, bare=bare), plan, remedy(chosen, spec, gpu=gpu) if plan.peak > gpu.memory_bytes else None
 
 
 def shares(settings: Settings, *, num_gpus: int) -> Iterator[Settings]:
@@ -99,32 +87,21 @@ def shares(settings: Settings, *, num_gpus: int) -> Iterator[Settings]:
     """
     size = settings.rollout.ranks_per_engine
     if settings.supervised:
-        yield _divided(settings, num_ranks=num_gpus, num_engines=settings.rollout.num_engines)
-        return
-    if settings.runtime.colocate:
+        divided = [(num_gpus, settings.rollout.num_engines)]
+    elif settings.runtime.colocate:
         if num_gpus % size:
             raise UserError(f"{counted(num_gpus, 'GPU')} cannot be divided by engines of {size}; set rollout.sglang.tp_size to a divisor")
-        yield _divided(settings, num_ranks=num_gpus, num_engines=num_gpus // size)
-        return
-    if num_gpus <= size:
-        raise UserError(
-            f"{counted(num_gpus, 'GPU')} cannot hold a Megatron rank beside an engine of {counted(size, 'GPU')}; use more GPUs, or let "
-            "them take turns with runtime.colocate=true"
-        )
-    counts = [max(1, num_gpus * quarters // 4 // size) for quarters in (2, 1, 3)]
-    for engines in dict.fromkeys([*counts, 1]):
-        if engines * size < num_gpus:
-            yield _divided(settings, num_ranks=num_gpus - engines * size, num_engines=engines)
-
-
-def _divided(settings: Settings, *, num_ranks: int, num_engines: int) -> Settings:
-    topology = settings.training.topology.model_copy(update={"num_ranks": num_ranks})
-    return settings.model_copy(
-        update={
-            "training": settings.training.model_copy(update={"topology": topology}),
-            "rollout": settings.rollout.model_copy(update={"num_engines": num_engines}),
-        }
-    )
+        divided = [(num_gpus, num_gpus // size)]
+    else:
+        if num_gpus <= size:
+            raise UserError(
+                f"{counted(num_gpus, 'GPU')} cannot hold a Megatron rank beside an engine of {counted(size, 'GPU')}; use more GPUs, or let "
+                "them take turns with runtime.colocate=true"
+            )
+        counts = dict.fromkeys([*(max(1, num_gpus * quarters // 4 // size) for quarters in (2, 1, 3)), 1])
+        divided = [(num_gpus - engines * size, engines) for engines in counts if engines * size < num_gpus]
+    for num_ranks, num_engines in divided:
+        yield with_values(settings, {"training.topology.num_ranks": num_ranks, "rollout.num_engines": num_engines})
 
 
 def _first_divided(shared: Sequence[Settings], *, num_gpus: int | None) -> Settings:
@@ -155,12 +132,6 @@ def _best(shared: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, say: Callabl
     raise refused[most]
 
 
-def _check(settings: Settings, spec: ModelSpec, gpu: Gpu) -> None:
-    """Raise UserError for a model that `train --check --config-only` refuses."""
-    attention = planned_attention(settings, spec, gpu)
-    check_model(settings, spec, dtype=model_dtype(on_gpu(settings, attention).model, local_device()), attention=attention)
-
-
 def read_spec(path: Path) -> ModelSpec:
     """Return the architecture of a Hugging Face directory or of a config.json. Raises UserError."""
     if path.is_dir():
@@ -176,33 +147,30 @@ def read_spec(path: Path) -> ModelSpec:
     return parse_model_spec(config, origin=str(path))
 
 
-def _overrides(request: Request, *, bare: bool) -> Iterator[str]:
+def _overrides(model: Path | None, words: Words, topology: Mapping[str, object]) -> Iterator[str]:
     """Yield overrides: a plan's needs without a settings file, the user's, and the layout."""
+    bare = words.config is None
     if bare:
         yield from ("run.directory=.", "data.train=.", "training.optimizer.use_distributed_optimizer=true")
-    if request.model is not None:
-        yield f"model.path={json.dumps(str(request.model))}"
-    yield from request.words.overrides
-    yield from (f"training.topology.{name}={json.dumps(value)}" for name, value in request.topology.items())
-    if bare and request.topology and "num_ranks" not in " ".join(request.words.overrides):
+    if model is not None:
+        yield f"model.path={json.dumps(str(model))}"
+    yield from words.overrides
+    yield from (f"training.topology.{name}={json.dumps(value)}" for name, value in topology.items())
+    if bare and topology and "num_ranks" not in " ".join(words.overrides):
         # Ranks are counted when the GPUs are divided; until then any number divisible by the layout serves.
-        sizes = [size for name, size in request.topology.items() if name in _SIZES and isinstance(size, int)]
-        yield f"training.topology.num_ranks={prod([int(size) for size in sizes])}"
+        yield f"training.topology.num_ranks={prod(size for name, size in topology.items() if name in _SIZES and isinstance(size, int))}"
 
 
-def _with_engine_size(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Settings:
-    """Return settings with engines of the fewest GPUs of a node that suffice.
+def _engine_size(rollout: RolloutSettings, spec: ModelSpec, gpu: Gpu, *, longest: int) -> int:
+    """Return the fewest GPUs of a node that hold the model and four of the longest sequences.
 
-    An engine must hold the model and four of the longest sequences. A whole node is taken when no
-    smaller engine suffices.
+    A whole node is taken when no smaller engine suffices.
     """
-    for num_gpus in (size for size in (1, 2, 4, 8, 16) if size <= gpu.per_node):
-        sglang = {**settings.rollout.sglang, "tp_size": num_gpus}
-        sized = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"sglang": sglang})})
-        engine = plan_engine(sized, spec, gpu, shared_with=0)
+    for size in (size for size in (1, 2, 4, 8, 16) if size <= gpu.per_node):
+        engine = plan_engine(with_values(rollout, {"sglang.tp_size": size}), spec, gpu, longest=longest, shared_with=0)
         if engine.cache_tokens >= 4 * engine.longest_sequence:
             break
-    return sized
+    return size
 
 
 def _as_overrides(settings: Settings, *, bare: bool) -> str:

@@ -5,17 +5,9 @@ from itertools import groupby
 
 import torch
 
-from megatron_rl.config.derived import (
-    Derived,
-    derive,
-    dtype_name,
-    request_deadline_s,
-    start_deadline_s,
-    step_deadline_s,
-    sync_deadline_s,
-)
+from megatron_rl.config.derived import dtype_name, request_deadline_s, start_deadline_s, step_deadline_s, sync_deadline_s
 from megatron_rl.config.gpus import find_gpu
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, SamplingSettings, Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.device import chosen_backends, chosen_row_maths, quiet_megatron_imports
 from megatron_rl.errors import counted
@@ -34,63 +26,78 @@ with quiet_megatron_imports():
 
 
 def launch_plan(settings: Settings, target: Target) -> dict[str, Mapping[str, str]]:
-    """Return titled tables: results of the settings, the launch with places, and the packages in
-    use.
-    """
+    """Return titled tables: what the settings add up to, the launch with places, and packages in use."""
+    placement, address = target.placement(settings), settings.runtime.ray_address
+    elsewhere = {"nodes": f"those of the cluster at {address}, asked when the run starts"}
+    kind = target.device.kind
+    dtype, attention = dtype_name(settings.model, device_kind=kind), target.attention(settings, read_model_spec(settings.model.path))
+    backends = {
+        "device": f"{kind}, {dtype}",
+        "attention": attention_name(attention, settings.model.megatron),
+        "statistics of logits": chosen_row_maths(kind, dtype),
+    }
+    if torch.cuda.is_available():
+        backends["GPUs here"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
     return {
-        "What the settings add up to": _sizes(settings, derive(settings)),
+        "What the settings add up to": sizes(settings),
         "What would be launched": _processes(settings, target),
-        "Where it would be placed": _places(settings, target),
-        "What it would run on": _backends(settings, target),
+        "Where it would be placed": elsewhere if placement is None else placement_rows(placement, Topology.of(settings.training.topology)),
+        "What it would run on": backends | {f"{package} here": version for package, version in chosen_backends().items()},
     }
 
 
 def memory_plan(settings: Settings) -> RunPlan | None:
-    """Return the run's need of the GPUs named by `runtime.cluster.gpu`; None without a name.
-
-    Takes seconds; see `plan_run`.
-    """
+    """Return the run's need of the GPUs named by `runtime.cluster.gpu`, in seconds; None without a name."""
     cluster = settings.runtime.cluster
     if cluster.gpu is None:
         return None
     return plan_run(settings, read_model_spec(settings.model.path), gpu=find_gpu(cluster.gpu), num_nodes=cluster.num_nodes)
 
 
-def _sizes(settings: Settings, derived: Derived) -> dict[str, str]:
-    data, training, cp = settings.data, settings.training, settings.training.topology.cp
-    prompts, samples = counted(data.prompts_per_step, "prompt"), counted(data.samples_per_prompt, "sample")
-    group = counted(data.prompts_per_step, "row") if settings.supervised else f"{prompts} × {samples}"
+def sizes(settings: Settings) -> dict[str, str]:
+    """Return the totals of a run with their arithmetic.
+
+    Tokens are upper bounds; of supervised training only a row tells the length of a response.
+    """
+    data, training, run = settings.data, settings.training, settings.run
+    per_step, steps = settings.sequences_per_step, training.optimizer_steps_per_batch
+    prompts, cp = counted(data.prompts_per_step, "prompt"), training.topology.cp
+    group = counted(data.prompts_per_step, "row")
+    group = group if settings.supervised else f"{prompts} × {counted(data.samples_per_prompt, 'sample')}"
+    evaluations = 1 + _rounds(run.num_steps, run.eval_interval) if data.eval is not None and run.eval_interval else 0
     rows = {
-        "sequences per step": f"{group} = {derived.sequences_per_step}",
-        "sequences per optimizer step": f"{derived.sequences_per_step} / "
-        f"{counted(training.optimizer_steps_per_batch, 'optimizer step')} = {derived.sequences_per_optimizer_step}",
-        "optimizer steps": f"{settings.run.num_steps} × {training.optimizer_steps_per_batch} = {derived.optimizer_steps}",
-        "sequences in all": f"{settings.run.num_steps} × {derived.sequences_per_step} = {derived.total_sequences}",
-        "tokens per micro-batch": f"at most {training.max_tokens_per_micro_batch} × cp {cp} = {derived.micro_batch_tokens}",
-        "evaluations, checkpoints": f"{derived.evaluations}, {derived.checkpoints}",
+        "sequences per step": f"{group} = {per_step}",
+        "sequences per optimizer step": f"{per_step} / {counted(steps, 'optimizer step')} = {settings.sequences_per_optimizer_step}",
+        "optimizer steps": f"{run.num_steps} × {steps} = {settings.optimizer_steps}",
+        "sequences in all": f"{run.num_steps} × {per_step} = {run.num_steps * per_step}",
+        "tokens per micro-batch": f"at most {training.max_tokens_per_micro_batch} × cp {cp} = {training.max_tokens_per_micro_batch * cp}",
+        "evaluations, checkpoints": f"{evaluations}, {_rounds(run.num_steps, run.save_interval)}",
     }
-    if derived.max_sequence_tokens is not None:
-        response = settings.rollout.sampling.max_response_tokens
-        rows["tokens per sequence"] = f"at most {data.max_prompt_tokens} + {response} = {derived.max_sequence_tokens}"
-        staleness = settings.rollout.max_staleness
-        rows["groups made ahead"] = (
-            f"at most {counted(staleness, 'step')} × {counted(data.prompts_per_step, 'group')} = {derived.groups_ahead}, while a step "
-            "trains"
-            if staleness
-            else "none: generation and training take turns (rollout.max_staleness 0)"
-        )
-        rows["tokens per step"] = f"at most {derived.max_sequence_tokens} × {derived.sequences_per_step} = {derived.max_step_tokens}"
-    return rows
+    if settings.supervised:
+        return rows
+    longest, response, staleness = settings.longest_sequence, settings.rollout.sampling.max_response_tokens, settings.rollout.max_staleness
+    groups, ahead = counted(data.prompts_per_step, "group"), staleness * data.prompts_per_step
+    return rows | {
+        "tokens per sequence": f"at most {data.max_prompt_tokens} + {response} = {longest}",
+        "groups made ahead": f"at most {counted(staleness, 'step')} × {groups} = {ahead}, while a step trains"
+        if staleness
+        else "none: generation and training take turns (rollout.max_staleness 0)",
+        "tokens per step": f"at most {longest} × {per_step} = {longest * per_step}",
+    }
+
+
+def _rounds(steps: int, interval: int) -> int:
+    """Count actions every `interval` steps (0: never) and after `steps` steps."""
+    return 1 if interval == 0 else -(-steps // interval)
 
 
 def _processes(settings: Settings, target: Target) -> dict[str, str]:
     runtime, topology, device = settings.runtime, Topology.of(settings.training.topology), target.device
-    place = "one GPU each" if device.kind == "cuda" else "on the CPU"
-    rows = {
-        "Ray": _ray(settings, target),
-        "Megatron": f"{topology}, {place}, {device.backend}",
-    }
-    if settings.has_critic:
+    place, several = "one GPU each" if device.kind == "cuda" else "on the CPU", target.nodes is not None and len(target.nodes) > 1
+    ray = f"a cluster of {len(target.nodes or ())} nodes, whose address the run is given (--ray-address)"
+    ray = f"the cluster at {runtime.ray_address}" if runtime.ray_address is not None else ray if several else "a local one, on loopback"
+    rows = {"Ray": ray, "Megatron": f"{topology}, {place}, {device.backend}"}
+    if settings.objective.has_critic:
         rows["critic"] = f"on the same ranks, learning rate {critic_optimizer(settings.training)['lr']:g}"
     if settings.supervised:
         return rows | {"SGLang": "none: supervised training"}
@@ -102,46 +109,18 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
         "SGLang's arguments": " ".join(f"{name}={format_value(value)}" for name, value in arguments.items()),
         "reward workers": f"{settings.reward.num_workers}, {settings.reward.function}",
         "weight sync": weight_sync(settings, device_kind=device.kind),
-        "deadlines": _deadlines(settings),
+        "deadlines": _deadlines(settings.model, settings.rollout.sampling),
     }
 
 
-def _deadlines(settings: Settings) -> str:
-    """Return the deadlines of work on the model; by default from the model's bytes."""
-    model = settings.model
+def _deadlines(model: ModelSettings, sampling: SamplingSettings) -> str:
     seconds = {
         "start": start_deadline_s(model),
         "weight sync": sync_deadline_s(model),
         "training step": step_deadline_s(model),
-        "request": request_deadline_s(model, settings.rollout.sampling),
+        "request": request_deadline_s(model, sampling),
     }
     return ", ".join(f"{name} {value:,.0f} s" for name, value in seconds.items())
-
-
-def _ray(settings: Settings, target: Target) -> str:
-    if settings.runtime.ray_address is not None:
-        return f"the cluster at {settings.runtime.ray_address}"
-    if target.nodes is not None and len(target.nodes) > 1:
-        return f"a cluster of {len(target.nodes)} nodes, whose address the run is given (--ray-address)"
-    return "a local one, on loopback"
-
-
-def _places(settings: Settings, target: Target) -> dict[str, str]:
-    placement = target.placement(settings)
-    if placement is None:
-        return {"nodes": f"those of the cluster at {settings.runtime.ray_address}, asked when the run starts"}
-    return placement_rows(placement, Topology.of(settings.training.topology))
-
-
-def _backends(settings: Settings, target: Target) -> dict[str, str]:
-    chosen = {
-        "device": f"{target.device.kind}, {dtype_name(settings.model, device_kind=target.device.kind)}",
-        "attention": attention_name(target.attention(settings, read_model_spec(settings.model.path)), settings.model.megatron),
-        "statistics of logits": chosen_row_maths(target.device.kind, dtype_name(settings.model, device_kind=target.device.kind)),
-    }
-    if torch.cuda.is_available():
-        chosen["GPUs here"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
-    return chosen | {f"{package} here": version for package, version in chosen_backends().items()}
 
 
 def placement_rows(placement: Placement, topology: Topology) -> dict[str, str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, TrainingSettings
 from megatron_rl.deadlines import PLANNING_S
 from megatron_rl.device import local_device, prepare_megatron, quiet_megatron_imports
 from megatron_rl.errors import MegatronRLError, UserError
@@ -27,17 +27,22 @@ if TYPE_CHECKING:
     from megatron_rl.planning.rank import RankMemory, TeacherMemory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One layout to measure: `fused` for a GPU with fused kernels, otherwise as on the CPU.
+    """One layout to measure: ranks of `training` with a model of `spec`, and the distilled `teacher`.
 
-    `teacher` is the distilled teacher.
+    Sequences have up to `longest` tokens, the run has `total_steps` optimizer steps. `fused` counts
+    a GPU's fused kernels, otherwise as on the CPU.
     """
 
-    settings: Settings
+    model: ModelSettings
+    training: TrainingSettings
     spec: "ModelSpec"
+    teacher: "ModelSpec | None"
+    has_critic: bool
+    longest: int
+    total_steps: int
     fused: bool
-    teacher: "ModelSpec | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +82,13 @@ def measure(jobs: Sequence[Job]) -> list[Answer]:
 def answer(job: Job) -> Answer:
     """Measure one layout in this process, made ready by `prepare`."""
     with quiet_megatron_imports():
-        from megatron_rl.planning.stages import measure_stages, measure_teacher_stages
+        from megatron_rl.planning.rank import measure_stages, measure_teacher_stages
     try:
-        policy = measure_stages(job.settings, job.spec, fused=job.fused, critic=False)
-        critic = measure_stages(job.settings, job.spec, fused=job.fused, critic=True) if job.settings.has_critic else ()
-        teacher = () if job.teacher is None else measure_teacher_stages(job.settings, job.teacher, fused=job.fused)
+        policy = measure_stages(job, critic=False)
+        critic = measure_stages(job, critic=True) if job.has_critic else ()
+        return Answer(policy, critic, () if job.teacher is None else measure_teacher_stages(job, job.teacher))
     except UserError as error:
         return Answer(refused=str(error))
-    return Answer(policy, critic, teacher)
 
 
 def prepare() -> None:

@@ -1,4 +1,4 @@
-"""Memory needs of one rank of a layout.
+"""Memory needs of a layout's ranks, one for each kind of pipeline stage.
 
 Measured on the real model, gradient buffers and optimizer, and on a forward and backward pass.
 
@@ -7,31 +7,39 @@ channels.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from megatron_rl.config.derived import derive
-from megatron_rl.config.settings import Settings
+from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.data.packing import sequence_multiple
-from megatron_rl.device import Device
+from megatron_rl.device import local_device
 from megatron_rl.models.build import PolicyModel, TrainedModel, forward_selected
+from megatron_rl.models.experts.moe_fields import has_experts
+from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.planning.measurement import Job
+from megatron_rl.planning.meta import rank_without_memory
 from megatron_rl.planning.records import Collective
 from megatron_rl.planning.tracking import MemoryTracker
 from megatron_rl.training.critic import critic_optimizer
 from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_rl.training.offload import ModelMemory, page_locked_bytes, piece_sizes
 from megatron_rl.training.passes import Policy
-from megatron_rl.training.teacher import build_teacher, teacher_tensors
+from megatron_rl.training.teacher import build_teacher, teacher_config, teacher_tensors
 from megatron_rl.training.topology import Place, Topology
-from megatron_rl.training.trained_model import build_trained_model
+from megatron_rl.training.trained_model import build_trained_model, model_dtype
 from megatron_rl.types import TrainBatch
 
 
@@ -100,61 +108,90 @@ class TeacherMemory:
     resting: int
 
 
-def full_batch(settings: Settings, topology: Topology) -> TrainBatch:
-    """Return the largest micro-batch: sequences of the greatest length that fill the token budget.
+Memory = TypeVar("Memory", RankMemory, TeacherMemory)
+
+
+def measure_stages(job: Job, *, critic: bool) -> tuple[RankMemory, ...]:
+    """Return the memory of the first rank of each pipeline stage, of the policy or a `critic`.
+
+    Raises UserError for refusals of the model or megatron-core.
+    """
+    topology, dtype = job.training.topology, model_dtype(job.model, local_device())
+    config = transformer_config(job.spec, topology=topology, dtype=dtype, overrides=job.model.megatron, attention="torch")
+    return _each_stage(config, job, partial(_measure_rank, job, critic=critic))
+
+
+def measure_teacher_stages(job: Job, teacher: ModelSpec) -> tuple[TeacherMemory, ...]:
+    """Return the same for the teacher. Raises UserError also where it does not fit the policy's layout."""
+    dtype = model_dtype(job.model, local_device())
+    config = teacher_config(job.model, job.training.topology, teacher, dtype=dtype, attention="torch")
+    return _each_stage(config, job, partial(_measure_teacher, job, teacher))
+
+
+def _each_stage(config: TransformerConfig, job: Job, measure: Callable[[Topology, TrainBatch], Memory]) -> tuple[Memory, ...]:
+    """Return the result of `measure` on the first rank of each stage; equal stages are built once."""
+    topology = Topology.of(job.training.topology)
+    batch = full_batch(topology, longest=job.longest, budget=job.training.max_tokens_per_micro_batch)
+    measured: dict[object, Memory] = {}
+    stages = []
+    for stage in range(topology.pp):
+        kind = (stage == 0, stage == topology.pp - 1, _layers(config, topology, stage))
+        if kind not in measured:
+            with rank_without_memory(topology, rank=topology.first_rank(stage), fused=job.fused):
+                measured[kind] = measure(topology, batch)
+        stages.append(measured[kind])
+    return tuple(stages)
+
+
+def _layers(config: TransformerConfig, topology: Topology, stage: int) -> tuple[tuple[bool, ...], ...]:
+    """Return True for each layer with experts, for each chunk of a stage."""
+    layers = []
+    for chunk in [None] if topology.vpp == 1 else range(topology.vpp):
+        first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
+        count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
+        layers.append(tuple(has_experts(config, layer) for layer in range(first, first + count)))
+    return tuple(layers)
+
+
+def full_batch(topology: Topology, *, longest: int, budget: int) -> TrainBatch:
+    """Return the largest micro-batch: sequences of `longest` tokens that fill a rank's `budget`.
 
     Every token but the first is trainable.
     """
     unit = sequence_multiple(topology.cp)
-    longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
     longest = -(-longest // unit) * unit
-    budget = max(longest, settings.training.max_tokens_per_micro_batch * topology.cp)
-    whole, rest = divmod(budget, longest)
-    lengths = np.array([longest] * whole + [rest // unit * unit] * (rest >= 2 * unit))
-    mask = np.ones(lengths.sum(), np.bool_)
-    mask[np.cumsum(lengths) - lengths] = False
-    return TrainBatch(
-        tokens=np.zeros(lengths.sum()),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]),
-        prompt_lengths=np.ones(len(lengths), np.int64),
-        loss_mask=mask,
-        rollout_log_probs=np.zeros(lengths.sum()),
-        weight_versions=np.zeros(lengths.sum()),
+    whole, rest = divmod(max(longest, budget * topology.cp), longest)
+    lengths = [longest] * whole + [rest // unit * unit] * (rest >= 2 * unit)
+    return batch_from_sequences(
+        prompts=[np.zeros(1, np.int64)] * len(lengths),
+        responses=[np.zeros(length - 1, np.int64) for length in lengths],
         rewards=np.zeros(len(lengths)),
-        group_ids=np.arange(len(lengths)),
-        truncated=np.zeros(len(lengths), np.bool_),
     )
 
 
-def measure_rank(
-    settings: Settings, spec: ModelSpec, topology: Topology, *, device: Device, batch: TrainBatch, fused: bool, critic: bool = False
-) -> RankMemory:
-    """Build this process's rank of the policy or `critic`, and run `batch` through each chunk.
-
-    `batch` is one micro-batch. Call inside `rank_without_memory`, with the same `fused`. Raises
-    UserError for refusals of the model or megatron-core.
-    """
-    optimizer = critic_optimizer(settings.training) if critic else settings.training.optimizer
+def _measure_rank(job: Job, topology: Topology, batch: TrainBatch, *, critic: bool) -> RankMemory:
+    """Build this process's rank, and run `batch`, one micro-batch, through each chunk."""
+    optimizer = critic_optimizer(job.training) if critic else job.training.optimizer
     model = build_trained_model(
-        settings.model,
-        settings.training,
-        spec,
-        device=device,
+        job.model,
+        job.training,
+        job.spec,
+        device=local_device(),
         optimizer=optimizer,
-        total_steps=derive(settings).optimizer_steps,
+        total_steps=job.total_steps,
         with_value_head=critic,
         with_weights=False,
     )
     memory = ModelMemory(model)
     parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
-    expert_gradients = _balance_experts(model.chunks, fused=fused)
-    policy = Policy(model.chunks, Place.here(), vocab_size=spec.vocab_size, temperature=1.0)
+    expert_gradients = _balance_experts(model.chunks, fused=job.fused)
+    policy = Policy(model.chunks, Place.here(), vocab_size=job.spec.vocab_size, temperature=1.0)
     micro_batch = _micro_batch(batch, topology, policy.place, on=parameters[0].device)
     with MemoryTracker() as tracker:
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
         chunks = [_run_chunk(chunk, None if critic else policy, micro_batch, tracker) for chunk in model.chunks]
-        update = _update(model, tracker, fused=fused)
+        update = _update(model, tracker, fused=job.fused)
     return RankMemory(
         num_parameters=sum(parameter.numel() for parameter in parameters),
         stage_parameters=sum(_in_stage(parameter, topology) for parameter in parameters),
@@ -169,17 +206,12 @@ def measure_rank(
     )
 
 
-def measure_teacher(
-    settings: Settings, spec: ModelSpec, topology: Topology, *, device: Device, batch: TrainBatch, fused: bool
-) -> TeacherMemory:
-    """Build this process's rank of the teacher of `spec`, and ask for the log-probs of `batch`.
-
-    Place and errors as for `measure_rank`.
-    """
-    chunks = build_teacher(settings.model, settings.training.topology, spec, device=device)
+def _measure_teacher(job: Job, teacher: ModelSpec, topology: Topology, batch: TrainBatch) -> TeacherMemory:
+    """Build this process's rank of the teacher, and ask for the log-probs of `batch`."""
+    chunks = build_teacher(job.model, job.training.topology, teacher, device=local_device())
     weights = sum(tensor.nbytes for tensor in teacher_tensors(chunks))
-    _balance_experts(chunks, fused=fused)
-    policy = Policy(chunks, Place.here(), vocab_size=spec.vocab_size, temperature=1.0)
+    _balance_experts(chunks, fused=job.fused)
+    policy = Policy(chunks, Place.here(), vocab_size=teacher.vocab_size, temperature=1.0)
     micro_batch = _micro_batch(batch, topology, policy.place, on=next(chunks[0].parameters()).device)
     with MemoryTracker() as tracker, torch.no_grad():
         forward = max(_ask_chunk(chunk, policy, micro_batch, tracker) for chunk in chunks)

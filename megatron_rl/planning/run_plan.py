@@ -1,14 +1,15 @@
 """The plan of a run: real ranks measured without memory, plus constants for a real GPU."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.derived import derive, dtype_name
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.gpus import GIB, Gpu
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, RolloutSettings, Settings, TrainingSettings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError
-from megatron_rl.planning.engine_memory import plan_engine
 from megatron_rl.planning.measurement import Answer, Job, measure
 from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
 from megatron_rl.weights.bucket import BUCKET_BYTES, exported_specs
@@ -18,6 +19,7 @@ with quiet_megatron_imports():
     from megatron_rl.models.megatron_config import attention_name, resolve_attention
     from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.unavailable_fields import without_kernels
+    from megatron_rl.models.weight_table import tensor_shapes
     from megatron_rl.training.model_check import check_layout
     from megatron_rl.training.objective_checks import teacher_path
     from megatron_rl.training.teacher import read_teacher_spec
@@ -37,18 +39,21 @@ RANK_HOST_BYTES, ENGINE_HOST_BYTES = 6 * GIB, 10 * GIB
 
 Imported code, the CUDA context's share, pinned buffers.
 """
-
 MOST_TOKENS = 2**22
 """Tokens of the largest measured micro-batch.
 
 Index arrays are real, and a GPU holds far fewer tokens.
 """
-
 _FUSED = {"bias_activation_fusion": True}
 """Transformer Engine's effects on sizes on a GPU.
 
 Attention and norms count as its fused kernels.
 """
+_WEIGHT_BYTES = 2
+_CACHE_BYTES = {"auto": 2, "bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}
+# Room for activations and CUDA graphs on GPUs above 60 GiB, by SGLang's rule (server_args' memory settings).
+_LEFT_BYTES = 10 * GIB
+_LEFT_PER_GPU_BYTES = GIB // 8
 
 
 def plan_run(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_nodes: int | None) -> RunPlan:
@@ -70,97 +75,109 @@ def plan_layouts(variants: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, num
 
     Refused settings get a sentence.
     """
-    refused = {index: sentence for index, settings in enumerate(variants) if (sentence := _refusal(settings, spec, gpu)) is not None}
-    jobs = [
-        Job(on_gpu(settings, planned_attention(settings, spec, gpu)), spec, fused=True, teacher=teacher_spec(settings))
-        for index, settings in enumerate(variants)
-        if index not in refused
-    ]
-    answers = iter(measure(jobs) if jobs else [])
     plans: list[RunPlan | str] = []
+    jobs: dict[int, tuple[Job, Attention]] = {}
     for index, settings in enumerate(variants):
-        answer = Answer(refused=refused[index]) if index in refused else next(answers)
-        plans.append(answer.refused or assemble(settings, spec, answer, gpu=gpu, num_nodes=num_nodes))
+        try:
+            _check_tokens(settings.training, longest=settings.longest_sequence)
+            check_layout(Topology.of(settings.training.topology), spec, settings.model.megatron)
+            attention = planned_attention(settings.model, spec, gpu, cp=settings.training.topology.cp)
+            jobs[index] = make_job(settings, spec, attention=attention), attention
+            plans.append("")
+        except UserError as error:
+            plans.append(str(error))
+    answers = measure([job for job, _ in jobs.values()]) if jobs else []
+    for (index, (job, attention)), answer in zip(jobs.items(), answers, strict=True):
+        plans[index] = answer.refused or _assemble(
+            variants[index], job, answer, gpu=gpu, num_nodes=num_nodes, attention=attention_name(attention, variants[index].model.megatron)
+        )
     return plans
 
 
-def teacher_spec(settings: Settings) -> ModelSpec | None:
-    """Return the distilled teacher's architecture from its config.json; None without a teacher.
-
-    Raises UserError.
-    """
-    return read_teacher_spec(teacher_path(settings.objective, settings.model)) if settings.objective.distillation_coef else None
-
-
-def _refusal(settings: Settings, spec: ModelSpec, gpu: Gpu) -> str | None:
-    """Return the reason against this model division or micro-batch size; None without one."""
-    tokens, cp = _tokens(settings), settings.training.topology.cp
-    if tokens * cp > MOST_TOKENS:
-        return (
-            f"a micro-batch of {tokens} tokens × cp {cp} = {tokens * cp} tokens is more than the {MOST_TOKENS} that a plan measures; lower "
-            "training.max_tokens_per_micro_batch, data.max_prompt_tokens or rollout.sampling.max_response_tokens"
-        )
-    try:
-        check_layout(Topology.of(settings.training.topology), spec, settings.model.megatron)
-        planned_attention(settings, spec, gpu)
-    except UserError as error:
-        return str(error)
-    return None
+def make_job(settings: Settings, spec: ModelSpec, *, attention: Attention | None) -> Job:
+    """Return the measurement of a run's ranks on GPUs with this `attention`, or with None on the CPU."""
+    return Job(
+        model=settings.model if attention is None else on_gpu(settings.model, attention),
+        training=settings.training,
+        spec=spec,
+        teacher=teacher_spec(settings.objective, settings.model),
+        has_critic=settings.objective.has_critic,
+        longest=settings.longest_sequence,
+        total_steps=settings.optimizer_steps,
+        fused=attention is not None,
+    )
 
 
-def planned_attention(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Attention:
+def teacher_spec(objective: Objective, model: ModelSettings) -> ModelSpec | None:
+    """Return the distilled teacher's architecture from its config.json; None without a teacher. Raises UserError."""
+    return read_teacher_spec(teacher_path(objective, model)) if objective.distillation_coef else None
+
+
+def planned_attention(model: ModelSettings, spec: ModelSpec, gpu: Gpu, *, cp: int) -> Attention:
     """Return the attention of a model of `spec` on such GPUs with Transformer Engine.
 
     Raises UserError where the settings ask for an impossible attention.
     """
-    model, cp = settings.model, settings.training.topology.cp
     return resolve_attention(model.attention, spec, overrides=model.megatron, cp=cp, capability=gpu.capability, installed=True)
 
 
-def on_gpu(settings: Settings, attention: Attention) -> Settings:
-    """Return the settings as seen by the ranks of a GPU.
+def on_gpu(model: ModelSettings, attention: Attention) -> ModelSettings:
+    """Return the model's settings as seen by the ranks of a GPU.
 
     bf16 unless another dtype is set, and the kernels of this attention's layers.
     """
-    model = settings.model
-    dtype = dtype_name(model, device_kind="cuda")
     fields = model.megatron if attention == "torch" else {**_FUSED, **without_kernels(model.megatron)}
-    return settings.model_copy(update={"model": model.model_copy(update={"dtype": dtype, "attention": "torch", "megatron": fields})})
+    return model.model_copy(update={"dtype": dtype_name(model, device_kind="cuda"), "attention": "torch", "megatron": fields})
 
 
-def assemble(settings: Settings, spec: ModelSpec, answer: Answer, *, gpu: Gpu, num_nodes: int | None) -> RunPlan:
+def _check_tokens(training: TrainingSettings, *, longest: int) -> None:
+    tokens, cp = _tokens(training, longest), training.topology.cp
+    if tokens * cp > MOST_TOKENS:
+        raise UserError(
+            f"a micro-batch of {tokens} tokens × cp {cp} = {tokens * cp} tokens is more than the {MOST_TOKENS} that a plan measures; lower "
+            "training.max_tokens_per_micro_batch, data.max_prompt_tokens or rollout.sampling.max_response_tokens"
+        )
+
+
+def _tokens(training: TrainingSettings, longest: int) -> int:
+    return max(training.max_tokens_per_micro_batch, -(-longest // training.topology.cp))
+
+
+def _assemble(settings: Settings, job: Job, answer: Answer, *, gpu: Gpu, num_nodes: int | None, attention: str) -> RunPlan:
     """Return the plan of `settings` from measured ranks."""
-    topology = Topology.of(settings.training.topology)
+    topology, rollout = Topology.of(job.training.topology), settings.rollout
     stages = stage_memories(settings, answer, frees_outputs=True)
     colocated = settings.runtime.colocate and not settings.supervised
-    engine = None if settings.supervised else plan_engine(settings, spec, gpu, shared_with=CONTEXT_BYTES if colocated else 0)
+    shared = CONTEXT_BYTES if colocated else 0
+    engine = None if settings.supervised else plan_engine(rollout, job.spec, gpu, longest=job.longest, shared_with=shared)
     per_node = min(settings.runtime.cluster.gpus_per_node or gpu.per_node, gpu.per_node)
     num_engine_gpus = 0 if engine is None or colocated else engine.num_engines * engine.num_gpus
-    weights = max(stage.parameters for stage in stages) + (0 if engine is None else engine.weights)
+    handover = 0
+    if colocated and engine is not None:
+        handover = max(stage.parameters for stage in stages) + engine.weights + CONTEXT_BYTES + ASLEEP_BYTES
+        handover += shared_buckets(job.model, job.spec) if settings.weight_transport == "ipc" else 0
     return RunPlan(
         gpu=gpu,
         layout=str(topology),
-        attention=attention_name(planned_attention(settings, spec, gpu), settings.model.megatron),
-        tokens=_tokens(settings),
+        attention=attention,
+        tokens=_tokens(job.training, job.longest),
         num_nodes=num_nodes or -(-(topology.num_ranks + num_engine_gpus) // per_node),
         stages=stages,
         engine=engine,
         colocated=colocated,
         asleep=ASLEEP_BYTES if colocated else 0,
-        handover=weights + CONTEXT_BYTES + ASLEEP_BYTES + _shared_buckets(settings, spec) if colocated else 0,
+        handover=handover,
         host_per_node=_host_bytes(stages, engine, topology, per_node=per_node, colocated=colocated),
     )
 
 
-def _shared_buckets(settings: Settings, spec: ModelSpec) -> int:
+def shared_buckets(model: ModelSettings, spec: ModelSpec) -> int:
     """Return the weight buckets filled by a rank and copied by an engine at the same time.
 
     Both see the same memory. One tensor can be larger than the bucket size: an embedding, or a
     stack of experts, built beside its parts.
     """
-    if settings.weight_transport != "ipc":
-        return 0
-    largest = max(tensor.num_bytes for tensor in exported_specs(spec, dtype=dtype_name(settings.model, device_kind="cuda")))
+    largest = max(tensor.num_bytes for tensor in exported_specs(spec, dtype=dtype_name(model, device_kind="cuda")))
     return 2 * max(BUCKET_BYTES, largest) + (2 * largest if spec.names.stacked_experts else 0)
 
 
@@ -171,14 +188,18 @@ def stage_memories(settings: Settings, answer: Answer, *, frees_outputs: bool) -
     passes come before both. `frees_outputs` says that a stage drops sent outputs, as megatron-core
     does on GPUs.
     """
-    topology = Topology.of(settings.training.topology)
-    stages = []
+    training, topology, stages = settings.training, Topology.of(settings.training.topology), []
+    count = count_micro_batches(training, longest=settings.longest_sequence, num_sequences=settings.sequences_per_optimizer_step)
+    # While a colocated engine generates, and while a thread writes a checkpoint, whose copy's memory stays for the
+    # next one. An upper bound, because another copy's rank writes a part.
+    copies = settings.runtime.colocate + (settings.run.save_interval > 0)
     for number, policy in enumerate(answer.policy):
         models, teachers = [policy, *answer.critic[number : number + 1]], answer.teacher[number : number + 1]
-        passes = [_activations(settings, model, topology, stage=number, frees_outputs=frees_outputs) for model in models]
-        activations, in_flight = max(passes)
+        activations, in_flight = max(_activations(model, topology, count, stage=number, frees_outputs=frees_outputs) for model in models)
         working = max(max(model.backward for model in models), max(model.update for model in models) - activations, 0)
         asked = sum(teacher.weights + teacher.forward for teacher in teachers)
+        resting = sum(teacher.resting for teacher in teachers)
+        reference = policy.reference if training.keeps_reference(settings.objective) else 0
         stages.append(
             StageMemory(
                 stage=number,
@@ -194,52 +215,33 @@ def stage_memories(settings: Settings, answer: Answer, *, frees_outputs: bool) -
                 working=working,
                 teacher=asked,
                 reserved=CONTEXT_BYTES + int(FRAGMENTATION * max(activations, asked)),
-                host=_rank_host(settings, policy, models) + sum(teacher.resting for teacher in teachers),
+                host=RANK_HOST_BYTES + reference + copies * sum(model.away for model in models) + resting,
                 largest_collective=max((model.largest_collective for model in models), key=lambda collective: collective.num_bytes),
             )
         )
     return tuple(stages)
 
 
-def _activations(settings: Settings, model: "RankMemory", topology: Topology, *, stage: int, frees_outputs: bool) -> tuple[int, float]:
+def _activations(model: "RankMemory", topology: Topology, num_micro_batches: int, *, stage: int, frees_outputs: bool) -> tuple[int, float]:
     """Return the bytes and the number of all micro-batches in flight on a stage."""
     last = stage == topology.pp - 1
     held = [
         chunk.held - (chunk.output if frees_outputs and not (last and index == len(model.chunks) - 1) else 0)
         for index, chunk in enumerate(model.chunks)
     ]
-    return most_held(held, stage=stage, pp=topology.pp, num_micro_batches=count_micro_batches(settings, topology))
+    return most_held(held, stage=stage, pp=topology.pp, num_micro_batches=num_micro_batches)
 
 
-def count_micro_batches(settings: Settings, topology: Topology) -> int:
+def count_micro_batches(training: TrainingSettings, *, longest: int, num_sequences: int) -> int:
     """Count the micro-batches of an optimizer step on a data-parallel rank.
 
-    All sequences have the greatest length.
+    All `num_sequences` sequences have the greatest length.
     """
-    sequences = -(-derive(settings).sequences_per_optimizer_step // topology.dp)
-    longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
-    together = max(1, settings.training.max_tokens_per_micro_batch * topology.cp // longest)
+    topology = training.topology
+    together = max(1, training.max_tokens_per_micro_batch * topology.cp // longest)
+    sequences = -(-num_sequences // topology.dp)
     count = -(-sequences // together)
     return -(-count // topology.pp) * topology.pp if topology.vpp > 1 else count
-
-
-def _tokens(settings: Settings) -> int:
-    longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
-    return max(settings.training.max_tokens_per_micro_batch, -(-longest // settings.training.topology.cp))
-
-
-def _rank_host(settings: Settings, policy: "RankMemory", models: Sequence["RankMemory"]) -> int:
-    """Return the main memory for a rank.
-
-    Parts are the reference copy, weights and optimizer state while a colocated engine generates,
-    and the copy for a checkpoint by a thread. The memory of the checkpoint's copy stays for the
-    next one. This is an upper bound, because another copy's rank writes a part.
-    """
-    reference = policy.reference if settings.keeps_reference else 0
-    state = sum(model.away for model in models)
-    away = state if settings.runtime.colocate else 0
-    written = state if settings.run.save_interval else 0
-    return reference + away + written + RANK_HOST_BYTES
 
 
 def _host_bytes(stages: Sequence[StageMemory], engine: EngineMemory | None, topology: Topology, *, per_node: int, colocated: bool) -> int:
@@ -279,3 +281,40 @@ def _chunk_order(vpp: int, *, pp: int, num_micro_batches: int) -> list[int]:
         return [0] * num_micro_batches
     assert num_micro_batches % pp == 0, f"{num_micro_batches} micro-batches for interleaved chunks of {pp} ranks"
     return [chunk for _ in range(num_micro_batches // pp) for chunk in range(vpp) for _ in range(pp)]
+
+
+def plan_engine(rollout: RolloutSettings, spec: ModelSpec, gpu: Gpu, *, longest: int, shared_with: int) -> EngineMemory:
+    """Return the memory of each GPU of an engine, from the architecture alone.
+
+    Matrices are split over the engine's GPUs and one-dimensional weights are on each. Attention's
+    keys and values are split, a latent is on each GPU. Others always take `shared_with` bytes.
+    """
+    arguments, tp = rollout.sglang, rollout.ranks_per_engine
+    share = float(arguments.get("mem_fraction_static") or 1.0 - (_LEFT_BYTES + tp * _LEFT_PER_GPU_BYTES) / gpu.memory_bytes)
+    shapes = [shape for _, shape in tensor_shapes(spec)]
+    weights = _WEIGHT_BYTES * sum(-(-prod(shape) // tp) if len(shape) > 1 else prod(shape) for shape in shapes)
+    usable = int(gpu.memory_bytes * share)
+    attention_tp = max(1, tp // int(arguments.get("dp_size", 1))) if arguments.get("enable_dp_attention") else tp
+    per_token = _token_numbers(spec, tp=attention_tp) * _CACHE_BYTES.get(str(arguments.get("kv_cache_dtype", "auto")), 2)
+    cache = max(0, usable - weights - shared_with)
+    return EngineMemory(
+        num_gpus=tp,
+        num_engines=rollout.num_engines,
+        weights=weights,
+        cache=cache,
+        reserved=gpu.memory_bytes - usable,
+        bytes_per_token=per_token,
+        cache_tokens=cache // per_token,
+        longest_sequence=longest,
+    )
+
+
+def _token_numbers(spec: ModelSpec, *, tp: int) -> int:
+    """Return the cached numbers of one token on one GPU.
+
+    Keys and values of the GPU's heads, or the latent and its rotary part.
+    """
+    if spec.mla is not None:
+        return spec.num_layers * (spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim)
+    heads = max(1, -(-spec.num_kv_heads // tp))
+    return spec.num_layers * heads * 2 * spec.head_dim

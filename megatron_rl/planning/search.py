@@ -10,16 +10,17 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_rl.config.decided import FULL_RECOMPUTE
+from megatron_rl.config.decided import FULL_RECOMPUTE, with_values
 from megatron_rl.config.gpus import GIB, Gpu
 from megatron_rl.config.settings import Settings, TopologySettings
+from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import UserError, counted
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.planning.levers import remedy
 from megatron_rl.planning.records import RunPlan
 from megatron_rl.planning.run_plan import CONTEXT_BYTES, plan_layouts, teacher_spec
-from megatron_rl.planning.step_time import Flops, ModelSize, Rates, Step, full_lengths
+from megatron_rl.planning.step_time import ModelSize, Rates, Step
 from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.topology import Topology
 
@@ -50,10 +51,9 @@ def best_layouts(
 ) -> list[tuple[Settings, RunPlan]]:
     """Return up to `keep` fitting layouts of `num_gpus` Megatron ranks on `gpu`s, best first.
 
-    The result is settings and plans. Everything but the topology comes from `settings`. Settings
-    without recompute add layouts with full recompute. `say` gets the name of the layout under
-    construction, for seconds each time. `advise` tries remedies for the smallest layout when no
-    layout fits. Raises UserError without a fitting layout, with the closest one.
+    Everything but the topology comes from `settings`; those without recompute add layouts with full
+    recompute. `say` gets the names of layouts under construction. Raises UserError with the closest
+    layout when none fits, and with `advise` with what would make that fit.
     """
     found = sorted(candidates(settings, spec, gpu=gpu, num_gpus=num_gpus), key=lambda candidate: candidate.cost_s)
     if not found:
@@ -75,14 +75,14 @@ def best_layouts(
         say(f"{ranks}: building the smallest layout by estimate")
         fitting = _fitting([smallest], spec, gpu)
     if not fitting:
-        closest = Topology.of(smallest.settings.training.topology)
         advice = ""
         if advise:
             say(f"{ranks}: trying what would make that fit")
             advice = f"{remedy(smallest.settings, spec, gpu=gpu)}; or "
         raise UserError(
-            f"no layout of {counted(num_gpus, 'GPU')} of type {gpu.name} fits; by estimate the smallest, {closest}, needs "
-            f"{smallest.num_bytes / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.1f}; {advice}use more GPUs"
+            f"no layout of {counted(num_gpus, 'GPU')} of type {gpu.name} fits; by estimate the smallest, "
+            f"{Topology.of(smallest.settings.training.topology)}, needs {smallest.num_bytes / GIB:.1f} GiB of "
+            f"{gpu.memory_bytes / GIB:.1f}; {advice}use more GPUs"
         )
     return [(one, plan) for _, _, one, plan in sorted(fitting, key=lambda row: row[:2])[:keep]]
 
@@ -102,20 +102,15 @@ def _fitting(built: Sequence[Candidate], spec: ModelSpec, gpu: Gpu) -> list[tupl
 
 def candidates(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[Candidate]:
     """Yield every valid layout of `num_gpus` ranks, without and with full recompute."""
-    size, teacher = ModelSize.of(spec), teacher_spec(settings)
-    distilled = None if teacher is None else ModelSize.of(teacher)
-    flops = Flops.of(size, full_lengths(settings))
+    size, teacher = ModelSize.of(spec), teacher_spec(settings.objective, settings.model)
+    taught = None if teacher is None else ModelSize.of(teacher)
+    longest, num_sequences = settings.longest_sequence, settings.sequences_per_optimizer_step
     recomputes = [settings.model.megatron]
     if "recompute_granularity" not in settings.model.megatron:
         recomputes.append({**settings.model.megatron, **FULL_RECOMPUTE})
     for topology in _topologies(spec, gpu=gpu, num_gpus=num_gpus):
         for megatron in recomputes:
-            one = settings.model_copy(
-                update={
-                    "model": settings.model.model_copy(update={"megatron": megatron}),
-                    "training": settings.training.model_copy(update={"topology": topology}),
-                }
-            )
+            one = with_values(settings, {"model.megatron": megatron, "training.topology": topology})
             try:
                 placed = Topology.of(topology)
                 check_layout(placed, spec, megatron)
@@ -123,8 +118,10 @@ def candidates(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int) 
                     check_layout(placed, teacher, megatron)
             except UserError:
                 continue
-            step = Step.of(one, size, flops, per_node=gpu.per_node)
-            yield Candidate(one, sum(step.parts(_ASSUMED).values()), _rank_bytes(one, step, teacher=distilled))
+            recompute = megatron.get("recompute_granularity")
+            step = Step.of(one.training, size, recompute=recompute, longest=longest, num_sequences=num_sequences, per_node=gpu.per_node)
+            tokens = max(one.training.max_tokens_per_micro_batch, longest / topology.cp)
+            yield Candidate(one, sum(step.parts(_ASSUMED).values()), _rank_bytes(step, tokens=tokens, teacher=taught))
 
 
 def _topologies(spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[TopologySettings]:
@@ -137,16 +134,14 @@ def _topologies(spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[Topolog
             yield TopologySettings(num_ranks=num_gpus, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1)
 
 
-def _rank_bytes(settings: Settings, step: Step, *, teacher: ModelSize | None) -> float:
-    """Estimate the bytes of a rank.
+def _rank_bytes(step: Step, *, tokens: float, teacher: ModelSize | None) -> float:
+    """Estimate the bytes of a rank with micro-batches of `tokens`.
 
     bf16 weights, fp32 gradients, 12 bytes of optimizer state per parameter, activations or a
     teacher's weights.
     """
     size, topology = step.size, step.topology
     state = sum(count * (6 + 12 / (copies if step.distributed_optimizer else 1)) for count, copies in step.held())
-    longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
-    tokens = max(settings.training.max_tokens_per_micro_batch, longest / topology.cp)
     layer = tokens * size.kept * 2 / topology.tp
     boundary = tokens * size.spec.hidden_size * 2 / topology.tp
     # The first stage holds the micro-batches of all stages.
@@ -154,3 +149,54 @@ def _rank_bytes(settings: Settings, step: Step, *, teacher: ModelSize | None) ->
     activations = layers * boundary + layer if step.recompute == "full" else layers * layer
     asked = 0.0 if teacher is None else 2 * sum(count for count, _ in dataclasses.replace(step, size=teacher).held())
     return state + max(activations, asked) + CONTEXT_BYTES
+
+
+def remedy(settings: Settings, spec: ModelSpec, *, gpu: Gpu) -> str:
+    """Return a sentence with the overrides that make the trainer fit on `gpu`s, cheapest first.
+
+    Each is tried on top of the earlier ones, until one fits. Builds ranks, for seconds.
+    """
+    words, tried = list[str](), list[Settings]()
+    for changes in _levers(settings, spec, gpu):
+        settings = with_values(settings, changes)
+        words.append(" ".join(f"{path}={format_value(value)}" for path, value in changes.items()))
+        tried.append(settings)
+    plans = plan_layouts(tried, spec, gpu=gpu, num_nodes=None)
+    for number, plan in enumerate(plans, start=1):
+        if not isinstance(plan, str) and plan.peak <= gpu.memory_bytes:
+            return f"the trainer fits ({plan.peak / GIB:.1f} GiB on the fullest rank) with {' '.join(words[:number])}"
+    return f"tried on top of each other without success: {', '.join(words)}" if tried else "every lever is pulled already"
+
+
+def _levers(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Iterator[dict[str, Any]]:
+    """Yield values by their paths that each save memory on top of the earlier ones."""
+    training, topology = settings.training, settings.training.topology
+    if not any(fields.get("use_distributed_optimizer") for fields in (training.optimizer, training.ddp)):
+        yield {"training.optimizer.use_distributed_optimizer": True}
+    experts = _divided_experts(topology, spec, gpu)
+    if experts:
+        yield experts
+        topology = with_values(settings, experts).training.topology
+    if "recompute_granularity" not in settings.model.megatron:
+        yield {f"model.megatron.{name}": value for name, value in FULL_RECOMPUTE.items()}
+    least = -(-settings.longest_sequence // topology.cp)
+    if training.max_tokens_per_micro_batch > least:
+        yield {"training.max_tokens_per_micro_batch": least}
+    wider = 2 * topology.tp
+    if wider <= gpu.per_node and topology.num_ranks % (wider * topology.pp * topology.cp) == 0:
+        changes = {"training.topology.tp": wider, "training.topology.sequence_parallel": True}
+        yield changes | ({} if topology.etp is not None or topology.ep == 1 else {"training.topology.etp": topology.tp})
+
+
+def _divided_experts(topology: TopologySettings, spec: ModelSpec, gpu: Gpu) -> dict[str, Any]:
+    """Return the largest power of two for expert ranks within a node, with whole experts on each.
+
+    Return nothing where the present number is as large.
+    """
+    if spec.moe is None:
+        return {}
+    etp = topology.etp or 1
+    powers = [2**power for power in range(gpu.per_node.bit_length()) if etp * 2**power <= gpu.per_node]
+    sizes = [ep for ep in powers if spec.moe.num_experts % ep == 0 and topology.num_ranks % (etp * ep * topology.pp) == 0]
+    ep = max(sizes, default=1)
+    return {"training.topology.ep": ep, "training.topology.etp": etp} if ep > topology.ep else {}

@@ -10,8 +10,7 @@ from math import prod
 
 import numpy as np
 
-from megatron_rl.config.derived import derive
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import TrainingSettings
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import Sharding, rules
 from megatron_rl.planning.run_plan import count_micro_batches
@@ -116,12 +115,6 @@ class Flops:
         return (3.5 + (recompute is not None)) * self.attention
 
 
-def full_lengths(settings: Settings) -> Ints:
-    """Return the tokens [S] of an optimizer step's sequences, all of the greatest length."""
-    longest = settings.data.max_prompt_tokens + settings.rollout.sampling.max_response_tokens
-    return np.full(derive(settings).sequences_per_optimizer_step, longest)
-
-
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Rates of a device.
@@ -158,20 +151,27 @@ class Step:
     per_node: int = 8
 
     @classmethod
-    def of(cls, settings: Settings, size: ModelSize, flops: Flops, *, per_node: int, itemsize: int = 2) -> "Step":
-        """Return the step of `settings` with sequences of the greatest length."""
-        topology = Topology.of(settings.training.topology)
+    def of(
+        cls,
+        training: TrainingSettings,
+        size: ModelSize,
+        *,
+        recompute: str | None,
+        longest: int,
+        num_sequences: int,
+        per_node: int,
+        itemsize: int = 2,
+    ) -> "Step":
+        """Return the step of `training` on `num_sequences` sequences of `longest` tokens."""
         return cls(
             size,
-            flops,
-            topology,
-            num_tokens=int(full_lengths(settings).sum()),
-            num_micro_batches=count_micro_batches(settings, topology),
+            Flops.of(size, np.full(num_sequences, longest)),
+            Topology.of(training.topology),
+            num_tokens=num_sequences * longest,
+            num_micro_batches=count_micro_batches(training, longest=longest, num_sequences=num_sequences),
             itemsize=itemsize,
-            recompute=settings.model.megatron.get("recompute_granularity"),
-            distributed_optimizer=any(
-                fields.get("use_distributed_optimizer") for fields in (settings.training.optimizer, settings.training.ddp)
-            ),
+            recompute=recompute,
+            distributed_optimizer=any(fields.get("use_distributed_optimizer") for fields in (training.optimizer, training.ddp)),
             per_node=per_node,
         )
 

@@ -228,7 +228,7 @@ def _check_optimizer(settings: Settings, device: Device) -> list[str]:
     training, dtype = settings.training, model_dtype(settings.model, device)
     make_configs(training.optimizer, training.ddp, dtype=dtype)
     notes = [] if "lr" in training.optimizer else ["training.optimizer.lr is not set: the learning rate is 1e-6"]
-    if settings.has_critic:
+    if settings.objective.has_critic:
         fields = critic_optimizer(training)
         make_configs(fields, training.ddp, dtype=dtype, section="critic.optimizer")
         if "lr" not in training.critic.optimizer:
@@ -358,7 +358,7 @@ def _idle_nodes(settings: Settings, *, asked: int, filled: int) -> str:
 
 def _check_resources(settings: Settings) -> list[str]:
     parameters = _num_parameters(settings.model.path)
-    checkpoint_bytes = parameters * (OPTIMIZER_BYTES + 4) * (2 if settings.has_critic else 1)
+    checkpoint_bytes = parameters * (OPTIMIZER_BYTES + 4) * (2 if settings.objective.has_critic else 1)
     notes = check_disk(settings.run.directory, checkpoint_bytes=checkpoint_bytes, keep=settings.run.keep_checkpoints)
     if settings.runtime.ray_address is not None or local_device().kind == "cuda":
         return notes
@@ -398,7 +398,8 @@ def check_cpu_memory(settings: Settings, *, parameters: int, teacher_parameters:
     topology = settings.training.topology
     engines = 0 if settings.supervised else settings.rollout.num_engines
     model_copies = topology.num_ranks // (topology.tp * topology.pp)
-    per_parameter = (OPTIMIZER_BYTES + 4 + 4) * (2 if settings.has_critic else 1) + (4 if settings.keeps_reference else 0)
+    reference = 4 if settings.training.keeps_reference(settings.objective) else 0
+    per_parameter = (OPTIMIZER_BYTES + 4 + 4) * (2 if settings.objective.has_critic else 1) + reference
     # A teacher keeps a copy of its own while answering, too.
     models = model_copies * (parameters * per_parameter + teacher_parameters * (4 + 4))
     needed = topology.num_ranks * RANK_BYTES + engines * (ENGINE_BYTES + 4 * parameters) + models

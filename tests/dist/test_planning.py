@@ -152,11 +152,11 @@ def state_bytes(model: Any) -> dict[str, int]:
 def plan(model: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
     """For each layout the stages of its plan and the answer behind them, planned for the CPU."""
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.planning.measurement import Job, measure
-    from megatron_rl.planning.run_plan import stage_memories, teacher_spec
+    from megatron_rl.planning.measurement import measure
+    from megatron_rl.planning.run_plan import make_job, stage_memories
 
     settings = {name: make_settings(str(model), name, training) for name, training in layouts.items()}
-    answers = measure([Job(one, read_model_spec(model), fused=False, teacher=teacher_spec(one)) for one in settings.values()])
+    answers = measure([make_job(one, read_model_spec(model), attention=None) for one in settings.values()])
     planned = {}
     for (name, one), answer in zip(settings.items(), answers, strict=True):
         assert answer.refused is None, answer.refused

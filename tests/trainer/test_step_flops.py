@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_rl.config.decided import FULL_RECOMPUTE
 from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.models.read_spec import read_model_spec
-from megatron_rl.planning.levers import FULL_RECOMPUTE
 from megatron_rl.planning.step_time import Flops, ModelSize
 from megatron_rl.training.trainer import Trainer
 

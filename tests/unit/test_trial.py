@@ -93,14 +93,15 @@ class TwoRanks:
 @pytest.fixture
 def try_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """`try_line("layouts", "gradients")`: how the checks of ranks with that fault stand."""
+    monkeypatch.setattr(trial, "make_job", lambda settings, spec, attention: None)
     monkeypatch.setattr(trial, "measure", lambda jobs: [SimpleNamespace(refused=None)])
     monkeypatch.setattr(trial, "stage_memories", lambda settings, answer, frees_outputs: (SimpleNamespace(trained=PLANNED),))
     monkeypatch.setattr(trial, "read_model_spec", lambda path: None)
     # Of bare work that takes a tenth of a second.
     work = SimpleNamespace(parts=lambda rates: {"products": 0.6 / rates.products, "optimizer": 1.2 / rates.memory})
     monkeypatch.setattr(trial, "ModelSize", SimpleNamespace(of=lambda spec: None))
-    monkeypatch.setattr(trial, "Flops", SimpleNamespace(of=lambda size, lengths: lengths.tolist()))
-    monkeypatch.setattr(trial, "Step", SimpleNamespace(of=lambda settings, size, flops, **_: work if flops == [64] * 16 else None))
+    of_step = {"recompute": None, "longest": 64, "num_sequences": 16, "per_node": 2, "itemsize": 4}
+    monkeypatch.setattr(trial, "Step", SimpleNamespace(of=lambda training, size, **given: work if given == of_step else None))
     monkeypatch.setattr(Node, "model", lambda self, name, **config: tmp_path)
 
     def run(title: str, *faults: str) -> list[str]:

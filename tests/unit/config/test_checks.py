@@ -109,10 +109,14 @@ def test_a_reference_interval_that_nothing_reads_is_noted(settings_with: MakeSet
 
 
 def test_a_reference_is_kept_where_it_is_read(settings_with: MakeSettings) -> None:
-    assert not settings_with().keeps_reference
-    assert settings_with("training.reference_interval=5").keeps_reference
-    assert settings_with("objective.kl.coef=0.1").keeps_reference
-    assert not settings_with("objective.policy_loss=sft", "training.reference_interval=5").keeps_reference
+    def kept(*overrides: str) -> bool:
+        settings = settings_with(*overrides)
+        return settings.training.keeps_reference(settings.objective)
+
+    assert not kept()
+    assert kept("training.reference_interval=5")
+    assert kept("objective.kl.coef=0.1")
+    assert not kept("objective.policy_loss=sft", "training.reference_interval=5")
 
 
 def test_a_critic_without_ppo_is_noted(settings_with: MakeSettings) -> None:

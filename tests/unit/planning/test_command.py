@@ -8,23 +8,23 @@ from megatron_rl.config.gpus import GPUS
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.overrides import Words
 from megatron_rl.errors import UserError
-from megatron_rl.planning.command import Request, parse_request, plans, read_spec, shares
+from megatron_rl.planning.command import plans, read_spec, shares, split_model
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 GPU = GPUS["H100-80"]
 
 
-def request_of(model: Path | None, *overrides: str, config: Path | None = None, num_gpus: int | None = None, **topology: object) -> Request:
-    return Request(model, Words(config, overrides), GPU, num_gpus, topology)
+def plans_of(model: Path, *overrides: str, num_gpus: int, **topology: object) -> list[tuple[str, Any, str | None]]:
+    return list(plans(Words(model, overrides), gpu=GPU, num_gpus=num_gpus, topology=topology))
 
 
 def test_a_model_and_a_settings_file_are_told_apart() -> None:
-    model = parse_request(Words(Path("models/Qwen3-8B"), ("run.seed=1",)), gpu=GPU, num_gpus=8, topology={})
-    assert model.model == Path("models/Qwen3-8B") and model.words == Words(None, ("run.seed=1",))
-    run = parse_request(Words(Path("run.yaml"), ()), gpu=GPU, num_gpus=None, topology={})
-    assert run.model is None and run.words.config == Path("run.yaml")
+    model = Path("models/Qwen3-8B")
+    assert split_model(Words(model, ("run.seed=1",))) == (model, Words(None, ("run.seed=1",)))
+    run = Words(Path("run.yaml"), ())
+    assert split_model(run) == (None, run)
     with pytest.raises(UserError, match="plan was given no model"):
-        parse_request(Words(None, ()), gpu=GPU, num_gpus=None, topology={})
+        split_model(Words(None, ()))
 
 
 def test_a_config_json_alone_is_a_model(tmp_path: Path) -> None:
@@ -61,14 +61,14 @@ def test_what_does_not_fit_is_told_to_scripts_too(monkeypatch: pytest.MonkeyPatc
 
 def test_arguments_of_the_engine_are_checked() -> None:
     with pytest.raises(UserError, match=r"mem_fraction_static is 1.7, needs a share"):
-        list(plans(request_of(CONFIGS / "Qwen3-4B.json", "rollout.sglang.mem_fraction_static=1.7", num_gpus=4, tp=2)))
+        plans_of(CONFIGS / "Qwen3-4B.json", "rollout.sglang.mem_fraction_static=1.7", num_gpus=4, tp=2)
     with pytest.raises(UserError, match=r"mem_fraction_static is 'abc', needs another type"):
-        list(plans(request_of(CONFIGS / "Qwen3-4B.json", "rollout.sglang.mem_fraction_static=abc", num_gpus=4, tp=2)))
+        plans_of(CONFIGS / "Qwen3-4B.json", "rollout.sglang.mem_fraction_static=abc", num_gpus=4, tp=2)
 
 
 def test_mistakes_in_the_layout_are_the_settings_own() -> None:
     with pytest.raises(UserError, match=r"^8 GPUs, engines among them: .* 4 ranks cannot be divided by tp 5"):
-        list(plans(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=8, tp=5, cp=2)))
+        plans_of(CONFIGS / "Qwen3-4B.json", num_gpus=8, tp=5, cp=2)
 
 
 def test_a_model_that_a_check_refuses_is_not_planned(tmp_path: Path) -> None:
@@ -76,9 +76,9 @@ def test_a_model_that_a_check_refuses_is_not_planned(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads((CONFIGS / "Qwen3-4B.json").read_text()), "max_position_embeddings": 100}))
     for topology in ({}, {"tp": 2}):
         with pytest.raises(UserError, match=r"more than the 100 that the model"):
-            list(plans(request_of(path, num_gpus=4, **topology)))
+            plans_of(path, num_gpus=4, **topology)
     with pytest.raises(UserError, match=r"model\.megatron\.test_mode is True"):
-        list(plans(request_of(CONFIGS / "Qwen3-4B.json", "model.megatron.test_mode=true", num_gpus=4)))
+        plans_of(CONFIGS / "Qwen3-4B.json", "model.megatron.test_mode=true", num_gpus=4)
 
 
 def test_gpus_are_divided_between_ranks_and_engines() -> None:
@@ -110,10 +110,10 @@ def test_a_share_that_holds_nothing_gives_way_to_the_next(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(command, "best_layouts", search)
     least = 6
-    assert len(list(plans(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=8)))) == 1 and asked == [4, 6]
+    assert len(plans_of(CONFIGS / "Qwen3-4B.json", num_gpus=8)) == 1 and asked == [4, 6]
     least = 9
     with pytest.raises(UserError, match="7 are too few"):
-        list(plans(request_of(CONFIGS / "Qwen3-4B.json", num_gpus=8)))
+        plans_of(CONFIGS / "Qwen3-4B.json", num_gpus=8)
 
 
 def test_layouts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_layouts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         return [(settings.model_copy(update={"training": settings.training.model_copy(update={"topology": topology})}), "a plan")]
 
     monkeypatch.setattr(command, "best_layouts", search)
-    [(overrides, plan, advice)] = plans(request_of(CONFIGS / "Qwen3-8B.json", "data.prompts_per_step=32", num_gpus=8))
+    [(overrides, plan, advice)] = plans_of(CONFIGS / "Qwen3-8B.json", "data.prompts_per_step=32", num_gpus=8)
     assert plan == "a plan" and advice is None
     assert overrides == (
         "1. training.topology.num_ranks=4 training.topology.tp=2 training.topology.sequence_parallel=true "

@@ -4,13 +4,18 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.gpus import GIB, GPUS
-from megatron_rl.config.settings import Settings
-from megatron_rl.planning.engine_memory import plan_engine
+from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.planning.records import EngineMemory
+from megatron_rl.planning.run_plan import plan_engine
 
 
-def test_grouped_queries(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
+def planned(spec: Any, gpu: str, *, shared_with: int = 0, **sglang: Any) -> EngineMemory:
+    return plan_engine(RolloutSettings(sglang=sglang), spec, GPUS[gpu], longest=8192, shared_with=shared_with)
+
+
+def test_grouped_queries(model_spec: Callable[[str], Any]) -> None:
     """Qwen3-8B: 36 layers, 8 KV heads of 128, in bf16."""
-    engine = plan_engine(run_settings(sglang={"tp_size": 2}), model_spec("Qwen3-8B"), GPUS["H100-80"], shared_with=0)
+    engine = planned(model_spec("Qwen3-8B"), "H100-80", tp_size=2)
     assert engine.bytes_per_token == 36 * 4 * 2 * 128 * 2
     assert engine.weights == pytest.approx(8.19e9, rel=1e-3)
     assert engine.cache_tokens == engine.cache // engine.bytes_per_token
@@ -18,27 +23,24 @@ def test_grouped_queries(model_spec: Callable[[str], Any], run_settings: Callabl
     assert engine.longest_sequence == 8192 and engine.fits
 
 
-def test_fewer_kv_heads_than_gpus_are_repeated(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
+def test_fewer_kv_heads_than_gpus_are_repeated(model_spec: Callable[[str], Any]) -> None:
     spec = model_spec("Qwen3-235B-A22B")
-    four, eight = (plan_engine(run_settings(sglang={"tp_size": n}), spec, GPUS["H200-141"], shared_with=0) for n in (4, 8))
+    four, eight = (planned(spec, "H200-141", tp_size=n) for n in (4, 8))
     assert four.bytes_per_token == eight.bytes_per_token == 94 * 2 * 128 * 2
 
 
-def test_a_latent_is_on_every_gpu(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
+def test_a_latent_is_on_every_gpu(model_spec: Callable[[str], Any]) -> None:
     """DeepSeek-V3 keeps 512 + 64 numbers for each token and layer."""
-    engine = plan_engine(run_settings(sglang={"tp_size": 8}), model_spec("DeepSeek-V3"), GPUS["B200-192"], shared_with=0)
+    engine = planned(model_spec("DeepSeek-V3"), "B200-192", tp_size=8)
     assert engine.bytes_per_token == 61 * 576 * 2
     assert engine.weights / GIB == pytest.approx(671.03e9 * 2 / 8 / GIB, rel=1e-3)
 
 
-def test_what_does_not_fit(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
-    engine = plan_engine(run_settings(), model_spec("Qwen3-235B-A22B"), GPUS["H100-80"], shared_with=0)
+def test_what_does_not_fit(model_spec: Callable[[str], Any]) -> None:
+    engine = planned(model_spec("Qwen3-235B-A22B"), "H100-80")
     assert not engine.fits and engine.cache_tokens == 0
 
 
-def test_a_share_that_the_user_set(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
-    settings = run_settings()
-    half = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"sglang": {"mem_fraction_static": 0.5}})})
-    gpu = GPUS["H100-80"]
-    engine = plan_engine(half, model_spec("Qwen3-4B"), gpu, shared_with=GIB)
-    assert engine.weights + engine.cache + GIB == int(gpu.memory_bytes * 0.5)
+def test_a_share_that_the_user_set(model_spec: Callable[[str], Any]) -> None:
+    engine = planned(model_spec("Qwen3-4B"), "H100-80", shared_with=GIB, mem_fraction_static=0.5)
+    assert engine.weights + engine.cache + GIB == int(GPUS["H100-80"].memory_bytes * 0.5)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.config.decided import with_values
 from megatron_rl.config.gpus import GIB, GPUS
-from megatron_rl.config.settings import Settings, WeightSettings
+from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 from megatron_rl.planning import run_plan
 from megatron_rl.planning.measurement import Answer, Job
 from megatron_rl.planning.records import Collective
-from megatron_rl.planning.run_plan import CONTEXT_BYTES, RANK_HOST_BYTES, _rank_host, _shared_buckets, most_held, plan_run, stage_memories
+from megatron_rl.planning.run_plan import CONTEXT_BYTES, RANK_HOST_BYTES, most_held, plan_run, shared_buckets, stage_memories
 from megatron_rl.weights.bucket import BUCKET_BYTES
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
@@ -28,26 +29,32 @@ def test_impossible_layouts_are_refused_in_the_topologys_words(
         plan_run(run_settings(num_ranks=5, pp=5), model_spec("Qwen3-4B"), gpu=GPUS["H100-80"], num_nodes=None)
 
 
+def rank_of(**bytes_by_name: int) -> Any:
+    """A rank with 10 GiB of activations, whose other memory is 0 unless given."""
+    names = ("num_layers", "num_parameters", "stage_parameters", "parameters", "gradients", "optimizer", "reference", "away", "update")
+    sizes = dict.fromkeys((*names, "backward", "head"), 0) | bytes_by_name
+    chunks = [SimpleNamespace(held=10 * GIB, output=0)]
+    return SimpleNamespace(**sizes, chunks=chunks, largest_collective=Collective("none", 0))
+
+
 def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Callable[..., Settings]) -> None:
-    policy = SimpleNamespace(reference=7 * GIB, away=2 * GIB)
-    settings = run_settings()
-    with_kl = settings.model_copy(update={"objective": Objective.of(kl={"coef": 0.1})})
-    without, kept = (_rank_host(variant, policy, [policy]) for variant in (settings, with_kl))  # type: ignore[arg-type, list-item]
-    assert kept - without == 7 * GIB
-    colocated = settings.model_copy(update={"runtime": settings.runtime.model_copy(update={"colocate": True})})
-    # The policy and a critic, both away while engines generate.
-    shared = _rank_host(colocated, policy, [policy, policy])  # type: ignore[arg-type, list-item]
-    never_saved = colocated.model_copy(update={"run": colocated.run.model_copy(update={"save_interval": 0})})
-    unsaved = _rank_host(never_saved, policy, [policy, policy])  # type: ignore[arg-type, list-item]
-    assert (unsaved - RANK_HOST_BYTES, shared - unsaved) == (2 * 2 * GIB, 2 * 2 * GIB), "as much again while a checkpoint is written"
+    settings, policy = run_settings(num_ranks=1), rank_of(reference=7 * GIB, away=2 * GIB)
+
+    def host(changes: dict[str, Any], *critic: Any) -> int:
+        (stage,) = stage_memories(with_values(settings, changes), Answer((policy,), critic), frees_outputs=True)
+        return stage.host - RANK_HOST_BYTES
+
+    # The policy's copy for a checkpoint.
+    assert host({}) == 2 * GIB
+    assert host({"objective": Objective.of(kl={"coef": 0.1})}) == (7 + 2) * GIB
+    # The policy and a critic, both away while engines generate, and as much again while a checkpoint is written.
+    colocated = {"runtime.colocate": True}
+    assert host(colocated, policy) == 2 * (2 + 2) * GIB
+    assert host({**colocated, "run.save_interval": 0}, policy) == (2 + 2) * GIB
 
 
 def test_a_teacher_takes_activations_and_host_memory(run_settings: Callable[..., Settings]) -> None:
-    rank: Any = SimpleNamespace(
-        **dict.fromkeys(("num_layers", "num_parameters", "stage_parameters", "gradients", "optimizer", "reference", "away", "update"), 0),
-        **{"parameters": GIB, "backward": GIB, "head": 2 * GIB, "largest_collective": Collective("none", 0)},
-        chunks=[SimpleNamespace(held=10 * GIB, output=0)],
-    )
+    rank = rank_of(parameters=GIB, backward=GIB, head=2 * GIB)
     teacher: Any = SimpleNamespace(weights=30 * GIB, forward=2 * GIB, resting=31 * GIB)
     settings = run_settings(num_ranks=1)
     ((alone,), (distilled,)) = (
@@ -84,14 +91,13 @@ def test_the_teacher_that_is_distilled_is_measured(
 def test_memory_that_is_shared_with_an_engine_is_two_buckets(
     run_settings: Callable[..., Settings], model_spec: Callable[[str], Any]
 ) -> None:
-    by_ipc = run_settings(runtime={"colocate": True})
-    by_disk = by_ipc.model_copy(update={"weights": WeightSettings(transport="disk")})
+    model = run_settings().model
     small = dataclasses.replace(model_spec("Qwen3-4B"), vocab_size=1000)
-    assert (_shared_buckets(by_ipc, small), _shared_buckets(by_disk, small)) == (2 * BUCKET_BYTES, 0)
+    assert shared_buckets(model, small) == 2 * BUCKET_BYTES
     # An embedding is sent whole.
-    assert _shared_buckets(by_ipc, model_spec("Qwen3-4B")) == 2 * 151936 * 2560 * 2
+    assert shared_buckets(model, model_spec("Qwen3-4B")) == 2 * 151936 * 2560 * 2
     # 128 experts' gate and up, of 2 x 2880 rows and 2880 columns, are one tensor: two buckets, the stack and its parts.
-    assert _shared_buckets(by_ipc, model_spec("gpt-oss-120b")) == 4 * 128 * 2 * 2880 * 2880 * 2
+    assert shared_buckets(model, model_spec("gpt-oss-120b")) == 4 * 128 * 2 * 2880 * 2880 * 2
 
 
 @pytest.mark.parametrize(("pp", "stage"), [(1, 0), (2, 0), (2, 1), (4, 0), (4, 2), (4, 3)])

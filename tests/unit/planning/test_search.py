@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.config.gpus import GIB, GPUS
 from megatron_rl.config.settings import Settings, TopologySettings
-from megatron_rl.planning import levers, search
+from megatron_rl.planning import search
 from megatron_rl.planning.search import Candidate, candidates
 from megatron_rl.training.topology import Topology
 
@@ -42,10 +42,10 @@ def test_a_teacher_decides_which_layouts_are_likely(
     model_spec: Callable[[str], Any], run_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is divided as the policy is, and its weights count where they are more than the activations."""
-    policy, teacher, settings = model_spec("Qwen3-4B"), model_spec("Qwen3-30B-A3B"), run_settings(megatron=levers.FULL_RECOMPUTE)
+    policy, teacher, settings = model_spec("Qwen3-4B"), model_spec("Qwen3-30B-A3B"), run_settings(megatron=search.FULL_RECOMPUTE)
     plain, distilled = {}, {}
     for found, spec in ((plain, None), (distilled, teacher)):
-        monkeypatch.setattr(search, "teacher_spec", lambda _settings, spec=spec: spec)
+        monkeypatch.setattr(search, "teacher_spec", lambda _objective, _model, spec=spec: spec)
         found.update({one.settings.training.topology: one.num_bytes for one, _ in listed(policy, settings, 36)})
     assert {topology.pp for topology in plain} - {topology.pp for topology in distilled} == {9, 18, 36}, "of 36 layers, and of 48"
     assert all(num_bytes >= plain[topology] for topology, num_bytes in distilled.items())
@@ -73,7 +73,7 @@ def test_what_makes_a_layout_fit_is_found_by_trying(
         tried[:] = variants
         return [types.SimpleNamespace(peak=peak * GIB) for peak in sizes[: len(variants)]]
 
-    monkeypatch.setattr(levers, "plan_layouts", peaks)
+    monkeypatch.setattr(search, "plan_layouts", peaks)
     settings = run_settings(num_ranks=4, tp=2)
     settings = settings.model_copy(update={"training": settings.training.model_copy(update={"optimizer": {}})})
     sizes = [200, 100, 70, 50]
@@ -83,7 +83,7 @@ def test_what_makes_a_layout_fit_is_found_by_trying(
         "training.max_tokens_per_micro_batch=8192",
         "training.topology.tp=4 training.topology.sequence_parallel=true",
     ]
-    assert levers.remedy(settings, model_spec("Qwen3-8B"), gpu=GPU) == (
+    assert search.remedy(settings, model_spec("Qwen3-8B"), gpu=GPU) == (
         f"the trainer fits (70.0 GiB on the fullest rank) with {' '.join(words[:3])}"
     )
     assert [one.training.optimizer for one in tried] == [{"use_distributed_optimizer": True}] * 4
@@ -91,7 +91,7 @@ def test_what_makes_a_layout_fit_is_found_by_trying(
     assert [one.training.max_tokens_per_micro_batch for one in tried] == [16384, 16384, 8192, 8192]
     assert [one.training.topology.tp for one in tried] == [2, 2, 2, 4]
     sizes = [200] * 4
-    assert levers.remedy(settings, model_spec("Qwen3-8B"), gpu=GPU) == f"tried on top of each other without success: {', '.join(words)}"
+    assert search.remedy(settings, model_spec("Qwen3-8B"), gpu=GPU) == f"tried on top of each other without success: {', '.join(words)}"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_experts_are_divided_first(
     layout: dict[str, int],
     lever: str | None,
 ) -> None:
-    monkeypatch.setattr(levers, "plan_layouts", lambda variants, *_, **__: [types.SimpleNamespace(peak=200 * GIB)] * len(variants))
-    text = levers.remedy(run_settings(num_ranks=num_ranks, **layout), model_spec("Qwen3-30B-A3B"), gpu=GPU)
+    monkeypatch.setattr(search, "plan_layouts", lambda variants, *_, **__: [types.SimpleNamespace(peak=200 * GIB)] * len(variants))
+    text = search.remedy(run_settings(num_ranks=num_ranks, **layout), model_spec("Qwen3-30B-A3B"), gpu=GPU)
     first = text.removeprefix("tried on top of each other without success: ").partition(", ")[0]
     assert first == f"training.topology.{lever}" if lever else first.startswith("model.megatron.recompute"), text

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.planning.step_time import Flops, ModelSize, Rates, Step, causal_pairs, full_lengths
+from megatron_rl.planning.step_time import Flops, ModelSize, Rates, Step, causal_pairs
 from megatron_rl.training.topology import Topology
 
 LENGTHS = np.array([1, 5, 17, 4])
@@ -141,10 +141,9 @@ def test_parts_are_divided_by_rates_and_stretched_by_pipelines() -> None:
 def test_a_step_of_settings_has_sequences_of_the_greatest_length(
     model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]
 ) -> None:
-    settings = run_settings(num_ranks=8, tp=2, megatron={"recompute_granularity": "selective"})
-    lengths = full_lengths(settings)
-    assert (len(lengths), set(lengths)) == (512, {8192})
+    settings = run_settings(num_ranks=8, tp=2)
     size = ModelSize.of(model_spec("Qwen3-8B"))
-    step = Step.of(settings, size, Flops.of(size, lengths), per_node=4)
+    step = Step.of(settings.training, size, recompute="selective", longest=8192, num_sequences=512, per_node=4)
+    assert step.flops == Flops.of(size, np.full(512, 8192))
     assert (step.num_tokens, step.num_micro_batches, step.recompute, step.per_node) == (512 * 8192, 512 // 4 // 2, "selective", 4)
     assert step.distributed_optimizer and step.itemsize == 2 and step.topology == Topology.of(settings.training.topology)
