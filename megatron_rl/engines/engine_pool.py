@@ -16,18 +16,16 @@ from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import EngineError
 
 AFFINITY_WAIT_S = 1.0
-"""How long a request waits for a slot on the engine that it prefers: about what computing a prefix of 10,000 tokens anew takes."""
+"""Wait for a slot on the preferred engine: about the time to compute a prefix of 10,000 tokens."""
 
 Result = TypeVar("Result")
 
 
 class Urgency(IntEnum):
-    """Priority for a free slot; among equals, the earlier group comes first, then the earlier
-    request.
-    """
+    """Priority for a free slot; among equals the earlier group, then the earlier request is first."""
 
     AGAIN = 0
-    """What an engine that failed gave back."""
+    """A repetition after the failure of an engine."""
     EVALUATION = 1
     TRAINING = 2
 
@@ -49,22 +47,17 @@ class _Waiter:
     number: int
     num_slots: int = field(compare=False)
     preferred: EngineClient | None = field(compare=False)
-    slot: "asyncio.Future[EngineClient]" = field(compare=False, default_factory=lambda: asyncio.get_running_loop().create_future())
+    slot: "asyncio.Future[EngineClient]" = field(compare=False, default_factory=asyncio.Future)
 
 
 class EnginePool:
     """The slots of all engines. Each generated sample takes one; an engine has `max_requests`.
 
-    A request for several samples takes all slots together, on an idle engine also more than
-    `max_requests`. The request gets the least busy usable engine. A usable engine is a member that
-
-    - serves the current weights: the initial engines, and later members after `admit`, which a
-      weight
-      sync calls for each member reached, and
-    - has not failed since the last `readmit`.
-
-    A request waits while no engine was ever admitted. Once the last usable engine has failed or
-    left, the request raises the reason. Lives on one event loop.
+    A request takes the slots of all its samples together, from the least busy usable engine; an
+    idle engine also gives more than `max_requests`. A usable engine is a member that serves the
+    current weights (the initial engines, later members after `admit`) and has not failed since the
+    last `readmit`. A request waits while no engine was ever admitted, and raises the reason once
+    the last usable engine has failed or left. Lives on one event loop.
     """
 
     def __init__(self, clients: Sequence[EngineClient] = (), *, max_requests: int) -> None:
@@ -84,27 +77,21 @@ class EnginePool:
 
     @property
     def address(self) -> EngineAddress:
-        """Return the address of an engine, maybe of a former member; model facts hold for all
-        engines.
-        """
+        """Return the address of an engine or former member; its facts about the model hold for all."""
         assert self._address is not None, "no engine has joined yet"
         return self._address
 
     def join(self, client: EngineClient) -> None:
-        """Make an open client a member.
-
-        The engine gets requests after the next weight sync; before that, any weights may be loaded.
-        """
+        """Make an open client a member, for requests after the next weight sync."""
         assert client not in self.membership.members, f"the engine at {client.address.url} is a member already"
         self._departures.pop(client, None)
         self._address = client.address
         self._set_members((*self.membership.members, client))
 
     def leave(self, client: EngineClient, error: Exception) -> None:
-        """Remove an engine for good; no error when already removed. The client stays open.
+        """Remove an engine for good, if it is a member. The client stays open.
 
-        Waiting requests get another engine, or `error` when none is usable. So do the engine's
-        running requests, informed by `departure`.
+        Waiting requests, and running ones by `while_it_stays`, get another engine, or `error`.
         """
         if client not in self.membership.members:
             return
@@ -115,10 +102,7 @@ class EnginePool:
         self._set_members(tuple(member for member in self.membership.members if member is not client))
 
     def departure(self, client: EngineClient) -> "asyncio.Future[None]":
-        """Return a future that is done once `client` is no member.
-
-        The future is shared: use `asyncio.wait`, which does not cancel the future with the waiter.
-        """
+        """Return a shared future, done once `client` is no member; wait by `asyncio.wait` alone."""
         if client not in self._departures:
             self._departures[client] = asyncio.get_running_loop().create_future()
             if client not in self.membership.members:
@@ -132,12 +116,9 @@ class EnginePool:
         return bool(left)
 
     async def while_it_stays(self, client: EngineClient, call: Awaitable[Result]) -> Result:
-        """Return the result of a `call` to `client`; cancel the call when the engine leaves.
+        """Return the result of a `call` to `client`, which is cancelled when the engine leaves.
 
-        A lost machine never answers.
-
-        Raises:
-            EngineError: the engine has left. Also every error of the call.
+        A lost machine never answers. Raises EngineError for an engine that left.
         """
         asking = asyncio.ensure_future(call)
         try:
@@ -150,12 +131,9 @@ class EnginePool:
                 await asyncio.wait([asking])
 
     async def unless_it_leaves(self, client: EngineClient, call: Awaitable[Result]) -> Result | None:
-        """Return the result of a `call` to `client`, or None when the call fails on a dead engine.
+        """Return the result of a `call` to `client`, or None for a dead engine, which has left.
 
-        A dead engine is no member any more.
-
-        Raises:
-            EngineError: the call failed, and the engine stays.
+        Raises EngineError for a failed call to an engine that stays.
         """
         try:
             return await self.while_it_stays(client, call)
@@ -165,17 +143,12 @@ class EnginePool:
             return None
 
     def admit(self, clients: Iterable[EngineClient]) -> None:
-        """Admit engines that serve the current weights; skip engines that have left in the
-        meantime.
-        """
+        """Admit those of `clients` that are still members: they serve the current weights."""
         self._admitted |= {client for client in clients if client in self.membership.members}
         self._update()
 
     def retire(self, client: EngineClient, error: Exception) -> None:
-        """Give `client` no more work because of `error`; the engine stays a member.
-
-        Waiting requests get `error` when no other engine is usable.
-        """
+        """Give a member no more work because of `error`, raised where no other engine is usable."""
         if client not in self.membership.members:
             return
         self._retired.add(client)
@@ -208,13 +181,10 @@ class EnginePool:
     ) -> AsyncIterator[EngineClient]:
         """Yield an engine with slots for `count` samples during the block.
 
-        `arrival` is the group's. Later turns of begun groups precede the first turns of other
-        groups, which would push the prefixes out of the engines' caches. A request without a group
-        arrives now. `preferred` is chosen when usable and free within AFFINITY_WAIT_S; meanwhile
-        later requests do not get these slots.
-
-        Raises:
-            Exception: the reason why the last usable engine failed or left.
+        `arrival` is the group's, by default now: later turns of a group precede other groups, which
+        would push its prefixes out of the engines' caches. `preferred` is chosen when usable and
+        free within AFFINITY_WAIT_S; meanwhile later requests do not get these slots. Raises the
+        reason why the last usable engine failed or left.
         """
         number = self.arrival()
         client = await self._take(_Waiter(urgency, number if arrival is None else arrival, number, count, preferred))
@@ -224,7 +194,7 @@ class EnginePool:
             self._give_back(client, count)
 
     def arrival(self) -> int:
-        """Return the number of a new group, higher than all numbers before."""
+        """Return the number of a new group, above all before."""
         return next(self._arrivals)
 
     async def _take(self, waiter: _Waiter) -> EngineClient:
@@ -253,8 +223,6 @@ class EnginePool:
 
     def _give_back(self, client: EngineClient, count: int) -> None:
         self._running[client] -= count
-        if not self._running[client]:
-            del self._running[client]
         self._fill()
 
     def _fill(self) -> None:

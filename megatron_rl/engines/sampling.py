@@ -1,7 +1,4 @@
-"""The drawing of a request's tokens.
-
-The trainer divides logits by the same temperature, no more.
-"""
+"""Sampling of a request's tokens. The trainer divides logits by the same temperature, no more."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +13,11 @@ LOWEST_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling of one request: `temperature` 0 takes the likeliest token; `max_tokens` ends a
-    response.
+    """Sampling of one request: `temperature` 0 takes the likeliest token.
 
-    `stop` strings and `stop_token_ids` end a response too, and are kept. `seed` is for the first
-    sample of a request; the others count on from it. Only an engine with
-    `enable_deterministic_inference` reads `seed`; such an engine would otherwise draw every sample
-    with one seed.
+    `max_tokens`, `stop` strings and `stop_token_ids` end a response and are kept. `seed` is the
+    first sample's, and others count on from it: a deterministic engine alone reads seeds, and would
+    draw every sample with one.
     """
 
     temperature: float = 1.0
@@ -47,7 +42,7 @@ class Sampling:
         return self if self.seed is None else replace(self, seed=self.seed + index)
 
     def request(self, index: int = 0) -> dict[str, Any]:
-        """Sampling parameters of sample `index`, each one stated: none may come from the checkpoint's generation_config.json."""
+        """Return all parameters of sample `index`: none may come from a generation_config.json."""
         return {
             "temperature": self.temperature,
             "top_p": 1.0,
@@ -66,7 +61,7 @@ class Sampling:
 
 
 def make_sampling(settings: SamplingSettings, *, eos_token_ids: Sequence[int], greedy: bool = False) -> Sampling:
-    """The sampling of the settings; `eos_token_ids` always end a response; `greedy` draws at temperature 0, for evaluation."""
+    """Return the sampling of the settings; `eos_token_ids` always end a response."""
     return Sampling(
         temperature=0.0 if greedy else settings.temperature,
         max_tokens=settings.max_response_tokens,

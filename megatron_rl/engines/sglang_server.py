@@ -1,7 +1,7 @@
-"""`python -m megatron_rl.engines.sglang_server`: the SGLang server, told what to do on standard input.
+"""`python -m megatron_rl.engines.sglang_server`: the SGLang server.
 
-That is a JSON object of ServerArgs fields by their own names, so that the API key never shows in a process list.
-The kernel kills this process with the one that started it, and SGLang's processes with this one.
+Standard input has ServerArgs fields as a JSON object: a process list would show the API key. The
+kernel kills this process with its parent, and SGLang's processes with this one.
 """
 
 import json
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 def serve_rendezvous(arguments: dict[str, Any]) -> "TCPStore | None":
     """Serve the ranks' store on the server's own address; rank 0 would open it to every interface.
 
-    The returned object keeps the store alive. Return None and change nothing with a dp_size above 1
-    (of attention): SGLang then checks that nobody listens at the port yet.
+    The returned object keeps the store alive. With a dp_size above 1 (of attention) return None:
+    SGLang then checks that nobody listens at the port yet.
     """
     if arguments.get("dp_size", 1) > 1:
         return None
@@ -46,7 +46,6 @@ def serve_rendezvous(arguments: dict[str, Any]) -> "TCPStore | None":
 def main() -> None:
     """Serve until a signal, or until the parent is gone."""
     die_with_parent()
-    # From a parent that was gone before, nothing comes.
     arguments = json.load(sys.stdin)
     on_cpu = arguments["device"] == "cpu"
     deterministic = on_cpu and bool(arguments.get("enable_deterministic_inference"))

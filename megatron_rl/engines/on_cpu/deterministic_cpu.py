@@ -1,8 +1,7 @@
 """Reproducible samples from weights, prompt and seed alone, without a GPU. Pure torch.
 
-A library for matrix products chooses a kernel, and with it an order of summation, by the number of
-rows. A request's result then depends on the other requests of the batch. And SGLang's hash of a
-seed, from which SGLang draws tokens, is made for GPUs.
+A library for matrix products chooses a kernel and an order of summation by the number of rows, so
+that a result depends on the other requests of the batch. SGLang's hash of a seed is for GPUs.
 
 Legend: N rows, K and M features.
 """
@@ -21,8 +20,7 @@ def product(rows: Tensor, columns: Tensor) -> Tensor:
     result = rows.new_empty(len(filled), columns.shape[1])
     for start in range(0, len(filled), BLOCK_ROWS):
         block = slice(start, start + BLOCK_ROWS)
-        # The operator with an `out` argument is a separate operator, left alone by
-        # `invariant_products`.
+        # `invariant_products` leaves the operator with an `out` argument alone.
         torch.ops.aten.mm.out(filled[block], columns, out=result[block])
     return result[:num_rows]
 

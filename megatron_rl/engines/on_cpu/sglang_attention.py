@@ -1,8 +1,9 @@
-"""SGLang's attention without a GPU, made fast: its `torch_native` backend calls torch once per request and layer.
+"""SGLang's attention without a GPU over buckets of requests.
 
-That loop is most of a small model's generation time; see `batched_attention` for what takes its place.
+Its `torch_native` backend calls torch once per request and layer: most of a small model's time.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,16 +16,16 @@ from megatron_rl.engines.on_cpu.batched_attention import Bucket, attend, make_bu
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
-    """Causal self-attention over buckets. Sliding windows and cross-attention stay what they were: request by request.
+    """Causal self-attention over buckets; sliding windows and cross-attention stay SGLang's.
 
-    Sinks, which SGLang's own has not, are computed over buckets with the window of their layer.
+    Sinks, which SGLang's backend lacks, are computed over buckets with the window of their layer.
     """
 
     buckets: tuple[Bucket, ...]
     invariant = False
-    """Whether requests are computed alike whatever else is in their batch."""
+    """A request is computed alike in any batch."""
     sinks: Tensor | None = None
-    """[H], of the layer that is being computed."""
+    """[H], of the present layer."""
 
     def forward_extend(self, *args: Any, sinks: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Return the attention of new tokens [N, H * D]."""
@@ -45,31 +46,29 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         rows, new_lengths = forward_batch.req_pool_indices, new_lengths.to(lengths.dtype)
         self.buckets = tuple(make_buckets(pool, rows, lengths, new_lengths, invariant=self.invariant))
 
-    def _run_sdpa_forward_extend(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        if self.sinks is None and (kwargs["is_cross_attn"] or kwargs["sliding_window_size"] is not None or not kwargs["causal"]):
-            return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *args, **kwargs)
-        window = kwargs["sliding_window_size"]
-        attend(query, output, k_cache, v_cache, self.buckets, kwargs["scaling"], sinks=self.sinks, window=window)
-        return output
+    def _run_sdpa_forward_extend(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._run(super()._run_sdpa_forward_extend, *args, causal_only=True, **kwargs)
 
-    def _run_sdpa_forward_decode(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        if self.sinks is None and (kwargs["is_cross_attn"] or kwargs["sliding_window_size"] is not None):
-            return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kwargs)
+    def _run_sdpa_forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._run(super()._run_sdpa_forward_decode, *args, causal_only=False, **kwargs)
+
+    def _run(self, original: Callable[..., Tensor], *args: Any, causal_only: bool, **kwargs: Any) -> Tensor:
+        """Return the output, written over buckets or by the `original` method."""
         window = kwargs["sliding_window_size"]
-        attend(query, output, k_cache, v_cache, self.buckets, kwargs["scaling"], sinks=self.sinks, window=window)
+        others = kwargs["is_cross_attn"] or window is not None or (causal_only and not kwargs["causal"])
+        if self.sinks is None and others:
+            return original(*args, **kwargs)
+        query, output, key_cache, value_cache, *_ = args
+        attend(query, output, key_cache, value_cache, self.buckets, kwargs["scaling"], sinks=self.sinks, window=window)
         return output
 
 
 class InvariantTorchAttention(BatchedTorchAttention):
-    """The same for an engine whose requests must not feel each other."""
+    """The same for a deterministic engine."""
 
     invariant = True
 
 
 def register(*, invariant: bool) -> None:
-    """Take the place of the backend `torch_native`, by whose name SGLang's CPU path asks for it."""
+    """Replace the backend `torch_native`, which SGLang takes on a CPU."""
     register_attention_backend("torch_native")(InvariantTorchAttention if invariant else BatchedTorchAttention)

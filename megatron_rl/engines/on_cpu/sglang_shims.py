@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 def refuse_deadly_requests() -> None:
-    """Register `check_request` as SGLang's hook before SGLang's own checks.
-
-    Without the hook such a request ends the scheduler, and the scheduler ends the server.
-    """
+    """Let SGLang call `check_request` first: such a request would end the scheduler and the server."""
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -31,9 +28,7 @@ def refuse_deadly_requests() -> None:
 
 
 def check_request(manager: "TokenizerManager", request: "GenerateReqInput", input_ids: Sequence[int] | None) -> None:
-    """Raise ValueError for tokens and numbers of log-probs beyond the vocabulary (status 400 in
-    SGLang).
-    """
+    """Raise ValueError, status 400 in SGLang, for tokens and log-probs beyond the vocabulary."""
     size = manager.model_config.vocab_size
     if input_ids and not 0 <= min(input_ids) <= max(input_ids) < size:
         raise ValueError(f"the prompt has token ids from {min(input_ids)} to {max(input_ids)}, needs ids from 0 to {size - 1}")
@@ -49,11 +44,7 @@ def check_request(manager: "TokenizerManager", request: "GenerateReqInput", inpu
 
 
 def provide_vllm_operators() -> None:
-    """Let rotary embeddings be built: without a GPU SGLang imports vllm's kernel and never calls
-    it.
-
-    vllm is 900 MB and has no other use here. SGLang's forward pass on a CPU is native PyTorch.
-    """
+    """Let rotary embeddings be built: without a GPU SGLang imports a kernel of vllm, uncalled."""
 
     def rotary_embedding(*_: object) -> None:
         raise NotImplementedError("vllm's rotary kernel is a placeholder here: SGLang on a CPU is expected to use its native layers")
@@ -71,9 +62,8 @@ def compile_nothing() -> None:
 def fork_server_processes() -> None:
     """Let SGLang fork the scheduler and detokenizer instead of spawning them.
 
-    The start is imports: 10 CPU seconds in each of three processes. A forked child has the imports
-    already, which halves the start and saves 400 MiB. Safe without CUDA only: a CUDA context does
-    not survive a fork.
+    Forked children have the imports, 10 CPU seconds each: half of the start, and 400 MiB less. A
+    CUDA context does not survive a fork.
     """
     original = multiprocessing.set_start_method
 
@@ -86,8 +76,7 @@ def fork_server_processes() -> None:
 def take_cpu_for_the_device() -> None:
     """Let `torch.get_device_module` name the CPU where SGLang names no device.
 
-    A CUDA build of torch names CUDA also on a machine without a GPU. The scheduler then dies in a
-    wait for the GPU after a release of memory.
+    A CUDA build of torch names CUDA without a GPU, and the scheduler dies after freeing memory.
     """
     import torch
 
@@ -113,10 +102,7 @@ def allocate_host_memory_unpinned() -> None:
 
 
 def gate_shared_experts_in_torch() -> None:
-    """Let Qwen2-MoE run: the shared expert's gate is a Triton kernel on every device.
-
-    Call before the import of SGLang's models.
-    """
+    """Replace the Triton kernel of Qwen2-MoE's shared gate, before SGLang imports its models."""
     from sglang.kernels.ops.elementwise import elementwise
 
     elementwise.fused_gate_sigmoid_mul_add = add_gated
@@ -128,11 +114,7 @@ def add_gated(hidden: "Tensor", gate: "Tensor", shared: "Tensor", output: "Tenso
 
 
 def allow_deterministic_inference() -> None:
-    """Let `enable_deterministic_inference` run without a GPU.
-
-    SGLang has no deterministic kernels, attention or hash without a GPU; `deterministic_cpu` and
-    `sglang_attention` replace all three.
-    """
+    """Let `enable_deterministic_inference` run by `deterministic_cpu` and `sglang_attention`."""
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
     from sglang.srt.layers import sampler
