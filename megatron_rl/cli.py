@@ -149,7 +149,7 @@ def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None
 @click.argument("directory", type=click.Path(path_type=Path))
 def report(directory: Path) -> int:
     """Write curves.png and report.html into DIRECTORY, the run.directory of a run, from its metrics.jsonl; print the page's path."""
-    from megatron_rl.observe.report import report_run
+    from megatron_rl.report.page import report_run
 
     print(report_run(directory))
     return 0

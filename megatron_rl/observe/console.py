@@ -1,8 +1,7 @@
 """The user's view of a run: a live line per phase and a table row per step.
 
-On a terminal the phase is a moving line. Elsewhere (a log file, CI) lines are plain. The first run
-of each phase is announced. After a while without output a heartbeat says the activity of the run,
-so that no minute is silent.
+On a terminal the phase is a moving line. Elsewhere (a log file, CI) the first run of each phase is
+announced, and a heartbeat names the activity, so that no minute is silent.
 """
 
 import math
@@ -26,10 +25,9 @@ _ROWS_PER_HEADER = 20
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table: title, metrics, format of the number, width in characters.
+    """A column of the table: the first measured of `metrics`, in `width` characters.
 
-    The first measured metric of `metrics` is shown. Where a line is too short for all columns,
-    columns of the highest `spare` are left out.
+    Columns of the highest `spare` are left out where a line is too short for all.
     """
 
     title: str
@@ -92,10 +90,7 @@ class PhaseProgress:
 
 
 class _Console(rich.console.Console):
-    """Console that goes on without a reader, as behind `| head`.
-
-    A run must not end for lack of a reader.
-    """
+    """Console that goes on without a reader, as behind `| head`."""
 
     def on_broken_pipe(self) -> None:
         """Print nothing from now on, and say so on the standard error."""
@@ -158,11 +153,7 @@ class RunConsole:
             self._printed_s = time.monotonic()
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the table row of a step, and a line for each newly unhealthy metric.
-
-        A metric gets a line once in a run, when first beyond its healthy range. A metric without a
-        value leaves its cell empty. The header comes every 20 rows.
-        """
+        """Print the table row of a step, and a line for each metric first beyond its healthy range."""
         with self._lock:
             if self._num_rows % _ROWS_PER_HEADER == 0:
                 self.say(self._line("step", [column.title for column in self._columns]))

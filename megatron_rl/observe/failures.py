@@ -14,8 +14,8 @@ from megatron_rl.types import Failure
 class FailureLog:
     """The failures of `calls`, such as "reward calls", made by the plug-in `owner`.
 
-    A share of failures beyond `max_error_rate`, given by `setting`, ends the run. `say` gets a
-    sentence about each step with a new failure.
+    A share beyond `max_error_rate`, of `setting`, ends the run. `say` gets a sentence about each
+    step with a new failure.
     """
 
     path: Path
@@ -27,9 +27,9 @@ class FailureLog:
     _noted: set[str] = field(default_factory=set)
 
     def note(self, failures: Sequence[Failure], *, total: int, step: int) -> None:
-        """Write the number of failed calls of `step` by cause, with the trace of each new cause.
+        """Write the failed calls of `step` by cause, each new cause with its trace.
 
-        Raises UserError when the disk is full or the log's directory is gone.
+        Raises UserError for a full disk and for a deleted directory.
         """
         if not failures:
             return
@@ -50,10 +50,7 @@ class FailureLog:
                     log.write(f"{next(each.trace for each in failures if each.headline == headline)}\n")
 
     def check(self, failures: Sequence[Failure], *, total: int) -> None:
-        """Raise UserError for too large a share of failures among `total` calls.
-
-        The error has every cause, and the first trace.
-        """
+        """Raise UserError, with every cause and the first trace, for too many failed calls."""
         if len(failures) <= self.max_error_rate * total:
             return
         causes = ", ".join(f"{count} {cause}" for cause, count in Counter(failure.cause for failure in failures).most_common())

@@ -10,7 +10,7 @@ from megatron_rl.types import Group, Ints, RewardOutcome, Sample, StopReason, la
 
 
 def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metric]:
-    """Return metrics `rollout/*` of the groups taken by the step that trains weights of `version`.
+    """Return metrics `rollout/*` of the groups of the step that trains weights of `version`.
 
     Rewards, truncations and aborts count trajectories; lengths and versions count samples.
     """
@@ -104,9 +104,8 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
 def evaluation_metrics(samples: Sequence[Sample], *, kind: str) -> dict[str, Metric]:
     """Return metrics `eval/*` of one trajectory per held-out prompt; `kind` is greedy or sampled.
 
-    Lengths count samples. Accuracy is the mean of the reward's component `accuracy` where the
-    reward function gives one, else of the reward itself. Accuracy is left out where any of these
-    numbers is neither 0 nor 1.
+    Accuracy is the mean of the reward's component `accuracy`, or of the reward without one, where
+    all of these numbers are 0 or 1. Lengths count samples.
     """
     attempts = trajectories(samples)
     scored = [sample.reward for sample in last_samples(samples) if sample.reward is not None and sample.reward.value is not None]

@@ -11,11 +11,10 @@ import psutil
 class PeakMemory:
     """Watch process trees from a background thread and keep the largest sum of memory.
 
-    The sum is of proportional set sizes: a page shared by n processes counts 1/n in each. Shared
-    libraries, forked workers and shared memory are thus counted once. A tree is a root process and
-    all descendants; detached daemons (Ray's) are further roots. The kernel walks every page for a
-    sample, about 20 ms per GiB. A costly sample postpones the next one: the thread takes at most a
-    hundredth of a core, and can miss a peak of a few seconds.
+    The sum is of proportional set sizes, so that a page shared by processes counts once. A tree is
+    a root and all descendants; detached daemons (Ray's) are further roots. The kernel takes 20 ms
+    per GiB for a sample. The thread takes at most a hundredth of a core, and can miss a peak of a
+    few seconds.
     """
 
     def __init__(self, root_pids: Iterable[int], *, interval_s: float = 2.0) -> None:
@@ -31,10 +30,7 @@ class PeakMemory:
         return self._peak
 
     def sample(self) -> int:
-        """Measure now, in bytes, and keep the largest sum.
-
-        Processes that end meanwhile count nothing.
-        """
+        """Measure now, in bytes, and keep the largest sum."""
         total = sum(_proportional_bytes(process) for process in _trees(self._roots))
         self._peak = max(self._peak, total)
         return total
@@ -56,10 +52,7 @@ class PeakMemory:
 
 
 def _trees(roots: Iterable[int]) -> set[psutil.Process]:
-    """Return the living processes of all trees, each once.
-
-    psutil reads the table of processes once per root.
-    """
+    """Return the living processes of all trees, each once."""
     found: set[psutil.Process] = set()
     for pid in roots:
         try:

@@ -1,8 +1,7 @@
 """Metrics: values with a reduction, and the table of the meaning of each name.
 
-A metric is a share of a number from many ranks, micro-batches or samples. Merging two shares is
-associative. The order and the grouping of merges change nothing, and a mean is never taken of
-means.
+A metric is a share of a number from many ranks, micro-batches or samples. The grouping of merges
+changes nothing, and a mean is never taken of means.
 """
 
 import difflib
@@ -75,7 +74,7 @@ class Sum(_Single):
 
 @dataclass(frozen=True, slots=True)
 class Max(_Single):
-    """The largest; NaN wins, because a maximum without the NaN would be wrong."""
+    """The largest; NaN wins."""
 
     def _combine(self, other: "Max") -> "Max":
         return other if math.isnan(other.number) or other.number > self.number else self
@@ -91,10 +90,7 @@ class Min(_Single):
 
 @dataclass(frozen=True, slots=True)
 class Last(_Single):
-    """The newest number: in a merge the argument is newer.
-
-    For numbers equal on all ranks, such as a learning rate.
-    """
+    """The newest number, the argument of a merge; equal on all ranks, as a learning rate is."""
 
     def _combine(self, other: "Last") -> "Last":
         return other
@@ -103,8 +99,7 @@ class Last(_Single):
 def merge_metrics(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merge the shares of many ranks or micro-batches by name, in the given order.
 
-    A share may lack names of other shares. Raises TypeError for two shares of one name with
-    different reductions.
+    Raises TypeError for different reductions of one name.
     """
     merged: dict[str, Metric] = {}
     for share in shares:
@@ -114,19 +109,13 @@ def merge_metrics(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the numbers of merged metrics, sorted by name.
-
-    A mean over nothing is left out, because an absent measurement is not a number.
-    """
+    """Return the numbers of merged metrics, sorted by name, without means over nothing."""
     return {name: float(metric.value) for name, metric in sorted(metrics.items()) if not (isinstance(metric, Mean) and metric.weight == 0)}
 
 
 @dataclass(frozen=True, slots=True)
 class MetricInfo:
-    """One line of the table of metrics.
-
-    A name ending in `*` stands for all names with this beginning.
-    """
+    """One line of the table; a name ending in `*` stands for all names with this beginning."""
 
     name: str
     reduction: type[Metric]
@@ -269,16 +258,11 @@ METRICS: Mapping[str, MetricInfo] = {row[0]: MetricInfo(*row) for row in _TABLE}
 
 
 def find_info(name: str) -> MetricInfo | None:
-    """Return the line of METRICS for `name`, None without one.
-
-    A user's own loss may report metrics of any name.
-    """
+    """Return the line of METRICS for `name`, None for one of a user's own loss."""
     if name in METRICS:
         return METRICS[name]
-    patterns = (
-        info for pattern, info in METRICS.items() if pattern.endswith("*") and name.startswith(pattern[:-1]) and len(name) >= len(pattern)
-    )
-    return next(patterns, None)
+    prefixes = [pattern[:-1] for pattern in METRICS if pattern.endswith("*")]
+    return next((METRICS[f"{prefix}*"] for prefix in prefixes if name.startswith(prefix) and name != prefix), None)
 
 
 def metric_info(name: str) -> MetricInfo:
@@ -291,10 +275,7 @@ def metric_info(name: str) -> MetricInfo:
 
 
 def is_beyond_healthy(name: str, value: float) -> bool:
-    """Return True where `value` is not below the upper bound of the healthy range of `name`.
-
-    The table writes such a bound as the beginning of the range, `< 0.1`.
-    """
+    """Return True where `value` is not below the bound that begins the healthy range, as `< 0.1`."""
     info = find_info(name)
     bound = None if info is None else re.match(r"< ([\d.]+)(?=;|$)", info.healthy)
     return bound is not None and not value < float(bound[1])

@@ -10,7 +10,7 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -23,24 +23,12 @@ from megatron_rl.files import disk_errors, write_atomic
 METRICS_FILE = "metrics.jsonl"
 
 
-class Sink(Protocol):
-    """One destination of metrics."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the metrics of a step."""
-
-    def close(self) -> None:
-        """Flush everything to the destination."""
-
-
 class Sinks:
-    """All sinks of a run with files in `directory`.
+    """All sinks of a run with files in `directory`; `config` are the settings, to be shown.
 
-    A resumed run goes on in the same files, after the row of `first_step`. Rows of an earlier life
-    of the run about later steps are dropped. The first metrics logged of `first_step` are added to
-    its known metrics, from `row` (the checkpoint's) or from the file. `config` are the run's
-    settings, for sinks with a view of settings. Raises UserError when a sink's package is not
-    installed, the disk is full or metrics.jsonl is not from a run.
+    A resumed run goes on in the same files, without rows of steps after `first_step`. The first
+    metrics logged of that step are added to those in `row` (the checkpoint's) and in the file.
+    Raises UserError for a missing package, a full disk or another program's metrics.jsonl.
     """
 
     def __init__(
@@ -56,7 +44,10 @@ class Sinks:
         self._first_step = first_step
         self._row = {**(row or {}), **lines.row}
         self._lines = lines
-        self._sinks: list[Sink] = [lines, TensorBoard(directory / "tensorboard", first_step=first_step)]
+        self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = [
+            lines,
+            TensorBoard(directory / "tensorboard", first_step=first_step),
+        ]
         if settings.wandb_project is not None:
             self._sinks.append(WeightsAndBiases(directory, project=settings.wandb_project, config=config or {}))
 
@@ -68,10 +59,7 @@ class Sinks:
             sink.log(step, metrics)
 
     def sync(self) -> None:
-        """Sync metrics.jsonl to the disk, to survive a power failure.
-
-        A run continued from a checkpoint does not measure the earlier steps again.
-        """
+        """Sync metrics.jsonl to the disk: a resumed run does not measure earlier steps again."""
         self._lines.sync()
 
     def close(self) -> None:
@@ -89,8 +77,8 @@ class Sinks:
 class JsonLines:
     """One JSON object per call: `step`, `time` (seconds since 1970) and the metrics.
 
-    Null stands for NaN and infinities. Lines of an earlier life of the run are kept up to
-    `first_step`. The next call for `first_step` replaces that step's line; `row` holds the line.
+    Null stands for NaN and infinities. Earlier lines are kept up to `first_step`; the next call for
+    that step replaces its line, which `row` holds.
     """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
@@ -100,12 +88,12 @@ class JsonLines:
         self._replaces = first_step if first_step in known else None
         self.row = _numbers(known.get(first_step, {}))
         kept = [record for step, record in known.items() if step <= first_step]
-        # A kill or a full disk leaves a torn last line, dropped here as well.
+        # Without the torn last line of a kill or a full disk.
         write_atomic(path, b"".join(map(_line, kept)))
         self._file = FileIO(path, "ab")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line with a single write: a kill cannot leave half a line inside the file."""
+        """Append one line with a single write, so that a kill leaves no half a line."""
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = _line({"step": step, "time": round(time.time(), 3), **numbers})
         if step == self._replaces:
@@ -137,10 +125,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    """TensorBoard events; events of an earlier life of the run from `first_step` on are hidden.
+    """TensorBoard events; a resumed run hides earlier ones from `first_step` on.
 
-    Writes are immediate, because the thread of TensorBoard's own writer prints a traceback when the
-    disk is full.
+    Writes are immediate: the thread of TensorBoard's own writer fails with a traceback on a full
+    disk.
     """
 
     def __init__(self, directory: Path, *, first_step: int) -> None:
@@ -172,10 +160,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A Weights & Biases run named after the directory.
-
-    The directory keeps the run's id, so that a resumed run continues the same run.
-    """
+    """A Weights & Biases run named after the directory, which keeps the id for a resume."""
 
     def __init__(self, directory: Path, *, project: str, config: Mapping[str, Any]) -> None:
         wandb = _import_wandb()
@@ -210,8 +195,8 @@ def _import_wandb() -> Any:
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """Return the metrics of every step in a metrics.jsonl, by step in rising order; NaN for null.
 
-    Several lines of a step add up; a later line wins. A line of step s replaces all lines of
-    earlier lives of the run about later steps. Raises UserError for a broken line.
+    Several lines of a step add up; a later line wins, also over all lines of later steps. Raises
+    UserError for a broken line.
     """
     return {step: _numbers(record) for step, record in _read_records(path).items()}
 

@@ -10,7 +10,7 @@ from megatron_rl.files import write_atomic
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
-"""Made from the other files by `megatron-rl report`."""
+"""Written by `megatron-rl report`."""
 FINISHED = "finished"
 
 
@@ -19,10 +19,9 @@ class Summary:
     """The outcome of a run, in the form of summary.json.
 
     `status` is finished, "failed: REASON" or "interrupted: SIGNAL"; `steps` counts trained rollout
-    batches. Accuracies and mean rewards (greedy) are of held-out prompts, and None without
-    data.eval. Accuracies are also None for rewards other than 0 and 1. `seconds` are per phase.
-    `checkpoint` is the Hugging Face directory of the newest saved policy, or None; `go_on` is the
-    command that continues the run.
+    batches. Accuracies and mean rewards (greedy) are of held-out prompts, None without data.eval;
+    accuracies are None for rewards other than 0 and 1. `seconds` are per phase. `checkpoint` is the
+    Hugging Face directory of the newest saved policy; `go_on` is the command that continues the run.
     """
 
     status: str
@@ -41,10 +40,7 @@ class Summary:
 
 
 def asked_to_end(error: BaseException) -> bool:
-    """Return True where a signal ends the run.
-
-    Senders are a scheduler, a user or a closing terminal.
-    """
+    """Return True where a signal of a scheduler, a user or a closing terminal ends the run."""
     return isinstance(error, SystemExit) and error.code in (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP)
 
 
@@ -67,10 +63,7 @@ def write_summary(directory: Path, summary: Summary) -> None:
 
 
 def read_summary(directory: Path) -> Summary | None:
-    """Return the summary of the run in `directory`; None while the run goes on, or after a kill.
-
-    Raises UserError for a file of another kind.
-    """
+    """Return the summary of a run; None while the run goes on, or after a kill. Raises UserError."""
     path = directory / SUMMARY_FILE
     if not path.exists():
         return None
@@ -78,23 +71,3 @@ def read_summary(directory: Path) -> Summary | None:
         return Summary(**json.loads(path.read_text()))
     except (json.JSONDecodeError, TypeError) as error:
         raise UserError(f"{path} is not the summary of a run ({error}); remove it, or name another directory") from error
-
-
-def facts_of(summary: Summary) -> dict[str, str]:
-    """Return the summary as rows of a table, without absent measurements."""
-    facts = {
-        "status": summary.status,
-        "steps": str(summary.steps),
-        "seed": str(summary.seed),
-        "peak memory": f"{summary.peak_memory_bytes / 2**30:.2f} GiB",
-        "seconds": ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary.seconds.items()),
-    }
-    if summary.checkpoint is not None:
-        facts["checkpoint"] = summary.checkpoint
-    if summary.accuracy_before is not None and summary.accuracy_after is not None:
-        facts["held-out accuracy, greedy"] = f"{summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}"
-    elif summary.reward_before is not None and summary.reward_after is not None:
-        facts["held-out mean reward, greedy"] = f"{summary.reward_before:.3f} → {summary.reward_after:.3f}"
-    if summary.accuracy_sampled_before is not None and summary.accuracy_sampled_after is not None:
-        facts["held-out accuracy, sampled"] = f"{summary.accuracy_sampled_before:.3f} → {summary.accuracy_sampled_after:.3f}"
-    return facts

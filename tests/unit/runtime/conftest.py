@@ -8,9 +8,9 @@ from run_parts import Calls, MakeRun, Manager, Ranks, Sync
 
 from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.observe.console import RunConsole
-from megatron_rl.observe.report import report_run
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.timing import PhaseTimer
+from megatron_rl.report.page import report_run
 from megatron_rl.runtime.rollout_run import RolloutRun
 from megatron_rl.runtime.run_checkpoint import SETTINGS_FILE, newest_checkpoint
 from megatron_rl.runtime.training_run import RunRecords, SupervisedRun, TrainingRun
@@ -20,7 +20,7 @@ from megatron_rl.runtime.watchdog import Watchdog
 @pytest.fixture(autouse=True)
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make reports in this process, without the seconds that a process and its picture take."""
-    monkeypatch.setattr("megatron_rl.observe.report.draw_curves", lambda steps, *, title: b"picture")
+    monkeypatch.setattr("megatron_rl.report.page.draw_curves", lambda steps, *, title: b"picture")
     monkeypatch.setattr("megatron_rl.runtime.training_run.run_command", lambda command, directory: report_run(directory))
 
 

@@ -15,9 +15,9 @@ from run_parts import Calls, Devices, MakeRun, Manager, Ranks
 from megatron_rl.config.load import load_settings
 from megatron_rl.errors import EngineError, ParityError, UserError
 from megatron_rl.observe.metrics import Metric
-from megatron_rl.observe.report import report_run
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
+from megatron_rl.report.page import report_run
 from megatron_rl.runtime import rollout_run
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.rollout_run import generation_deadline_s

@@ -147,7 +147,7 @@ def make_settings(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(session, "remove_leftovers", lambda: [])
     monkeypatch.setattr(manager_module, "EngineClient", Client)
     monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
-    monkeypatch.setattr("megatron_rl.observe.report.draw_curves", lambda steps, *, title: b"picture")
+    monkeypatch.setattr("megatron_rl.report.page.draw_curves", lambda steps, *, title: b"picture")
     monkeypatch.setattr(Engines, "stopped", 0)
     rows = [json.dumps({"prompt": str(number), "label": "1", "response": "1"}) for number in range(1, 9)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")

@@ -3,6 +3,7 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from megatron_rl.config.settings import ObserveSettings
-from megatron_rl.errors import UserError
-from megatron_rl.observe.curves import PANELS, _draw_panel, _smooth, draw_curves, drawable
 from megatron_rl.observe.metrics import metric_info
-from megatron_rl.observe.report import write_report
-from megatron_rl.observe.sinks import METRICS_FILE, Sinks
+from megatron_rl.observe.sinks import Sinks
+from megatron_rl.observe.summary import Summary, write_summary
+from megatron_rl.report.curves import PANELS, _draw_panel, _smooth, draw_curves, drawable
+from megatron_rl.report.page import report_run
 
 
 class Tags(HTMLParser):
@@ -44,8 +45,11 @@ def log_run(directory: Path, *, num_steps: int) -> None:
 def test_report_is_one_self_contained_page_with_the_picture(tmp_path: Path) -> None:
     directory = tmp_path / "A <b> & c"
     log_run(directory, num_steps=5)
-    path = write_report(directory, facts={"seed": "<1>"}, commands=["megatron-rl train x.yaml --resume", "a && b"])
-    page = path.read_text()
+    seconds = {"<1>": 2.0}
+    accuracies = dict.fromkeys(("accuracy_before", "accuracy_after", "accuracy_sampled_before", "accuracy_sampled_after"))
+    rest: dict[str, Any] = {"seconds": seconds, "peak_memory_bytes": 0, "checkpoint": None, **accuracies}
+    write_summary(directory, Summary(status="finished", steps=5, seed=1, go_on="a && b", **rest))
+    page = report_run(directory).read_text()
     tags = Tags()
     tags.feed(page)
     assert tags.open == []
@@ -61,7 +65,7 @@ def test_report_is_one_self_contained_page_with_the_picture(tmp_path: Path) -> N
 def test_a_last_value_beyond_its_healthy_range_is_marked(tmp_path: Path) -> None:
     with Sinks(tmp_path, ObserveSettings()) as sinks:
         sinks.log(1, {"rollout/truncated_fraction": 1.0, "rollout/zero_variance_fraction": 0.25, "rollout/reward": 0.5})
-    page = write_report(tmp_path, facts={}, commands=[]).read_text()
+    page = report_run(tmp_path).read_text()
     assert re.search(r"rollout/truncated_fraction</td>\s*<td class=\"number\">1</td>\s*<td class=\"number\">1 \N{WARNING SIGN}</td>", page)
     assert page.count("\N{WARNING SIGN}") == 1
 
@@ -81,8 +85,8 @@ def test_rewards_beyond_accuracies_get_an_axis_that_holds_them() -> None:
 
 def test_only_measured_panels_are_drawn(tmp_path: Path) -> None:
     for panel in PANELS:
-        for curve in panel.curves:
-            metric_info(curve.metric)
+        for metric in panel.curves.values():
+            metric_info(metric)
     one = {0: {"rollout/reward": 1.0}, 1: {"rollout/reward": math.nan}}
     many = {step: {"rollout/reward": 1.0, "train/entropy": 2.0, "train/loss": float(step)} for step in range(50)}
     sizes = []
@@ -108,11 +112,3 @@ def test_smoothing_keeps_a_straight_line_and_halves_noise() -> None:
 def test_smoothing_stays_in_the_range_of_the_data(values: list[float]) -> None:
     smoothed = _smooth(values, width=4)
     assert min(values) <= min(smoothed) and max(smoothed) <= max(values)
-
-
-def test_a_run_without_metrics_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"metrics\.jsonl does not exist"):
-        write_report(tmp_path, facts={}, commands=[])
-    (tmp_path / METRICS_FILE).write_text('{"step": 0, "time": 1}\n')
-    with pytest.raises(UserError, match="holds no metrics"):
-        write_report(tmp_path, facts={}, commands=[])

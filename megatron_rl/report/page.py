@@ -3,15 +3,15 @@
 import base64
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.errors import UserError
 from megatron_rl.files import write_atomic
-from megatron_rl.observe.curves import Steps, draw_curves, drawable
 from megatron_rl.observe.metrics import find_info, is_beyond_healthy
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
-from megatron_rl.observe.summary import REPORT_FILE, SUMMARY_FILE, facts_of, read_summary
+from megatron_rl.observe.summary import REPORT_FILE, SUMMARY_FILE, Summary, read_summary
+from megatron_rl.report.curves import Steps, draw_curves, drawable
 
 CURVES_FILE = "curves.png"
 
@@ -31,64 +31,65 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: 
 """
 
 
-def has_curves(directory: Path) -> bool:
-    """Return True when the run in `directory` has a measurement to draw.
-
-    Raises UserError for a broken metrics.jsonl.
-    """
-    path = directory / METRICS_FILE
-    return path.exists() and bool(drawable(read_metrics(path)))
-
-
-def write_report(directory: Path, *, facts: Mapping[str, str], commands: Sequence[str]) -> Path:
-    """Write the picture and the page into the run's `directory` and return the page's path.
-
-    The directory's name is the title. `facts` are shown as a table of names and values, `commands`
-    as lines for going on. Raises UserError when the run has no metrics or the disk is full.
-    """
-    path, title = directory / METRICS_FILE, f"Run {directory.name}"
-    if not path.exists():
-        raise UserError(f"{path} does not exist, so there is nothing to report; give the run.directory of a run")
-    if not has_curves(directory):
-        raise UserError(f"{path} holds no metrics to draw, so there is nothing to report; run at least one step")
-    steps = read_metrics(path)
-    picture = draw_curves(steps, title=title)
-    write_atomic(directory / CURVES_FILE, picture)
-    write_atomic(directory / REPORT_FILE, _page(steps, picture, title=title, facts=facts, commands=commands))
-    return directory / REPORT_FILE
-
-
 def report_run(directory: Path) -> Path:
-    """Call `write_report` on the `directory` of a run: ended, going on or killed.
+    """Write the picture and the page into the `directory` of a run and return the page's path.
 
-    Raises UserError.
+    The run may have ended, go on or have been killed. Raises UserError for a run without metrics
+    and for a full disk.
     """
     if not directory.is_dir():
         raise UserError(f"{directory} is no directory; give the run.directory of a run")
-    summary = read_summary(directory)
-    if summary is not None:
-        return write_report(directory, facts=facts_of(summary), commands=[summary.go_on])
-    return write_report(directory, facts={"status": f"no {SUMMARY_FILE}: the run goes on, or was killed"}, commands=[])
+    path = directory / METRICS_FILE
+    if not path.exists():
+        raise UserError(f"{path} does not exist, so there is nothing to report; give the run.directory of a run")
+    summary, steps, title = read_summary(directory), read_metrics(path), f"Run {directory.name}"
+    if not drawable(steps):
+        raise UserError(f"{path} holds no metrics to draw, so there is nothing to report; run at least one step")
+    picture = draw_curves(steps, title=title)
+    write_atomic(directory / CURVES_FILE, picture)
+    write_atomic(directory / REPORT_FILE, _page(steps, picture, title=title, summary=summary))
+    return directory / REPORT_FILE
 
 
-def _page(steps: Steps, picture: bytes, *, title: str, facts: Mapping[str, str], commands: Sequence[str]) -> str:
+def _page(steps: Steps, picture: bytes, *, title: str, summary: Summary | None) -> str:
     name = html.escape(title)
     image = base64.b64encode(picture).decode()
-    listing = html.escape("\n".join(commands))
+    facts = _facts_of(summary) if summary is not None else {"status": f"no {SUMMARY_FILE}: the run goes on, or was killed"}
+    go_on = html.escape(summary.go_on) if summary is not None else ""
     return f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title><style>{_STYLE}</style></head>
 <body><main>
 <h1>{name}</h1>
-{_table(("", ""), [(key, value) for key, value in facts.items()], numbers=())}
+{_table((), list(facts.items()), numbers=())}
 <h2>Curves</h2>
 <img alt="Curves of the run" src="data:image/png;base64,{image}">
 <h2>Go on from here</h2>
-<pre>{listing}</pre>
+<pre>{go_on}</pre>
 <h2>Numbers</h2>
 {_table(("metric", "first", "last", "unit", "meaning", "healthy"), _final_rows(steps), numbers=(1, 2))}
 </main></body></html>
 """
+
+
+def _facts_of(summary: Summary) -> dict[str, str]:
+    """Return the summary as rows of a table, without absent measurements."""
+    facts = {
+        "status": summary.status,
+        "steps": str(summary.steps),
+        "seed": str(summary.seed),
+        "peak memory": f"{summary.peak_memory_bytes / 2**30:.2f} GiB",
+        "seconds": ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary.seconds.items()),
+    }
+    if summary.checkpoint is not None:
+        facts["checkpoint"] = summary.checkpoint
+    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+        facts["held-out accuracy, greedy"] = f"{summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}"
+    elif summary.reward_before is not None and summary.reward_after is not None:
+        facts["held-out mean reward, greedy"] = f"{summary.reward_before:.3f} → {summary.reward_after:.3f}"
+    if summary.accuracy_sampled_before is not None and summary.accuracy_sampled_after is not None:
+        facts["held-out accuracy, sampled"] = f"{summary.accuracy_sampled_before:.3f} → {summary.accuracy_sampled_after:.3f}"
+    return facts
 
 
 def _final_rows(steps: Steps) -> list[tuple[str, ...]]:
@@ -112,18 +113,10 @@ def _shown(value: float) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int]) -> str:
-    """Return an HTML table with the columns `numbers` aligned to the right.
-
-    A row of empty titles is left out.
-    """
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
-    body = "\n".join(
-        "<tr>"
-        + "".join(
-            f'<td class="number">{html.escape(cell)}</td>' if index in numbers else f"<td>{html.escape(cell)}</td>"
-            for index, cell in enumerate(row)
-        )
-        + "</tr>"
-        for row in rows
-    )
-    return f'<div class="table"><table>{f"<tr>{head}</tr>" if any(titles) else ""}{body}</table></div>'
+    """Return an HTML table with the columns `numbers` aligned to the right."""
+    lines = ["".join(f"<th>{html.escape(title)}</th>" for title in titles)] if titles else []
+    for row in rows:
+        kinds = (' class="number"' if index in numbers else "" for index in range(len(row)))
+        lines.append("".join(f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)))
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="table"><table>{body}</table></div>'

@@ -23,69 +23,45 @@ _LABEL_GAP = 0.065
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """One line of a panel: the metric and its name in the legend."""
-
-    metric: str
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
 class Panel:
-    """One small diagram.
+    """One small diagram: metrics by their names in the legend.
 
     `sparse` curves have few points, drawn with marks. `zero` starts the axis at 0, `share` also
     ends the axis at 1.
     """
 
     title: str
-    curves: tuple[Curve, ...]
+    curves: Mapping[str, str]
     sparse: bool = False
     zero: bool = False
     share: bool = False
 
 
 PANELS = (
-    Panel("Reward, mean of the batch", (Curve("rollout/reward", "reward"),)),
-    Panel(
-        "Held-out accuracy", (Curve("eval/accuracy_greedy", "greedy"), Curve("eval/accuracy_sampled", "sampled")), sparse=True, share=True
-    ),
-    Panel("Held-out reward, mean", (Curve("eval/reward_greedy", "greedy"), Curve("eval/reward_sampled", "sampled")), sparse=True),
-    Panel("Loss", (Curve("train/loss", "loss"),)),
-    Panel("Entropy, nats per token", (Curve("train/entropy", "entropy"),), zero=True),
-    Panel("KL to the reference, nats per token", (Curve("train/kl_reference", "KL"),), zero=True),
-    Panel("Gradient norm before clipping", (Curve("train/grad_norm", "gradient norm"),), zero=True),
-    Panel(
-        "Engine against trainer, mean |\N{GREEK CAPITAL LETTER DELTA} log-prob|", (Curve("train/log_prob_diff", "difference"),), zero=True
-    ),
-    Panel("Response length, tokens", (Curve("rollout/response_length", "mean"), Curve("rollout/response_length_max", "longest"))),
-    Panel(
-        "Seconds per step",
-        tuple(Curve(f"time/{name}", name) for name in ("rollout", "train", "sync", "eval", "save")),
-        zero=True,
-    ),
+    Panel("Reward, mean of the batch", {"reward": "rollout/reward"}),
+    Panel("Held-out accuracy", {"greedy": "eval/accuracy_greedy", "sampled": "eval/accuracy_sampled"}, sparse=True, share=True),
+    Panel("Held-out reward, mean", {"greedy": "eval/reward_greedy", "sampled": "eval/reward_sampled"}, sparse=True),
+    Panel("Loss", {"loss": "train/loss"}),
+    Panel("Entropy, nats per token", {"entropy": "train/entropy"}, zero=True),
+    Panel("KL to the reference, nats per token", {"KL": "train/kl_reference"}, zero=True),
+    Panel("Gradient norm before clipping", {"gradient norm": "train/grad_norm"}, zero=True),
+    Panel("Engine against trainer, mean |\N{GREEK CAPITAL LETTER DELTA} log-prob|", {"difference": "train/log_prob_diff"}, zero=True),
+    Panel("Response length, tokens", {"mean": "rollout/response_length", "longest": "rollout/response_length_max"}),
+    Panel("Seconds per step", {name: f"time/{name}" for name in ("rollout", "train", "sync", "eval", "save")}, zero=True),
 )
 
 
 def drawable(steps: Steps, panels: Sequence[Panel] = PANELS) -> list[Panel]:
-    """Return the panels with measurements.
-
-    Held-out accuracy is shown where every evaluation gave one, else the mean reward.
-    """
+    """Return the measured panels; accuracy where every evaluation gave one, else the mean reward."""
     evaluated = [metrics for metrics in steps.values() if "eval/reward_greedy" in metrics]
     unwanted = "eval/reward_" if all("eval/accuracy_greedy" in metrics for metrics in evaluated) else "eval/accuracy_"
     return [
-        panel
-        for panel in panels
-        if any(_points(steps, curve.metric)[0] and not curve.metric.startswith(unwanted) for curve in panel.curves)
+        panel for panel in panels if any(_points(steps, metric)[0] and not metric.startswith(unwanted) for metric in panel.curves.values())
     ]
 
 
 def draw_curves(steps: Steps, *, title: str, panels: Sequence[Panel] = PANELS) -> bytes:
-    """Return a PNG with every measured panel, three in a row.
-
-    Raises ValueError without measurements.
-    """
+    """Return a PNG with every measured panel, three in a row. Raises ValueError without any."""
     shown = drawable(steps, panels)
     if not shown:
         raise ValueError("nothing was measured in this run, so there are no curves to draw")
@@ -107,15 +83,15 @@ def draw_curves(steps: Steps, *, title: str, panels: Sequence[Panel] = PANELS) -
 
 
 def _draw_panel(axis: Axes, panel: Panel, steps: Steps) -> None:
-    for color, curve in zip(_COLORS, panel.curves, strict=False):
-        numbers, values = _points(steps, curve.metric)
+    for color, (label, metric) in zip(_COLORS, panel.curves.items(), strict=False):
+        numbers, values = _points(steps, metric)
         if not numbers:
             continue
         if panel.sparse or len(numbers) <= _SMOOTHED_ABOVE:
-            axis.plot(numbers, values, color=color, linewidth=1.6, marker="o", markersize=4 if panel.sparse else 2.5, label=curve.label)
+            axis.plot(numbers, values, color=color, linewidth=1.6, marker="o", markersize=4 if panel.sparse else 2.5, label=label)
         else:
             axis.plot(numbers, values, color=color, linewidth=0.7, alpha=0.3)
-            axis.plot(numbers, _smooth(values, width=max(3, len(values) // 20)), color=color, linewidth=1.7, label=curve.label)
+            axis.plot(numbers, _smooth(values, width=max(3, len(values) // 20)), color=color, linewidth=1.7, label=label)
     if panel.sparse:
         _write_ends(axis, panel, steps)
     _dress(axis, panel)
@@ -126,8 +102,8 @@ def _write_ends(axis: Axes, panel: Panel, steps: Steps) -> None:
     low, high = (0.0, 1.0) if panel.share else axis.get_ylim()
     for index, align, offset in ((0, "right", -7), (-1, "left", 7)):
         ends = []
-        for color, curve in zip(_COLORS, panel.curves, strict=False):
-            numbers, values = _points(steps, curve.metric)
+        for color, metric in zip(_COLORS, panel.curves.values(), strict=False):
+            numbers, values = _points(steps, metric)
             if numbers and (index == 0 or len(numbers) > 1):
                 ends.append((values[index], numbers[index], color))
         height = -math.inf
@@ -166,9 +142,8 @@ def _points(steps: Steps, metric: str) -> tuple[list[int], list[float]]:
 def _smooth(values: Sequence[float], *, width: int) -> list[float]:
     """Return a smoothed curve without a bend at the ends.
 
-    A straight line is fitted to up to `width` values on each side of every point and read off at
-    the point. Where the line leaves the range of these values, as behind a jump, their bound
-    stands: no accuracy above 1, no length below 0.
+    Each value is that of a straight line fitted to `width` values on each side, within the range of
+    these values: no accuracy above 1, no length below 0.
     """
     smoothed = []
     for index in range(len(values)):
