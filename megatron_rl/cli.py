@@ -218,9 +218,7 @@ def convert_checkpoint(source: Path, target: Path, verify: bool, max_shard_size:
     print(f"{target}: {done.to}, {size(done.num_bytes)} in {done.seconds:.1f} s ({size(done.num_bytes / done.seconds)}/s)")
     if not verify:
         return 0
-    compared = verify_conversion(source, target, options)
-    print(compared.line(), flush=True)
-    return 0 if compared.same else 2
+    return 0 if report_checks([verify_conversion(source, target, options).check()]) else 2
 
 
 @cli.command(short_help="Serve a model with an SGLang server.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
@@ -251,11 +249,7 @@ def verify_checkpoint(path: Path, config: Path | None, equal_to: Path | None) ->
     """
     from megatron_rl.convert.verification import verify
 
-    broken = 0
-    for found in verify(path, config=config, equal_to=equal_to):
-        broken += found.problem is not None
-        print(found.line(), flush=True)
-    return 2 if broken else 0
+    return 0 if report_checks(verify(path, config=config, equal_to=equal_to)) else 2
 
 
 @cli.command(name="check-plugin", short_help="Try a plug-in of yours on its contract.")

@@ -300,28 +300,31 @@ def write_safetensors(
     entries of the files if `hashed`, and the bytes of each dtype.
     """
     names: list[list[str]] = []
-    dtype_bytes, entries = Counter[torch.dtype](), list[manifest.Entry]()
-    for shard in _shards(tensors, max_shard_bytes):
-        file = directory / f"shard-{len(names)}.safetensors"
-        save_file(shard, file, metadata={"format": "pt"})
-        # The library's files are readable by their owner only.
-        file.chmod(directory.stat().st_mode & 0o666)
-        if hashed:
-            entries.append(manifest.entry_of(file))
-        names.append(list(shard))
-        for tensor in shard.values():
-            dtype_bytes[tensor.dtype] += tensor.nbytes
-        # Before the next one is gathered.
-        shard.clear()
+    dtype_bytes = Counter[torch.dtype]()
+
+    def shards() -> Iterator[Path]:
+        for shard in _shards(tensors, max_shard_bytes):
+            file = directory / f"shard-{len(names)}.safetensors"
+            save_file(shard, file, metadata={"format": "pt"})
+            # The library's files are readable by their owner only.
+            file.chmod(directory.stat().st_mode & 0o666)
+            names.append(list(shard))
+            for tensor in shard.values():
+                dtype_bytes[tensor.dtype] += tensor.nbytes
+            # Before the next one is gathered.
+            shard.clear()
+            yield file
+
+    entries = manifest.entries_of(shards()) if hashed else dict.fromkeys(file.name for file in shards())
     files = [f"model-{index + 1:05d}-of-{len(names):05d}.safetensors" for index in range(len(names))]
     files = files if len(files) > 1 else ["model.safetensors"]
-    for index, final in enumerate(files):
-        (directory / f"shard-{index}.safetensors").rename(directory / final)
+    for written, final in zip(entries, files, strict=True):
+        (directory / written).rename(directory / final)
     if len(files) > 1:
         weight_map = {name: file for file, inside in zip(files, names, strict=True) for name in inside}
         content = {"metadata": {"total_size": dtype_bytes.total()}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
-    return dict(zip(files, entries, strict=False)), dtype_bytes
+    return {final: entry for final, entry in zip(files, entries.values(), strict=True) if entry}, dtype_bytes
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:

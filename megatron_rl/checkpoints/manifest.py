@@ -5,7 +5,7 @@ digits. Ranks divide the files of a check among themselves.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from blake3 import blake3
 
 from megatron_rl.errors import DamagedCheckpointError, UserError
-from megatron_rl.files import MANIFEST, write_atomic
+from megatron_rl.files import MANIFEST, sync_file, write_atomic
 
 Entry = Mapping[str, Any]
 """Facts about a file: its `bytes`, and its hash in hexadecimal digits as `blake3`."""
@@ -37,6 +37,15 @@ def entry_of(path: Path) -> Entry:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return {"bytes": path.stat().st_size, "blake3": digest.hexdigest()}
+
+
+def entries_of(files: Iterable[Path]) -> dict[str, Entry]:
+    """Return the entries of `files` by name. Each is hashed and synced to the disk while the iterator writes the next one."""
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        started = [(file.name, pool.submit(sync_file, file), pool.submit(entry_of, file)) for file in files]
+        for _, synced, _ in started:
+            synced.result()
+        return {name: hashed.result() for name, _, hashed in started}
 
 
 def write(directory: Path, *, known: Mapping[str, Entry] | None = None, **facts: Any) -> None:

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.hugging_face import HuggingFaceWeights
-from megatron_rl.checkpoints.pickles import FORMAT, read_metadata, reading_records_only
+from megatron_rl.checkpoints.pickles import FORMAT, read_metadata, reading_records_only, stored_part
 from megatron_rl.errors import UserError, counted
 from megatron_rl.models.config_json import read_config
 from megatron_rl.models.model_spec import ModelSpec
@@ -149,16 +149,21 @@ class MegatronWeights:
                 "take another checkpoint"
             )
         dtype: torch.dtype = self._tensors[key].properties.dtype
-        result = torch.empty(sizes, dtype=dtype)
-        if len(items) > 1:
-            # Regions outside all chunks stay visible, even when other chunks overlap and the count is right.
-            result.fill_(float("nan") if dtype.is_floating_point else 0)
         try:
             with reading_records_only(self.path):
-                self._reader.read_data(LoadPlan(items), _Into(result)).wait()
-        except (OSError, RuntimeError, EOFError, ValueError, AssertionError, pickle.UnpicklingError) as error:
+                parts = [stored_part(self._reader, item) for item in items]
+            if any(part.dtype != dtype for part in parts):
+                raise ValueError("it has another dtype than .metadata says")
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(f"cannot read {key} from {self.path}: {reason}; take another checkpoint") from error
+        if len(parts) == 1:
+            aligned = parts[0].data_ptr() % dtype.itemsize == 0
+            return (parts[0] if aligned else parts[0].clone()).reshape(rest)
+        # Regions outside all chunks stay visible, even when chunks overlap and the count is right.
+        result = torch.full(sizes, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+        for item, part in zip(items, parts, strict=True):
+            narrow_tensor_by_index(result, item.dest_offsets, item.lengths).copy_(part)
         return result.view(rest)
 
     def _check_stored_files(self) -> None:
@@ -222,20 +227,6 @@ class MegatronWeights:
                 f"checkpoint {self.path} has {counted(len(extra), 'tensor')} that {self.spec.architecture} of {file} does "
                 f"not, the first is {extra[0]}; use the config.json that belongs to these weights"
             )
-
-
-class _Into(DefaultLoadPlanner):
-    """Plan of a read into one tensor."""
-
-    def __init__(self, target: Tensor) -> None:
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the requested part of the tensor."""
-        return narrow_tensor_by_index(self._target, read_item.dest_offsets, read_item.lengths)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the part shares the tensor's memory."""
 
 
 def _open_kept(path: Path, spec: ModelSpec, directory: Path) -> HuggingFaceWeights | None:
@@ -303,16 +294,18 @@ def write_megatron(
     """
     items = [_write_item(rule, dtype, spec) for rule, dtype in dtypes]
     (plan,), metadata = create_default_global_save_plan([SavePlan(items)])
-    planner, writer = _Making(dict(zip(map(_place, items), (rule for rule, _ in dtypes), strict=True)), make), FileSystemWriter(directory)
+    planner = _Making(dict(zip(map(_place, items), (rule for rule, _ in dtypes), strict=True)), make)
+    writer = FileSystemWriter(directory, sync_files=False)
     writer.set_up_storage_writer(True)
     written: list[list[WriteResult]] = []
-    entries: dict[str, manifest.Entry] = {}
-    for index, inside in enumerate(_files(plan.items, max_file_bytes)):
-        part = SavePlan(inside, storage_data=_StoragePrefix(f"__{index}_"))
-        with without_checksums():
-            written.append(writer.write_data(part, planner).value())
-        name = written[-1][0].storage_data.relative_path
-        entries[name] = manifest.entry_of(directory / name)
+
+    def files() -> Iterator[Path]:
+        for index, inside in enumerate(_files(plan.items, max_file_bytes)):
+            with without_checksums():
+                written.append(writer.write_data(SavePlan(inside, storage_data=_StoragePrefix(f"__{index}_")), planner).value())
+            yield directory / written[-1][0].storage_data.relative_path
+
+    entries = manifest.entries_of(files())
     writer.finish(metadata, written)
     torch.save({}, directory / "common.pt")
     (directory / "metadata.json").write_text(json.dumps(FORMAT))

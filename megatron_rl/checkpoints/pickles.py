@@ -1,4 +1,4 @@
-"""The pickles in a distributed checkpoint, read without running any code named inside.
+"""A distributed checkpoint, read in place and without running any code named inside.
 
 torch reads `.metadata` with `pickle.load` and the objects in `.distcp` files with
 `torch.load(weights_only=False)`. Both call anything named by a file. Here an unpickler limited to
@@ -10,6 +10,7 @@ turns the safety off.
 import enum
 import io
 import json
+import mmap
 import os
 import pickle
 from collections.abc import Iterator
@@ -19,9 +20,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from megatron_rl.errors import UserError
 
@@ -37,7 +40,6 @@ _RECORDS = {
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 """The content of metadata.json of a distributed checkpoint."""
 _UNSAFE_SWITCH = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-_load_bytes = DefaultLoadPlanner.load_bytes
 
 
 def _member(kind: Any, name: str) -> enum.Enum:
@@ -69,21 +71,62 @@ class _Records(ModuleType):
         return RecordsUnpickler(file).load()
 
 
-def _load_plain_bytes(planner: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
-    """Read an object as plain data before `DefaultLoadPlanner.load_bytes` does."""
-    torch.load(value, weights_only=True)
-    value.seek(0)
-    _load_bytes(planner, read_item, value)
+def stored_part(reader: FileSystemReader, item: ReadItem) -> Tensor:
+    """Return the part [...] of a stored tensor for `item`, in the file's own pages.
+
+    The numbers may begin at any byte. torch's own reading fills new memory and copies from there,
+    at twice the time. Raises ValueError when the tensor is not within its place in the file.
+    """
+    info = reader.storage_data[item.storage_index]
+    with (Path(reader.path) / info.relative_path).open("rb") as file:
+        view = reader._slice_file(file, info)
+        with torch.serialization.skip_data():
+            stored = torch.load(view, map_location="cpu", weights_only=True)
+        if not isinstance(stored, Tensor):
+            raise ValueError("it holds no tensor")
+        part = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+        if not part.numel():
+            return part
+        view.seek(0)
+        start = int(torch._C.PyTorchFileReader(view).get_record_offset("data/0"))  # type: ignore[attr-defined]
+        start += int(part.storage_offset()) * part.itemsize
+        count = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        if start + count * part.itemsize > info.length:
+            raise ValueError("a tensor ends behind its place in the file")
+        skipped = (info.offset + start) % mmap.ALLOCATIONGRANULARITY
+        first = info.offset + start - skipped
+        pages = mmap.mmap(file.fileno(), skipped + count * part.itemsize, access=mmap.ACCESS_COPY, offset=first)
+    numbers = torch.frombuffer(pages, dtype=part.dtype, count=count, offset=skipped)
+    return numbers.as_strided(part.shape, part.stride())
+
+
+def _read_data(reader: FileSystemReader, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    """Fill the tensors of `plan` in their own memory; read objects as plain data before the planner does."""
+    for item in plan.items:
+        if item.type is LoadItemType.BYTE_IO:
+            info = reader.storage_data[item.storage_index]
+            with (Path(reader.path) / info.relative_path).open("rb") as file:
+                value = io.BytesIO(reader._slice_file(file, info).read())
+            torch.load(value, weights_only=True)
+            value.seek(0)
+            planner.load_bytes(item, value)
+        else:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(stored_part(reader, item))
+            planner.commit_tensor(item, target)
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 @contextmanager
 def reading_records_only(directory: Path) -> Iterator[None]:
-    """Have torch and megatron-core read the pickles of `directory` under this module's limits.
+    """Have torch and megatron-core read `directory` by the functions of this module.
 
     Raises UserError for a file with any other content.
     """
-    switch = os.environ.pop(_UNSAFE_SWITCH, None)
-    filesystem.pickle, DefaultLoadPlanner.load_bytes = _Records("pickle"), _load_plain_bytes  # type: ignore[method-assign,assignment]
+    switch, read_data = os.environ.pop(_UNSAFE_SWITCH, None), FileSystemReader.read_data
+    filesystem.pickle, FileSystemReader.read_data = _Records("pickle"), _read_data  # type: ignore[method-assign,assignment]
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -92,7 +135,7 @@ def reading_records_only(directory: Path) -> Iterator[None]:
             "so it was not read; whoever can write there can run code as you: take a checkpoint that only you could write"
         ) from error
     finally:
-        filesystem.pickle, DefaultLoadPlanner.load_bytes = pickle, _load_bytes  # type: ignore[method-assign]
+        filesystem.pickle, FileSystemReader.read_data = pickle, read_data  # type: ignore[method-assign]
         if switch is not None:
             os.environ[_UNSAFE_SWITCH] = switch
 
@@ -122,6 +165,6 @@ def read_metadata(directory: Path) -> metadata.Metadata:
     check_format(directory)
     try:
         with reading_records_only(directory):
-            return filesystem.FileSystemReader(directory).read_metadata()
+            return FileSystemReader(directory).read_metadata()
     except (EOFError, ImportError) as error:
         raise UserError(f"{directory / '.metadata'} holds less than the records of a checkpoint ({error}); take another one") from error

@@ -4,7 +4,7 @@ Weights are opened, compared with config.json, and loaded into a Megatron model.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,24 +26,13 @@ _RECOMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 _SAMPLED_TENSORS, _SAMPLED_NUMBERS = 256, 2**18
 
 
-class NamedTensors(Protocol):
-    """Hugging Face tensors by name, of the directory or checkpoint `path`."""
-
-    path: Path
-
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor, of any shape. Raises UserError for a damaged file."""
-
-
-class StoredWeights(NamedTensors, Protocol):
-    """A stored model: its tensors, the `directory` of its other files, and the `config` there.
+class StoredWeights(Protocol):
+    """A stored model: Hugging Face tensors at `path`, the `directory` of other files, and the `config` there.
 
     Call `close` when done.
     """
 
+    path: Path
     directory: Path
     places: tuple[Path, ...]
     """The directories whose tensors are read."""
@@ -52,6 +41,12 @@ class StoredWeights(NamedTensors, Protocol):
     @property
     def spec(self) -> ModelSpec:
         """The architecture described by `config`."""
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor, of any shape. Raises UserError for a damaged file."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape [...] of a tensor."""
@@ -171,15 +166,14 @@ def load_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, weights: Stored
             if parameter is None:
                 continue
             ranks = TensorRanks.of(rule)
-            load_parameter(parameter, rule, spec, weights, tp_rank=ranks.rank, tp=ranks.size)
+            load_parameter(parameter, rule, spec, weights.read, tp_rank=ranks.rank, tp=ranks.size)
             _check_finite(parameter, rule.hugging_face, weights.path)
     assert not parameters, f"no table row loads {next(iter(parameters))}"
 
 
-def load_parameter(parameter: Tensor, rule: Rule, spec: ModelSpec, weights: NamedTensors, *, tp_rank: int, tp: int) -> None:
-    """Fill `parameter`, of any shape, the part of rank `tp_rank` of `tp` of the one of `rule`, from `weights`; see `load_hf_weights`."""
-    tensors = [weights.read(tensor.name) for tensor in rule.tensors]
-    fill(parameter, rule.sharding, tensors, spec, tp_rank=tp_rank, tp=tp)
+def load_parameter(parameter: Tensor, rule: Rule, spec: ModelSpec, read: Callable[[str], Tensor], *, tp_rank: int, tp: int) -> None:
+    """Fill `parameter`, of any shape, the part of rank `tp_rank` of `tp` of the one of `rule`, with tensors by `read`."""
+    fill(parameter, rule.sharding, [read(name) for name in rule.hugging_face], spec, tp_rank=tp_rank, tp=tp)
 
 
 def check_names(weights: StoredWeights, spec: ModelSpec) -> None:
@@ -235,9 +229,18 @@ def check_stored(weights: StoredWeights, spec: ModelSpec) -> None:
 
 
 def _check_finite(tensor: Tensor, names: Sequence[str], path: Path) -> None:
-    # NaN and infinities reach the extremes, and computing extremes needs no memory for a mask.
-    if tensor.numel() and not all(extreme.isfinite() for extreme in torch.aminmax(tensor)):
+    if num_not_finite(tensor):
         raise UserError(f"{' or '.join(names)} in {path} has numbers that are not finite; take weights of before the training diverged")
+
+
+def num_not_finite(tensor: Tensor) -> int:
+    """Count the non-finite numbers of a tensor of any shape.
+
+    NaN and infinities reach the extremes, so single numbers are examined only after these.
+    """
+    if not tensor.is_floating_point() or not tensor.numel() or all(extreme.isfinite() for extreme in torch.aminmax(tensor)):
+        return 0
+    return int((~torch.isfinite(tensor)).sum())
 
 
 def may_be_left_out(name: str, spec: ModelSpec) -> bool:

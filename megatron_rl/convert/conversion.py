@@ -28,7 +28,7 @@ from megatron_rl.checkpoints.hugging_face import (
     write_safetensors,
 )
 from megatron_rl.checkpoints.megatron import KEPT, MegatronWeights, write_megatron
-from megatron_rl.checkpoints.stored_weights import StoredWeights, check_names, in_order, open_weights
+from megatron_rl.checkpoints.stored_weights import StoredWeights, check_names, in_order, num_not_finite, open_weights
 from megatron_rl.convert.tensor_comparison import TensorComparison, compare_tensors
 from megatron_rl.errors import UserError, counted
 from megatron_rl.files import atomic_directory, check_room, disk_errors, partial_path
@@ -214,16 +214,6 @@ def most_common_dtype(source: StoredWeights) -> torch.dtype:
     for name in source.names():
         num_bytes[source.dtype(name)] += math.prod(source.shape(name)) * source.dtype(name).itemsize
     return num_bytes.most_common(1)[0][0]
-
-
-def num_not_finite(tensor: Tensor) -> int:
-    """Count the non-finite numbers of a tensor of any shape.
-
-    Single numbers are examined only when a quick test finds a non-finite one.
-    """
-    if not tensor.is_floating_point() or not tensor.numel() or all(extreme.isfinite() for extreme in tensor.aminmax()):
-        return 0
-    return int((~torch.isfinite(tensor)).sum())
 
 
 def _target_format(source: StoredWeights, options: Options) -> Format:

@@ -6,16 +6,17 @@ necessary. Legend: R rows, C columns of a weight.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_rl.check import Check
 from megatron_rl.checkpoints.quantised import Quantised, dequantise
 from megatron_rl.checkpoints.stored_weights import StoredWeights
 from megatron_rl.models.weight_table import Rule
 from megatron_rl.weights.changes import FP8_BLOCK, Changes, is_quantised, quantise_blocks
 
+SAME = "tensors have exactly the numbers that were asked for"
 _BLOCK = (FP8_BLOCK, FP8_BLOCK)
 _FP8 = torch.finfo(torch.float8_e4m3fn)
 _HALF_STEP = _FP8.eps / 2
@@ -26,32 +27,44 @@ _FLOAT32_ROUNDING = 1e-3
 """What rounding of the quotient and of the product may add, as a share of the bound."""
 
 
-@dataclass(frozen=True, slots=True)
 class TensorComparison:
-    """The faults of tensors, in words, and the error made by float8.
+    """The tensors compared so far, the faults in words, and the error made by float8.
 
     `largest_error` is a share of the largest number in its block, `mean_error` the mean |error| as
     a share of the mean |number|.
     """
 
-    num_tensors: int
-    wrong: tuple[str, ...]
-    num_quantised: int = 0
-    largest_error: float = 0.0
-    mean_error: float = 0.0
+    def __init__(self) -> None:
+        self.num_tensors = self.num_quantised = 0
+        self.wrong: list[str] = []
+        self.largest_error = 0.0
+        self._moved, self._size = 0.0, 0.0
 
     @property
-    def same(self) -> bool:
-        """Return true when the target is as requested."""
-        return not self.wrong
+    def mean_error(self) -> float:
+        """Return the error of a number on average."""
+        return self._moved / self._size if self._size else 0.0
 
-    def line(self) -> str:
-        """In words."""
+    def check(self) -> Check:
+        """Return the promise that the tensors are as requested."""
         if self.wrong:
-            return f"{len(self.wrong)} of {self.num_tensors} tensors are not what was asked for, the first: {self.wrong[0]}"
+            return Check(SAME, "broken", f"{len(self.wrong)} of {self.num_tensors} are not, the first: {self.wrong[0]}")
         moved = f"; float8 moves {self.num_quantised} of them by at most {self.largest_error:.2%} of the largest number in a block of "
         moved += f"{FP8_BLOCK} x {FP8_BLOCK}, by {self.mean_error:.2%} of a number on average"
-        return f"{self.num_tensors} tensors have exactly the numbers that were asked for{moved if self.num_quantised else ''}"
+        return Check(SAME, text=f"{self.num_tensors} tensors{moved if self.num_quantised else ''}")
+
+    def add_quantised(self, weight: Tensor, got: Tensor) -> bool:
+        """Count `weight` [R, C] float32 and the numbers of its codes.
+
+        Return False for a number further away than its nearest code.
+        """
+        error, largest, tiny = (got - weight).abs(), _largest_of_block(weight), torch.finfo(torch.float32).tiny
+        allowed = torch.maximum(weight.abs() * _HALF_STEP, (largest / _FP8.max).clamp_min(tiny) * _SMALLEST_HALF_STEP)
+        self.num_quantised += 1
+        self._moved += error.sum(dtype=torch.float64).item()
+        self._size += weight.abs().sum(dtype=torch.float64).item()
+        self.largest_error = max(self.largest_error, (error / largest.clamp_min(tiny)).max().item())
+        return bool((error <= allowed * (1 + _FLOAT32_ROUNDING)).all())
 
 
 def compare_tensors(source: StoredWeights, target: StoredWeights, changes: Changes, rules: Mapping[str, Rule | None]) -> TensorComparison:
@@ -59,16 +72,18 @@ def compare_tensors(source: StoredWeights, target: StoredWeights, changes: Chang
 
     `target` is opened in float32. Codes of a quantised target are compared by their numbers.
     """
-    wrong, errors, unquantised = list(_other_model(source, target)), _Errors(), dataclasses.replace(changes, quantise=False)
+    found, unquantised = TensorComparison(), dataclasses.replace(changes, quantise=False)
+    found.wrong += _other_model(source, target)
     for name, rule in rules.items():
         ((_, tensor),) = unquantised.apply(name, source.read(name), rule)
         got = target.read(name)
         quantised = changes.quantise and is_quantised(name, tensor.dim(), rule)
+        found.num_tensors += 1
         if not _equal(got, _meant_by_codes(tensor) if quantised else tensor):
-            wrong.append(f"{name} in {target.path} has other numbers than {source.path} gives")
-        elif quantised and not errors.add(tensor.float(), got):
-            wrong.append(f"{name} in {target.path} is further from its weight than float8 has to be: its scales are wrong")
-    return TensorComparison(len(rules), tuple(wrong), errors.num_tensors, errors.largest, errors.mean)
+            found.wrong.append(f"{name} in {target.path} has other numbers than {source.path} gives")
+        elif quantised and not found.add_quantised(tensor.float(), got):
+            found.wrong.append(f"{name} in {target.path} is further from its weight than float8 has to be: its scales are wrong")
+    return found
 
 
 def _other_model(source: StoredWeights, target: StoredWeights) -> Iterator[str]:
@@ -92,31 +107,6 @@ def _meant_by_codes(weight: Tensor) -> Tensor:
     """Return the numbers [R, C] meant by the codes of `weight`."""
     codes, scales = quantise_blocks(weight)
     return dequantise(Quantised("", "fp8", "", "", _BLOCK), codes, scales, dtype=torch.float32)
-
-
-class _Errors:
-    """Errors made by float8 in the numbers of several weights."""
-
-    def __init__(self) -> None:
-        self.num_tensors, self.largest = 0, 0.0
-        self._moved, self._size = 0.0, 0.0
-
-    @property
-    def mean(self) -> float:
-        return self._moved / self._size if self._size else 0.0
-
-    def add(self, weight: Tensor, got: Tensor) -> bool:
-        """Count `weight` [R, C] float32 and the numbers of its codes.
-
-        Return False for a number further away than its nearest code.
-        """
-        error, largest, tiny = (got - weight).abs(), _largest_of_block(weight), torch.finfo(torch.float32).tiny
-        allowed = torch.maximum(weight.abs() * _HALF_STEP, (largest / _FP8.max).clamp_min(tiny) * _SMALLEST_HALF_STEP)
-        self.num_tensors += 1
-        self._moved += error.sum(dtype=torch.float64).item()
-        self._size += weight.abs().sum(dtype=torch.float64).item()
-        self.largest = max(self.largest, (error / largest.clamp_min(tiny)).max().item())
-        return bool((error <= allowed * (1 + _FLOAT32_ROUNDING)).all())
 
 
 def _largest_of_block(weight: Tensor) -> Tensor:

@@ -8,29 +8,29 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rl.check import Check
 from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.hugging_face import config_dtype
 from megatron_rl.checkpoints.megatron import MegatronWeights, is_torch_dist
 from megatron_rl.checkpoints.stored_weights import (
-    NamedTensors,
     StoredWeights,
     check_names,
     check_place,
     in_order,
     load_parameter,
     may_be_left_out,
+    num_not_finite,
     open_weights,
 )
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.config.yaml_text import by_path
-from megatron_rl.convert.conversion import most_common_dtype, num_not_finite
+from megatron_rl.convert.conversion import most_common_dtype
 from megatron_rl.convert.tensor_comparison import compare_tensors
 from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
@@ -47,7 +47,6 @@ from megatron_rl.weights.changes import Changes
 _UNWRITTEN = 0x7FBADBAD
 """The bits of a float32 that no arithmetic and no cast makes: one of many that are not a number."""
 
-
 FILES = "files are those of the manifest"
 TOGETHER = "files, names and config.json belong together"
 CONFIG = "config.json is the one that the weights were written with"
@@ -59,23 +58,8 @@ SAME = "model and numbers are those of the checkpoint that is to be equal"
 _NO_MANIFEST = "there is no manifest to compare with"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One promise of a checkpoint: kept, broken by `problem`, or `skipped` with the reason."""
-
-    promise: str
-    problem: str | None = None
-    skipped: str | None = None
-
-    def line(self) -> str:
-        """In words."""
-        if self.problem is not None:
-            return f"BROKEN  {self.promise}: {self.problem}"
-        return f"ok      {self.promise}" if self.skipped is None else f"skipped {self.promise}: {self.skipped}"
-
-
-def verify(path: Path, *, config: Path | None = None, equal_to: Path | None = None) -> Iterator[Finding]:
-    """Yield every promise of the checkpoint at `path`, one after the other.
+def verify(path: Path, *, config: Path | None = None, equal_to: Path | None = None) -> Iterator[Check]:
+    """Yield a check of every promise of the checkpoint at `path`, one after the other.
 
     The last promise is equality with the numbers of the checkpoint at `equal_to`. Raises UserError
     before the first promise when `path` has no checkpoint, and when the other checkpoint cannot be
@@ -90,31 +74,43 @@ def verify(path: Path, *, config: Path | None = None, equal_to: Path | None = No
             manifest.check(directory, "weights")
         broken = None
         for found in _promises(path, config):
-            broken = broken or (found.promise if found.problem is not None and found.promise in (TOGETHER, PARAMETERS) else None)
+            broken = broken or (found.promise if found.level == "broken" and found.promise in (TOGETHER, PARAMETERS) else None)
             yield found
-        yield _checked(SAME, lambda: check_equal(path, config, sound)) if broken is None else next(_resting_on(broken, SAME))
+        yield _checked(SAME, lambda: check_equal(path, config, sound)) if broken is None else _resting_on(broken, SAME)
 
 
-def _promises(path: Path, config: Path | None) -> Iterator[Finding]:
+def _promises(path: Path, config: Path | None) -> Iterator[Check]:
     yield from _of_manifests(path, foreign=config is not None)
     try:
         source = _open(path, config)
     except UserError as error:
-        yield Finding(TOGETHER, str(error))
-        yield from _resting_on(TOGETHER, CONFIG, TOKENIZER, PARAMETERS, PADDING, NUMBERS)
+        yield Check(TOGETHER, "broken", str(error))
+        yield from (_resting_on(TOGETHER, promise) for promise in (CONFIG, TOKENIZER, PARAMETERS, PADDING, NUMBERS))
         return
     with closing(source):
-        yield Finding(TOGETHER)
+        yield Check(TOGETHER)
         yield _of_config(source)
         yield _of_tokenizer(source)
         tensors = WatchedTensors(source)
-        parameters = _checked(PARAMETERS, lambda: check_parameters(source, tensors))
+        parameters = _checked(PARAMETERS, lambda: check_parameters(tensors))
         yield parameters
-        if parameters.problem is not None:
-            yield from _resting_on(PARAMETERS, PADDING, NUMBERS)
+        if parameters.level == "broken":
+            yield from (_resting_on(PARAMETERS, promise) for promise in (PADDING, NUMBERS))
             return
         yield _checked(PADDING, lambda: check_padding(source))
-        yield _checked(NUMBERS, lambda: check_numbers(source, tensors))
+        yield _checked(NUMBERS, lambda: check_numbers(tensors))
+
+
+def _checked(promise: str, check: Callable[[], None]) -> Check:
+    try:
+        check()
+    except UserError as error:
+        return Check(promise, "broken", str(error))
+    return Check(promise)
+
+
+def _resting_on(broken: str, promise: str) -> Check:
+    return Check(promise, "skipped", f'because "{broken}" is broken')
 
 
 def _open(path: Path, config: Path | None) -> StoredWeights:
@@ -143,51 +139,40 @@ def check_equal(path: Path, config: Path | None, sound: StoredWeights) -> None:
         raise UserError(f"{found.wrong[0]}{more}; take the checkpoint that is meant")
 
 
-def _checked(promise: str, check: Callable[[], None]) -> Finding:
-    try:
-        check()
-    except UserError as error:
-        return Finding(promise, str(error))
-    return Finding(promise)
-
-
-def _resting_on(broken: str, *promises: str) -> Iterator[Finding]:
-    return (Finding(promise, skipped=f'because "{broken}" is broken') for promise in promises)
-
-
-def _of_manifests(path: Path, *, foreign: bool) -> Iterator[Finding]:
-    """Yield findings on the manifest of the directory, or on both manifests of a saved step.
+def _of_manifests(path: Path, *, foreign: bool) -> Iterator[Check]:
+    """Yield a check of the manifest of the directory, or of both manifests of a saved step.
 
     A `foreign` checkpoint is another program's, without a manifest.
     """
     if not is_torch_dist(path / "megatron"):
         yield _of_manifest(FILES, path, foreign=foreign)
         return
-    yield _of_manifest(f"{FILES} in megatron", path / "megatron", foreign=foreign)
-    if (path / "hf").is_dir():
-        yield _of_manifest(f"{FILES} in hf", path / "hf", foreign=foreign)
+    for name in ("megatron", "hf"):
+        if (path / name).is_dir():
+            yield _of_manifest(f"{FILES} in {name}", path / name, foreign=foreign)
 
 
-def _of_manifest(promise: str, place: Path, *, foreign: bool) -> Finding:
+def _of_manifest(promise: str, place: Path, *, foreign: bool) -> Check:
     try:
         has_hashes = bool(manifest.read(place).get("files"))
     except UserError as error:
-        return Finding(promise, str(error))
+        return Check(promise, "broken", str(error))
     of_run = place.name == "megatron" and (place.parent / "hf" / "config.json").exists()
-    ours = is_torch_dist(place) and (of_run or (place / "config.json").exists()) and not foreign
-    if not has_hashes:
+    if has_hashes:
+        return _checked(promise, lambda: manifest.check(place, "state" if of_run else "model"))
+    if is_torch_dist(place) and (of_run or (place / "config.json").exists()) and not foreign:
         missing = f"{place} has no {MANIFEST} with hashes, which our own format always has; copy the checkpoint again"
-        return Finding(promise, missing) if ours else Finding(promise, skipped=_NO_MANIFEST)
-    return _checked(promise, lambda: manifest.check(place, "state" if of_run else "model"))
+        return Check(promise, "broken", missing)
+    return Check(promise, "skipped", _NO_MANIFEST)
 
 
-def _of_config(source: StoredWeights) -> Finding:
+def _of_config(source: StoredWeights) -> Check:
     try:
         written = manifest.read(source.directory).get("model")
     except UserError:
-        return next(_resting_on(FILES, CONFIG))
+        return _resting_on(FILES, CONFIG)
     if written is None:
-        return Finding(CONFIG, skipped=_NO_MANIFEST)
+        return Check(CONFIG, "skipped", _NO_MANIFEST)
     return _checked(CONFIG, lambda: check_written_spec(source.directory, source.spec, written))
 
 
@@ -206,10 +191,10 @@ def _differences(spec: ModelSpec, written: dict[str, Any]) -> Iterator[tuple[str
     return ((name, now.get(name), then.get(name)) for name in sorted(now.keys() | then.keys()) if now.get(name) != then.get(name))
 
 
-def _of_tokenizer(source: StoredWeights) -> Finding:
+def _of_tokenizer(source: StoredWeights) -> Check:
     file = source.directory / "tokenizer.json"
     if not file.exists():
-        return Finding(TOKENIZER, skipped=f"there is no {file.name}")
+        return Check(TOKENIZER, "skipped", f"there is no {file.name}")
     return _checked(TOKENIZER, lambda: check_tokenizer(file, source))
 
 
@@ -227,36 +212,32 @@ def check_tokenizer(file: Path, source: StoredWeights) -> None:
 
 
 class WatchedTensors:
-    """The tensors of `source` on their way into a model.
-
-    Kept are the names read so far, and the first tensor with non-finite numbers.
-    """
+    """The tensors of `source` on their way into a model, with names read so far and the first non-finite tensor."""
 
     def __init__(self, source: StoredWeights) -> None:
-        self.path, self._source = source.path, source
+        self.source = source
         self.read_names: set[str] = set()
         self.problem: str | None = None
 
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return self._source.names()
-
     def read(self, name: str) -> Tensor:
         """Return one tensor, of any shape. Raises UserError for a damaged file."""
-        tensor = self._source.read(name)
+        tensor = self.source.read(name)
         self.read_names.add(name)
-        self.problem = self.problem or _not_finite(name, tensor, self._source)
+        bad = num_not_finite(tensor)
+        if bad and self.problem is None:
+            self.problem = f"{name} in {self.source.path} has {bad:,} of {tensor.numel():,} numbers not finite; take another checkpoint"
         return tensor
 
 
-def check_parameters(source: StoredWeights, tensors: WatchedTensors) -> None:
+def check_parameters(tensors: WatchedTensors) -> None:
     """Raise UserError unless `tensors` fill each number of the model and each tensor has a use.
 
     A tensor goes into the model or is left out by rule. The model is built without memory.
     Parameters are made one at a time, filled with a mark absent from all checkpoints, and loaded in
     the same way as in a run. Unwritten numbers keep the mark.
     """
-    spec, shapes = source.spec, model_shapes(source.spec)
+    source, spec = tensors.source, tensors.source.spec
+    shapes = model_shapes(spec)
     for rule in rules(spec):
         name = held_name(rule, shapes)
         if name not in shapes and not rule.exported:
@@ -265,26 +246,28 @@ def check_parameters(source: StoredWeights, tensors: WatchedTensors) -> None:
         if shape != parameter_shape(rule):
             words = f"{name} of shape {parameter_shape(rule)}"
             raise UserError(f"the weight table makes {words}, which the model does not have; report this as a bug")
-        _loaded_over_marks(shape, rule, spec, tensors, tp_rank=0, tp=1)
+        _loaded_over_marks(shape, rule, source, tensors.read, tp_rank=0, tp=1)
     if shapes:
         raise UserError(f"the weight table makes nothing of {next(iter(shapes))}, which the model has; report this as a bug")
-    unread = sorted(name for name in tensors.names() - tensors.read_names if not may_be_left_out(name, spec))
+    unread = sorted(name for name in source.names() - tensors.read_names if not may_be_left_out(name, spec))
     if unread:
         raise UserError(f"{unread[0]} in {source.path} goes into no parameter of the model; report this as a bug")
 
 
-def _loaded_over_marks(shape: tuple[int, ...], rule: Rule, spec: ModelSpec, tensors: NamedTensors, *, tp_rank: int, tp: int) -> Tensor:
+def _loaded_over_marks(
+    shape: tuple[int, ...], rule: Rule, source: StoredWeights, read: Callable[[str], Tensor], *, tp_rank: int, tp: int
+) -> Tensor:
     """Return the share of rank `tp_rank` of `tp` of the parameter of `rule`, in float32.
 
     The parameter is [...] of `shape`. Raises UserError for unwritten numbers.
     """
     marks = torch.full(shape, _UNWRITTEN, dtype=torch.int32)
     parameter = marks.view(torch.float32)
-    load_parameter(parameter, rule, spec, tensors, tp_rank=tp_rank, tp=tp)
+    load_parameter(parameter, rule, source.spec, read, tp_rank=tp_rank, tp=tp)
     unwritten = int((marks == _UNWRITTEN).sum())
     if unwritten:
         words = f"{unwritten:,} of {marks.numel():,} numbers of {rule.megatron}"
-        raise UserError(f"nothing in {tensors.path} wrote {words}; report this as a bug")
+        raise UserError(f"nothing in {source.path} wrote {words}; report this as a bug")
     return parameter
 
 
@@ -300,7 +283,7 @@ def check_padding(source: StoredWeights) -> None:
     rows = spec.padded_vocab_size(tp) // tp
     for rule in (rule for rule in rules(spec) if rule.sharding is Sharding.VOCABULARY and rule.exported):
         shape = (rows, *rule.tensors[0].shape[1:])
-        *_, last = (_loaded_over_marks(shape, rule, spec, source, tp_rank=rank, tp=tp) for rank in range(tp))
+        *_, last = (_loaded_over_marks(shape, rule, source, source.read, tp_rank=rank, tp=tp) for rank in range(tp))
         if last[spec.vocab_size - tp * rows :].count_nonzero():
             raise UserError(f"{rule.megatron} is loaded with padded rows that are not zero by rank {tp - 1} of {tp}; report this as a bug")
         if isinstance(source, MegatronWeights) and (source.path / MANIFEST).is_file():
@@ -322,11 +305,12 @@ def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in parameters.items()}
 
 
-def check_numbers(source: StoredWeights, tensors: WatchedTensors) -> None:
+def check_numbers(tensors: WatchedTensors) -> None:
     """Raise UserError for a non-finite number, and for a dtype different from config.json.
 
     Tensors left out by the model are checked as well.
     """
+    source = tensors.source
     for name in sorted(source.names() - tensors.read_names):
         tensors.read(name)
     if tensors.problem is not None:
@@ -334,8 +318,3 @@ def check_numbers(source: StoredWeights, tensors: WatchedTensors) -> None:
     most, named = (str(dtype).removeprefix("torch.") for dtype in (most_common_dtype(source), config_dtype(source.config)))
     if most != named and ("dtype" in source.config or "torch_dtype" in source.config) and not isinstance(source, MegatronWeights):
         raise UserError(f"config.json in {source.directory} says {named}, the weights in {source.path} are {most}; correct the file")
-
-
-def _not_finite(name: str, tensor: Tensor, source: StoredWeights) -> str | None:
-    bad = num_not_finite(tensor)
-    return f"{name} in {source.path} has {bad:,} of {tensor.numel():,} numbers not finite; take another checkpoint" if bad else None

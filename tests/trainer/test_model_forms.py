@@ -36,7 +36,7 @@ def test_what_is_not_trained_is_exported_whole_or_not_at_all(
     assert saved.keys() == want.keys() and engines.keys() == want.keys() - MTP.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in want.items())
     assert json.loads((tmp_path / "saved/manifest.json").read_text())["stale_once_trained"] == sorted(MTP)
-    assert next(verify(tmp_path / "saved")).line() == "ok      files are those of the manifest"
+    assert str(next(verify(tmp_path / "saved"))) == "ok      files are those of the manifest"
     assert not (tmp_path / "for engines/manifest.json").exists()
     promised = [json.loads((tmp_path / name / "config.json").read_text())["num_nextn_predict_layers"] for name in ("saved", "for engines")]
     assert promised == [1, 0]

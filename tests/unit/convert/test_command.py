@@ -55,6 +55,8 @@ def test_two_sides_that_differ_end_with_status_2(tiny_model, tmp_path, monkeypat
     path = tiny_model()
     assert main(["convert", str(path), str(tmp_path / "ours"), "--verify"]) == 0
     assert "tensors have exactly the numbers that were asked for" in capsys.readouterr().out
-    monkeypatch.setattr(conversion, "verify_conversion", lambda *arguments: TensorComparison(1, ("one is wrong",)))
+    found = TensorComparison()
+    found.wrong.append("one is wrong")
+    monkeypatch.setattr(conversion, "verify_conversion", lambda *arguments: found)
     assert main(["convert", str(path), str(tmp_path / "again"), "--verify"]) == 2
-    assert "one is wrong" in capsys.readouterr().out
+    assert "BROKEN  tensors have exactly the numbers that were asked for" in (out := capsys.readouterr().out) and "one is wrong" in out

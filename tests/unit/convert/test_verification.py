@@ -32,7 +32,7 @@ def cheap_model(monkeypatch):
 
 
 def problems(path):
-    return [found.problem for found in verify(path) if found.problem is not None]
+    return [found.text for found in verify(path) if found.level == "broken"]
 
 
 def change_config(path, **changes):
@@ -45,19 +45,19 @@ def test_a_sound_checkpoint_keeps_every_promise(tiny_model, tmp_path):
     convert(path, tmp_path / "ours", Options())
     convert(tmp_path / "ours", tmp_path / "back", Options())
     for place in (tmp_path / "ours", tmp_path / "back"):
-        assert [found.line()[:8] for found in verify(place)] == ["ok      "] * 7
+        assert [str(found)[:8] for found in verify(place)] == ["ok      "] * 7
 
 
 def test_what_cannot_be_looked_at_is_skipped_and_not_ok(tiny_model):
     path = tiny_model()
     change_config(path, rope_theta=500.0)
     (path / "tokenizer.json").unlink()
-    assert {found.promise: found.skipped for found in verify(path) if found.skipped is not None} == {
+    assert {found.promise: found.text for found in verify(path) if found.level == "skipped"} == {
         "files are those of the manifest": "there is no manifest to compare with",
         "config.json is the one that the weights were written with": "there is no manifest to compare with",
         "the tokenizer's tokens are in the vocabulary": "there is no tokenizer.json",
     }
-    assert next(verify(path)).line() == "skipped files are those of the manifest: there is no manifest to compare with"
+    assert str(next(verify(path))) == "skipped files are those of the manifest: there is no manifest to compare with"
 
 
 def test_only_our_own_format_is_broken_without_its_manifest(tiny_model, tmp_path):
@@ -66,16 +66,16 @@ def test_only_our_own_format_is_broken_without_its_manifest(tiny_model, tmp_path
     (tmp_path / "ours/manifest.json").unlink()
     words = f"{tmp_path / 'ours'} has no manifest.json with hashes, which our own format always has; copy the checkpoint again"
     assert problems(tmp_path / "ours") == [words]
-    assert next(verify(tmp_path / "ours", config=path)).skipped == "there is no manifest to compare with"
+    assert next(verify(tmp_path / "ours", config=path)).text == "there is no manifest to compare with"
     (tmp_path / "ours/config.json").unlink()
-    assert next(verify(tmp_path / "ours", config=path)).skipped == "there is no manifest to compare with"
+    assert next(verify(tmp_path / "ours", config=path)).text == "there is no manifest to compare with"
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-1000])])
 def test_promises_that_rest_on_a_broken_one_are_skipped(tiny_model, tmp_path, damage):
     convert(tiny_model(), tmp_path / "ours", Options())
     damage(next((tmp_path / "ours").glob("*.distcp")))
-    lines = [found.line() for found in verify(tmp_path / "ours")]
+    lines = [str(found) for found in verify(tmp_path / "ours")]
     assert [line[:8] for line in lines] == ["BROKEN  "] * 2 + ["skipped "] * 5
     assert lines[-1].endswith(': because "files, names and config.json belong together" is broken')
 
@@ -85,16 +85,16 @@ def test_a_cut_file_is_told_once(tiny_model, tmp_path):
     (tmp_path / "made/manifest.json").unlink()
     cut(tmp_path / "made", "*.safetensors")
     found = list(verify(tmp_path / "made"))
-    assert len(found) == 7 and len([one for one in found if one.problem is not None]) == 1
-    assert found[-1].skipped == 'because "files, names and config.json belong together" is broken'
+    assert len(found) == 7 and len([one for one in found if one.level == "broken"]) == 1
+    assert found[-1].text == 'because "files, names and config.json belong together" is broken'
 
 
 def test_a_manifest_that_cannot_be_read_is_told_once(tiny_model, tmp_path):
     convert(tiny_model(), tmp_path / "made", Options(to="hf"))
     (tmp_path / "made/manifest.json").write_text("{")
     found = list(verify(tmp_path / "made"))
-    assert [one.problem is not None for one in found] == [True] + [False] * 6 and "manifest.json cannot be read" in found[0].problem
-    assert found[2].skipped == 'because "files are those of the manifest" is broken'
+    assert [one.level == "broken" for one in found] == [True] + [False] * 6 and "manifest.json cannot be read" in found[0].text
+    assert found[2].text == 'because "files are those of the manifest" is broken'
 
 
 def test_a_path_without_checkpoint_is_one_sentence(tiny_model, tmp_path):
@@ -139,7 +139,7 @@ def test_the_export_beside_a_steps_state_is_looked_at_too(tiny_model, tmp_path, 
         (step / "megatron" / name).unlink()
     manifest.write(step / "megatron")
     save_hf(step / "hf", read_all(path), source=path, max_shard_bytes=60_000)
-    lines = [found.line() for found in verify(step)]
+    lines = [str(found) for found in verify(step)]
     assert lines[:2] == ["ok      files are those of the manifest in megatron", "ok      files are those of the manifest in hf"]
     assert [line[:8] for line in lines] == ["ok      "] * 8
     change_config(step / "hf", rope_theta=500.0)
@@ -148,7 +148,7 @@ def test_the_export_beside_a_steps_state_is_looked_at_too(tiny_model, tmp_path, 
     for place in (step, step / "hf"):
         assert any("the content of model-00002-of-" in problem for problem in problems(place))
     (step / "hf/manifest.json").unlink()
-    assert [found.line() for found in verify(step)][
+    assert [str(found) for found in verify(step)][
         1
     ] == "skipped files are those of the manifest in hf: there is no manifest to compare with"
 
@@ -215,10 +215,10 @@ def test_damage_that_fits_is_seen_beside_a_sound_checkpoint(tiny_model, tmp_path
     path, (change, words) = tiny_model(), FITTING[damage]
     convert(path, tmp_path / "ours", Options())
     for sound in (tmp_path / "ours", path):
-        assert [found.line() for found in verify(path, equal_to=sound)][-1] == f"ok      {verification.SAME}"
+        assert [str(found) for found in verify(path, equal_to=sound)][-1] == f"ok      {verification.SAME}"
     change(path)
     assert problems(path) == []
-    (problem,) = [found.problem for found in verify(path, equal_to=tmp_path / "ours") if found.problem is not None]
+    (problem,) = [found.text for found in verify(path, equal_to=tmp_path / "ours") if found.level == "broken"]
     assert re.search(words, problem), problem
     for equal_to, status in ([], 0), (["--equal-to", str(tmp_path / "ours")], 2):
         assert main(["verify-checkpoint", str(path), *equal_to]) == status
@@ -230,11 +230,11 @@ def test_prediction_layers_may_be_in_one_of_two_checkpoints(tiny_model, tmp_path
     save_file(tensors | {"model.layers.2.eh_proj.weight": torch.ones(64, 128)}, path / "model.safetensors")
     convert(path, tmp_path / "without", Options(drop_mtp=True))
     for one, other in ((path, tmp_path / "without"), (tmp_path / "without", path)):
-        assert [found.problem for found in verify(one, equal_to=other)] == [None] * 8
+        assert "broken" not in [found.level for found in verify(one, equal_to=other)]
     changed(path, lambda t: {"model.layers.2.eh_proj.weight": t["model.layers.2.eh_proj.weight"] + 1})
     convert(path, tmp_path / "with", Options())
     changed(path, lambda t: {"model.layers.2.eh_proj.weight": t["model.layers.2.eh_proj.weight"] + 1})
-    assert "eh_proj.weight in" in [found.problem for found in verify(path, equal_to=tmp_path / "with")][-1]
+    assert "eh_proj.weight in" in [found.text for found in verify(path, equal_to=tmp_path / "with")][-1]
 
 
 def test_a_checkpoint_to_be_equal_to_has_to_be_sound_itself(tiny_model, tmp_path):
@@ -245,9 +245,9 @@ def test_a_checkpoint_to_be_equal_to_has_to_be_sound_itself(tiny_model, tmp_path
         with pytest.raises(UserError, match=words):
             next(verify(path, equal_to=place))
     other = tiny_model(layers=3, name="other")
-    assert "gives num_layers = 2, that in" in [found.problem for found in verify(path, equal_to=other)][-1]
+    assert "gives num_layers = 2, that in" in [found.text for found in verify(path, equal_to=other)][-1]
     changed(path, lambda tensors: {SQUARE: tensors[SQUARE][1:]})
-    assert [found.skipped for found in verify(path, equal_to=other)][-1] == f'because "{verification.TOGETHER}" is broken'
+    assert [found.text for found in verify(path, equal_to=other)][-1] == f'because "{verification.TOGETHER}" is broken'
     assert len(problems(path)) == 1
 
 
