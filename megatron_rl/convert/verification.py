@@ -186,9 +186,10 @@ def check_written_spec(path: Path, spec: ModelSpec, written: dict[str, Any]) -> 
 
 
 def _differences(spec: ModelSpec, written: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield fields of `spec` with another value in `written`, with both values."""
+    """Yield fields of `spec` with another value in `written`, with both values; lists, which follow from others, last."""
     now, then = by_path(json.loads(json.dumps(dataclasses.asdict(spec)))), by_path(written)
-    return ((name, now.get(name), then.get(name)) for name in sorted(now.keys() | then.keys()) if now.get(name) != then.get(name))
+    names = sorted(now.keys() | then.keys(), key=lambda name: (isinstance(now.get(name), list), name))
+    return ((name, now.get(name), then.get(name)) for name in names if now.get(name) != then.get(name))
 
 
 def _of_tokenizer(source: StoredWeights) -> Check:
