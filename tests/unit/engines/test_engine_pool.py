@@ -249,9 +249,7 @@ def test_waiting_for_a_preferred_engine_blocks_no_other_request() -> None:
     run(test)
 
 
-def test_who_prefers_a_busy_engine_takes_another_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "AFFINITY_WAIT_S", 0.2)
-
+def test_who_prefers_a_busy_engine_takes_another_after_a_while() -> None:
     async def test(requests: Requests, clients: list[EngineClient]) -> None:
         await requests.start("a", 2, preferred=clients[0])
         await requests.start("b", preferred=clients[0])

@@ -10,7 +10,6 @@ import pytest
 
 from megatron_rl.config.settings import ObserveSettings
 from megatron_rl.errors import UserError
-from megatron_rl.observe import sinks as sinks_module
 from megatron_rl.observe.sinks import METRICS_FILE, Sinks, read_metrics
 
 
@@ -141,14 +140,7 @@ def test_wandb_run_is_continued_on_resume(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_sink_whose_package_is_missing_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = sinks_module.importlib.import_module
-
-    def missing(name: str) -> Any:
-        if name == "wandb":
-            raise ImportError(name)
-        return found(name)
-
-    monkeypatch.setattr(sinks_module.importlib, "import_module", missing)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"observe.wandb_project is set but wandb is not installed; pip install wandb"):
         Sinks(tmp_path, ObserveSettings(wandb_project="p"))
 
