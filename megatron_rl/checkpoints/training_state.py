@@ -24,13 +24,11 @@ from torch import distributed
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.checkpoints import manifest
-from megatron_rl.checkpoints.checkpoint_writer import TwoHalves
-from megatron_rl.checkpoints.host_copies import HostCopies
 from megatron_rl.checkpoints.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
 from megatron_rl.checkpoints.pickles import read_metadata, reading_records_only
-from megatron_rl.checkpoints.rank_zero import check_on_ranks, on_rank_zero
+from megatron_rl.checkpoints.rank_zero import check_on_ranks
 from megatron_rl.errors import DamagedCheckpointError, UserError
-from megatron_rl.files import MANIFEST, commit_partial, disk_errors, partial_path, start_partial
+from megatron_rl.files import MANIFEST
 from megatron_rl.models.build import TrainedModel, complete_parameters
 
 POLICY = "policy"
@@ -42,7 +40,7 @@ _MODEL_METADATA = {"non_homogeneous_layers": True}
 
 
 @contextmanager
-def _without_torch_notices() -> Iterator[None]:
+def without_torch_notices() -> Iterator[None]:
     """Hide torch's deprecation notices: megatron-core's format uses deprecated parts at every call."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(load_state_dict|ShardedTensor|deprecat).*", category=FutureWarning)
@@ -95,7 +93,8 @@ def _rng_object() -> ShardedObject:
 
 
 @contextmanager
-def _complete(models: Mapping[str, TrainedModel]) -> Iterator[None]:
+def complete(models: Mapping[str, TrainedModel]) -> Iterator[None]:
+    """Hold the whole parameters of all models."""
     with ExitStack() as stack:
         for model in models.values():
             stack.enter_context(complete_parameters(model.chunks))
@@ -120,65 +119,16 @@ def _hyperparameters(model: TrainedModel) -> dict[str, float]:
     return {name: float(vars(config)[name] or 0.0) for name in HYPERPARAMETERS}
 
 
-class Saving:
-    """A checkpoint in progress. All ranks have to call `finish` before the next checkpoint begins."""
-
-    def __init__(
-        self, directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any], stage: HostCopies | None
-    ) -> None:
-        """Collect everything needed by `load`, with `counters`. Collective.
-
-        `counters` are plain numbers and strings, equal on all ranks. `models` are given by name,
-        the `POLICY` among them. With `stage`, copies in the memory of `stage` are written, and the
-        models may change after `wait_for_copies`; else after `finish`. Raises UserError when the
-        directory cannot be written.
-        """
-        self._directory = directory
-        on_rank_zero(start_partial, directory)
-        self._writer = TwoHalves(stage=stage)
-        with _complete(models), _without_torch_notices(), disk_errors(directory):
-            state: dict[str, Any] = {name: _written_state(name, model) for name, model in models.items()}
-            state["rng"] = _rng_object()
-            state["counters"] = dict(counters)
-            state["progress"] = {
-                "num_ranks": distributed.get_world_size(),
-                "models": {name: _progress(model) for name, model in models.items()},
-            }
-            # torch's planner looks whether the boxes of all ranks fill their tensors; megatron-core's own look knows regular grids alone.
-            dist_checkpointing.save(state, str(partial_path(directory)), sharded_strategy=self._writer, validate_access_integrity=False)
-
-    def wait_for_copies(self) -> None:
-        """Return when this rank has stopped reading its models, or has failed. Not collective.
-
-        `finish` raises the error of a failure.
-        """
-        self._writer.wait_for_copies()
-
-    @property
-    def is_written(self) -> bool:
-        """Return true when this rank's files are written. Not collective."""
-        return self._writer.is_written
-
-    def finish(self) -> None:
-        """Wait for the files of all ranks, then give the directory its final name. Collective.
-
-        Raises UserError when the directory could not be written.
-        """
-        self._writer.finish()
-        on_rank_zero(self._commit, self._directory)
-
-    def _commit(self, directory: Path) -> None:
-        with disk_errors(directory):
-            manifest.write(partial_path(directory), known=self._writer.entries)
-        commit_partial(directory)
-
-
-def save(directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any]) -> None:
-    """Write everything needed by `load`; see `Saving`. Collective.
-
-    Raises UserError when the directory cannot be written.
-    """
-    Saving(directory, models, counters=counters, stage=None).finish()
+def state_to_save(models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return megatron's sharded state with everything that `load` needs, the `POLICY` among the models."""
+    state: dict[str, Any] = {name: _written_state(name, model) for name, model in models.items()}
+    state["rng"] = _rng_object()
+    state["counters"] = dict(counters)
+    state["progress"] = {
+        "num_ranks": distributed.get_world_size(),
+        "models": {name: _progress(model) for name, model in models.items()},
+    }
+    return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +140,7 @@ class Loaded:
 
 
 def load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool = False, checked: bool = False) -> Loaded:
-    """Continue from a checkpoint of `save`, under any layout, kind of optimizer or precision.
+    """Continue from a checkpoint, under any layout, kind of optimizer or precision.
 
     Hyperparameters (learning rate, weight decay, betas) stay at the current settings. Models of the
     checkpoint outside `models` are left alone. With `weights_only` the optimizer starts anew from
@@ -229,7 +179,7 @@ def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: 
                 "the policy's weights"
             )
     same_ranks = progress["num_ranks"] == distributed.get_world_size()
-    with _complete(models), _without_torch_notices():
+    with complete(models), without_torch_notices():
         keys = dist_checkpointing.load_tensors_metadata(str(directory))
         weights: dict[str, Any] = {"rng": _rng_object()} if same_ranks else {}
         optimizers, shards = {}, {}

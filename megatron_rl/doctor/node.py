@@ -166,7 +166,7 @@ class Node:
             if settings.runtime.colocate:
                 # A first step loads kernels and opens communicators, and their memory is not the engine's.
                 ranks.apply(on_rank.step, batch=self.batch())
-                ranks.put_away(frozenset(PARTS))
+                ranks.call("put_away", frozenset(PARTS))
             model = EngineModel(settings.model.path, has_weights=False)
             gpus = ranks.gpus if settings.runtime.colocate else ()
             group = EngineGroup(settings, model=model, reservation=reservation, watchdog=watchdog, gpus_of_ranks=gpus)

@@ -37,7 +37,7 @@ with quiet_megatron_imports():
     from megatron_rl.planning.measurement import measure
     from megatron_rl.planning.run_plan import CONTEXT_BYTES, make_job, stage_memories
     from megatron_rl.planning.step_time import ModelSize, Rates, Step
-    from megatron_rl.runtime.colocation import SharedDevices, Turn
+    from megatron_rl.runtime.colocation import Phase, SharedDevices
     from megatron_rl.training.offload import PARTS
     from megatron_rl.weights.parity import sample_probe
 
@@ -212,9 +212,9 @@ def put_away(node: Node) -> Iterator[Check]:
     ranks.open(node.settings(node.model("put away"), num_ranks=1))
     ranks.apply(on_rank.step, batch=batch)
     before, there = ranks.log_probs(batch, temperature=1.0), ranks.apply(on_rank.state_bytes)[0]
-    ranks.put_away(frozenset(PARTS))
+    ranks.call("put_away", frozenset(PARTS))
     away = ranks.apply(on_rank.state_bytes)[0]
-    ranks.take_back(frozenset(PARTS))
+    ranks.call("take_back", frozenset(PARTS))
     after, back = ranks.log_probs(batch, temperature=1.0), ranks.apply(on_rank.state_bytes)[0]
     problems = [f"needs at most {there // 20} away"] if away > 0.05 * there else []
     problems += [f"needs {there} after"] * (back != there) + ["other log-probs after"] * (not np.array_equal(before, after))
@@ -284,11 +284,11 @@ def checkpoints(node: Node) -> Iterator[Check]:
     ranks.open(node.settings(model, num_ranks=tp, tp=tp))
     ranks.apply(on_rank.step, batch=batch)
     expected = ranks.log_probs(batch, temperature=1.0)
-    ranks.begin_save(checkpoint)
-    ranks.finish_saves()
+    ranks.call("begin_save", checkpoint)
+    ranks.call("finish_save")
     ranks.open(node.settings(model, num_ranks=1))
     untrained = ranks.log_probs(batch, temperature=1.0)
-    ranks.load(checkpoint)
+    ranks.load(checkpoint, weights_only=False)
     found = ranks.log_probs(batch, temperature=1.0)
     delta, moved = (float(np.abs(expected - other)[batch.loss_mask].mean()) for other in (found, untrained))
     problems = [] if delta <= node.tolerance < moved else [f"needs {node.tolerance:g} in between"]
@@ -316,14 +316,14 @@ def sleep(node: Node) -> Iterator[Check]:
     with node.ranks_and_engine(settings) as joined:
         turns = SharedDevices(joined.ranks, joined.client, watchdog=joined.watchdog)
         for version in range(1, 1 + WAKES):
-            turns.take(Turn.SYNC)
+            turns.take(Phase.SYNC)
             start = time.perf_counter()
             joined.wait(joined.sync.run(version=version), name="weight sync")
             seconds.append(time.perf_counter() - start)
-            turns.take(Turn.GENERATION)
+            turns.take(Phase.GENERATION)
             said.append(joined.wait(sample_probe(prompts, joined.pool, sampling=greedy), name="generation").batch.tokens)
             awake.append(joined.ranks.apply(on_rank.foreign_bytes)[0])
-            turns.take(Turn.TRAINING)
+            turns.take(Phase.TRAINING)
             asleep.append(joined.ranks.apply(on_rank.foreign_bytes)[0])
         joined.wait(joined.sync.disconnect(), name="parting")
     problems = sleep_problems(awake=awake, asleep=asleep, pool=pool_bytes(node, model, tp))

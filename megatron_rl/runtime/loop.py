@@ -11,14 +11,13 @@
        publish          ▼
                    WeightSync ──(version v + 1)──► engines
 
-Read next: training_run, with the calls below; rollout_run, the same calls with engines;
-training_run.SupervisedRun, a run without engines.
+Read next: run, with the calls below.
 """
 
-from megatron_rl.runtime.training_run import TrainingRun
+from megatron_rl.runtime.run import Run
 
 
-def train_loop(run: TrainingRun, *, first_step: int) -> None:
+def train_loop(run: Run, *, first_step: int) -> None:
     """Run batch, train, save, publish weights, evaluate and log until the run's last step.
 
     `first_step` is 0 or the step of the checkpoint. The weights after s steps carry version s. With

@@ -9,14 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.load import dump_settings
-from megatron_rl.config.settings import Settings
-from megatron_rl.config.yaml_text import by_path, format_value, parse_yaml
-from megatron_rl.data.buffer import BUFFER_FILE, check_buffer
-from megatron_rl.device import quiet_megatron_imports
-from megatron_rl.errors import UserError, counted
-from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
-from megatron_rl.runtime.run_checkpoint import (
+from megatron_rl.checkpoints.run_checkpoints import (
     POLICY_LINK,
     SETTINGS_FILE,
     checkpoint_paths,
@@ -24,6 +17,13 @@ from megatron_rl.runtime.run_checkpoint import (
     naming_the_way_around,
     newest_checkpoint,
 )
+from megatron_rl.config.load import dump_settings
+from megatron_rl.config.settings import Settings
+from megatron_rl.config.yaml_text import by_path, format_value, parse_yaml
+from megatron_rl.data.buffer import BUFFER_FILE, check_buffer
+from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.errors import UserError, counted
+from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 
 with quiet_megatron_imports():
     from megatron_rl.checkpoints import manifest

@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from megatron_rl.checkpoints.run_checkpoints import LOCK_FILE, SETTINGS_FILE, naming_the_way_around, newest_checkpoint
 from megatron_rl.config.checks import gpu_contradictions
 from megatron_rl.config.derived import dtype_name, sync_deadline_s
 from megatron_rl.config.load import dump_settings
@@ -42,17 +43,17 @@ from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.process_variables import shared_variables
 from megatron_rl.rollout.manager import RolloutManager, reward_log
 from megatron_rl.runtime.cluster import Reservation, cluster_capability, cluster_device_kind, no_gpu, reserve
-from megatron_rl.runtime.colocation import SharedDevices, Turn
+from megatron_rl.runtime.colocation import Phase, SharedDevices
 from megatron_rl.runtime.engine_model import evaluated_model, make_model
 from megatron_rl.runtime.engines import EngineGroup, weight_sync
 from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
-from megatron_rl.runtime.rollout_run import RolloutRun, generation_deadline_s
-from megatron_rl.runtime.run_checkpoint import LOCK_FILE, SETTINGS_FILE, naming_the_way_around, newest_checkpoint
+from megatron_rl.runtime.run import RolloutRun, Run, generation_deadline_s
+from megatron_rl.runtime.run_records import RunRecords
+from megatron_rl.runtime.supervised_run import SupervisedRun
 from megatron_rl.runtime.trainers import TrainerGroup
-from megatron_rl.runtime.training_run import RunRecords, SupervisedRun, TrainingRun
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.types import Sample
 from megatron_rl.weights.interface import Surroundings, WeightTransport
@@ -99,7 +100,7 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
             # An earlier life of the run may have ended, but this one has not.
             (settings.run.directory / SUMMARY_FILE).unlink(missing_ok=True)
             sinks = stack.enter_context(_open_sinks(settings, resume=resume))
-            run = make_run(records=RunRecords(console=console, sinks=sinks, memory=memory, timer=timer))
+            run = make_run(records=RunRecords(settings.run, console=console, sinks=sinks, memory=memory, timer=timer))
             with _keeping_what_it_has(run, console):
                 first_step = run.resume(weights_only=weights_only) if resume else 0
                 spare_what_is_loaded()
@@ -122,7 +123,7 @@ def _open_sinks(settings: Settings, *, resume: bool) -> Sinks:
 
 
 @contextmanager
-def _keeping_what_it_has(run: TrainingRun, console: RunConsole) -> Iterator[None]:
+def _keeping_what_it_has(run: Run, console: RunConsole) -> Iterator[None]:
     """Let the run write the results so far when the body raises; a failure here must not hide the
     cause.
     """
@@ -204,7 +205,7 @@ def evaluate(settings: Settings) -> None:
         console.say(str(start))
         num_prompts = len(manager.prompts.held_out)
         with console.phase("eval", total=2 * num_prompts, unit="prompts") as progress:
-            timeout_s = 2 * generation_deadline_s(settings, num_prompts)
+            timeout_s = 2 * generation_deadline_s(settings, num_samples=num_prompts)
             evaluation = manager.evaluate(progress=progress, keep=keep)
             metrics = watchdog.wait(evaluation, name="evaluation", owner="the engines", timeout_s=timeout_s)
         values = metric_values(metrics)
@@ -232,7 +233,7 @@ def _sample_record(sample: Sample, *, kind: str) -> dict[str, Any]:
     }
 
 
-def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport", *, resume: bool) -> Callable[..., TrainingRun]:
+def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport", *, resume: bool) -> Callable[..., Run]:
     """Do the cheap checks, then start the ranks and wait.
 
     The returned function makes the run from `records`.
@@ -253,7 +254,7 @@ def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport"
     trainers = TrainerGroup(settings, reservation=_reserve(settings, stack, start, watchdog), watchdog=watchdog)
     with start.part("ranks"):
         _start_ranks(trainers, settings, resume=resume)
-    return partial(SupervisedRun, settings, source=source, trainers=trainers)
+    return partial(SupervisedRun, settings, source=source, ranks=trainers)
 
 
 def _claim_directory(directory: Path, stack: ExitStack, start: "StartReport") -> None:
@@ -276,7 +277,7 @@ def _start_ranks(trainers: TrainerGroup, settings: Settings, *, resume: bool) ->
     trainers.finish_start(trainers.begin_start())
 
 
-def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartReport", *, resume: bool) -> Callable[..., TrainingRun]:
+def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartReport", *, resume: bool) -> Callable[..., Run]:
     """Do the cheap checks, then start every process and wait: at once, or in turns on shared
     devices.
 
@@ -297,7 +298,7 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
         # An engine sizes the cache by the memory that is free at the start.
         with start.part("ranks"):
             _start_ranks(trainers, settings, resume=resume)
-            trainers.put_away(Turn.TRAINING.trainer_parts)
+            trainers.call("put_away", Phase.TRAINING.trainer_parts)
         with start.part("engines"):
             addresses = _join(manager, engines, engines.begin_start(), watchdog, start)
     else:
@@ -311,10 +312,10 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
         timeout_s = sync_deadline_s(settings.model)
         devices = SharedDevices(trainers, manager, watchdog=watchdog, timeout_s=timeout_s)
         # The group of a transport takes device memory that is free in no other turn.
-        devices.take(Turn.SYNC)
+        devices.take(Phase.SYNC)
     with start.part("weight transport"):
         sync = _open_sync(settings, manager, trainers, watchdog, reservation=reservation, addresses=addresses)
-    return partial(RolloutRun, settings, manager=manager, sync=sync, dtype=dtype, watchdog=watchdog, devices=devices, trainers=trainers)
+    return partial(RolloutRun, settings, manager=manager, sync=sync, dtype=dtype, watchdog=watchdog, devices=devices, ranks=trainers)
 
 
 def _open_manager(

@@ -19,7 +19,6 @@ from megatron_rl.observe.metrics import Metric, merge_metrics
 from megatron_rl.runtime.cluster import Reservation, enter_directory, gpu_order, own_gpus
 from megatron_rl.runtime.garbage import spare_what_is_loaded
 from megatron_rl.runtime.watchdog import Watchdog
-from megatron_rl.training.offload import Part
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.whole_batch import divide
 from megatron_rl.types import Floats, TrainBatch
@@ -31,15 +30,11 @@ OWNER = "Megatron rank"
 
 @ray.remote(concurrency_groups={"watch": 1})
 class TrainerWorker:
-    """The process of one Megatron rank: forwards calls to one object of the training room."""
+    """The process of one Megatron rank, with a `Trainer` from `start` on."""
 
     def __init__(self) -> None:
-        # The rank number follows from the GPUs that Ray gives to all ranks, known once all ranks
-        # run.
-        self._rank: int
-        self._checked: Path | None = None
-        self._trainer: Trainer
-        self._sender: WeightSender
+        self._trainer: Trainer | None = None
+        self._sender: WeightSender | None = None
 
     @ray.method(concurrency_group="watch")
     def hold(self) -> None:
@@ -61,12 +56,13 @@ class TrainerWorker:
     def check(self, checkpoint: Path, *, share: int, num_shares: int) -> None:
         """Compare this share of a checkpoint's files with the manifest."""
         training_state.check_files(checkpoint, share=(share, num_shares))
-        self._checked = checkpoint
 
     def start(self, settings: Settings, *, rank: int, init_method: str) -> int:
-        """Build the model and the optimizer as this rank; return the data-parallel rank."""
-        self._rank = rank
-        self._trainer = Trainer.of(settings, rank=self._rank, init_method=init_method)
+        """Build the model and the optimizer as this rank; return the data-parallel rank.
+
+        The rank follows from the GPUs that Ray gives to all ranks, known once all processes run.
+        """
+        self._trainer = Trainer.of(settings, rank=rank, init_method=init_method)
         spare_what_is_loaded()
         return self._trainer.dp_rank
 
@@ -87,21 +83,14 @@ class TrainerWorker:
                 f"a plug-in of the objective raised SystemExit({error.code!r}) in {method}, needs to return, or to raise an Exception"
             ) from error
 
-    def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
-        """Continue from a checkpoint; return the settings that have changed since."""
-        return self._trainer.load(directory, weights_only=weights_only, checked=directory == self._checked)
-
-    def open_sender(self, plan: SenderPlan) -> None:
+    def open_sender(self, plan: SenderPlan, *, rank: int) -> None:
         """Open this rank's end of the transport to the engines."""
-        self._sender = plan.open(self._trainer, rank=self._rank)
+        assert self._trainer is not None, "started before"
+        self._sender = plan.open(self._trainer, rank=rank)
 
-    def close_sender(self) -> None:
-        """Close this rank's end of the transport."""
-        self._sender.close()
-
-    def send(self, *, version: int) -> None:
-        """Send the current weights to the engines."""
-        self._sender.send(version=version)
+    def call_sender(self, method: str, **keywords: Any) -> None:
+        """Call a method of the open end."""
+        getattr(self._sender, method)(**keywords)
 
 
 class TrainerGroup:
@@ -113,6 +102,7 @@ class TrainerGroup:
         self._watchdog = watchdog
         # Of every rank, once all have started.
         self._dp_ranks: list[int] = []
+        self._checked: Path | None = None
         self._nodes = [
             [TrainerWorker.options(**reservation.rank_options(node)).remote() for _ in share.ranks]  # type: ignore[attr-defined]
             for node, share in enumerate(reservation.placement.nodes)
@@ -152,6 +142,7 @@ class TrainerGroup:
         num_shares = len(self.workers)
         refs = [worker.check.remote(checkpoint, share=share, num_shares=num_shares) for share, worker in enumerate(self.workers)]
         self._wait(refs, name="comparing the checkpoint with its manifest")
+        self._checked = checkpoint
 
     def begin_start(self) -> list[ray.ObjectRef]:
         """Ask every rank to build the model; `finish_start` waits for the result."""
@@ -173,11 +164,12 @@ class TrainerGroup:
         """Raise DeadlineError when a rank takes no call within RANK_ANSWER_S, to avoid a second
         long wait.
         """
-        refs = [worker.call.remote("saves_are_written") for worker in self.workers]
+        refs = [worker.call.remote("save_is_written") for worker in self.workers]
         self._watchdog.wait(refs, name="asking whether the ranks still answer", owner=OWNER, timeout_s=RANK_ANSWER_S)
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._wait([worker.call.remote(method, *args, **kwargs) for worker in self.workers], name=method)
+    def call(self, method: str, *args: Any, **keywords: Any) -> list[Any]:
+        """Return the results of a method or property of `Trainer`, by rank, within the deadline of a step."""
+        return self._wait([worker.call.remote(method, *args, **keywords) for worker in self.workers], name=method)
 
     def _wait(self, refs: list[ray.ObjectRef], *, name: str) -> list[Any]:
         return self._watchdog.wait(refs, name=name, owner=OWNER, timeout_s=self._step_deadline_s)
@@ -196,39 +188,13 @@ class TrainerGroup:
         return self._wait([worker.apply.remote(function, arguments) for worker in self.workers], name="apply")
 
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
-        """Log-probs [T] of the batch's tokens under the current weights."""
-        return self._call("own_log_probs", batch, temperature=temperature)[0]
+        """Return log-probs [T] of the batch's tokens under the current weights."""
+        log_probs: Floats = self.call("own_log_probs", batch, temperature=temperature)[0]
+        return log_probs
 
-    def put_away(self, parts: frozenset[Part]) -> None:
-        """Move the given parts of the models to host memory."""
-        self._call("put_away", parts)
-
-    def take_back(self, parts: frozenset[Part]) -> None:
-        """Move the given parts of the models back to the device."""
-        self._call("take_back", parts)
-
-    def begin_save(self, directory: Path) -> None:
-        """Begin a checkpoint for `load`, as `Trainer.begin_save`."""
-        self._call("begin_save", directory)
-
-    def begin_save_hf(self, directory: Path) -> None:
-        """Begin a Hugging Face directory of the policy, as `Trainer.begin_save_hf`."""
-        self._call("begin_save_hf", directory)
-
-    def saves_are_written(self) -> bool:
-        """Return True when `finish_saves` would not wait for the disk."""
-        return all(self._call("saves_are_written"))
-
-    def finish_saves(self) -> None:
-        """Wait until the pending save is in place."""
-        self._call("finish_saves")
-
-    def load(self, directory: Path, *, weights_only: bool = False) -> tuple[str, ...]:
-        """Continue from a checkpoint, as `Trainer.load`; return a sentence for each changed
-        setting.
-        """
-        refs = [worker.load.remote(directory, weights_only=weights_only) for worker in self.workers]
-        return self._wait(refs, name="load")[0]
+    def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:
+        """Continue from a checkpoint, as `Trainer.load`; files compared by `check` are not compared again."""
+        return self.call("load", directory, weights_only=weights_only, checked=directory == self._checked)[0]
 
     def free_address(self) -> tuple[str, int]:
         """Return an address of rank 0's node and a free port."""
@@ -238,12 +204,12 @@ class TrainerGroup:
     def begin_open_sender(self, plan: SenderPlan) -> list[Future[None]]:
         """Let every rank open the sending end of the transport to the engines."""
         stored = ray.put(plan)
-        return [worker.open_sender.remote(stored).future() for worker in self.workers]
+        return [worker.open_sender.remote(stored, rank=rank).future() for rank, worker in enumerate(self.workers)]
 
     def begin_close_sender(self) -> list[Future[None]]:
         """Let every rank close the sending end of the transport to the engines."""
-        return [worker.close_sender.remote().future() for worker in self.workers]
+        return [worker.call_sender.remote("close").future() for worker in self.workers]
 
     def begin_send(self, *, version: int) -> list[Future[None]]:
         """Let every rank send the current weights to the engines."""
-        return [worker.send.remote(version=version).future() for worker in self.workers]
+        return [worker.call_sender.remote("send", version=version).future() for worker in self.workers]

@@ -1,6 +1,7 @@
 """All work of one Megatron rank: log-probabilities, training, weights out, checkpoints."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -13,10 +14,9 @@ from torch import Tensor, distributed
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.checkpoints import manifest, training_state
-from megatron_rl.checkpoints.host_copies import HostCopies
 from megatron_rl.checkpoints.hugging_face import MAX_SHARD_BYTES
-from megatron_rl.checkpoints.policy_export import Exporting
 from megatron_rl.checkpoints.rank_zero import check_on_ranks
+from megatron_rl.checkpoints.saving import HostCopies, PolicyFiles, Saving, StateFiles
 from megatron_rl.checkpoints.stored_weights import mtp_tensors
 from megatron_rl.config.derived import step_deadline_s
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings
@@ -24,6 +24,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.build import TrainedModel, complete_parameters
 from megatron_rl.models.hf_weights import export_hf_weights
 from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.models.weight_table import tensor_shapes
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.plugins.loader import load
 from megatron_rl.training import passes
@@ -110,7 +111,7 @@ class Trainer:
             seed=seed,
         )
         self._waiting: tuple[StepGradients, StepGradients | None] | None = None
-        self._writing: list[training_state.Saving | Exporting] = []
+        self._saving: Saving | None = None
         self._host_copies = HostCopies()
         with ExitStack() as undo:
             # A process without a complete rank must not stay in the groups.
@@ -211,8 +212,8 @@ class Trainer:
         Every method that changes or moves weights or optimizer state, even for a moment, calls this first. Other methods may run
         while threads take copies. A gather of parameters that overlaps forward passes is no change: the values stay equal.
         """
-        for saving in self._writing:
-            saving.wait_for_copies()
+        if self._saving is not None:
+            self._saving.wait_for_copies()
 
     def _log_probs(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], *, reference: bool, temperature: float | None = None
@@ -420,33 +421,45 @@ class Trainer:
         The directory, on storage shared by all ranks, appears complete or not at all. Raises UserError when writing fails, and while
         a gradient of `forward_backward` waits.
         """
-        self._saving(Path(directory), stage=None).finish()
+        Saving(state=self._state_files(Path(directory))).finish()
 
-    def begin_save(self, directory: Path | str) -> None:
-        """Save as `save`, but return once planned; a thread writes.
+    def begin_save(self, directory: Path | str | None = None, *, hf: Path | str | None = None) -> None:
+        """Save as `save` in `directory` and as `save_hf` in `hf`, but return once planned and gathered.
 
         A thread of each rank copies the state to host memory, kept for the next save, and writes while the training goes on. The next
-        call that changes or moves the state waits for the copies alone.
+        call that changes or moves the state waits for the copies alone. A policy of more than half of the free host memory of rank 0
+        is written before the return.
 
-        `finish_saves` must follow before the process ends; the directory then appears in its place. Raises UserError as `save`.
+        `finish_save` must follow before the process ends and before the next save; directories then appear in their places. Raises
+        UserError as `save`.
         """
-        self._writing.append(self._saving(Path(directory), stage=self._host_copies))
+        if self._saving is not None:
+            raise UserError("begin_save was called while an earlier save is not in its place; call finish_save() first")
+        state = None if directory is None else self._state_files(Path(directory))
+        policy = None if hf is None else self._policy_files(Path(hf), staged=True)
+        self._saving = Saving(state=state, policy=policy, stage=self._host_copies)
 
-    def _saving(self, directory: Path, *, stage: HostCopies | None) -> training_state.Saving:
+    def _state_files(self, directory: Path) -> StateFiles:
         self._refuse_waiting("save")
-        return training_state.Saving(directory, self.trained_models(), counters=self._steps.state(), stage=stage)
+        return StateFiles(directory, self.trained_models(), counters=self._steps.state())
+
+    def _policy_files(self, directory: Path, *, staged: bool, max_shard_bytes: int = MAX_SHARD_BYTES, durable: bool = True) -> PolicyFiles:
+        source, dtype = self._model_settings.path, model_dtype(self._model_settings, self._device)
+        num_bytes = sum(math.prod(shape) for _, shape in tensor_shapes(self._spec)) * dtype.itemsize
+        stale = mtp_tensors(source, self._spec, dequantised_dtype=dtype) if durable and self._spec.num_mtp_layers else ()
+        options = {"source": source, "stale": stale, "max_shard_bytes": max_shard_bytes, "durable": durable}
+        return PolicyFiles(directory, self.weights(receivers=(0,)), num_bytes=num_bytes if staged else None, **options)
 
     @property
-    def saves_are_written(self) -> bool:
-        """Return True when `finish_saves` would not wait for this rank's files. Not collective."""
-        return all(saving.is_written for saving in self._writing)
+    def save_is_written(self) -> bool:
+        """Return True when `finish_save` would not wait for this rank's files. Not collective."""
+        return self._saving is None or self._saving.is_written
 
-    def finish_saves(self) -> None:
-        """Wait until saves of `begin_save` and `begin_save_hf` are in place. Raises UserError on failure."""
-        writing, self._writing = self._writing, []
-        with ExitStack() as all_of_them:
-            for saving in reversed(writing):
-                all_of_them.callback(saving.finish)
+    def finish_save(self) -> None:
+        """Wait until the save of `begin_save`, if any, is in place. Raises UserError on failure."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
 
     def load(self, directory: Path | str, *, weights_only: bool = False, checked: bool = False) -> tuple[str, ...]:
         """Continue from a checkpoint of `save`, of this layout or another.
@@ -469,24 +482,4 @@ class Trainer:
         directory that is not `durable` is for engines alone: without such layers, and not safe from a power failure, which saves
         waiting for the disk. Raises UserError when writing fails.
         """
-        self._exporting(Path(directory), max_shard_bytes=max_shard_bytes, durable=durable, staged=False).finish()
-
-    def begin_save_hf(self, directory: Path | str) -> None:
-        """Save as `save_hf`, but return once the weights are gathered in host memory of rank 0.
-
-        A thread of rank 0 writes the files; see `begin_save`. A thread copies weights already there, without a gather.
-        """
-        self._writing.append(self._exporting(Path(directory), max_shard_bytes=MAX_SHARD_BYTES, durable=True, staged=True))
-
-    def _exporting(self, directory: Path, *, max_shard_bytes: int, durable: bool, staged: bool) -> Exporting:
-        source, dtype = self._model_settings.path, model_dtype(self._model_settings, self._device)
-        stale = mtp_tensors(source, self._spec, dequantised_dtype=dtype) if durable and self._spec.num_mtp_layers else ()
-        return Exporting(
-            directory,
-            self.weights(receivers=(0,)),
-            source=source,
-            stale=stale,
-            max_shard_bytes=max_shard_bytes,
-            durable=durable,
-            staged=staged,
-        )
+        Saving(policy=self._policy_files(Path(directory), staged=False, max_shard_bytes=max_shard_bytes, durable=durable)).finish()

@@ -35,7 +35,7 @@ MEGATRON: Mapping[str, str] = {
     f"{_DISTRIBUTED}._get_main_param_and_optimizer_states": "checkpoints/optimizer_shards.py",
     f"{_DISTRIBUTED}._get_model_param_range_map": "checkpoints/optimizer_shards.py",
     "megatron/core/optimizer_param_scheduler.py:OptimizerParamScheduler.__init__": "training/optimizer.py",
-    "megatron/core/dist_checkpointing/serialization.py:save": "checkpoints/training_state.py",
+    "megatron/core/dist_checkpointing/serialization.py:save": "checkpoints/saving.py",
     "megatron/core/dist_checkpointing/serialization.py:load": "checkpoints/training_state.py",
 }
 _REQUESTS = "sglang/srt/managers/io_struct.py"

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 
-from megatron_rl.checkpoints import policy_export, training_state
-from megatron_rl.checkpoints.host_copies import HostCopies, host_copy
+from megatron_rl.checkpoints import saving
 from megatron_rl.checkpoints.optimizer_shards import parts_of
+from megatron_rl.checkpoints.saving import HostCopies, Saving
 from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.errors import UserError
 from megatron_rl.training.trainer import Trainer
@@ -58,39 +58,29 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written before it is set."""
     gate = threading.Event()
     monkeypatch.setattr(FileSystemWriter, "write_data", held(FileSystemWriter.write_data, gate))
-    monkeypatch.setattr(policy_export, "save_hf", held(policy_export.save_hf, gate))
+    monkeypatch.setattr(saving, "save_hf", held(saving.save_hf, gate))
     return gate
 
 
 class Asked:
-    """Nothing is copied until somebody has waited for the copies of its save for a moment: whoever does not wait is too early."""
+    """Nothing is copied until somebody has waited for the copies for a moment: whoever does not wait is too early."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._may_copy = {kind: threading.Event() for kind in (training_state.Saving, policy_export.Exporting)}
-        # The one that is waited for first takes longer: the wait for the other does not hide that nobody waited for it.
-        self._moments_s = dict(zip(self._may_copy, (0.2, 0.02), strict=True))
-        self.kinds: set[str] = set()
-        """Whose copies were waited for."""
-        for kind in self._may_copy:
-            monkeypatch.setattr(kind, "wait_for_copies", self._asking(kind))
-        of_checkpoint, of_export = self._may_copy.values()
-        monkeypatch.setattr(HostCopies, "copies_of", held(HostCopies.copies_of, of_checkpoint))
-        monkeypatch.setattr(policy_export, "host_copy", held(policy_export.host_copy, of_export))
+        self._may_copy = threading.Event()
+        self.waited = False
+        wait_for_copies = Saving.wait_for_copies
 
-    def _asking(self, kind: Any) -> Callable[..., None]:
-        wait_for_copies = kind.wait_for_copies
+        def wait(saved: Saving) -> None:
+            self.waited = True
+            threading.Timer(0.05, self._may_copy.set).start()
+            wait_for_copies(saved)
 
-        def wait(saving: object) -> None:
-            self.kinds.add(kind.__name__)
-            threading.Timer(self._moments_s[kind], self._may_copy[kind].set).start()
-            wait_for_copies(saving)
-
-        return wait
+        monkeypatch.setattr(Saving, "wait_for_copies", wait)
+        monkeypatch.setattr(HostCopies, "copy", held(HostCopies.copy, self._may_copy))
 
     def forget(self) -> None:
-        self.kinds.clear()
-        for event in self._may_copy.values():
-            event.clear()
+        self.waited = False
+        self._may_copy.clear()
 
 
 @pytest.fixture
@@ -112,13 +102,12 @@ def test_each_save_has_the_state_at_which_it_began(
         gate.clear()
         train(trainer)
         handed_over.append(state_of(trainer))
-        trainer.begin_save(tmp_path / f"{number}")
-        trainer.begin_save_hf(tmp_path / f"{number}-hf")
+        trainer.begin_save(tmp_path / f"{number}", hf=tmp_path / f"{number}-hf")
         train(trainer)
-        assert not trainer.saves_are_written and not (tmp_path / f"{number}").exists() and not (tmp_path / f"{number}-hf").exists()
+        assert not trainer.save_is_written and not (tmp_path / f"{number}").exists() and not (tmp_path / f"{number}-hf").exists()
         gate.set()
-        trainer.finish_saves()
-        assert trainer.saves_are_written
+        trainer.finish_save()
+        assert trainer.save_is_written
     resumed = make_trainer(model, SUPERVISED, **training)
     for number in range(2):
         resumed.load(tmp_path / f"{number}")
@@ -129,7 +118,7 @@ def test_each_save_has_the_state_at_which_it_began(
     assert not any(torch.equal(tensor, handed_over[1][name]) for name, tensor in handed_over[0].items() if tensor.ndim > 1)
 
 
-@pytest.mark.parametrize("which", ["begin_save", "begin_save_hf"])
+@pytest.mark.parametrize("which", ["directory", "hf"])
 def test_a_failed_save_is_reported_at_its_end_and_leaves_nothing(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
@@ -140,16 +129,16 @@ def test_a_failed_save_is_reported_at_its_end_and_leaves_nothing(
 
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
     monkeypatch.setattr("megatron_rl.checkpoints.hugging_face.save_file", full)
-    getattr(trainer, which)(tmp_path / "saved")
+    trainer.begin_save(**{which: tmp_path / "saved"})
     train(trainer)
     with pytest.raises(UserError, match="No space left on device"):
-        trainer.finish_saves()
+        trainer.finish_save()
     assert not (tmp_path / "saved").exists()
     # Told once.
-    trainer.finish_saves()
+    trainer.finish_save()
     monkeypatch.undo()
-    getattr(trainer, which)(tmp_path / "saved")
-    trainer.finish_saves()
+    trainer.begin_save(**{which: tmp_path / "saved"})
+    trainer.finish_save()
     assert (tmp_path / "saved").is_dir()
 
 
@@ -168,7 +157,7 @@ READS: dict[str, Callable[[Trainer, Path], object]] = {
     "weights": lambda trainer, _: list(trainer.weights()),
     "save": lambda trainer, path: trainer.save(path / "other"),
     "save_hf": lambda trainer, path: trainer.save_hf(path / "other-hf", durable=False),
-    "saves_are_written": lambda trainer, _: trainer.saves_are_written,
+    "save_is_written": lambda trainer, _: trainer.save_is_written,
     "trained_models": lambda trainer, _: trainer.trained_models(),
     "critic": lambda trainer, _: trainer.critic,
     "dp_rank": lambda trainer, _: trainer.dp_rank,
@@ -178,8 +167,7 @@ ELSEWHERE = {
     "train_shard": "train calls it",
     "take_back": "follows on put_away",
     "begin_save": "tested by all of them",
-    "begin_save_hf": "tested by all of them",
-    "finish_saves": "ends the copying",
+    "finish_save": "ends the copying",
     "optimizer_step": "a test of its own, as no checkpoint may begin before it",
     "close": "a test of its own, as nothing can be loaded after it",
 }
@@ -198,15 +186,14 @@ def test_writers_of_the_state_wait_for_copies_and_readers_do_not(
     for name, change in CHANGES.items():
         asked.forget()
         want = state_of(trainer)
-        trainer.begin_save(tmp_path / "saved")
-        trainer.begin_save_hf(tmp_path / "saved-hf")
+        trainer.begin_save(tmp_path / "saved", hf=tmp_path / "saved-hf")
         for read in READS.values():
             read(trainer, tmp_path)
         assert_equal(state_of(trainer), want)
-        assert asked.kinds == set(), "reading has waited"
+        assert not asked.waited, "reading has waited"
         change(trainer, tmp_path / "earlier")
-        assert asked.kinds == {"Saving", "Exporting"}, f"{name} has not waited"
-        trainer.finish_saves()
+        assert asked.waited, f"{name} has not waited"
+        trainer.finish_save()
         trainer.take_back()
         trainer.load(tmp_path / "saved")
         assert_equal(state_of(trainer), want)
@@ -220,8 +207,8 @@ def test_the_reference_replaces_a_policy_that_is_copied(
     trainer = make_trainer(tiny_model(), {"kl": {"coef": 0.1}})
     trainer.begin_save(tmp_path / "saved")
     trainer.log_probs(BATCH, reference=True)
-    assert asked.kinds == {"Saving"}
-    trainer.finish_saves()
+    assert asked.waited
+    trainer.finish_save()
 
 
 def test_an_optimizer_step_waits_for_copies_of_an_earlier_export(
@@ -230,68 +217,68 @@ def test_an_optimizer_step_waits_for_copies_of_an_earlier_export(
     trainer = make_trainer(tiny_model(), SUPERVISED)
     want = {name: tensor.clone() for name, tensor in trainer.weights()}
     trainer.forward_backward(BATCH)
-    trainer.begin_save_hf(tmp_path / "hf")
+    trainer.begin_save(hf=tmp_path / "hf")
     trainer.optimizer_step()
-    assert asked.kinds == {"Exporting"}
-    trainer.finish_saves()
+    assert asked.waited
+    trainer.finish_save()
     assert_equal(load_file(tmp_path / "hf" / "model.safetensors"), want)
 
 
-@pytest.mark.parametrize("which", ["begin_save", "begin_save_hf"])
+@pytest.mark.parametrize("which", ["directory", "hf"])
 def test_a_trainer_that_is_closed_reads_nothing_any_more(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, asked: Asked, which: str
 ) -> None:
     trainer = make_trainer(tiny_model(), SUPERVISED)
-    getattr(trainer, which)(tmp_path / "saved")
+    trainer.begin_save(**{which: tmp_path / "saved"})
     trainer.close()
-    assert asked.kinds == {{"begin_save": "Saving", "begin_save_hf": "Exporting"}[which]}
+    assert asked.waited
 
 
-@pytest.mark.parametrize(("which", "where"), [("begin_save", "host_copies.host_copy"), ("begin_save_hf", "policy_export.host_copy")])
+@pytest.mark.parametrize("which", ["directory", "hf"])
 def test_failed_copies_are_reported_at_the_end_and_block_nobody(
-    make_trainer: Callable[..., Trainer],
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    which: str,
-    where: str,
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    trainer = make_trainer(tiny_model(), SUPERVISED)
+    trainer, own, there_is_memory = make_trainer(tiny_model(), SUPERVISED), HostCopies.copy, iter([True])
 
-    there_is_memory = iter([True])
-
-    def short(tensor: torch.Tensor) -> torch.Tensor:
+    def short(self: HostCopies, name: object, tensor: torch.Tensor) -> torch.Tensor:
         if not next(there_is_memory, False):
             raise MemoryError("no memory for copies")
-        return tensor.clone()
+        return own(self, name, tensor)
 
-    monkeypatch.setattr(f"megatron_rl.checkpoints.{where}", short)
-    getattr(trainer, which)(tmp_path / "saved")
+    monkeypatch.setattr(HostCopies, "copy", short)
+    trainer.begin_save(**{which: tmp_path / "saved"})
     train(trainer)
     with pytest.raises(MemoryError, match="no memory for copies"):
-        trainer.finish_saves()
+        trainer.finish_save()
     assert not (tmp_path / "saved").exists()
-    trainer.finish_saves()
+    trainer.finish_save()
 
 
-def test_an_export_waits_for_the_disk_where_memory_is_short(
+def test_an_export_is_written_at_once_where_memory_is_short(
     make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(tiny_model(), SUPERVISED)
     want = {name: tensor.clone() for name, tensor in trainer.weights()}
-    held = []
-    append = policy_export.Exporting._next_weights
-
-    def watched(self: policy_export.Exporting):  # type: ignore[no-untyped-def]
-        for name, tensor in append(self):
-            held.append(self._held_bytes)
-            yield name, tensor
-
-    monkeypatch.setattr(policy_export.Exporting, "_next_weights", watched)
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 0}))
-    trainer.save_hf(tmp_path / "hf")
+    trainer.begin_save(hf=tmp_path / "hf")
     assert_equal(load_file(tmp_path / "hf" / "model.safetensors"), want)
-    assert max(held) <= max(tensor.nbytes for tensor in want.values())
+    (tmp_path / "other").touch()
+    trainer.finish_save()
+    trainer.begin_save(hf=tmp_path / "other")
+    train(trainer)
+    with pytest.raises(UserError, match="other"):
+        trainer.finish_save()
+
+
+def test_a_save_does_not_begin_before_the_end_of_the_last(
+    make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    trainer = make_trainer(tiny_model(), SUPERVISED)
+    trainer.begin_save(tmp_path / "saved")
+    with pytest.raises(UserError, match=r"begin_save was called while an earlier save .*; call finish_save\(\) first"):
+        trainer.begin_save(hf=tmp_path / "hf")
+    trainer.finish_save()
+    assert (tmp_path / "saved").is_dir() and not (tmp_path / "hf").exists()
 
 
 def test_weights_that_cannot_be_gathered_are_not_written(
@@ -305,32 +292,24 @@ def test_weights_that_cannot_be_gathered_are_not_written(
 
     trainer.weights = broken  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="a rank is gone"):
-        trainer.begin_save_hf(tmp_path / "hf")
-    for thread in threading.enumerate():
-        if thread.name == "export writer":
-            thread.join(timeout=30)
+        trainer.begin_save(hf=tmp_path / "hf")
+    trainer.finish_save()
     assert not (tmp_path / "hf").exists()
 
 
-def test_consecutive_saves_share_host_memory_and_two_at_once_not() -> None:
-    def taken(value: float, *sizes: int) -> list[torch.Tensor]:
-        return copies.copies_of(torch.full((size,), value) for size in sizes)
-
+def test_consecutive_saves_share_host_memory() -> None:
     copies = HostCopies()
-    first = taken(1, 3, 4)
-    second = taken(2, 3, 4)
-    assert [tensor.tolist() for tensor in first] == [[1] * 3, [1] * 4], "it is still being written"
-    copies.give_back(first)
-    third = taken(3, 3, 5, 6)
-    assert third[0] is first[0] and taken(4, 3)[0] is not first[0]
-    assert [tensor.tolist() for tensor in (*second, *third)] == [[2] * 3, [2] * 4, [3] * 3, [3] * 5, [3] * 6]
+    first = copies.copy("a", torch.full((3,), 1.0))
+    assert copies.copy("a", torch.full((3,), 2.0)) is first and first.tolist() == [2] * 3
+    others = [copies.copy("b", torch.full((3,), 3.0)), copies.copy("a", torch.full((4,), 4.0)), copies.copy("a", torch.full((4,), 5))]
+    assert [tensor.tolist() for tensor in (first, *others)] == [[2] * 3, [3] * 3, [4] * 4, [5] * 4]
 
 
 @pytest.mark.parametrize("numel", [0, 7, 2**21 + 1])
 def test_a_copy_has_memory_of_its_own(numel: int) -> None:
     """In small pages or in large ones."""
     column = torch.arange(2 * numel, dtype=torch.int16).view(-1, 2)[:, 1]
-    copy = host_copy(column)
+    copy = HostCopies().copy("column", column)
     assert torch.equal(copy, column) and copy.is_contiguous() and copy.untyped_storage().nbytes() == copy.nbytes
     column += 1
     assert not numel or not torch.equal(copy, column)

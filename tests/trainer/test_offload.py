@@ -109,9 +109,8 @@ def test_what_was_saved_and_loaded_is_put_away_as_what_was_made(
     path = tiny_model(tied=False)
     saved = make_trainer(path, **KINDS[kind])
     train(saved, 0)
-    saved.begin_save(tmp_path / "megatron")
-    saved.begin_save_hf(tmp_path / "hf")
-    saved.finish_saves()
+    saved.begin_save(tmp_path / "megatron", hf=tmp_path / "hf")
+    saved.finish_save()
     resumed = make_trainer(path, **KINDS[kind])
     resumed.load(tmp_path / "megatron")
     for trainer in (saved, resumed):

@@ -185,9 +185,9 @@ def measure(rank: int, model: Path, layout: str, turns: int, results: Any) -> No
                 time.sleep(rollout_s)
                 timed(f"{name}: wait", wait)
                 rows.append((name, rows[-2][1] + rows[-1][1], rows[-2][2] + rows[-1][2], 0))
-            while not trainer.saves_are_written:
+            while not trainer.save_is_written:
                 time.sleep(0.01)
-            timed(f"{name}: end", trainer.finish_saves)
+            timed(f"{name}: end", trainer.finish_save)
 
     directory = model.parent
     saved, exported = directory / "saved", directory / "exported"
@@ -209,7 +209,7 @@ def measure(rank: int, model: Path, layout: str, turns: int, results: Any) -> No
             timed("floor of load", floors.hash_and_read)
             timed("export", lambda: trainer.save_hf(exported))
             timed("cp of an export", lambda: rank or copy_share(exported, directory / "copy-3", rank=0, durable=True))
-            pauses("an export", trainer.begin_save_hf)
+            pauses("an export", lambda path: trainer.begin_save(hf=path))
             if rank == 0:
                 sizes = [sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) for folder in (saved, exported)]
                 for path in (

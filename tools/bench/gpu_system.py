@@ -34,7 +34,7 @@ with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.planning.run_plan import plan_layouts
     from megatron_rl.planning.step_time import Flops, ModelSize
-    from megatron_rl.runtime.colocation import SharedDevices, Turn
+    from megatron_rl.runtime.colocation import Phase, SharedDevices
 
 GPU_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s by the vendor's data sheets."""
@@ -188,7 +188,7 @@ def _timed_syncs(joined: Joined, *, beside: bool, of: Mapping[str, Callable[[], 
     """Seconds of the fastest sync after one to warm up, and the peak of each reading beyond what it was before, over all others."""
     seconds, peaks = [], [0] * len(of)
     if beside:
-        SharedDevices(joined.ranks, joined.client, watchdog=joined.watchdog).take(Turn.SYNC)
+        SharedDevices(joined.ranks, joined.client, watchdog=joined.watchdog).take(Phase.SYNC)
     for version in range(1, 2 + TURNS):
         with Peak(*of.values()) as peak:
             start = time.perf_counter()
@@ -209,15 +209,15 @@ def bench_sleep(node: Node, sizes: Sizes) -> None:
     print(f"turns on one device, {sizes.model}; no published figure of this size is known")
     with node.ranks_and_engine(_sync_settings(node, model, "ipc", beside=True)) as joined:
         turns = SharedDevices(joined.ranks, joined.client, watchdog=joined.watchdog)
-        seconds: dict[Turn, list[float]] = {turn: [] for turn in (Turn.SYNC, Turn.GENERATION, Turn.TRAINING)}
-        engine: dict[Turn, int] = {}
+        seconds: dict[Phase, list[float]] = {turn: [] for turn in (Phase.SYNC, Phase.GENERATION, Phase.TRAINING)}
+        engine: dict[Phase, int] = {}
         for version in range(1, 1 + TURNS):
             for turn, taken in seconds.items():
                 start = time.perf_counter()
                 turns.take(turn)
                 taken.append(time.perf_counter() - start)
                 engine[turn] = joined.ranks.apply(on_rank.foreign_bytes)[0]
-                if turn is Turn.SYNC:
+                if turn is Phase.SYNC:
                     joined.wait(joined.sync.run(version=version), name="weight sync")
         joined.wait(joined.sync.disconnect(), name="parting")
     for turn, taken in seconds.items():

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 from run_parts import Calls, MakeRun, Manager, Ranks, Sync
 
+from megatron_rl.checkpoints.run_checkpoints import SETTINGS_FILE, newest_checkpoint
 from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.report.page import report_run
-from megatron_rl.runtime.rollout_run import RolloutRun
-from megatron_rl.runtime.run_checkpoint import SETTINGS_FILE, newest_checkpoint
-from megatron_rl.runtime.training_run import RunRecords, SupervisedRun, TrainingRun
+from megatron_rl.runtime.run import RolloutRun, Run
+from megatron_rl.runtime.run_records import RunRecords
+from megatron_rl.runtime.supervised_run import SupervisedRun
 from megatron_rl.runtime.watchdog import Watchdog
 
 
@@ -21,7 +22,7 @@ from megatron_rl.runtime.watchdog import Watchdog
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make reports in this process, without the seconds that a process and its picture take."""
     monkeypatch.setattr("megatron_rl.report.page.draw_curves", lambda steps, *, title: b"picture")
-    monkeypatch.setattr("megatron_rl.runtime.training_run.run_command", lambda command, directory: report_run(directory))
+    monkeypatch.setattr("megatron_rl.runtime.run_records.run_command", lambda command, directory: report_run(directory))
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Calla
         source: Any = None,
         written: bool = True,
         save_error: Exception | None = None,
-    ) -> TrainingRun:
+    ) -> Run:
         directory = tmp_path / "run"
         directory.mkdir(exist_ok=True)
         model = tmp_path / "model"
@@ -61,6 +62,7 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Calla
         found = newest_checkpoint(directory) if resume else None
         step, row = (found[1].step, found[1].metrics) if found else (0, {})
         records = RunRecords(
+            settings.run,
             console=RunConsole(settings.run.num_steps),
             sinks=Sinks(directory, settings.observe, first_step=step, row=row),
             memory=SimpleNamespace(peak_bytes=5),  # type: ignore[arg-type]
@@ -68,11 +70,11 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Calla
         )
         ranks: Any = Ranks(calls, written=written, save_error=save_error)
         if source is not None:
-            return SupervisedRun(settings, source=source, trainers=ranks, records=records)
+            return SupervisedRun(settings, source=source, ranks=ranks, records=records)
         manager: Any = Manager(calls, held_out=held_out, fails_at=fails_at, error=error)
         sync: Any = Sync(calls)
         return RolloutRun(
-            settings, manager=manager, sync=sync, dtype="float32", watchdog=watchdog, devices=devices, trainers=ranks, records=records
+            settings, manager=manager, sync=sync, dtype="float32", watchdog=watchdog, devices=devices, ranks=ranks, records=records
         )
 
     return make

@@ -13,8 +13,8 @@ from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DeadlineError, EngineRefusal
 from megatron_rl.observe.metrics import Last, Metric, Sum
-from megatron_rl.runtime.colocation import Turn
-from megatron_rl.runtime.training_run import TrainingRun
+from megatron_rl.runtime.colocation import Phase
+from megatron_rl.runtime.run import Run
 from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 
 Calls = list[tuple[Any, ...]]
@@ -109,22 +109,24 @@ class Ranks:
         self.calls.append(("parity",))
         return np.zeros(len(batch.tokens), np.float32)
 
-    def begin_save(self, directory: Path) -> None:
-        self.calls.append(("save", directory.parent.name))
-        directory.mkdir()
-        (directory / "manifest.json").touch()
+    def call(self, method: str, *args: Any, **keywords: Any) -> list[Any]:
+        return [getattr(self, method)(*args, **keywords)]
 
-    def begin_save_hf(self, directory: Path) -> None:
-        directory.mkdir()
+    def begin_save(self, directory: Path | None = None, *, hf: Path) -> None:
+        hf.mkdir()
+        if directory is not None:
+            self.calls.append(("save", directory.parent.name))
+            directory.mkdir()
+            (directory / "manifest.json").touch()
 
     def check_answers(self) -> None:
         if not self.answers:
             raise DeadlineError("still waiting for: Megatron rank 1")
 
-    def saves_are_written(self) -> bool:
+    def save_is_written(self) -> bool:
         return self.written
 
-    def finish_saves(self) -> None:
+    def finish_save(self) -> None:
         self.calls.append(("saved",))
         if self.save_error is not None:
             raise self.save_error
@@ -154,17 +156,17 @@ class Rewards:
 
 
 class Devices:
-    """Shared devices: a turn is taken when it is another than the last."""
+    """Shared devices: a phase is taken when it is another than the last."""
 
     def __init__(self, calls: Calls) -> None:
-        self.calls, self.turn = calls, Turn.SYNC
+        self.calls, self.phase = calls, Phase.SYNC
 
-    def changes(self, turn: Turn) -> bool:
-        return turn is not self.turn
+    def changes(self, phase: Phase) -> bool:
+        return phase is not self.phase
 
-    def take(self, turn: Turn) -> None:
-        self.calls.append(("turn", turn.name))
-        self.turn = turn
+    def take(self, phase: Phase) -> None:
+        self.calls.append(("phase", phase.name))
+        self.phase = phase
 
 
-MakeRun = Callable[..., TrainingRun]
+MakeRun = Callable[..., Run]

@@ -1,11 +1,11 @@
-"""What lies on shared devices at every moment of a run, in the order in which the loop takes its turns."""
+"""What lies on shared devices at every moment of a run, in the order in which the loop takes its devices."""
 
 import random
 from collections.abc import Callable, Collection, Iterator
 
 import pytest
 
-from megatron_rl.runtime.colocation import SharedDevices, Turn
+from megatron_rl.runtime.colocation import Phase, SharedDevices
 from megatron_rl.runtime.watchdog import Watchdog
 
 
@@ -15,6 +15,9 @@ class Memory:
     def __init__(self) -> None:
         self.present = {"weights", "kv_cache", "cuda_graph"}
         self.seen: list[frozenset[str]] = []
+
+    def call(self, method: str, parts: Collection[str]) -> None:
+        getattr(self, method)(parts)
 
     def put_away(self, parts: Collection[str]) -> None:
         assert set(parts) <= self.present
@@ -35,11 +38,11 @@ class Memory:
         self.seen.append(frozenset(present))
 
 
-MakeTurns = Callable[[], tuple[SharedDevices, Memory]]
+MakeDevices = Callable[[], tuple[SharedDevices, Memory]]
 
 
 @pytest.fixture
-def make_turns() -> Iterator[MakeTurns]:
+def make_devices() -> Iterator[MakeDevices]:
     """Devices that one memory stands for on both sides."""
     with Watchdog() as watchdog:
 
@@ -50,11 +53,11 @@ def make_turns() -> Iterator[MakeTurns]:
         yield make
 
 
-def test_a_synchronous_step_goes_weights_cache_training(make_turns: MakeTurns) -> None:
-    turns, memory = make_turns()
+def test_a_synchronous_step_goes_weights_cache_training(make_devices: MakeDevices) -> None:
+    devices, memory = make_devices()
     order = []
-    for turn in (Turn.SYNC, Turn.GENERATION, Turn.TRAINING, Turn.SYNC, Turn.GENERATION):
-        turns.take(turn)
+    for phase in (Phase.SYNC, Phase.GENERATION, Phase.TRAINING, Phase.SYNC, Phase.GENERATION):
+        devices.take(phase)
         order.append(sorted(memory.present))
     assert order == [
         ["parameters", "weights"],
@@ -66,28 +69,28 @@ def test_a_synchronous_step_goes_weights_cache_training(make_turns: MakeTurns) -
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_order_of_turns_ever_has_more_there_than_a_turn_needs(make_turns: MakeTurns, seed: int) -> None:
-    turns, memory = make_turns()
-    needs = {turn: set(turn.trainer_parts | turn.engine_parts) for turn in Turn}
-    last = Turn.GENERATION
-    for turn in random.Random(seed).choices(list(Turn), k=30):
-        if (last, turn) == (Turn.TRAINING, Turn.GENERATION):
-            turn = Turn.SYNC
-        last = turn
-        changes = turns.changes(turn)
+def test_no_order_of_phases_has_more_there_than_one_needs(make_devices: MakeDevices, seed: int) -> None:
+    devices, memory = make_devices()
+    needs = {phase: set(phase.trainer_parts | phase.engine_parts) for phase in Phase}
+    last = Phase.GENERATION
+    for phase in random.Random(seed).choices(list(Phase), k=30):
+        if (last, phase) == (Phase.TRAINING, Phase.GENERATION):
+            phase = Phase.SYNC
+        last = phase
+        changes = devices.changes(phase)
         moves = len(memory.seen)
-        turns.take(turn)
-        assert memory.present == needs[turn]
+        devices.take(phase)
+        assert memory.present == needs[phase]
         assert changes == (len(memory.seen) > moves)
-        assert not turns.changes(turn)
+        assert not devices.changes(phase)
     assert all(any(there <= need for need in needs.values()) for there in memory.seen[1:])
     for there in memory.seen:
         assert not there & {"kv_cache", "cuda_graph"} or not there & {"parameters", "gradients", "optimizer"}
         assert not there & {"gradients", "optimizer"} or "weights" not in there
 
 
-def test_engines_never_generate_with_weights_that_were_released(make_turns: MakeTurns) -> None:
-    turns, _ = make_turns()
-    turns.take(Turn.TRAINING)
+def test_engines_never_generate_with_weights_that_were_released(make_devices: MakeDevices) -> None:
+    devices, _ = make_devices()
+    devices.take(Phase.TRAINING)
     with pytest.raises(AssertionError, match="a sync goes first"):
-        turns.take(Turn.GENERATION)
+        devices.take(Phase.GENERATION)

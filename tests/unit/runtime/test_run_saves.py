@@ -12,12 +12,12 @@ import pytest
 from ray.exceptions import RayError
 from run_parts import Calls, Devices, MakeRun, Manager, Ranks, Sync
 
+from megatron_rl.checkpoints.run_checkpoints import CheckpointWriter, checkpoint_paths
 from megatron_rl.errors import DeadlineError, EngineError, UserError
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.runtime import watchdog
 from megatron_rl.runtime.grace import Grace
 from megatron_rl.runtime.loop import train_loop
-from megatron_rl.runtime.run_checkpoint import CheckpointWriter, checkpoint_paths
 from megatron_rl.runtime.watchdog import Watchdog
 
 
@@ -68,7 +68,7 @@ def test_a_step_that_cannot_be_trained_on_leaves_no_checkpoint(make_run: MakeRun
 def test_a_failed_last_save_keeps_the_summary(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: Ranks, directory: Path) -> None:
+    def fail(self: Ranks, directory: Path, *, hf: Path) -> None:
         raise UserError("the disk is full")
 
     monkeypatch.setattr(Ranks, "begin_save", fail)
@@ -85,7 +85,7 @@ def test_a_failed_last_save_keeps_the_summary(
 def test_sigterm_waits_for_a_step_and_for_a_checkpoint(
     make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    asked = {"train": "train", "save": "begin_save", "saved": "finish_saves"}[phase]
+    asked = {"train": "train", "save": "begin_save", "saved": "finish_save"}[phase]
     own = getattr(Ranks, asked)
 
     def interrupted(self: Ranks, *arguments: Any, **keywords: Any) -> Any:
@@ -106,7 +106,7 @@ def test_sigterm_waits_for_a_step_and_for_a_checkpoint(
 
 
 def test_a_second_signal_does_not_wait_for_the_checkpoint(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Ranks, directory: Path) -> None:
+    def interrupted(self: Ranks, directory: Path, *, hf: Path) -> None:
         signal.raise_signal(signal.SIGINT)
         pytest.fail("went on")
 
@@ -155,7 +155,7 @@ def test_a_written_save_is_in_place_before_the_next_samples(
         return await own(self, *arguments, **keywords)
 
     monkeypatch.setattr(Manager, long, lasts)
-    monkeypatch.setattr(Ranks, "saves_are_written", lambda self: bool(waits))
+    monkeypatch.setattr(Ranks, "save_is_written", lambda self: bool(waits))
     monkeypatch.setattr(watchdog, "MEANWHILE_S", 0.01)
     run = make_run("run.num_steps=2", "run.save_interval=1", "run.eval_interval=1", "data.eval=held_out.jsonl", held_out=4)
     train_loop(run, first_step=0)
@@ -190,7 +190,7 @@ def test_the_link_moves_before_the_old_policy_is_deleted(
         links.append((tmp_path / "run" / "huggingface").readlink().parent.name)
         return ["an old one could not be deleted"]
 
-    monkeypatch.setattr(CheckpointWriter, "prune", prune)
+    monkeypatch.setattr(CheckpointWriter, "_prune", prune)
     run = make_run("run.num_steps=2", "run.save_interval=1")
     train_loop(run, first_step=0)
     run.finish()
@@ -269,7 +269,7 @@ def test_engines_on_shared_devices_stop_before_a_sigterm_save(make_run: MakeRun,
     watchdog.watch("engine 0", died)
     del calls[:]
     run.break_off(SystemExit(143))
-    assert [call[0] for call in calls][:3] == ["abandon", "turn", "save"] and ("saved",) in calls
+    assert [call[0] for call in calls][:3] == ["abandon", "phase", "save"] and ("saved",) in calls
 
 
 def test_a_swap_and_a_weight_sync_are_not_cut_short(make_run: MakeRun, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,4 +285,4 @@ def test_a_swap_and_a_weight_sync_are_not_cut_short(make_run: MakeRun, calls: Ca
             run = make_run("run.num_steps=9", devices=Devices(calls))
             with Grace(), pytest.raises(SystemExit):
                 train_loop(run, first_step=0)
-        assert calls[-1][0] == {"take": "turn", "run": "publish"}[name], "it was done before the run ended"
+        assert calls[-1][0] == {"take": "phase", "run": "publish"}[name], "it was done before the run ended"

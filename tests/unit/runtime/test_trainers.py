@@ -145,15 +145,14 @@ def test_each_rank_compares_a_share_of_a_checkpoint_of_its_own(group: TrainerGro
     assert sorted(worker.checked for worker in Worker.made) == [(Path("checkpoint"), share, 4) for share in range(4)]
 
 
-def test_a_rank_compares_a_checkpoint_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_compare_a_checkpoint_only_once(group: TrainerGroup) -> None:
     loaded: list[tuple[Path, bool]] = []
-    monkeypatch.setattr(module.training_state, "check_files", lambda *_, **__: None)
-    worker = module.TrainerWorker.__ray_metadata__.modified_class()
-    worker._trainer = types.SimpleNamespace(load=lambda path, *, weights_only, checked: loaded.append((path, checked)))
-    worker.check(Path("one"), share=0, num_shares=1)
-    worker.load(Path("one"), weights_only=False)
-    worker.load(Path("two"), weights_only=False)
-    assert loaded == [(Path("one"), True), (Path("two"), False)]
+    for worker in Worker.made:
+        worker.load = lambda path, *, weights_only, checked: (loaded.append((path, checked)), ())
+    group.check(Path("one"))
+    group.load(Path("one"), weights_only=False)
+    group.load(Path("two"), weights_only=False)
+    assert loaded == [(Path("one"), True)] * 4 + [(Path("two"), False)] * 4
 
 
 def test_an_exit_of_a_plug_in_on_a_rank_is_a_sentence() -> None:

@@ -59,16 +59,18 @@ class Ranks:
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
         return np.full(len(batch.tokens), -1.0, np.float32)
 
-    def begin_save(self, directory: Path) -> None:
+    def call(self, method: str, *args: Any, **keywords: Any) -> list[Any]:
+        return [getattr(self, method)(*args, **keywords)]
+
+    def begin_save(self, directory: Path, *, hf: Path) -> None:
+        hf.mkdir()
         directory.mkdir()
         (directory / "manifest.json").touch()
 
-    begin_save_hf = begin_save
-
-    def finish_saves(self) -> None:
+    def finish_save(self) -> None:
         return None
 
-    def saves_are_written(self) -> bool:
+    def save_is_written(self) -> bool:
         return True
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_rl import files
-from megatron_rl.errors import UserError
-from megatron_rl.runtime import run_checkpoint
-from megatron_rl.runtime.run_checkpoint import (
+from megatron_rl.checkpoints import run_checkpoints
+from megatron_rl.checkpoints.run_checkpoints import (
     CheckpointWriter,
     RunState,
     checkpoint_paths,
@@ -20,41 +19,47 @@ from megatron_rl.runtime.run_checkpoint import (
     newest_checkpoint,
     oldest_step,
 )
+from megatron_rl.config.settings import RunSettings
+from megatron_rl.errors import UserError
 
 
-class Trainers:
-    """Writes what the ranks would write, or fails on the way."""
+class Ranks:
+    """Write what the ranks would write, or fail on the way."""
 
     def __init__(self, *, fails: str = "") -> None:
         self._fails = fails
 
-    def begin_save(self, directory: Path) -> None:
-        directory.mkdir()
-        (directory / "manifest.json").write_text("{}")
+    def call(self, method: str, *args: Any, **keywords: Any) -> list[Any]:
+        return [getattr(self, method)(*args, **keywords)]
 
-    def begin_save_hf(self, directory: Path) -> None:
+    def begin_save(self, directory: Path | None = None, *, hf: Path) -> None:
+        if directory is not None:
+            directory.mkdir()
+            (directory / "manifest.json").write_text("{}")
         if self._fails == "at once":
             raise UserError("cannot write: the disk is full")
-        directory.mkdir()
-        (directory / "model.safetensors").write_text(str(directory))
+        hf.mkdir()
+        (hf / "model.safetensors").write_text(str(hf))
 
-    def finish_saves(self) -> None:
+    def finish_save(self) -> None:
         if self._fails == "later":
             raise UserError("cannot write: the disk is full")
+
+
+def make_writer(directory: Path, *, fails: str = "", **settings: int) -> CheckpointWriter:
+    return CheckpointWriter(RunSettings(directory=directory, **{"num_steps": 2**30, **settings}), ranks=Ranks(fails=fails))
 
 
 def state(step: int) -> RunState:
     return RunState(step=step, source={"epoch": 0, "cursor": 8 * step}, first_evaluation={"eval/accuracy_greedy": 0.25})
 
 
-def save(directory: Path, step: int, *, keep: int = 2, keep_interval: int = 0, fails: str = "", exports: bool = False) -> Path:
-    trainers: Any = Trainers(fails=fails)
-    writer = CheckpointWriter(directory, trainers=trainers, keep=keep, keep_interval=keep_interval)
+def save(directory: Path, step: int, *, fails: str = "", **settings: int) -> Path:
+    writer, path = make_writer(directory, fails=fails, **settings), directory / "checkpoints" / f"step-{step:06d}"
     try:
-        writer.begin(state(step), exports=exports)
-        assert writer.is_writing and not (directory / "checkpoints" / f"step-{step:06d}").exists()
-        path = writer.finish()
-        assert path is not None and not writer.prune()
+        writer.begin(state(step))
+        assert writer.is_writing and not path.exists()
+        assert writer.finish() == [] and (directory / "huggingface").resolve() == path / "hf"
         return path
     finally:
         assert not writer.is_writing
@@ -76,7 +81,7 @@ def test_the_newest_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
 
 def test_every_so_many_steps_are_kept_for_good(tmp_path: Path) -> None:
     for step in range(1, 9):
-        save(tmp_path, step, keep=1, keep_interval=3)
+        save(tmp_path, step, keep_checkpoints=1, keep_interval=3)
     assert names(tmp_path) == ["step-000003", "step-000006", "step-000008"]
 
 
@@ -88,14 +93,14 @@ def test_the_policy_of_a_deleted_checkpoint_stays(tmp_path: Path, monkeypatch: p
     if not links:
         monkeypatch.setattr(os, "link", refuse)
     for step in (2, 4, 6):
-        path = save(tmp_path, step, keep=1, exports=step > 2)
+        path = save(tmp_path, step, keep_checkpoints=1, export_interval=2 * (step > 2))
     assert names(tmp_path) == ["step-000006"]
     assert sorted(found.name for found in (tmp_path / "exports").iterdir()) == ["step-000004", "step-000006"]
     saved, exported = path / "hf" / "model.safetensors", tmp_path / "exports" / "step-000006" / "model.safetensors"
     assert saved.read_text() == exported.read_text() and saved.samefile(exported) == links
     # A run comes to this step once more.
     shutil.rmtree(path)
-    save(tmp_path, 6, exports=True)
+    save(tmp_path, 6, export_interval=2)
     assert (path / "hf" / "model.safetensors").samefile(exported) == links
 
 
@@ -106,20 +111,19 @@ def test_an_export_is_there_before_its_checkpoint(tmp_path: Path, monkeypatch: p
         assert (tmp_path / "exports" / "step-000002" / "model.safetensors").exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_checkpoint, "commit_partial", killed)
+    monkeypatch.setattr(run_checkpoints, "commit_partial", killed)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, 2, exports=True)
+        save(tmp_path, 2, export_interval=2)
 
 
 @pytest.mark.parametrize("fails", ["", "at once", "later"])
 def test_an_export_alone_is_no_checkpoint_and_supersedes_none(tmp_path: Path, fails: str) -> None:
-    save(tmp_path, 2, keep=1)
-    trainers: Any = Trainers(fails=fails)
-    writer = CheckpointWriter(tmp_path, trainers=trainers, keep=1, keep_interval=0)
+    save(tmp_path, 2, keep_checkpoints=1)
+    writer = make_writer(tmp_path, fails=fails, keep_checkpoints=1)
     with pytest.raises(UserError, match="disk is full") if fails else nullcontext():
         writer.begin_export(5)
         assert writer.is_writing
-        assert writer.finish() is None
+        assert writer.finish() == []
     assert not writer.is_writing
     assert names(tmp_path) == ["step-000002"]
     assert fails == "later" or [path.name for path in (tmp_path / "exports").iterdir()] == ([] if fails else ["step-000005"])
@@ -127,9 +131,9 @@ def test_an_export_alone_is_no_checkpoint_and_supersedes_none(tmp_path: Path, fa
 
 @pytest.mark.parametrize("fails", ["at once", "later"])
 def test_a_failed_save_keeps_the_old_checkpoint_whole(tmp_path: Path, fails: str) -> None:
-    save(tmp_path, 2, keep=1)
+    save(tmp_path, 2, keep_checkpoints=1)
     with pytest.raises(UserError, match="disk is full"):
-        save(tmp_path, 4, keep=1, fails=fails)
+        save(tmp_path, 4, keep_checkpoints=1, fails=fails)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
@@ -137,13 +141,13 @@ def test_a_half_written_checkpoint_is_named_and_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     save(tmp_path, 2)
     for step, part in ((4, "run.json"), (6, "megatron/manifest.json")):
-        (save(tmp_path, step, keep=9) / part).unlink()
+        (save(tmp_path, step, keep_checkpoints=9) / part).unlink()
     (folder / ".step-000008.partial").mkdir()
     (folder / "notes").mkdir()
     path, _ = newest_checkpoint(tmp_path) or (None, None)
     assert path == folder / "step-000002"
     assert [path.name for path in incomplete_checkpoints(tmp_path)] == [".step-000008.partial", "step-000004", "step-000006"]
-    save(tmp_path, 7, keep=2)
+    save(tmp_path, 7, keep_checkpoints=2)
     assert names(tmp_path) == ["step-000002", "step-000007"]
 
 
@@ -170,12 +174,12 @@ def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_the_old_goes_only_when_the_new_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 2, keep=1)
+    save(tmp_path, 2, keep_checkpoints=1)
     order: list[str] = []
     sync, remove = files.sync_directory, shutil.rmtree
     monkeypatch.setattr(files, "sync_directory", lambda path: (order.append(f"sync {path.name}"), sync(path)))
     monkeypatch.setattr(shutil, "rmtree", lambda path, **options: (order.append(f"remove {path.name}"), remove(path, **options)))
-    save(tmp_path, 4, keep=1)
+    save(tmp_path, 4, keep_checkpoints=1)
     assert order[-2:] == ["sync checkpoints", "remove .step-000002.partial"]
 
 
@@ -183,7 +187,7 @@ def test_a_half_done_deletion_leaves_no_half_checkpoint(tmp_path: Path, monkeypa
     save(tmp_path, 2)
     monkeypatch.setattr(shutil, "rmtree", lambda path: (path / "hf" / "model.safetensors").unlink() or os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, 4, keep=1)
+        save(tmp_path, 4, keep_checkpoints=1)
     assert names(tmp_path) == ["step-000004"]
     assert [path.name for path in incomplete_checkpoints(tmp_path)] == [".step-000002.partial"]
 
@@ -195,16 +199,15 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named(tmp_path: Path, monkeypatc
     # Moved to another disk by hand.
     shutil.move(tmp_path / "checkpoints" / "step-000002", elsewhere)
     (tmp_path / "checkpoints" / "step-000002").symlink_to(elsewhere)
-    writer = CheckpointWriter(tmp_path, trainers=Trainers(), keep=1, keep_interval=0)  # type: ignore[arg-type]
+    writer = make_writer(tmp_path, keep_checkpoints=1)
     writer.begin(state(4))
-    writer.finish()
 
     def busy(path: Path) -> None:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", busy)
-        (said,) = writer.prune()
+        (said,) = writer.finish()
     assert "step-000003 is superseded, but could not all be deleted: " in said and "not empty" in said
     assert names(tmp_path) == ["step-000004"] and (elsewhere / "run.json").is_file()
 
@@ -213,7 +216,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named(tmp_path: Path, monkeypatc
 def test_a_place_where_nothing_can_be_written_is_one_sentence(tmp_path: Path, begin: str) -> None:
     for folder in ("checkpoints", "exports"):
         (tmp_path / folder).symlink_to(tmp_path / "gone")
-    writer = CheckpointWriter(tmp_path, trainers=Trainers(), keep=1, keep_interval=0)  # type: ignore[arg-type]
+    writer = make_writer(tmp_path, keep_checkpoints=1)
     with pytest.raises(UserError, match=r"cannot write .*(checkpoints|exports): File exists"):
         getattr(writer, begin)(state(2) if begin == "begin" else 2)
     assert not writer.is_writing

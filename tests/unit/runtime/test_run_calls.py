@@ -18,9 +18,9 @@ from megatron_rl.observe.metrics import Metric
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.report.page import report_run
-from megatron_rl.runtime import rollout_run
+from megatron_rl.runtime import agreement
 from megatron_rl.runtime.loop import train_loop
-from megatron_rl.runtime.rollout_run import generation_deadline_s
+from megatron_rl.runtime.run import generation_deadline_s
 from megatron_rl.types import Floats, Group, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 
 
@@ -252,7 +252,7 @@ def test_weights_are_compared_bit_by_bit_at_the_first_sync(
     monkeypatch.setattr(Manager, "read", "of another file")
     with pytest.raises(ParityError, match=r"got other bits by the first sync than it reads from .*model: 1 of 1 weight, needs 0: head"):
         begun()
-    monkeypatch.setattr(rollout_run, "engines_read", lambda path: False)
+    monkeypatch.setattr(agreement, "engines_read", lambda path: False)
     assert begun() == ["publish"] and "because engines cannot read" in said()
 
 
@@ -260,11 +260,11 @@ def test_shared_devices_are_taken_before_who_needs_them(make_run: MakeRun, calls
     run = make_run("run.num_steps=1", "data.eval=held_out.jsonl", held_out=1, devices=Devices(calls))
     train_loop(run, first_step=0)
     assert calls == [
-        ("publish", 0), ("read", "model"), ("turn", "GENERATION"), ("probe",), ("turn", "SYNC"), ("parity",),
-        ("turn", "GENERATION"), ("evaluate",),
-        ("rollout", 0), ("turn", "TRAINING"), ("train", "batch 0", 0), ("save", ".step-000001.partial"),
+        ("publish", 0), ("read", "model"), ("phase", "GENERATION"), ("probe",), ("phase", "SYNC"), ("parity",),
+        ("phase", "GENERATION"), ("evaluate",),
+        ("rollout", 0), ("phase", "TRAINING"), ("train", "batch 0", 0), ("save", ".step-000001.partial"),
         # The devices stay with whom they are while files are waited for.
-        ("turn", "SYNC"), ("publish", 1), ("turn", "GENERATION"), ("evaluate",), ("saved",), ("forget", 1),
+        ("phase", "SYNC"), ("publish", 1), ("phase", "GENERATION"), ("evaluate",), ("saved",), ("forget", 1),
     ]  # fmt: skip
 
 
@@ -327,9 +327,11 @@ def test_a_batch_of_many_waves_gets_the_time_of_all_its_waves() -> None:
         "rollout.timeout_s=60",
     )
     one = load_settings(None, [*paths, *limits])
-    assert generation_deadline_s(one, 256) == 2 * 600 + 64 * 2
-    assert generation_deadline_s(one, 2048) == 9 * 600 + 512 * 2
+    assert generation_deadline_s(one, num_samples=256) == 2 * 600 + 64 * 2
+    assert generation_deadline_s(one, num_samples=2048) == 9 * 600 + 512 * 2
     two = load_settings(None, [*paths, *limits, "rollout.num_engines=2"])
-    assert generation_deadline_s(two, 2048) == 5 * 600 + 512 * 2
+    assert generation_deadline_s(two, num_samples=2048) == 5 * 600 + 512 * 2
     slow = load_settings(None, [*paths, *limits, "rollout.timeout_s=700"])
-    assert generation_deadline_s(slow, 256) == 2 * 3 * (700 + 5) + 64 * 2, "three attempts, each with the time until it is left to itself"
+    assert generation_deadline_s(slow, num_samples=256) == 2 * 3 * (700 + 5) + 64 * 2, (
+        "three attempts, each with the time until it is left to itself"
+    )

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from megatron_rl.config.settings import RunSettings
 from megatron_rl.errors import CheckpointError, DamagedCheckpointError, UserError
 from megatron_rl.files import (
     MANIFEST,
@@ -28,11 +29,6 @@ from megatron_rl.files import (
     sync_directory,
     write_atomic,
 )
-
-if TYPE_CHECKING:
-    # The environment that Ray reads must be set before the import, and preflight looks at
-    # checkpoints earlier.
-    from megatron_rl.runtime.trainers import TrainerGroup
 
 SETTINGS_FILE = "settings.yaml"
 LOCK_FILE = "run.lock"
@@ -95,98 +91,121 @@ def oldest_step(directory: Path) -> int:
     return min(map(_step, checkpoint_paths(directory)), default=0)
 
 
-class CheckpointWriter:
-    """Writes the checkpoints and exports of the run in `directory`, one at a time, while the run goes on."""
+class Ranks(Protocol):
+    """The Megatron ranks, called together."""
 
-    def __init__(self, directory: Path, *, trainers: "TrainerGroup", keep: int, keep_interval: int) -> None:
-        """Keep the `keep` newest checkpoints, and every `keep_interval`-th step's (0: none)."""
-        self._directory, self._trainers = directory, trainers
-        self._keep, self._keep_interval = keep, keep_interval
-        self._begun: Path | None = None
-        self._exports = False
+    def call(self, method: str, *args: Any, **keywords: Any) -> list[Any]:
+        """Return the results of a method of `Trainer`, by rank."""
+        ...
+
+
+class CheckpointWriter:
+    """Writes checkpoints and exports of a run, one at a time, while the run goes on.
+
+    `begin` or `begin_export`, then `is_written` as often as wished, then `finish`.
+    """
+
+    def __init__(self, run: RunSettings, *, ranks: Ranks) -> None:
+        self._run, self._ranks = run, ranks
+        self._pending: Path | None = None
+        """The checkpoint or export that has begun and is not in its place."""
+
+    def checkpoint_is_due(self, step: int) -> bool:
+        """Return True after every run.save_interval-th step and the last."""
+        return step == self._run.num_steps or (self._run.save_interval > 0 and step % self._run.save_interval == 0)
+
+    def export_is_due(self, step: int) -> bool:
+        """Return True after every run.export_interval-th step."""
+        return self._run.export_interval > 0 and step % self._run.export_interval == 0
 
     @property
     def is_writing(self) -> bool:
-        """Return True while a checkpoint or an export has begun and `finish` has not put it in
-        place.
-        """
-        return self._begun is not None
+        """Return True while a save has begun and `finish` has not put it in place."""
+        return self._pending is not None
 
-    def begin(self, state: RunState, *, exports: bool = False) -> None:
+    def is_written(self) -> bool:
+        """Return True when a save is pending, and `finish` would not wait for the disk."""
+        return self.is_writing and all(self._ranks.call("save_is_written"))
+
+    def begin(self, state: RunState) -> None:
         """Begin the checkpoint of `state.step`; training may go on when this call returns.
 
-        No other save may be pending. The policy stays for good where the run `exports` this step,
-        too.
+        The policy stays for good where an export is due, too. No other save may be pending.
         """
-        path = self._begin(self._directory / "checkpoints" / f"step-{state.step:06d}")
-        self._exports = exports
-        with self._nothing_left_of(path):
+        with self._saving(self._run.directory / "checkpoints" / f"step-{state.step:06d}") as path:
             partial = start_partial(path)
-            self._trainers.begin_save(partial / "megatron")
-            self._trainers.begin_save_hf(partial / "hf")
+            self._ranks.call("begin_save", partial / "megatron", hf=partial / "hf")
             write_atomic(partial / "run.json", json.dumps(asdict(state)))
 
     def begin_export(self, step: int) -> None:
         """Begin an export of the policy after `step` steps, as `begin`."""
-        path = self._begin(self._export(step))
-        with self._nothing_left_of(path):
-            self._trainers.begin_save_hf(path)
+        with self._saving(self._export(step)) as path:
+            self._ranks.call("begin_save", hf=path)
 
-    def _begin(self, path: Path) -> Path:
-        assert self._begun is None, f"{self._begun} is still being written"
+    def _export(self, step: int) -> Path:
+        return self._run.directory / "exports" / f"step-{step:06d}"
+
+    @contextmanager
+    def _saving(self, path: Path) -> Iterator[Path]:
+        assert self._pending is None, f"{self._pending} is still being written"
         with disk_errors(path.parent):
             if not path.parent.is_dir():
                 path.parent.mkdir()
                 sync_directory(path.parent.parent)
-        self._begun = path
-        return path
-
-    def _export(self, step: int) -> Path:
-        return self._directory / "exports" / f"step-{step:06d}"
-
-    def is_written(self) -> bool:
-        """Return True when `finish` would not wait for the disk."""
-        return self._trainers.saves_are_written()
-
-    def finish(self) -> Path | None:
-        """Wait until the pending save is on the disk.
-
-        Return the path of a checkpoint, after which `prune` may follow, else None.
-        """
-        assert self._begun is not None, "nothing has begun"
-        path, export = self._begun, self._export(_step(self._begun))
+        self._pending = path
         with self._nothing_left_of(path):
-            self._trainers.finish_saves()
-            if path != export:
-                if self._exports:
-                    # Before the checkpoint: work after the link does not come back to this step.
-                    _copy_files(partial_path(path) / "hf", export)
-                commit_partial(path)
-        self._begun = None
-        return None if path == export else path
+            yield path
 
-    def prune(self) -> list[str]:
-        """Delete superseded checkpoints; return a sentence for each failed deletion (harmless to
-        the run).
+    def finish(self) -> list[str]:
+        """Wait for the pending save, and put it in place; delete superseded checkpoints.
+
+        Returns a sentence for each failed deletion, harmless to the run.
         """
-        kept = []
-        for old in checkpoint_paths(self._directory)[: -self._keep]:
-            if not self._keep_interval or _step(old) % self._keep_interval:
+        assert self._pending is not None, "nothing has begun"
+        path, step = self._pending, _step(self._pending)
+        with self._nothing_left_of(path):
+            self._ranks.call("finish_save")
+            if path != self._export(step):
+                if self.export_is_due(step):
+                    # Before the checkpoint: work after the link does not come back to this step.
+                    _copy_files(partial_path(path) / "hf", self._export(step))
+                commit_partial(path)
+        self._pending = None
+        if path == self._export(step):
+            return []
+        # Before the deletion of the checkpoint that the link points to.
+        link_policy(path)
+        return self._prune()
+
+    def _prune(self) -> list[str]:
+        said = []
+        for old in checkpoint_paths(self._run.directory)[: -self._run.keep_checkpoints]:
+            if not self._run.keep_interval or _step(old) % self._run.keep_interval:
                 try:
                     remove_directory(old)
                 except OSError as error:
-                    kept.append(f"{old} is superseded, but could not all be deleted: {error}")
-        return kept
+                    said.append(f"{old} is superseded, but could not all be deleted: {error}")
+        return said
 
     @contextmanager
     def _nothing_left_of(self, path: Path) -> Iterator[None]:
-        """Give up the checkpoint in progress when the body raises."""
+        """Give up the save in progress when the body raises."""
         try:
             yield
         except BaseException:
-            self._begun = None
+            self._pending = None
             shutil.rmtree(partial_path(path), ignore_errors=True)
             raise
+
+
+def link_policy(checkpoint: Path) -> None:
+    """Point the run's link at the policy of `checkpoint`, in one step."""
+    link = checkpoint.parents[1] / POLICY_LINK
+    partial = link.with_name(f".{link.name}.partial")
+    with disk_errors(link):
+        partial.unlink(missing_ok=True)
+        partial.symlink_to((checkpoint / "hf").relative_to(link.parent), target_is_directory=True)
+        os.replace(partial, link)
 
 
 def _copy_files(source: Path, target: Path) -> None:

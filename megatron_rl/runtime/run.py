@@ -1,0 +1,385 @@
+"""The calls of the loop: a run with engines, and what every run has.
+
+`Run` trains, saves, logs, resumes and ends. `RolloutRun` gets its batches from engines and gives
+weights to them; `supervised_run.SupervisedRun` reads batches from a file.
+"""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ray.exceptions import RayError
+
+from megatron_rl.checkpoints.run_checkpoints import (
+    SETTINGS_FILE,
+    CheckpointWriter,
+    RunState,
+    incomplete_checkpoints,
+    link_policy,
+    naming_the_way_around,
+    newest_checkpoint,
+    oldest_step,
+)
+from megatron_rl.config.derived import request_deadline_s, sync_deadline_s
+from megatron_rl.config.settings import Settings
+from megatron_rl.deadlines import ENGINE_CONTROL_S
+from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, UserError, counted
+from megatron_rl.observe.console import PhaseProgress
+from megatron_rl.observe.metrics import Mean, Metric, metric_values
+from megatron_rl.observe.summary import asked_to_end, status_of
+from megatron_rl.rollout.groups import ATTEMPTS, CANCEL_S
+from megatron_rl.rollout.manager import MAX_RESAMPLING_ROUNDS, RolloutManager
+from megatron_rl.runtime.agreement import Agreement
+from megatron_rl.runtime.colocation import Phase, SharedDevices
+from megatron_rl.runtime.grace import finishing_first
+from megatron_rl.runtime.run_records import RunRecords
+from megatron_rl.runtime.trainers import TrainerGroup
+from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.types import TrainBatch
+from megatron_rl.weights.sync import WeightSync
+
+Result = TypeVar("Result")
+
+
+class Run(ABC):
+    """The methods called by `train_loop`, and the first and the last calls around the loop."""
+
+    def __init__(self, settings: Settings, *, ranks: TrainerGroup, records: RunRecords, devices: SharedDevices | None = None) -> None:
+        """`devices` are shared by ranks and engines, if at all."""
+        self._settings, self._ranks, self._devices = settings, ranks, devices
+        self._records = records
+        self._directory_identity = _identity(settings.run.directory)
+        self._checkpoints = CheckpointWriter(settings.run, ranks=ranks)
+        self._trained_steps = self._saved_steps = 0
+        self._ranks_are_idle = False
+        """During waits for samples."""
+
+    # Differences between runs
+
+    @abstractmethod
+    def begin(self, *, step: int) -> None:
+        """Prepare the first step, the one after `step` steps."""
+
+    @abstractmethod
+    def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
+        """Return the sequences of this step, and metrics of the rollout."""
+
+    @abstractmethod
+    def publish(self, *, version: int) -> None:
+        """Give the trainer's weights to the engines, if any."""
+
+    @abstractmethod
+    def evaluate(self) -> None:
+        """Evaluate the present weights."""
+
+    @abstractmethod
+    def _position(self, *, step: int) -> dict[str, Any]:
+        """Return the data cursor after `step` steps as JSON values, already on disk.
+
+        The next step may have a batch already.
+        """
+
+    @abstractmethod
+    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
+        """Continue where the checkpoint after `step` steps stood; None: at the start of the data, before any checkpoint.
+
+        Returns what the user has to know, in sentences.
+        """
+
+    @abstractmethod
+    def _forget(self, *, before_step: int) -> None:
+        """Free what only a checkpoint older than `before_step` could come back to."""
+
+    @abstractmethod
+    def _stop_batches(self, error: BaseException) -> None:
+        """Stop making batches because `error` ends the run; the final save must not wait."""
+
+    # The loop
+
+    @property
+    def num_steps(self) -> int:
+        """Rollout batches in all."""
+        return self._settings.run.num_steps
+
+    def next_batch(self, step: int) -> TrainBatch:
+        """Return the sequences of this step. Raises UserError when the run directory is gone."""
+        self._check_directory()
+        self._take_devices(Phase.GENERATION)
+        with self._records.phase("rollout", clock="rollout_wait", total=self._settings.data.prompts_per_step, unit="groups") as progress:
+            batch, metrics = self._make_batch(step, progress=progress)
+        self._records.add(metrics)
+        return batch
+
+    def train(self, batch: TrainBatch, *, step: int) -> None:
+        """Optimizer steps on one batch."""
+        self._finish_save(waits=False)
+        self._take_devices(Phase.TRAINING)
+        with finishing_first():
+            with self._records.phase("train"):
+                self._records.add(*self._ranks.train(batch, step=step))
+            self._trained_steps = step + 1
+
+    def saves_after(self, step: int) -> bool:
+        """Return True where a checkpoint or an export is due."""
+        return self._checkpoints.checkpoint_is_due(step + 1) or self._checkpoints.export_is_due(step + 1)
+
+    def save(self, *, step: int) -> None:
+        """Begin the save that is due after `step` steps; see `CheckpointWriter`. Raises as `next_batch`.
+
+        Writing continues while the run goes on. The save is in place at the latest when the next
+        one begins or the run ends. Raises UserError when the previous save could not be written.
+        """
+        self._save(step, checkpoint=self._checkpoints.checkpoint_is_due(step))
+
+    def _save(self, step: int, *, checkpoint: bool) -> None:
+        self._check_directory()
+        self._finish_save()
+        self._take_devices(Phase.TRAINING)
+        with finishing_first(), self._records.phase("save"):
+            if not checkpoint:
+                self._checkpoints.begin_export(step)
+                return
+            metrics, position = self._records.so_far(durable=True), self._position(step=step)
+            first = self._records.first_evaluation
+            self._checkpoints.begin(RunState(step=step, source=position, first_evaluation=first, metrics=metrics))
+            self._saved_steps = step
+
+    def _finish_save(self, *, waits: bool = True) -> None:
+        """Put the pending save, if any, in its place; unless it `waits`, only a written one.
+
+        Until then a killed run goes back to the previous checkpoint.
+        """
+        if not (self._checkpoints.is_writing if waits else self._checkpoints.is_written()):
+            return
+        self._check_directory()
+        with finishing_first(), self._records.phase("save"):
+            self._records.say(*self._checkpoints.finish())
+            self._forget(before_step=oldest_step(self.directory))
+
+    def evaluates_after(self, step: int) -> bool:
+        """Return True for every eval_interval-th step and the last."""
+        interval = self._settings.run.eval_interval
+        return interval > 0 and ((step + 1) % interval == 0 or step + 1 == self.num_steps)
+
+    def log(self, *, step: int) -> None:
+        """Write and show all measurements since the last call, under the first `step` steps."""
+        self._finish_save(waits=False)
+        self._records.log(step=step)
+
+    def _take_devices(self, phase: Phase) -> None:
+        """Bring the needed memory onto the devices, where ranks and engines share devices."""
+        if self._devices is not None and self._devices.changes(phase):
+            with finishing_first(), self._records.phase("swap"):
+                self._devices.take(phase)
+
+    # The run directory
+
+    @property
+    def directory(self) -> Path:
+        """Output directory of the run."""
+        return self._settings.run.directory
+
+    def _has_its_directory(self) -> bool:
+        """Return False where the run directory was deleted, moved or replaced by another one."""
+        return (self.directory / SETTINGS_FILE).exists() and _identity(self.directory) == self._directory_identity
+
+    def _check_directory(self) -> None:
+        """Raise UserError when the run's output would no longer be kept."""
+        if not self._has_its_directory():
+            happened = "replaced by another directory" if self.directory.exists() else "deleted or moved"
+            raise UserError(
+                f"run.directory {self.directory} was {happened} while the run was going, so that nothing it makes would be kept; "
+                f"start it again in a directory that stays"
+            )
+
+    # Before and after the loop
+
+    def resume(self, *, weights_only: bool = False) -> int:
+        """Load the newest checkpoint and return the number of steps done, 0 when there is none; see `Trainer.load` for `weights_only`.
+
+        Raises CheckpointError where the run cannot go on from there.
+        """
+        for path in incomplete_checkpoints(self.directory):
+            self._records.say(f"{path} is not complete and is passed over; it can be deleted")
+        found = newest_checkpoint(self.directory)
+        if found is None:
+            self._records.say(*self._rewind(step=0, position=None))
+            return 0
+        path, state = found
+        self._take_devices(Phase.TRAINING)
+        with self._records.phase("load"):
+            try:
+                with naming_the_way_around(self.directory):
+                    changes = self._ranks.load(path / "megatron", weights_only=weights_only)
+                notes = self._rewind(step=state.step, position=state.source)
+            except UserError as error:
+                raise CheckpointError(str(error)) from error
+        # A kill may have come between the checkpoint and the link.
+        link_policy(path)
+        self._records.first_evaluation, self._records.logged_steps = state.first_evaluation, state.step
+        self._trained_steps = self._saved_steps = state.step
+        self._records.say(f"resumed from {path} after {counted(state.step, 'step')}" + (", with a new optimizer" if weights_only else ""))
+        self._records.say(*changes, *notes)
+        return state.step
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint; write and print the outcome."""
+        self._finish_save()
+        self._records.finish(steps=self._trained_steps)
+
+    def break_off(self, error: BaseException) -> None:
+        """Keep the results of a run that `error` ends early.
+
+        Results are the row of a step that was trained on, the curves, the page and the summary.
+        Also a checkpoint, where `error` leaves the ranks well, and the save in progress. Failures
+        here are reported and do not hide `error`. Nothing is written where the run directory is
+        gone. Raises UserError when the disk is full.
+        """
+        if not self._has_its_directory():
+            return
+        # A second signal does not wait for what follows.
+        self._records.write_summary(status_of(error), steps=self._trained_steps)
+        try:
+            self._stop_batches(error)
+            if isinstance(error, DeadlineError) and self._checkpoints.is_writing:
+                # Work that missed one deadline would also miss the equally long one of the
+                # checkpoint.
+                self._ranks.check_answers()
+            if self._saves_at_the_end(error) and self._trained_steps > self._saved_steps:
+                self._save(self._trained_steps, checkpoint=True)
+            self._finish_save()
+        except (MegatronRLError, RayError, OSError, RuntimeError, ValueError) as second:
+            self._records.say(f"the checkpoint of step {max(self._trained_steps, self._saved_steps)} is lost: {second}")
+        if self._trained_steps > self._records.logged_steps:
+            self.log(step=self._trained_steps)
+        self._records.write_outcome(status_of(error), steps=self._trained_steps)
+
+    def _saves_at_the_end(self, error: BaseException) -> bool:
+        """Return True where `error` leaves the ranks well: SIGTERM, or samples that cannot be made."""
+        return asked_to_end(error) or (self._ranks_are_idle and isinstance(error, UserError | DeadlineError))
+
+
+class RolloutRun(Run):
+    """A run on the engines of `manager`; `sync` gives engines the trainer's weights in `dtype`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        manager: RolloutManager,
+        sync: WeightSync,
+        dtype: str,
+        watchdog: Watchdog,
+        devices: SharedDevices | None,
+        ranks: TrainerGroup,
+        records: RunRecords,
+    ) -> None:
+        super().__init__(settings, ranks=ranks, records=records, devices=devices)
+        self._manager, self._sync, self._dtype, self._watchdog = manager, sync, dtype, watchdog
+        records.follow("rollout", lambda: manager.busy_s)
+
+    def _wait(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float = ENGINE_CONTROL_S) -> Result:
+        return self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s)
+
+    def _wait_for_samples(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float) -> Result:
+        """Wait for what may take far longer than a save, while the ranks have nothing else to do."""
+        self._ranks_are_idle = True
+        meanwhile = partial(self._finish_save, waits=False)
+        result = self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, meanwhile=meanwhile)
+        self._ranks_are_idle = False
+        return result
+
+    def begin(self, *, step: int) -> None:
+        """Give engines the trainer's weights before the first step, compare both, and evaluate.
+
+        A resumed run evaluates at the same steps as one without an interruption.
+        """
+        agreement = Agreement(self._settings, dtype=self._dtype, manager=self._manager, wait=self._wait, records=self._records)
+        self._take_devices(Phase.SYNC)
+        agreement.check_weights(partial(self.publish, version=step), resumed=step > 0)
+        self._take_devices(Phase.GENERATION)
+        probe = agreement.sample()
+        self._take_devices(Phase.SYNC)
+        agreement.check_log_probs(probe, self._ranks.log_probs)
+        if step == 0 or self.evaluates_after(step - 1):
+            self.evaluate()
+        self.log(step=step)
+
+    def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
+        data = self._settings.data
+        rounds = MAX_RESAMPLING_ROUNDS if self._settings.objective.zero_variance == "resample" else 1
+        timeout_s = rounds * generation_deadline_s(self._settings, num_samples=data.prompts_per_step * data.samples_per_prompt)
+        making = self._manager.next_batch(step, progress=progress)
+        batch, metrics = self._wait_for_samples(making, name=f"rollout of step {step + 1}", timeout_s=timeout_s)
+        renewed = metric_values(metrics)["rollout/renewed_groups"]
+        if renewed:
+            limit = self._settings.rollout.max_staleness
+            self._records.say(
+                f"step {step + 1}: {counted(round(renewed), 'group')} made anew, because rollout.max_staleness is {limit} now"
+            )
+        return batch, metrics
+
+    def train(self, batch: TrainBatch, *, step: int) -> None:
+        """Train on one batch; measure the share of time with busy engines."""
+        self._take_devices(Phase.TRAINING)
+        start_s, busy_before_s = time.perf_counter(), self._manager.busy_s
+        super().train(batch, step=step)
+        overlap_s, train_s = self._manager.busy_s - busy_before_s, time.perf_counter() - start_s
+        self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
+
+    def publish(self, *, version: int) -> None:
+        """Sync the engines' weights."""
+        self._take_devices(Phase.SYNC)
+        # The sync keeps a separate deadline, and names the late process.
+        timeout_s = sync_deadline_s(self._settings.model) + ENGINE_CONTROL_S
+        with finishing_first(), self._records.phase("sync"):
+            self._records.add(self._wait(self._sync.run(version=version), name=f"weight sync to version {version}", timeout_s=timeout_s))
+
+    def evaluate(self) -> None:
+        """Evaluate the present weights, where there are held-out prompts."""
+        num_prompts = len(self._manager.prompts.held_out)
+        if not num_prompts or not self._settings.run.eval_interval:
+            return
+        self._take_devices(Phase.GENERATION)
+        with self._records.phase("eval", total=2 * num_prompts, unit="prompts") as progress:
+            timeout_s = 2 * generation_deadline_s(self._settings, num_samples=num_prompts)
+            metrics = self._wait_for_samples(self._manager.evaluate(progress=progress), name="evaluation", timeout_s=timeout_s)
+        self._records.add_evaluation(metrics)
+
+    def _stop_batches(self, error: BaseException) -> None:
+        # A dead engine fails no wait for the ranks, and the ranks are well.
+        self._watchdog.forget()
+        if self._saves_at_the_end(error) and self._devices is not None:
+            # Engines have to be idle before their memory goes to the ranks.
+            self._wait(self._manager.abandon(), name="stopping the rollout")
+
+    def _position(self, *, step: int) -> dict[str, Any]:
+        return self._wait(self._manager.position(step=step), name="flushing the buffer")
+
+    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
+        return self._wait(self._manager.rewind(step=step, position=position), name="rewinding the buffer")
+
+    def _forget(self, *, before_step: int) -> None:
+        self._wait(self._manager.forget(before_step=before_step), name="pruning the buffer")
+
+
+def generation_deadline_s(settings: Settings, *, num_samples: int) -> float:
+    """Return the deadline in seconds for `num_samples` trajectories with rewards.
+
+    Every call is assumed to keep its own deadline. One wave more than the samples fill is allowed,
+    because groups end unevenly and a baseline may be generated first.
+    """
+    rollout, reward = settings.rollout, settings.reward
+    waves = 1 + math.ceil(num_samples / (rollout.num_engines * rollout.max_concurrent_requests))
+    wave_s = max(request_deadline_s(settings.model, rollout.sampling), ATTEMPTS * (rollout.timeout_s + CANCEL_S))
+    return waves * wave_s + math.ceil(num_samples / reward.num_workers) * reward.timeout_s
+
+
+def _identity(directory: Path) -> tuple[int, int]:
+    """Return device and inode; both stay the same when the directory is renamed."""
+    found = directory.stat()
+    return found.st_dev, found.st_ino

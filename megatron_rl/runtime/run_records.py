@@ -1,0 +1,122 @@
+"""Records of a run: lines on the console, metrics of a step, and the outcome in the run directory."""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron_rl.checkpoints.run_checkpoints import POLICY_LINK, SETTINGS_FILE, checkpoint_paths
+from megatron_rl.config.settings import RunSettings
+from megatron_rl.errors import UserError, counted
+from megatron_rl.observe.console import PhaseProgress, RunConsole
+from megatron_rl.observe.memory import PeakMemory
+from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
+from megatron_rl.observe.sinks import METRICS_FILE, Sinks
+from megatron_rl.observe.summary import FINISHED, REPORT_FILE, Summary, write_summary
+from megatron_rl.observe.timing import PhaseTimer
+from megatron_rl.runtime.supervisor import run_command
+
+
+class RunRecords:
+    """Collects the metrics of a step until `log`; evaluations, phases and memory of the whole run."""
+
+    def __init__(self, run: RunSettings, *, console: RunConsole, sinks: Sinks, memory: PeakMemory, timer: PhaseTimer) -> None:
+        self._run, self._console, self._sinks, self._memory, self._timer = run, console, sinks, memory, timer
+        self._metrics: list[dict[str, Metric]] = []
+        self._clocks: dict[str, tuple[Callable[[], float], float]] = {}
+        self.logged_steps = 0
+        self.first_evaluation: dict[str, float] = {}
+        self._last_evaluation: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str, *, clock: str | None = None, total: int | None = None, unit: str = "") -> Iterator[PhaseProgress]:
+        """Show the phase `name` and measure the time, under `clock` where given."""
+        with self._timer.measure(clock or name), self._console.phase(name, total=total, unit=unit) as progress:
+            yield progress
+
+    def say(self, *sentences: str) -> None:
+        """Print sentences."""
+        for sentence in sentences:
+            self._console.say(sentence)
+
+    def add(self, *metrics: dict[str, Metric]) -> None:
+        """Add metrics to the step's."""
+        self._metrics += metrics
+
+    def follow(self, name: str, clock: Callable[[], float]) -> None:
+        """Measure the phase `name` beside the others, by the seconds that pass on `clock`."""
+        self._clocks[name] = clock, 0.0
+
+    def add_evaluation(self, metrics: dict[str, Metric]) -> None:
+        """Add an evaluation; the first and the last one are in the summary."""
+        self._last_evaluation = metric_values(metrics)
+        self.first_evaluation = self.first_evaluation or self._last_evaluation
+        self.add(metrics)
+
+    def so_far(self, *, durable: bool = False) -> dict[str, float]:
+        """Return all measurements since the last log; with `durable`, earlier rows are on the disk."""
+        if durable:
+            self._sinks.sync()
+        for name, (clock, before_s) in self._clocks.items():
+            self._clocks[name] = clock, clock()
+            self._timer.add(name, self._clocks[name][1] - before_s)
+        self._metrics.append({"memory/peak_bytes": Max(self._memory.peak_bytes)})
+        metrics = merge_metrics([*self._metrics, self._timer.take()])
+        self._metrics = [metrics]
+        tokens, seconds = metrics.get("train/num_tokens"), metrics.get("time/train")
+        if tokens is not None and seconds is not None:
+            metrics = {**metrics, "train/tokens_per_second": Mean(tokens.value, seconds.value)}
+        return metric_values(metrics)
+
+    def log(self, *, step: int) -> None:
+        """Write and show all measurements since the last call, under the first `step` steps."""
+        values = self.so_far()
+        self._metrics, self.logged_steps = [], step
+        self._sinks.log(step, values)
+        self._console.row(step, values)
+
+    def finish(self, *, steps: int) -> None:
+        """Write curves, page and finally the summary of a finished run; print their paths."""
+        # Half as many steps again.
+        go_on = f"{self._resume_command} run.num_steps={self._run.num_steps + max(1, self._run.num_steps // 2)}"
+        self.write_outcome(FINISHED, steps=steps, go_on=go_on)
+        found = {"policy": POLICY_LINK, "report": REPORT_FILE, "metrics": METRICS_FILE}
+        paths = {name: self._run.directory / file for name, file in found.items()}
+        lines = [f"{name:<8} {path}" for name, path in paths.items() if path.exists()]
+        self.say(f"finished after {counted(steps, 'step')}", *lines, f"{'go on':<8} {go_on}")
+
+    def write_outcome(self, status: str, *, steps: int, go_on: str = "") -> None:
+        """Write the summary, and the report in a process of its own."""
+        self.write_summary(status, steps=steps, go_on=go_on)
+        if not (self._run.directory / METRICS_FILE).exists():
+            return
+        with self._console.phase("report"):
+            try:
+                run_command("report", self._run.directory)
+            except UserError as error:
+                self.say(f"there is no report: {error}")
+
+    def write_summary(self, status: str, *, steps: int, go_on: str = "") -> None:
+        """Write the outcome after `steps` trained steps, with the command that continues the run."""
+        saved = checkpoint_paths(self._run.directory)
+        first, last = self.first_evaluation, self._last_evaluation
+        summary = Summary(
+            status=status,
+            steps=steps,
+            seed=self._run.seed,
+            accuracy_before=first.get("eval/accuracy_greedy"),
+            accuracy_after=last.get("eval/accuracy_greedy"),
+            accuracy_sampled_before=first.get("eval/accuracy_sampled"),
+            accuracy_sampled_after=last.get("eval/accuracy_sampled"),
+            reward_before=first.get("eval/reward_greedy"),
+            reward_after=last.get("eval/reward_greedy"),
+            seconds={name: round(value, 2) for name, value in self._timer.totals().items()},
+            peak_memory_bytes=self._memory.peak_bytes,
+            checkpoint=str((saved[-1] / "hf").resolve()) if saved else None,
+            go_on=go_on or self._resume_command,
+        )
+        write_summary(self._run.directory, summary)
+
+    @property
+    def _resume_command(self) -> str:
+        return shlex.join([sys.executable, "-m", "megatron_rl", "train", str(self._run.directory / SETTINGS_FILE), "--resume"])
