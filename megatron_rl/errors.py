@@ -10,7 +10,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def sized(num_bytes: float) -> str:
-    """Return a size with its unit: "700 KiB" below a MiB, "45 MiB" below a GiB, "1.5 GiB" from there on."""
+    """Return a size with its unit, such as "700 KiB", "45 MiB" and "1.5 GiB"."""
     if num_bytes < 2**30:
         return f"{num_bytes / 2**10:.0f} KiB" if num_bytes < 2**20 else f"{num_bytes / 2**20:.0f} MiB"
     return f"{num_bytes / 2**30:.1f} GiB"
@@ -56,7 +56,7 @@ class EngineDiedError(EngineError, WorkerDiedError):
 
 
 class ParityError(MegatronRLError, RuntimeError):
-    """Engine and trainer disagree about the probability of the same tokens, so training would be silently off-policy."""
+    """Engine and trainer disagree about the probability of the same tokens."""
 
 
 class DeadlineError(MegatronRLError, TimeoutError):

@@ -1,7 +1,7 @@
 """Records that cross a process boundary: immutable, validated when they are made.
 
-Legend: P prompt tokens, R response tokens, T tokens of a flat batch of sequences, B sequences. Per-token arrays are
-aligned with the token they score: `log_probs[t] = log p(token[t] | token[<t])`.
+Legend: P prompt tokens, R response tokens, T tokens of a flat batch, B sequences. Per-token arrays
+are aligned with the token they score: `log_probs[t] = log p(token[t] | token[<t])`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Experts = NDArray[np.uint8] | NDArray[np.uint16]
-"""Numbers of experts [tokens, L mixture layers, K experts of a token], in the smallest type that the producer could choose."""
+"""Numbers of experts [tokens, L mixture layers, K experts of a token], of the smallest type."""
 _TOKEN_FIELDS: dict[str, type[np.generic]] = {"tokens": np.int64, "loss_mask": np.bool_, "weight_versions": np.int64}
 """Fields [T] of a TrainBatch, with their types."""
 _OPTIONAL_FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
@@ -64,8 +64,8 @@ class RewardOutcome(enum.StrEnum):
 class Reward:
     """The result of one reward call.
 
-    `value` is a finite number exactly when `outcome` is SCORED, else None; `message` then holds the traceback or the
-    timeout. `components` names the parts of a composite reward.
+    `value` is a finite number exactly when `outcome` is SCORED; otherwise `message` holds the
+    traceback or the timeout. `components` names the parts of a composite reward.
     """
 
     outcome: RewardOutcome
@@ -101,16 +101,17 @@ class Prompt:
 class Sample:
     """One response to a prompt, with all known values of each token.
 
-    Samples of a group with the same `trajectory` are parts of one attempt at the problem. Examples: turns of several agents,
-    or parts before and after a history cut. All parts carry the same reward, and the highest `index` is the last. None: an
-    attempt of this sample alone. `prompt` is the engine's input: the group's prompt, or one with other tokens and text.
+    Samples of a group with one `trajectory` are parts of one attempt at the problem: turns of
+    several agents or parts before and after a history cut. All parts carry the same reward; the
+    highest `index` is the last. None: an attempt of this sample alone. `prompt` is the engine's
+    input: the group's prompt, or one with other tokens and text.
 
-    Arrays have length R: `response_ids`; `loss_mask`, True where the policy chose the token and trains on the token;
-    `rollout_log_probs`, nats, of the sampling distribution; `weight_versions`, the version of the weights behind each
-    token (-1 for tokens not made by an engine).
+    Arrays have length R: `response_ids`; `loss_mask`, True where the policy chose the token and
+    trains on it; `rollout_log_probs`, nats, of the sampling distribution; `weight_versions` of the
+    weights behind each token (-1 for tokens not made by an engine).
 
-    `routed_experts` [N, L, K], from an engine with recording, are the experts of the first N tokens of prompt and
-    response in each of the model's L mixture layers. The engine never routes the last token of a turn, so N is at
+    `routed_experts` [N, L, K] are the experts of the first N tokens of prompt and response in L
+    mixture layers, recorded by the engine, which never routes the last token of a turn: N is at
     most P + R - 1 for one turn. None: not known.
     """
 
@@ -180,8 +181,8 @@ def last_samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
 class Failure:
     """A trajectory without a result after all attempts of its rollout.
 
-    `cause` is one word: error, timeout or contract. `headline` is one line, the same for failures of one kind and any
-    prompt; `trace` is a traceback, where there is one.
+    `cause` is one word: error, timeout or contract. `headline` is one line, equal for failures of
+    one kind and any prompt; `trace` is a traceback, where there is one.
     """
 
     cause: str
@@ -208,23 +209,21 @@ class Group:
 class TrainBatch:
     """B whole sequences as flat arrays, prompt and response tokens alike.
 
-    `cu_seqlens` [B + 1] are the offsets of the sequences in the token arrays of length T. `loss_mask` [T] is False on
-    prompts. `rollout_log_probs` [T] nats and `weight_versions` [T] hold 0 and -1 at tokens not made by an engine;
-    log-probs None: not known. `rewards` [B] (NaN: none), `group_ids` [B] (equal for samples of one prompt),
-    `truncated` [B]. `reward_components` [B, K] are the parts of composite rewards, named by `component_names` [K];
-    NaN where a sample's reward lacks the part. `routed_experts` [T, L, K] are the experts of each token in each
-    mixture layer as engines chose them, known where `routed` [T] is True; None without any record. `trajectory_ids`
-    [B] are equal for the sequences of one trajectory. Sequences of one trajectory have one group and one reward.
-    Baselines and means count a trajectory once, with all its tokens. Without
-    `trajectory_ids` each sequence is a trajectory.
+    `cu_seqlens` [B + 1] are the offsets of the sequences in the arrays of length T. `loss_mask` [T]
+    is False on prompts. `rollout_log_probs` [T], nats, and `weight_versions` [T] hold 0 and -1 at
+    tokens not made by an engine; log-probs None: not known. `rewards` [B], NaN: none. `group_ids` [B]
+    are equal for samples of one prompt. `truncated` [B]. `reward_components` [B, K] are parts of
+    composite rewards, named by `component_names` [K], NaN where a part is missing. `routed_experts`
+    [T, L, K] are the experts chosen by engines, known where `routed` [T] is True.
 
-    Values computed by the caller's own loop, each [T], are finite on trainable tokens and used unchanged; None lets
-    the trainer compute the values. `old_log_probs` nats, of the policy before the first optimizer step on these
-    tokens; `ref_log_probs` nats, of the reference; `values`, reward units, of a critic in the state before the choice
-    of the token; `advantages`, in place of the estimator's advantages from the rewards: no baseline, scale or
-    whitening is applied.
+    `trajectory_ids` [B] are equal for the sequences of one trajectory, which have one group and one
+    reward; by default each sequence is a trajectory. Baselines and means count a trajectory once,
+    with all its tokens.
 
-    Example: `batch_from_sequences(prompts=[[5, 6], [5, 6]], responses=[[7], [8, 9]], rewards=[1.0, 0.0])`.
+    Values of the caller's own loop, each [T], are finite on trainable tokens and used unchanged;
+    the trainer computes absent ones. `old_log_probs`, nats, of the policy before the first step on
+    these tokens; `ref_log_probs`, nats, of the reference; `values`, reward units, of a critic in
+    the state before the token; `advantages`, without any baseline, scale or whitening.
     """
 
     tokens: Ints
@@ -311,7 +310,7 @@ class TrainBatch:
     def select(self, rows: Ints, *, may_cut: bool = False) -> "TrainBatch":
         """Return the sequences `rows`, in the given order, as a batch.
 
-        Raises ValueError for a part of a trajectory, unless the rows `may_cut` one: means count the others too.
+        Raises ValueError for a part of a trajectory, unless `may_cut`: means count the others too.
         """
         chosen = np.zeros(self.num_sequences, np.bool_)
         chosen[rows] = True
@@ -338,9 +337,8 @@ class TrainBatch:
 class StepTotals:
     """The denominators of one optimizer step, counted once over all ranks and micro-batches.
 
-    `num_tokens` trainable tokens N; `num_trajectories` trajectories with at least one trainable token, B;
-    `num_sequences` sequences with at least one, equal to B where each sequence is a trajectory; `num_sequence_tokens`
-    all tokens of the counted sequences, prompts included.
+    `num_tokens` trainable tokens; `num_trajectories` and `num_sequences` with at least one of them;
+    `num_sequence_tokens`, all tokens of the counted sequences, prompts included.
     """
 
     num_tokens: int
@@ -364,9 +362,8 @@ class StepPlan:
 class Shard:
     """The training data of one data-parallel rank: sequences, optimizer steps, and all rewards.
 
-    `rows` [B_local] are the positions of this shard's sequences in the whole batch. `all_rewards`, `all_group_ids`,
-    `all_trajectory_ids` and `all_trainable_tokens` [B_all] and `all_reward_components` [B_all, K] describe the whole
-    batch: a baseline needs groups, and a mean needs trajectories, held by other ranks.
+    `rows` [B_local] are the positions of this shard's sequences in the whole batch, described by
+    `all_…` [B_all]: a baseline needs groups, and a mean needs trajectories, held by other ranks.
     """
 
     batch: TrainBatch

@@ -15,7 +15,7 @@ from megatron_rl.types import Experts, Floats, Ints, StopReason
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """Shape of a model's records of experts; the first `num_dense_layers` layers have no experts."""
+    """Shape of a model's records of experts; the first `num_dense_layers` layers have none."""
 
     num_layers: int
     num_dense_layers: int
@@ -75,7 +75,7 @@ def _read_routed_experts(meta: dict[str, Any], shape: MixtureShape, *, prompt_le
     """Return the experts [P + R - 1, L, K] of a response with `meta_info` `meta`.
 
     The last token is only drawn, not routed. SGLang reports zeros for dense layers, and nothing for
-    a response aborted before its first token. Raises EngineError for a missing or impossible record.
+    a response aborted before its first token. Raises EngineError for a record that does not fit.
     """
     kind: Any = np.uint8 if shape.num_experts <= 256 else np.uint16
     num_mixture_layers = shape.num_layers - shape.num_dense_layers

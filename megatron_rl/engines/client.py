@@ -35,7 +35,7 @@ SHORT_RESPONSE_TOKENS = 32
 The answers come together: the first waits for the last, at most for these tokens.
 """
 MAX_TOGETHER = 64
-"""Samples of a full shared call: a small cost for each, and answers in use while others are made."""
+"""Samples of a full shared call: a small cost for each, and answers in use early."""
 FIRST_BACKOFF_S = 0.25
 MAX_ATTEMPTS = 6
 """Attempts of a generation, over 8 s: a busy server drops connections for less time."""
@@ -96,7 +96,7 @@ class EngineClient:
         a tokenizer.
         """
         self._check_request(token_ids, sampling)
-        # Of one width, because the server may abort every request whose id begins with the given one.
+        # Of one width: the server may abort every request whose id begins with the given one.
         request_ids = [f"{uuid.uuid4().hex}-{index:06d}" for index in range(num_samples)]
         prompt = token_ids.tolist()
         asked = [_Asked(request_id, prompt, sampling.request(index)) for index, request_id in enumerate(request_ids)]
@@ -176,7 +176,7 @@ class EngineClient:
     # Running requests and memory
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests, which answer with their tokens so far; ignore unknown and finished ones."""
+        """Abort requests, which answer with their tokens so far; unknown ones are ignored."""
         await asyncio.gather(*(self._control("/abort_request", {"rid": each}, timeout_s=ENGINE_ABORT_S) for each in request_ids))
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
@@ -226,12 +226,12 @@ class EngineClient:
         await self._control("/end_weight_update", {})
 
     async def join_group(self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str) -> None:
-        """Join the process group `name` with ranks from `rank_offset` on, while the trainer joins as rank 0."""
+        """Join the process group `name` with ranks from `rank_offset` on; the trainer is rank 0."""
         body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
         await self._control("/init_weights_update_group", {**body, "group_name": name, "backend": backend})
 
     async def leave_group(self, name: str) -> None:
-        """Leave the process group `name`. Raises EngineRefusal for an engine outside of the group."""
+        """Leave the process group `name`. Raises EngineRefusal for no member."""
         await self._control("/destroy_weights_update_group", {"group_name": name})
 
     async def receive_bucket(
@@ -255,7 +255,7 @@ class EngineClient:
         await self._control("/update_weights_from_distributed", body | _version(version))
 
     async def take_bucket(self, handles: Sequence[str], *, version: int | None = None) -> None:
-        """Copy tensors from shared memory, by a handle of `weights.ipc` for each tensor parallel rank.
+        """Copy tensors from shared memory, by a handle for each tensor parallel rank.
 
         The server dies of a handle that cannot be opened. `version` as in `receive_bucket`.
         """
@@ -263,7 +263,7 @@ class EngineClient:
         await self._control("/update_weights_from_tensor", body | _version(version))
 
     async def load_weights(self, path: Path, *, version: int, timeout_s: float | None = None) -> None:
-        """Read weights from a Hugging Face directory on the engine's machine; forget cached prefixes.
+        """Read weights from a Hugging Face directory of the engine's machine; flush the cache.
 
         SGLang dies of other shapes than the running model's. The load format is explicit: a server
         started without weights would make weights up again.

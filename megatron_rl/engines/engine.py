@@ -32,7 +32,7 @@ from megatron_rl.process_variables import ALLOCATOR_VARIABLES, NCCL_VARIABLES, t
 LOG_TAIL_LINES = 25
 POLL_S = 0.1
 FIRST_PORT, LAST_PORT = 20000, 32000
-"""Below the range from which the kernel takes ports for outgoing connections, so that none is taken between choice and bind."""
+"""Below the kernel's ports of outgoing connections, which could take one before the bind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +177,9 @@ class Engine:
         return environment
 
     def _wait_for(self, path: str, *, until_s: float, timeout_s: float, request_s: float = math.inf) -> bytes:
-        """Return the body of a GET, repeated until success, each try for at most `request_s` seconds.
+        """Return the body of a GET, repeated until success, each try for at most `request_s`.
 
-        Raises EngineError when the server dies, DeadlineError after `until_s` on the monotonic clock.
+        Raises EngineError when the server dies, DeadlineError after `until_s`, a monotonic time.
         """
         while True:
             self.check()

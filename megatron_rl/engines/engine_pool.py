@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class Urgency(IntEnum):
-    """Priority for a free slot; among equals the earlier group, then the earlier request is first."""
+    """Priority for a free slot; among equals the earlier group, then the earlier request."""
 
     AGAIN = 0
     """A repetition after the failure of an engine."""
@@ -77,7 +77,7 @@ class EnginePool:
 
     @property
     def address(self) -> EngineAddress:
-        """Return the address of an engine or former member; its facts about the model hold for all."""
+        """Return the address of an engine or former member; facts of the model hold for all."""
         assert self._address is not None, "no engine has joined yet"
         return self._address
 

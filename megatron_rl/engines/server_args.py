@@ -39,7 +39,7 @@ OWNED = {
     "json_model_override_args": f"{_SEEN}; change config.json",
     "forward_hooks": _SEEN,
 }
-"""Fields that the system sets itself, or that would train silently wrong, with the reason or what to use instead."""
+"""Fields that are set here or would train silently wrong, with the reason or setting."""
 
 OWNED_PREFIXES = {
     "speculative_": "a draft model is not trained along, and its tokens may be accepted by a rule that draws from another distribution; "
@@ -56,7 +56,7 @@ OWNED_ENVIRONMENT = {
     "SGLANG_SIMULATE_UNIFORM_EXPERTS": "tokens would go to experts that the router did not choose",
     "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": "tokens would go to experts that the router did not choose",
 }
-"""Variables of the environment that change what is drawn, or what is reported of it, with the reason why they may not be set."""
+"""Environment variables that change draws or reports, with the reason for their refusal."""
 
 _SIZES = ("tp_size", "pp_size", "dp_size", "ep_size", "context_length", "max_total_tokens", "max_running_requests")
 
@@ -81,7 +81,7 @@ CPU_DETERMINISTIC: dict[str, Any] = {
 GPU_DEFAULTS: dict[str, Any] = {"log_level": "warning"}
 
 SHORT_PROMPT_TOKENS = 32
-"""Prompts of at most so many tokens are computed anew rather than looked up: see `keeps_prefixes`."""
+"""Longest prompts that are computed anew rather than looked up: see `keeps_prefixes`."""
 
 
 def keeps_prefixes(*, device_kind: str, max_prompt_tokens: int | None) -> bool:
@@ -95,7 +95,7 @@ def keeps_prefixes(*, device_kind: str, max_prompt_tokens: int | None) -> bool:
 
 
 def field_types() -> dict[str, tuple[Any, tuple[Any, ...] | None]]:
-    """Type and, where the field is an enumeration, choices of every ServerArgs field. Imports SGLang (3 s)."""
+    """Return type and choices, if any, of every ServerArgs field. Imports SGLang (3 s)."""
     from sglang.srt.server_args import ServerArgs
 
     fields: dict[str, tuple[Any, tuple[Any, ...] | None]] = {}
@@ -145,7 +145,7 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
 
 
 def check_tensor_parallel(arguments: Mapping[str, Any], config: Mapping[str, Any], *, origin: str) -> None:
-    """Raise UserError for a tp_size that does not divide the heads of `config`, of the file `origin`.
+    """Raise UserError for a tp_size that does not divide the heads of `config` in `origin`.
 
     SGLang reports the fault after loading everything. More ranks may share a key-value head.
     """
@@ -167,7 +167,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def check_records_routing() -> None:
-    """Raise UserError when the installed SGLang, imported in 3 s, cannot report experts of tokens."""
+    """Raise UserError when the installed SGLang cannot report experts. Imports SGLang (3 s)."""
     if RECORD_ROUTING not in field_types():
         raise UserError(
             f"training.routing_replay is true, but the installed SGLang has no argument {RECORD_ROUTING}; install 0.5.9 or later, or set "
@@ -182,7 +182,7 @@ def _check_type(name: str, value: Any, declared: Any) -> None:
         reason = str(error)
         raise UserError(f"rollout.sglang.{name} is {value!r}, needs another type: {reason[0].lower()}{reason[1:]}") from error
     except TypeError:
-        # SGLang declares a few unions that no converter can tell apart; the server reads the values.
+        # A few unions are such that no converter tells them apart; the server reads the values.
         return
 
 

@@ -38,7 +38,7 @@ def serve_rendezvous(arguments: dict[str, Any]) -> "TCPStore | None":
 
     store = serve_store(arguments["host"], port=arguments.get("nccl_port") or 0, timeout_s=ENGINE_STORE_S)
     arguments["nccl_port"] = store.port
-    # Rank 0 joins a store like all others instead of serving it. torch 2.14 does so only at the address that MASTER_* name.
+    # Rank 0 joins a store and serves none; in torch 2.14 only at MASTER_ADDR and MASTER_PORT.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": arguments["host"], "MASTER_PORT": str(store.port)}
     return store
 

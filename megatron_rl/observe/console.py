@@ -153,7 +153,7 @@ class RunConsole:
             self._printed_s = time.monotonic()
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the table row of a step, and a line for each metric first beyond its healthy range."""
+        """Print the table row of a step, and a line for each metric newly beyond its range."""
         with self._lock:
             if self._num_rows % _ROWS_PER_HEADER == 0:
                 self.say(self._line("step", [column.title for column in self._columns]))

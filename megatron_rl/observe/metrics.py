@@ -124,7 +124,7 @@ class MetricInfo:
     healthy: str
 
 
-# Legend of the columns: name, reduction, unit, meaning, healthy range or advice outside of the range.
+# Columns: name, reduction, unit, meaning, healthy range or advice outside of the range.
 _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("rollout/reward", Mean, "reward", "Reward of the scored samples", "rises; flat from the start: look at zero_variance_fraction"),
     ("rollout/reward_component/*", Mean, "reward", "One part of a composite reward", "the parts that you want rise, no other"),
@@ -275,7 +275,7 @@ def metric_info(name: str) -> MetricInfo:
 
 
 def is_beyond_healthy(name: str, value: float) -> bool:
-    """Return True where `value` is not below the bound that begins the healthy range, as `< 0.1`."""
+    """Return True where `value` is not below a bound that begins the healthy range, as `< 0.1`."""
     info = find_info(name)
     bound = None if info is None else re.match(r"< ([\d.]+)(?=;|$)", info.healthy)
     return bound is not None and not value < float(bound[1])

@@ -21,7 +21,7 @@ class Summary:
     `status` is finished, "failed: REASON" or "interrupted: SIGNAL"; `steps` counts trained rollout
     batches. Accuracies and mean rewards (greedy) are of held-out prompts, None without data.eval;
     accuracies are None for rewards other than 0 and 1. `seconds` are per phase. `checkpoint` is the
-    Hugging Face directory of the newest saved policy; `go_on` is the command that continues the run.
+    Hugging Face directory of the newest saved policy; `go_on` is the command to continue the run.
     """
 
     status: str
@@ -63,7 +63,7 @@ def write_summary(directory: Path, summary: Summary) -> None:
 
 
 def read_summary(directory: Path) -> Summary | None:
-    """Return the summary of a run; None while the run goes on, or after a kill. Raises UserError."""
+    """Return the summary of a run; None while it goes on or after a kill. Raises UserError."""
     path = directory / SUMMARY_FILE
     if not path.exists():
         return None

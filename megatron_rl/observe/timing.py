@@ -8,7 +8,7 @@ from megatron_rl.observe.metrics import Metric, Sum
 
 
 class PhaseTimer:
-    """Seconds per named phase, for one step and for the whole run. Phases may nest or overlap; each is timed separately."""
+    """Seconds per named phase, for one step and for the whole run; phases may nest or overlap."""
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

@@ -52,7 +52,7 @@ PANELS = (
 
 
 def drawable(steps: Steps, panels: Sequence[Panel] = PANELS) -> list[Panel]:
-    """Return the measured panels; accuracy where every evaluation gave one, else the mean reward."""
+    """Return the measured panels; accuracy where every evaluation gave one, else mean reward."""
     evaluated = [metrics for metrics in steps.values() if "eval/reward_greedy" in metrics]
     unwanted = "eval/reward_" if all("eval/accuracy_greedy" in metrics for metrics in evaluated) else "eval/accuracy_"
     return [

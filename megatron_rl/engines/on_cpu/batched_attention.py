@@ -1,7 +1,7 @@
-"""Causal attention of many requests over a paged cache in a few calls of torch's scaled_dot_product_attention. Pure torch.
+"""Causal attention of many requests over a paged cache in a few calls of torch.
 
-Legend: B requests, R requests of one bucket, N new tokens of all requests, Q new tokens and L all tokens of a request, both
-padded, H query heads, G key-value heads, D head size, C cache slots.
+Legend: B requests, R requests of one bucket, N new tokens of all requests, Q new tokens and L all
+tokens of a request, both padded, H query heads, G key-value heads, D head size, C cache slots.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 class Bucket:
     """Requests of similar length, padded to the longest.
 
-    `slots` [R, L] cache slots, 0 in the padding; `queries` [R, Q] positions among the N new tokens, 0 in the padding;
-    `is_query` [R, Q]; `mask` [R, 1, Q, L], True where a query may look.
+    `slots` [R, L] are cache slots and `queries` [R, Q] positions among the N new tokens, 0 in the
+    padding; `is_query` [R, Q]; `mask` [R, 1, Q, L] is True where a query may look.
     """
 
     slots: Tensor
@@ -27,12 +27,12 @@ class Bucket:
 
 
 def make_buckets(slots_of_row: Tensor, rows: Tensor, lengths: Tensor, new_lengths: Tensor, *, invariant: bool = False) -> Iterator[Bucket]:
-    """Buckets over requests that have `lengths` [B] tokens, the last `new_lengths` [B] of them new.
+    """Yield buckets over requests of `lengths` [B] tokens, the last `new_lengths` [B] of them new.
 
-    `slots_of_row` [rows, context] holds the cache slot of each token, `rows` [B] the row of each request. The new tokens of
-    all requests lie one after the other. Requests share a bucket when both lengths agree up to a factor of two, so that
-    padding at most doubles either. `invariant` pads a bucket to that power of two, not to its longest request, so that the shape in which
-    a request is computed, and with it the order of summation, follows from the request alone.
+    `slots_of_row` [rows, context] holds the cache slot of each token, `rows` [B] the row of each
+    request. New tokens of requests are adjacent. Requests share a bucket when both lengths agree up
+    to a factor of two, so that padding at most doubles either. `invariant` pads a bucket to that
+    power of two: the shape of a request, and so the order of summation, follows from it alone.
     """
     starts = torch.cumsum(new_lengths, 0) - new_lengths
     sizes = torch.stack([lengths, new_lengths]).double().log2().ceil()
@@ -42,7 +42,7 @@ def make_buckets(slots_of_row: Tensor, rows: Tensor, lengths: Tensor, new_length
         length, new = lengths[chosen, None], new_lengths[chosen, None]
         longest, most_new = (2 ** sizes[:, chosen[0]]).tolist() if invariant else (length.max(), new.max())
         position, query = torch.arange(min(int(longest), slots_of_row.shape[1])), torch.arange(int(most_new))
-        # A padding query looks where the last real one does: what it computes is dropped, but must be finite.
+        # A padding query looks where the last real one does, to be finite; it is dropped.
         last_visible = (length - new + query).clamp(max=length - 1)
         yield Bucket(
             slots=slots_of_row[rows[chosen], : len(position)].long() * (position < length),
@@ -63,16 +63,16 @@ def attend(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> None:
-    """Write the attention of `query` [N, H, D] over `key_cache`, `value_cache` [C, G, D] into `output` [N, H, D].
+    """Write attention of `query` [N, H, D] over the caches [C, G, D] into `output` [N, H, D].
 
-    `sinks` [H] are scores that have a share in the softmax of their head and no value. With `window` a query sees that many tokens before
-    itself.
+    `sinks` [H] are scores with a share in the softmax of their head and no value. With `window` a
+    query sees that many tokens before itself.
     """
     for bucket in buckets:
         keys, values = (cache[bucket.slots].to(query.dtype).transpose(1, 2) for cache in (key_cache, value_cache))
         mask = bucket.mask if window is None else bucket.mask & _within(window, bucket.mask)
         if sinks is not None:
-            # A token in front whose score is the sink, for its key is zero, and whose value is zero.
+            # A token in front with the sink as score, because its key is zero, and no value.
             keys, values = (torch.nn.functional.pad(tokens, (0, 0, 1, 0)) for tokens in (keys, values))
             scores = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
             shares = sinks.to(query.dtype)[:, None, None]
@@ -89,6 +89,6 @@ def attend(
 
 
 def _within(window: int, mask: Tensor) -> Tensor:
-    """True where a token is at most `window` before the last one that the query of `mask` [R, 1, Q, L] sees, which is its own."""
+    """Return True where a token is at most `window` before the query's own, in `mask`'s shape."""
     own = mask.sum(dim=-1, keepdim=True) - 1
     return torch.arange(mask.shape[-1]) >= own - window

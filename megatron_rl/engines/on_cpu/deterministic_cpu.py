@@ -14,7 +14,7 @@ _32_BITS = 0xFFFFFFFF
 
 
 def product(rows: Tensor, columns: Tensor) -> Tensor:
-    """`rows` [N, K] times `columns` [K, M], in blocks of BLOCK_ROWS rows, the last one filled with zeros: [N, M]."""
+    """Return `rows` [N, K] times `columns` [K, M], in blocks of BLOCK_ROWS rows: [N, M]."""
     num_rows = len(rows)
     filled = torch.nn.functional.pad(rows, (0, 0, 0, -num_rows % BLOCK_ROWS))
     result = rows.new_empty(len(filled), columns.shape[1])
@@ -26,12 +26,12 @@ def product(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def sum_and_product(addend: Tensor, rows: Tensor, columns: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """`beta` times `addend` plus `alpha` times the `product`: [N, M]."""
+    """Return `beta` times `addend` plus `alpha` times the `product`: [N, M]."""
     return beta * addend + alpha * product(rows, columns)
 
 
 def invariant_products() -> torch.library.Library:
-    """Let every product on the CPU go through `product`, without gradients, as long as what is returned lives."""
+    """Compute every product on the CPU by `product`, without gradients, while the result lives."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", product, "CPU")
     library.impl("addmm", sum_and_product, "CPU")
@@ -39,7 +39,7 @@ def invariant_products() -> torch.library.Library:
 
 
 def murmur_hash(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """MurmurHash3 (x86, 32 bits) of seed [N], the low half first, position [N] and column [M] as four words: [N, M], below 2^32."""
+    """Return MurmurHash3 (x86, 32 bits) [N, M] of seed (low half first), position and column."""
     seeds = seeds.to(torch.int64)
     low, high = seeds & _32_BITS, (seeds >> 32) & _32_BITS
     state = torch.zeros(len(seeds), 1, dtype=torch.int64)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def refuse_deadly_requests() -> None:
-    """Let SGLang call `check_request` first: such a request would end the scheduler and the server."""
+    """Let SGLang call `check_request` first: such a request would end the server."""
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -109,7 +109,7 @@ def gate_shared_experts_in_torch() -> None:
 
 
 def add_gated(hidden: "Tensor", gate: "Tensor", shared: "Tensor", output: "Tensor") -> None:
-    """Add the experts' `shared` [T, C], weighed by the sigmoid of the product of `gate` [C] and `hidden` [T, C], to `output` [T, C]."""
+    """Add sigmoid(`hidden` [T, C] · `gate` [C]) times `shared` [T, C] to `output` [T, C]."""
     output.add_((hidden @ gate).sigmoid()[:, None] * shared)
 
 
