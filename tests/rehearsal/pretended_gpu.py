@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_rl.device import CPU_SHIMS, _Delegate
+from megatron_rl.megatron_shims import SHIMS, Delegate
 
 _BASE = torch._C.TensorBase
 
@@ -251,7 +251,7 @@ def load_te(sources: Sequence[str]) -> None:
     choose = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
     chosen = vars(choose)["get_attention_backend"]
     # Its attention is for half precision. The kernels here have any, and in float32 they can be compared to the last digits.
-    vars(attention)["torch"] = _Delegate(torch, {"float16": torch.float32})
+    vars(attention)["torch"] = Delegate(torch, {"float16": torch.float32})
     vars(choose)["get_attention_backend"] = lambda parameters: chosen(dataclasses.replace(parameters, qkv_dtype=torch.bfloat16))
     config = importlib.import_module("megatron_rl.models.megatron_config")
     check_backend = vars(config)["check_attention_backend"]
@@ -262,7 +262,7 @@ def load_te(sources: Sequence[str]) -> None:
 def without_any_gpu() -> None:
     """What megatron-core needs where no GPU is: the CPU's generator, and even tensors for gloo, where NCCL gathers uneven ones."""
     importlib.import_module("megatron.core.tensor_parallel.mappings")
-    for shim in CPU_SHIMS:
+    for shim in SHIMS:
         if shim.name in ("rng state", "uneven collectives"):
             shim.apply()
     # Triton compiles for real GPUs alone; its interpreter, in which tests/dist/test_head_kernels.py runs the head's kernels, is slow.

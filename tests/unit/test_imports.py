@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 
 # Lower tiers first. A room imports itself and rooms of lower tiers; `files` and `versions` are as basic as the records.
 TIERS = (
-    ("types", "frozen_arrays", "errors", "deadlines", "files", "versions", "leftovers", "process_variables"),
+    ("types", "frozen_arrays", "errors", "deadlines", "files", "versions", "leftovers", "process_variables", "megatron_shims"),
     ("check", "plugins"),
     ("algorithms", "data", "rewards", "config", "observe"),
     ("device", "rendezvous", "engines", "models", "checkpoints", "rollout", "training", "weights"),

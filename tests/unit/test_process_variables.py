@@ -67,7 +67,7 @@ def test_a_rank_that_somebody_else_started_gets_them_too(monkeypatch):
     for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    monkeypatch.setattr(device, "CPU_SHIMS", ())
+    monkeypatch.setattr(device, "SHIMS", ())
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
     device.prepare_megatron(device.Device("cuda", torch.device("cuda", 0), "nccl"))
     assert {name: os.environ[name] for name in RANK_VARIABLES} == RANK_VARIABLES | {"NCCL_NVLS_ENABLE": "1"}

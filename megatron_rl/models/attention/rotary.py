@@ -253,7 +253,7 @@ def _frequencies(kind: str, values: Mapping[str, Any], channels: int, *, length:
     config: Any = types.SimpleNamespace(
         rope_parameters=values, head_dim=channels, hidden_size=channels, num_attention_heads=1, standardize_rope_params=lambda: None
     )
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length)
     return tuple(frequencies.tolist()), float(attention_factor)
 
 
