@@ -14,7 +14,6 @@ from megatron_rl.config.settings import (
     RewardSettings,
     RolloutSettings,
     RunSettings,
-    ScheduleSettings,
     Settings,
     TopologySettings,
     WeightSettings,
@@ -266,7 +265,6 @@ def _schedule(settings: Settings) -> Iterator[str]:
             f"training.schedule: the rate is to reach its floor at optimizer step {schedule.decay_steps or steps}, but warms up for "
             f"{schedule.warmup_steps}; set warmup_steps below {schedule.decay_steps or steps}"
         )
-    yield from _annealing(schedule, steps)
     for name in ("lr", "min_lr"):
         rate = training.optimizer.get(name)
         if isinstance(rate, int | float) and rate < 0:
@@ -275,21 +273,6 @@ def _schedule(settings: Settings) -> Iterator[str]:
     peak, floor = training.optimizer.get("lr"), training.optimizer.get("min_lr")
     if isinstance(peak, int | float) and isinstance(floor, int | float) and floor > peak:
         yield f"training.optimizer.min_lr {floor} is above lr {peak}, but the rate falls from lr to min_lr; exchange them"
-
-
-def _annealing(schedule: ScheduleSettings, steps: int) -> Iterator[str]:
-    if schedule.anneal_steps is None:
-        return
-    if schedule.decay_style != "wsd":
-        yield (
-            f"training.schedule.anneal_steps is {schedule.anneal_steps} with decay_style {schedule.decay_style}, but only wsd anneals at "
-            f"the end; remove anneal_steps, or set training.schedule.decay_style to wsd"
-        )
-    elif schedule.warmup_steps + schedule.anneal_steps > (schedule.decay_steps or steps):
-        yield (
-            f"training.schedule: {counted(schedule.warmup_steps, 'step')} of warm-up and {schedule.anneal_steps} of annealing are more "
-            f"than the {schedule.decay_steps or steps} until the floor; lower warmup_steps or anneal_steps"
-        )
 
 
 def _critic(settings: Settings) -> Iterator[str]:

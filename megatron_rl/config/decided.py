@@ -1,4 +1,4 @@
-"""Settings left open by the user and decided from other settings or from this machine.
+"""Settings left open by the user and decided from other settings.
 
 Each decision has its reason.
 """
@@ -11,9 +11,6 @@ from typing import Any, TypeVar
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import counted
 
-CORES_PER_REWARD_WORKER = 4
-"""Cores of the machine per reward worker; ranks, engines and the driver take the others."""
-_MOST_REWARD_WORKERS = 32
 Section = TypeVar("Section")
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 """Fields of megatron-core's TransformerConfig: keep only the inputs of layers."""
@@ -28,27 +25,23 @@ class Decision:
     reason: str
 
 
-def decide(settings: Settings, *, num_cores: int, has_gpus: bool) -> tuple[Settings, tuple[Decision, ...]]:
+def decide(settings: Settings, *, has_gpus: bool) -> tuple[Settings, tuple[Decision, ...]]:
     """Return `settings` with every decidable open setting filled, and the decisions.
 
-    A value set by the user stays. `num_cores` are this machine's; `has_gpus` says that ranks will
-    have GPUs, here or elsewhere.
+    A value set by the user stays. `has_gpus` says that ranks will have GPUs, here or elsewhere.
     """
-    made = tuple(decision for decision in _decisions(settings, num_cores, has_gpus) if not _is_given(settings, decision.path))
+    made = tuple(decision for decision in _decisions(settings, has_gpus) if not _is_given(settings, decision.path))
     for decision in made:
         settings = _with(settings, decision.path.split("."), decision.value)
     return settings, made
 
 
-def _decisions(settings: Settings, num_cores: int, has_gpus: bool) -> Iterator[Decision]:
+def _decisions(settings: Settings, has_gpus: bool) -> Iterator[Decision]:
     yield from _processes(settings)
     if has_gpus:
         yield from _memory(settings)
     if settings.supervised:
         return
-    workers = max(1, min(num_cores // CORES_PER_REWARD_WORKER, _MOST_REWARD_WORKERS))
-    cores = counted(num_cores, "core")
-    yield Decision("reward.num_workers", workers, f"one for each {CORES_PER_REWARD_WORKER} of {cores}, at most {_MOST_REWARD_WORKERS}")
     prompt, response = settings.data.max_prompt_tokens, settings.rollout.sampling.max_response_tokens
     budget, cp = type(settings.training).model_fields["max_tokens_per_micro_batch"].default, settings.training.topology.cp
     if prompt + response > budget * cp:

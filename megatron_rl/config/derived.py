@@ -1,11 +1,15 @@
-"""Deadlines and the dtype where no setting says them; `train --check` prints them."""
+"""Deadlines, the dtype and reward workers, which no setting says; `train --check` prints them."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
-from megatron_rl.config.settings import ModelSettings, SamplingSettings
+from megatron_rl.config.settings import ModelSettings, SamplingSettings, ScheduleSettings
 from megatron_rl.deadlines import MODEL_BYTES_PER_S, REQUEST_S, REQUEST_TOKENS_PER_S, START_S, STEP_S, SYNC_S
 
+CORES_PER_REWARD_WORKER = 4
+"""Cores of the machine per reward worker; ranks, engines and the driver take the others."""
+MOST_REWARD_WORKERS = 64
 AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 """The meaning of model.dtype auto, by the kind of device."""
 
@@ -34,6 +38,17 @@ def _moving_s(model_path: Path) -> float:
     """Return the seconds for reading or sending a model directory's files; 0 without files."""
     files = model_path.iterdir() if model_path.is_dir() else ()
     return sum(file.stat().st_size for file in files if file.is_file()) / MODEL_BYTES_PER_S
+
+
+def anneal_steps(schedule: ScheduleSettings, decay_steps: int) -> int:
+    """Return the last optimizer steps of wsd, in which the rate falls: a tenth, after the warm-up."""
+    return min(max(1, decay_steps // 10), decay_steps - schedule.warmup_steps)
+
+
+def reward_workers(num_cores: int | None = None) -> int:
+    """Return the number of reward workers on `num_cores`, by default this machine's."""
+    cores = len(os.sched_getaffinity(0)) if num_cores is None else num_cores
+    return max(1, min(cores // CORES_PER_REWARD_WORKER, MOST_REWARD_WORKERS))
 
 
 def dtype_name(model: ModelSettings, *, device_kind: Literal["cpu", "cuda"]) -> str:

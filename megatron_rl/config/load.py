@@ -7,7 +7,6 @@ relative to the directory in which the command runs.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def load_decided(path: Path | None, overrides: Sequence[str] = (), *, on_gpus: b
     validated = _validated(values, origin=origin)
     # Asking torch would take seconds.
     has_gpus = (validated.runtime.cluster.gpu is not None or Path("/dev/nvidia0").exists()) if on_gpus is None else on_gpus
-    settings, decisions = decide(validated, num_cores=len(os.sched_getaffinity(0)), has_gpus=has_gpus)
+    settings, decisions = decide(validated, has_gpus=has_gpus)
     return _sound(settings, origin=origin), decisions
 
 

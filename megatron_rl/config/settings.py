@@ -107,12 +107,25 @@ class DataSettings(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of your own source, by the names that it gives them.")
     eval: FilePath | None = Field(None, description="File of held-out rows.")
     prompt_key: str = Field("prompt", description="Field with the prompt: a string, or chat messages for the chat template.")
-    label_key: str = Field("label", description="Field with the reference answer that reward functions get.")
-    response_key: str = Field("response", description="Field with the target text, for supervised training.")
+    label_key: str | None = Field(
+        None,
+        description="Field with the reference answer that reward functions get, or with the target text of supervised training; label, or "
+        "response, when not set.",
+    )
     prompts_per_step: int = Field(64, ge=1, description="Prompts (groups) in one rollout batch.")
     samples_per_prompt: int = Field(8, ge=1, description="Responses generated for each prompt.")
     max_prompt_tokens: int = Field(1024, ge=1, description="A longer prompt is an error.")
     shuffle: bool = Field(True, description="Shuffle data.train in every epoch by the run's seed.")
+
+    @property
+    def label_field(self) -> str:
+        """Field of a row with the reference answer."""
+        return self.label_key or "label"
+
+    @property
+    def response_field(self) -> str:
+        """Field of a supervised row with the target text."""
+        return self.label_key or "response"
 
     @model_validator(mode="after")
     def _one_origin(self) -> "DataSettings":
@@ -202,7 +215,6 @@ class RewardSettings(Section):
     function: str = Field("megatron_rl.rewards.math:score", description="package.module:function, sync or async.")
     args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
     timeout_s: Seconds = Field(30.0, description="Deadline of one call, in seconds; the worker is then killed.")
-    num_workers: int = Field(1, ge=1, le=1024, description="Worker processes; from the cores of this machine when not set.")
     max_error_rate: float = Field(0.05, ge=0, le=1, description="Share of errors and timeouts in a batch above which the run stops.")
 
 
@@ -249,12 +261,9 @@ class ScheduleSettings(Section):
 
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     decay_style: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = Field(
-        "constant", description="How the rate falls after the warm-up. wsd is constant until the last steps, which anneal it."
+        "constant", description="How the rate falls after the warm-up. wsd is constant until the last tenth of the steps, which anneal it."
     )
     decay_steps: int | None = Field(None, ge=1, description="Optimizer steps until the floor; all steps of the run when not set.")
-    anneal_steps: int | None = Field(
-        None, ge=1, description="Last optimizer steps of wsd, in which the rate falls to the floor; a tenth of decay_steps when not set."
-    )
 
 
 class CriticSettings(Section):

@@ -23,7 +23,7 @@ def made_by(data: DataSettings, rollout: RolloutSettings, reward: RewardSettings
         "rollout.function": rollout.function,
         "rollout.args": rollout.args,
         "data.samples_per_prompt": data.samples_per_prompt,
-        "data.label_key": data.label_key,
+        "data.label_key": data.label_field,
         "reward.function": reward.function,
         "reward.args": reward.args,
         # Only groups made for ReMax have a baseline.

@@ -38,8 +38,8 @@ class Row:
 def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False) -> list[Row]:
     """Read and check every row of a `.jsonl` or `.parquet` file.
 
-    `need_response`, for supervised training, makes a row without settings.response_key an error;
-    otherwise a label_key set by the user and found in no row is an error. Raises UserError with the
+    `need_response`, for supervised training, makes a row without a target an error; otherwise a
+    label_key set by the user and found in no row is an error. Raises UserError with the
     line (in parquet the row, counted from 1), the value found and the value needed.
     """
     check_is_data_file(path)
@@ -47,8 +47,7 @@ def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False
     rows = [check_row(record, origin, settings=settings, need_response=need_response) for origin, record in records]
     if not rows:
         raise UserError(f"data file {path} has no rows, needs at least one")
-    named = settings.label_key != DataSettings.model_fields["label_key"].default
-    if named and not need_response and all(row.label is None for row in rows):
+    if settings.label_key is not None and not need_response and all(row.label is None for row in rows):
         raise UserError(f"{path}: no row has the field {settings.label_key!r}; name the right one in data.label_key, or leave it out")
     return rows
 
@@ -116,21 +115,22 @@ def check_row(record: Mapping[str, Any], origin: str, *, settings: DataSettings,
     """
     for key, value in record.items():
         _check_value({key: value}, f"{origin}: {key!r}", level=0)
-    wanted = {settings.prompt_key: "data.prompt_key"} | ({settings.response_key: "data.response_key"} if need_response else {})
+    wanted = {settings.prompt_key: "data.prompt_key"} | ({settings.response_field: "data.label_key"} if need_response else {})
     for key, setting in wanted.items():
         if key in record and record[key] is None:
             raise UserError(f"{origin}: {key!r} is null, needs {'a string or chat messages' if key == settings.prompt_key else 'a string'}")
         if key not in record:
             raise UserError(f"{origin}: no field {key!r}, only {', '.join(map(repr, record)) or 'none'}; name the right one in {setting}")
-    response = record.get(settings.response_key)
+    # Without a supervised target the field of data.label_key is a label.
+    response = record.get(settings.response_field) if need_response or settings.label_key is None else None
     if response is not None and not isinstance(response, str):
-        raise UserError(f"{origin}: {settings.response_key!r} has type {type(response).__name__}, needs a string")
-    taken = (settings.prompt_key, settings.label_key, settings.response_key)
+        raise UserError(f"{origin}: {settings.response_field!r} has type {type(response).__name__}, needs a string")
+    taken = (settings.prompt_key, settings.label_field, settings.response_field)
     metadata = {key: value for key, value in record.items() if key not in taken}
     return Row(
         origin=origin,
         prompt=_prompt(record[settings.prompt_key], origin, settings.prompt_key),
-        label=_label(record.get(settings.label_key), origin, settings.label_key),
+        label=_label(record.get(settings.label_field), origin, settings.label_field),
         response=response,
         metadata=metadata,
     )

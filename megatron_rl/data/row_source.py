@@ -164,7 +164,7 @@ class OwnRows:
         except (TypeError, ValueError) as error:
             raise UserError(f"{self._name} has the state {own!r:.80}, which JSON cannot hold ({error}); use plain values") from error
         settings = self._settings
-        keys = {"prompt_key": settings.prompt_key, "label_key": settings.label_key}
+        keys = {"prompt_key": settings.prompt_key, "label_key": settings.label_field}
         return {"source": settings.source, "args": settings.args, "seed": self._seed, "taken": self._num_taken, "own": own, **keys}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -77,7 +77,7 @@ class PromptSource:
             return None
         which = f"no row of {self._path} has" if len(origins) == len(self._known) else f"{len(origins)} of {len(self._known)} rows lack"
         first = "" if len(origins) == len(self._known) else f", the first is {origins[0]}"
-        return f"{which} the field {self._settings.label_key!r}{first}: the reward function gets label None for them"
+        return f"{which} the field {self._settings.label_field!r}{first}: the reward function gets label None for them"
 
     def repeat_note(self) -> str | None:
         """Return a note when a step takes more rows than the file has; None otherwise or for
@@ -189,7 +189,7 @@ class PromptSource:
         if row.prompt[-1]["role"] == "assistant":
             raise UserError(
                 f"{row.origin}: the last message is the assistant's, needs one that the policy answers; remove it, or move it to the field "
-                f"{self._settings.response_key!r}"
+                f"{self._settings.response_field!r}"
             )
         tools = row.metadata.get("tools")
         render = partial(self._tokenizer.apply_chat_template, list(row.prompt), add_generation_prompt=True, tokenize=False)
@@ -211,7 +211,7 @@ class PromptSource:
         """Token ids [R] of the row's response, closed by the end-of-sequence token."""
         if row.response is None:
             raise UserError(
-                f"{row.origin}: no field {self._settings.response_key!r}, which supervised training needs; see data.response_key"
+                f"{row.origin}: no field {self._settings.response_field!r}, which supervised training needs; see data.label_key"
             )
         end = self._tokenizer.eos_token_id
         if end is None:

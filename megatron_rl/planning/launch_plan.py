@@ -5,7 +5,15 @@ from itertools import groupby
 
 import torch
 
-from megatron_rl.config.derived import dtype_name, request_deadline_s, start_deadline_s, step_deadline_s, sync_deadline_s
+from megatron_rl.config.derived import (
+    anneal_steps,
+    dtype_name,
+    request_deadline_s,
+    reward_workers,
+    start_deadline_s,
+    step_deadline_s,
+    sync_deadline_s,
+)
 from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.settings import ModelSettings, SamplingSettings, Settings
 from megatron_rl.config.yaml_text import format_value
@@ -73,6 +81,9 @@ def sizes(settings: Settings) -> dict[str, str]:
         "tokens per micro-batch": f"at most {training.max_tokens_per_micro_batch} × cp {cp} = {training.max_tokens_per_micro_batch * cp}",
         "evaluations, checkpoints": f"{evaluations}, {_rounds(run.num_steps, run.save_interval)}",
     }
+    schedule, last = training.schedule, training.schedule.decay_steps or settings.optimizer_steps
+    if schedule.decay_style == "wsd":
+        rows["learning rate"] = f"wsd, falls in the last {anneal_steps(schedule, last)} of {last} optimizer steps"
     if settings.supervised:
         return rows
     longest, response, staleness = settings.longest_sequence, settings.rollout.sampling.max_response_tokens, settings.rollout.max_staleness
@@ -107,7 +118,7 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
     return rows | {
         "SGLang": f"{counted(settings.rollout.num_engines, 'server')}{where}",
         "SGLang's arguments": " ".join(f"{name}={format_value(value)}" for name, value in arguments.items()),
-        "reward workers": f"{settings.reward.num_workers}, {settings.reward.function}",
+        "reward workers": f"{reward_workers()} on the cores here, {settings.reward.function}",
         "weight sync": weight_sync(settings, device_kind=device.kind),
         "deadlines": _deadlines(settings.model, settings.rollout.sampling),
     }

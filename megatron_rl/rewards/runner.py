@@ -49,8 +49,10 @@ class RewardRunner:
     `log_path`, where given.
     """
 
-    def __init__(self, settings: RewardSettings, *, log_path: Path | None = None, note: Callable[[str], None] = print) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: RewardSettings, *, num_workers: int = 1, log_path: Path | None = None, note: Callable[[str], None] = print
+    ) -> None:
+        self._settings, self._num_workers = settings, num_workers
         self._note = note
         self._log_path = log_path
         if log_path is not None:
@@ -148,9 +150,7 @@ class RewardRunner:
 
     def _make_pool(self) -> ProcessPool:
         start_tracker()
-        return ProcessPool(
-            max_workers=self._settings.num_workers, context=WorkerContext(), initializer=lead_session, initargs=[self._log_path]
-        )
+        return ProcessPool(max_workers=self._num_workers, context=WorkerContext(), initializer=lead_session, initargs=[self._log_path])
 
     async def _outcome(self, future: ProcessFuture[Any], *, pool: ProcessPool) -> list[Reward] | None:
         """Return the outcomes of scheduled calls as `_read` does; None when their `pool` broke

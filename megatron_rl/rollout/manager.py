@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.derived import request_deadline_s, sync_deadline_s
+from megatron_rl.config.derived import request_deadline_s, reward_workers, sync_deadline_s
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
@@ -124,7 +124,8 @@ class RolloutManager:
                 buffer.
         """
         async with AsyncExitStack() as stack:
-            rewards = stack.enter_context(RewardRunner(settings.reward, log_path=reward_log(settings.run.directory), note=say))
+            log_path = reward_log(settings.run.directory)
+            rewards = stack.enter_context(RewardRunner(settings.reward, num_workers=reward_workers(), log_path=log_path, note=say))
             for prompt in prompts.for_reward():
                 rewards.probe(prompt)
             greedy = settings.objective.advantage.needs_greedy

@@ -277,7 +277,7 @@ def _check_rows(settings: Settings) -> list[str]:
     repeats = [note for note in [train.repeat_note()] if note is not None]
     if settings.supervised:
         return repeats
-    with RewardRunner(settings.reward.model_copy(update={"num_workers": 1})) as runner:
+    with RewardRunner(settings.reward) as runner:
         for prompt in (prompt for source in sources for prompt in source.probes()):
             runner.probe(prompt)
     return repeats + [note for source in sources if (note := source.label_note()) is not None]

@@ -24,7 +24,7 @@ from megatron_rl.checkpoints.run_checkpoints import (
     newest_checkpoint,
     oldest_step,
 )
-from megatron_rl.config.derived import request_deadline_s, sync_deadline_s
+from megatron_rl.config.derived import request_deadline_s, reward_workers, sync_deadline_s
 from megatron_rl.config.settings import Settings
 from megatron_rl.deadlines import ENGINE_CONTROL_S
 from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, UserError, counted
@@ -367,16 +367,17 @@ class RolloutRun(Run):
         self._wait(self._manager.forget(before_step=before_step), name="pruning the buffer")
 
 
-def generation_deadline_s(settings: Settings, *, num_samples: int) -> float:
+def generation_deadline_s(settings: Settings, *, num_samples: int, num_workers: int | None = None) -> float:
     """Return the deadline in seconds for `num_samples` trajectories with rewards.
 
     Every call is assumed to keep its own deadline. One wave more than the samples fill is allowed,
-    because groups end unevenly and a baseline may be generated first.
+    because groups end unevenly and a baseline may be generated first. `num_workers` score rewards,
+    by default this machine's.
     """
     rollout, reward = settings.rollout, settings.reward
     waves = 1 + math.ceil(num_samples / (rollout.num_engines * rollout.max_concurrent_requests))
     wave_s = max(request_deadline_s(settings.model, rollout.sampling), ATTEMPTS * (rollout.timeout_s + CANCEL_S))
-    return waves * wave_s + math.ceil(num_samples / reward.num_workers) * reward.timeout_s
+    return waves * wave_s + math.ceil(num_samples / (num_workers or reward_workers())) * reward.timeout_s
 
 
 def _identity(directory: Path) -> tuple[int, int]:

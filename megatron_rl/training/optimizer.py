@@ -18,6 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
+from megatron_rl.config.derived import anneal_steps
 from megatron_rl.config.settings import ScheduleSettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.upstream_fields import checked_fields
@@ -183,7 +184,7 @@ def build_scheduler(
         end_wd=config.weight_decay,
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
-        wsd_decay_steps=min(schedule.anneal_steps or max(1, decay_steps // 10), decay_steps - schedule.warmup_steps),
+        wsd_decay_steps=anneal_steps(schedule, decay_steps),
         lr_wsd_decay_style="minus_sqrt",
     )
 

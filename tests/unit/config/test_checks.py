@@ -40,12 +40,7 @@ MakeSettings = Callable[..., Settings]
         (["training.schedule.decay_steps=5"], "decay_style constant never decays"),
         (["training.schedule={decay_style: cosine, decay_steps: 5, warmup_steps: 5}"], "set warmup_steps below 5"),
         (["training.schedule={decay_style: inverse_square_root, decay_steps: 5}"], "inverse_square_root has no end"),
-        (["training.schedule.anneal_steps=5"], "only wsd anneals at the end"),
         (["objective.distillation_coef=0.5"], "model.teacher is not set"),
-        (
-            ["training.schedule={decay_style: wsd, decay_steps: 9, warmup_steps: 4, anneal_steps: 6}"],
-            "4 steps of warm-up and 6 of annealing",
-        ),
         (["run.num_steps=5", "training.schedule={decay_style: linear, warmup_steps: 5}"], "floor at optimizer step 5, but warms up for 5"),
         (["training.optimizer={lr: 1e-6, min_lr: 1e-5}"], "min_lr 1e-05 is above lr 1e-06"),
         (["run.num_steps=5", "objective.preset=ppo", "training.critic.warmup_steps=5"], "set training.critic.warmup_steps below 5"),

@@ -20,41 +20,35 @@ def settings_of(*overrides: str) -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "cores", "decided"),
+    ("overrides", "decided"),
     [
-        ((), 2, {"reward.num_workers": 1}),
-        ((), 64, {"reward.num_workers": 16}),
-        ((), 512, {"reward.num_workers": 32}),
-        (("reward.num_workers=1",), 64, {}),
-        (("objective.policy_loss.kind=sft",), 64, {}),
+        ((), {}),
+        (("objective.policy_loss.kind=sft",), {}),
         (
-            ("rollout.sampling.max_response_tokens=40000", "training.topology={num_ranks: 2, cp: 2}", "reward.num_workers=1"),
-            2,
+            ("rollout.sampling.max_response_tokens=40000", "training.topology={num_ranks: 2, cp: 2}"),
             # (1024 + 40000) / 2 tokens.
             {"training.max_tokens_per_micro_batch": 20512},
         ),
-        (CLUSTER, 4, {"reward.num_workers": 1, "training.topology.num_ranks": 8, "rollout.num_engines": 8}),
+        (CLUSTER, {"training.topology.num_ranks": 8, "rollout.num_engines": 8}),
         (
             (*CLUSTER, "training.topology={tp: 3, pp: 2}", "rollout.sglang.tp_size=4"),
-            4,
-            {"reward.num_workers": 1, "training.topology.num_ranks": 6, "rollout.num_engines": 2},
+            {"training.topology.num_ranks": 6, "rollout.num_engines": 2},
         ),
         (
             (*CLUSTER, "runtime.colocate=true", "rollout.sglang.tp_size=2"),
-            4,
-            {"reward.num_workers": 1, "training.topology.num_ranks": 16, "rollout.num_engines": 8},
+            {"training.topology.num_ranks": 16, "rollout.num_engines": 8},
         ),
-        ((*CLUSTER, "rollout.num_engines=4"), 4, {"reward.num_workers": 1, "training.topology.num_ranks": 12}),
-        ((*CLUSTER, "training.topology.num_ranks=4"), 4, {"reward.num_workers": 1, "rollout.num_engines": 12}),
-        ((*CLUSTER, "training.topology.tp=32"), 4, {"reward.num_workers": 1}),
-        ((*CLUSTER, "objective.policy_loss.kind=sft"), 4, {"training.topology.num_ranks": 16}),
+        ((*CLUSTER, "rollout.num_engines=4"), {"training.topology.num_ranks": 12}),
+        ((*CLUSTER, "training.topology.num_ranks=4"), {"rollout.num_engines": 12}),
+        ((*CLUSTER, "training.topology.tp=32"), {}),
+        ((*CLUSTER, "objective.policy_loss.kind=sft"), {"training.topology.num_ranks": 16}),
     ],
 )
-def test_open_settings_are_decided_from_the_others(overrides: tuple[str, ...], cores: int, decided: dict[str, Any]) -> None:
+def test_open_settings_are_decided_from_the_others(overrides: tuple[str, ...], decided: dict[str, Any]) -> None:
     given = apply_overrides({}, ["run.directory=runs/x", "model.path=model", "data.train=train.jsonl", *overrides])
     # Before its contradictions are looked for.
     before = Settings.model_validate_json(json.dumps(given), strict=True)
-    after, made = decide(before, num_cores=cores, has_gpus=False)
+    after, made = decide(before, has_gpus=False)
     assert {one.path: one.value for one in made} == decided and all(one.reason for one in made)
     then, now = by_path(before.model_dump(mode="json")), by_path(after.model_dump(mode="json"))
     changed = {path: now[path] for path in now if now[path] != then[path]}
@@ -63,7 +57,7 @@ def test_open_settings_are_decided_from_the_others(overrides: tuple[str, ...], c
 
 def test_what_was_decided_is_given_the_next_time() -> None:
     first = load_settings(None, ["run.directory=runs/x", "model.path=model", "data.train=train.jsonl", *CLUSTER])
-    again, made = decide(validate_settings(parse_yaml(dump_settings(first), origin="dump"), origin="dump"), num_cores=1000, has_gpus=False)
+    again, made = decide(validate_settings(parse_yaml(dump_settings(first), origin="dump"), origin="dump"), has_gpus=False)
     assert (again, made) == (first, ())
 
 
@@ -81,8 +75,8 @@ def test_what_was_decided_is_given_the_next_time() -> None:
     ],
 )
 def test_memory_is_saved_where_gpus_are_used(overrides: tuple[str, ...], has_gpus: bool, decided: dict[str, Any]) -> None:
-    before = settings_of("reward.num_workers=1", "training.optimizer.lr=1e-5", *overrides)
-    after, made = decide(before, num_cores=2, has_gpus=has_gpus)
+    before = settings_of("training.optimizer.lr=1e-5", *overrides)
+    after, made = decide(before, has_gpus=has_gpus)
     assert {one.path.rpartition(".")[2]: one.value for one in made} == decided
     optimizer = {key: value for key, value in decided.items() if key.startswith("use_")}
     assert after.training.optimizer == {"lr": 1e-5, **optimizer}

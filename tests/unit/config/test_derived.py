@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.derived import dtype_name, request_deadline_s, start_deadline_s, step_deadline_s, sync_deadline_s
+from megatron_rl.config.derived import dtype_name, request_deadline_s, reward_workers, start_deadline_s, step_deadline_s, sync_deadline_s
 from megatron_rl.config.settings import Settings
 
 
@@ -26,6 +26,11 @@ def test_deadlines_follow_from_bytes_and_tokens(settings_with: Callable[..., Set
 
 def test_a_model_that_is_not_at_hand_adds_no_seconds(settings_with: Callable[..., Settings]) -> None:
     assert all_deadlines(settings_with("model.path=/nowhere", "rollout.sampling.max_response_tokens=4")) == (900, 600, 3600, 601)
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (7, 1), (8, 2), (255, 63), (256, 64), (1024, 64)])
+def test_reward_workers_take_a_quarter_of_the_cores(cores: int, workers: int) -> None:
+    assert reward_workers(cores) == workers
 
 
 def test_the_dtype_is_the_devices_where_none_is_set(settings_with: Callable[..., Settings]) -> None:

@@ -186,7 +186,10 @@ def test_a_label_name_that_no_row_has_is_refused(tmp_path: Path, tokenizer: Any)
     path = write(tmp_path / "a.jsonl", {"prompt": "1+1=", "label": "2", "response": "2"})
     with pytest.raises(UserError, match=r"a.jsonl: no row has the field 'answer'; name the right one in data.label_key"):
         open_source(path, tokenizer, label_key="answer")
-    assert len(open_source(path, tokenizer, label_key="answer", need_response=True).all()) == 1
+    assert len(open_source(path, tokenizer, need_response=True).all()) == 1
+    named = write(tmp_path / "b.jsonl", {"prompt": "1+1=", "answer": "2."})
+    (group,) = open_source(named, tokenizer, label_key="answer", need_response=True).next_supervised(1)
+    assert group.samples[0].response_text == "2."
 
 
 def test_chat_without_a_template_is_refused(tmp_path: Path, tokenizer_path: Path) -> None:
@@ -226,7 +229,7 @@ def test_supervised_rows_train_on_the_target_and_one_end_token(tmp_path: Path, t
 def test_supervised_rows_need_a_target_and_an_end_token(tmp_path: Path, tokenizer_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "1", "response": "1"}, {"prompt": "2", "answer": "2"})
     tokenizer = load_tokenizer(tokenizer_path)
-    with pytest.raises(UserError, match=r":2: no field 'response', only 'prompt', 'answer'; name the right one in data\.response_key"):
+    with pytest.raises(UserError, match=r":2: no field 'response', only 'prompt', 'answer'; name the right one in data\.label_key"):
         open_source(path, tokenizer, need_response=True)
     with pytest.raises(UserError, match=r":2: no field 'response', which supervised training needs"):
         open_source(path, tokenizer, shuffle=False).next_supervised(2)

@@ -1,5 +1,7 @@
 """The arithmetic that `train --check` prints, against sums by hand."""
 
+import pytest
+
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.planning.launch_plan import sizes
@@ -35,6 +37,12 @@ def test_sizes_add_up() -> None:
 def test_a_staleness_of_two_makes_two_steps_ahead() -> None:
     ahead = sizes(settings_with("rollout.max_staleness=2", "data.prompts_per_step=6"))["groups made ahead"]
     assert ahead == "at most 2 steps × 6 groups = 12, while a step trains"
+
+
+@pytest.mark.parametrize(("steps", "warmup", "last"), [(100, 0, 10), (109, 0, 10), (9, 0, 1), (100, 95, 5)])
+def test_wsd_falls_in_the_last_tenth(steps: int, warmup: int, last: int) -> None:
+    rows = sizes(settings_with(f"training.schedule={{decay_style: wsd, warmup_steps: {warmup}}}", f"run.num_steps={steps}"))
+    assert rows["learning rate"] == f"wsd, falls in the last {last} of {steps} optimizer steps"
 
 
 def test_supervised_rows_are_single_sequences() -> None:

@@ -323,15 +323,14 @@ def test_a_batch_of_many_waves_gets_the_time_of_all_its_waves() -> None:
         "rollout.max_concurrent_requests=256",
         "model.deadline_s=600.0",
         "reward.timeout_s=2.0",
-        "reward.num_workers=4",
         "rollout.timeout_s=60",
     )
     one = load_settings(None, [*paths, *limits])
-    assert generation_deadline_s(one, num_samples=256) == 2 * 600 + 64 * 2
-    assert generation_deadline_s(one, num_samples=2048) == 9 * 600 + 512 * 2
+    assert generation_deadline_s(one, num_samples=256, num_workers=4) == 2 * 600 + 64 * 2
+    assert generation_deadline_s(one, num_samples=2048, num_workers=4) == 9 * 600 + 512 * 2
     two = load_settings(None, [*paths, *limits, "rollout.num_engines=2"])
-    assert generation_deadline_s(two, num_samples=2048) == 5 * 600 + 512 * 2
+    assert generation_deadline_s(two, num_samples=2048, num_workers=4) == 5 * 600 + 512 * 2
     slow = load_settings(None, [*paths, *limits, "rollout.timeout_s=700"])
-    assert generation_deadline_s(slow, num_samples=256) == 2 * 3 * (700 + 5) + 64 * 2, (
+    assert generation_deadline_s(slow, num_samples=256, num_workers=4) == 2 * 3 * (700 + 5) + 64 * 2, (
         "three attempts, each with the time until it is left to itself"
     )

@@ -97,7 +97,7 @@ def test_warm_up_wastes_no_step_at_rate_zero() -> None:
     assert rates(ScheduleSettings(warmup_steps=3), steps=6) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
 
 
-PEAK, FLOOR, WARMUP, DECAY, ANNEAL = 2.0, 0.1, 3, 20, 5
+PEAK, FLOOR, WARMUP, DECAY, ANNEAL = 2.0, 0.1, 3, 20, 2
 
 
 def closed_form(style: str, step: int) -> float:
@@ -120,8 +120,7 @@ def closed_form(style: str, step: int) -> float:
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse_square_root", "wsd"])
 def test_rates_are_those_of_the_closed_form(style: str) -> None:
     fields = {"decay_steps": DECAY} if style in ("linear", "cosine", "wsd") else {}
-    anneal = {"anneal_steps": ANNEAL} if style == "wsd" else {}
-    schedule = ScheduleSettings.model_validate({"decay_style": style, "warmup_steps": WARMUP, **fields, **anneal})
+    schedule = ScheduleSettings.model_validate({"decay_style": style, "warmup_steps": WARMUP, **fields})
     seen = rates(schedule, steps=DECAY + 4, lr=PEAK, min_lr=FLOOR)
     assert seen == pytest.approx([closed_form(style, step) for step in range(DECAY + 4)], rel=1e-12)
 
