@@ -101,7 +101,7 @@ OVERRIDES: list[tuple[list[str], list[str]]] = [
     (["training.schedule.warmup_steps=101"], ["warmup_steps is 101", "100 or less"]),
     (["training.schedule.decay_steps=5"], ["decay_style constant never decays"]),
     (["training.schedule={decay_style: cosine, decay_steps: 5, warmup_steps: 5}"], ["reach its floor at optimizer step 5"]),
-    (["training.schedule.decay_style=wds"], ["decay_style is wds", "did you mean training.schedule.decay_style=wsd?"]),
+    (["training.schedule.decay_style=cosin"], ["decay_style is cosin", "did you mean training.schedule.decay_style=cosine?"]),
     (["training.optimizer.lr=-1"], ["training.optimizer.lr is -1", ">= 0"]),
     (["training.optimizer={lr: 1.0e-6, min_lr: 1.0e-5}"], ["min_lr", "above lr", "exchange"]),
     (["weights.transport=ipc"], ["weights.transport is ipc with runtime.colocate false"]),
