@@ -6,13 +6,14 @@ T tokens of all sequences, B sequences.
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_rl.errors import UserError, counted
-from megatron_rl.types import Experts, Floats, Group, Ints, RewardOutcome, Sample, TrainBatch, trajectories
+from megatron_rl.types import Experts, Group, Ints, RewardOutcome, Sample, TrainBatch, trajectories
 
 GREEDY_BASELINE = "greedy_baseline"
 """Component of rewards: the reward of the greedy response to the prompt, with which ReMax compares each sample."""
@@ -86,17 +87,13 @@ def batch_from_sequences(
     """
     prompt_ids, response_ids = _token_rows(prompts, responses)
     num, prompt_lengths = len(response_ids), np.array([len(ids) for ids in prompt_ids], np.int64)
-    owners = list(range(num) if trajectory_ids is None else trajectory_ids)
-    if len(owners) != num:
-        raise ValueError(f"batch_from_sequences got {len(owners)} trajectory_ids, needs one for each of {num} responses")
-    openings: dict[Hashable, Hashable] = {}
-    groups = [openings.setdefault(owner, ids.tobytes()) for owner, ids in zip(owners, prompt_ids, strict=True)]
+    attempts = list(range(num) if trajectory_ids is None else trajectory_ids)
+    if len(attempts) != num:
+        raise ValueError(f"batch_from_sequences got {len(attempts)} trajectory_ids, needs one for each of {num} responses")
+    groups = _first_prompts(prompt_ids, attempts) if group_ids is None else group_ids
     masks = [np.ones(len(ids)) for ids in response_ids] if loss_masks is None else loss_masks
     made = [np.full(len(ids), -1 if rollout_log_probs is None else 0) for ids in response_ids]
-
-    def flat(name: str, rows: Sequence[ArrayLike] | None) -> Any:
-        return None if rows is None else _with_prompts(_rows_like(response_ids, name, rows), prompt_lengths, fill=0.0)
-
+    flat = partial(_flat, response_ids, prompt_lengths)
     return TrainBatch(
         tokens=np.concatenate([np.empty(0, np.int64), *itertools.chain(*zip(prompt_ids, response_ids, strict=True))]),
         cu_seqlens=np.cumsum([0, *(len(prompt) + len(ids) for prompt, ids in zip(prompt_ids, response_ids, strict=True))]),
@@ -109,8 +106,8 @@ def batch_from_sequences(
         values=flat("values", values),
         advantages=flat("advantages", advantages),
         rewards=np.full(num, np.nan) if rewards is None else np.asarray(rewards),
-        group_ids=_numbered(groups if group_ids is None else group_ids),
-        trajectory_ids=_numbered(owners),
+        group_ids=_numbered(groups),
+        trajectory_ids=_numbered(attempts),
         truncated=np.zeros(num, np.bool_) if truncated is None else np.asarray(truncated),
     )
 
@@ -140,8 +137,19 @@ def _token_rows(prompts: Sequence[ArrayLike], responses: Sequence[ArrayLike]) ->
     return rows["prompts"], rows["responses"]
 
 
-def _rows_like(responses: Sequence[Ints], name: str, given: Sequence[ArrayLike]) -> list[Floats]:
-    """Return a number for each token of `responses`, from the argument `name`. Raises ValueError."""
+def _first_prompts(prompts: Sequence[Ints], trajectories: Sequence[Hashable]) -> list[Hashable]:
+    """Return the first prompt of each prompt's trajectory, as bytes, [B]."""
+    first: dict[Hashable, Hashable] = {}
+    return [first.setdefault(trajectory, ids.tobytes()) for trajectory, ids in zip(trajectories, prompts, strict=True)]
+
+
+def _flat(responses: Sequence[Ints], prompt_lengths: Ints, name: str, given: Sequence[ArrayLike] | None) -> Any:
+    """Return the argument `name`, a number for each token of `responses`, flat [T] with prompts.
+
+    Raises ValueError for other lengths.
+    """
+    if given is None:
+        return None
     if len(given) != len(responses):
         raise ValueError(f"batch_from_sequences got {name} of {len(given)} responses, needs those of all {len(responses)}")
     rows = []
@@ -155,7 +163,7 @@ def _rows_like(responses: Sequence[Ints], name: str, given: Sequence[ArrayLike])
                 "needs one each"
             )
         rows.append(row)
-    return rows
+    return _with_prompts(rows, prompt_lengths, fill=0.0)
 
 
 def _numbered(labels: Iterable[Hashable]) -> Ints:
