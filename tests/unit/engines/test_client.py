@@ -60,6 +60,19 @@ def talk(
     return asyncio.run(session()), seen
 
 
+def always(payload: Any, *, status: int = 200) -> Handler:
+    """Answer every request with `payload`."""
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response(payload, status=status)
+
+    return handler
+
+
+def generate(client: EngineClient) -> Awaitable[Any]:
+    return client.generate(np.array([1]), sampling=ONE)
+
+
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
@@ -130,10 +143,7 @@ def test_the_key_is_sent() -> None:
 def test_versions_come_from_the_spans() -> None:
     spans = [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 3}]
 
-    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response([answer(weight_versions=spans)])
-
-    generations, _ = talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
+    generations, _ = talk(always([answer(weight_versions=spans)]), generate)
     assert generations[0].weight_versions.tolist() == [4, 5, 5]
 
 
@@ -147,18 +157,13 @@ def test_versions_come_from_the_spans() -> None:
     ],
 )
 def test_an_answer_that_cannot_be_trusted_is_an_error(meta: dict[str, Any], message: str) -> None:
-    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response([answer(**meta)])
-
     with pytest.raises(EngineError, match=message):
-        talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
+        talk(always([answer(**meta)]), generate)
 
 
 def test_an_abort_keeps_the_partial_tokens() -> None:
-    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response([answer(finish_reason={"type": "abort", "message": "Aborted", "status_code": None})])
-
-    generations, _ = talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
+    aborted = answer(finish_reason={"type": "abort", "message": "Aborted", "status_code": None})
+    generations, _ = talk(always([aborted]), generate)
     assert generations[0].stop_reason is StopReason.ABORT
     assert len(generations[0].token_ids) == 3
 
@@ -172,10 +177,7 @@ def encoded(record: np.ndarray) -> str:
 
 
 def ask_with_record(**meta: Any) -> tuple[Any, list[Any]]:
-    async def handler(request: web.Request, body: dict[str, Any]) -> web.Response:
-        return web.json_response([answer(**meta)])
-
-    return talk(handler, lambda client: client.generate(np.array([1, 2]), sampling=ONE), mixture=MIXTURE)
+    return talk(always([answer(**meta)]), lambda client: client.generate(np.array([1, 2]), sampling=ONE), mixture=MIXTURE)
 
 
 def test_experts_are_asked_for_and_read_without_the_dense_layers() -> None:
@@ -199,11 +201,8 @@ def test_experts_that_do_not_fit_the_response_are_an_error(meta: dict[str, Any],
 
 
 def test_a_response_aborted_at_its_start_has_no_experts() -> None:
-    async def handler(request: web.Request, body: dict[str, Any]) -> web.Response:
-        aborted = answer(finish_reason={"type": "abort"}, output_token_logprobs=[])
-        return web.json_response([{**aborted, "output_ids": []}])
-
-    (generation,), _ = talk(handler, lambda client: client.generate(np.array([1, 2]), sampling=ONE), mixture=MIXTURE)
+    aborted = {**answer(finish_reason={"type": "abort"}, output_token_logprobs=[]), "output_ids": []}
+    (generation,), _ = talk(always([aborted]), generate, mixture=MIXTURE)
     assert generation.routed_experts.shape == (0, 2, 2)
 
 
@@ -221,7 +220,7 @@ def test_generation_retries_lost_connections_and_full_queues(trouble: str) -> No
             return web.json_response({"object": "error", "message": "The request queue is full.", "code": 503}, status=503)
         return await generates(request, body)
 
-    generations, seen = talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
+    generations, seen = talk(handler, generate)
     assert len(generations) == 1
     assert len(seen) == 3
 
@@ -233,21 +232,20 @@ def test_an_engine_that_keeps_failing_is_an_error() -> None:
         return web.Response()
 
     with pytest.raises(EngineError, match="cannot be reached for /generate"):
-        talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
+        talk(handler, generate)
 
 
 def test_a_refused_request_is_not_tried_again() -> None:
-    calls = 0
+    calls: list[str] = []
 
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        nonlocal calls
-        calls += 1
+        calls.append(request.path)
         return web.json_response({"error": {"message": "too long"}}, status=400)
 
     with pytest.raises(EngineRefusal, match=r"refused /generate: too long \(HTTP 400\)") as caught:
-        talk(handler, lambda client: client.generate(np.array([1]), sampling=ONE))
+        talk(handler, generate)
     assert caught.value.status == 400
-    assert calls == 1
+    assert calls == ["/generate"]
 
 
 def ask_for_several(client: EngineClient, prompts: list[list[int]], *, sampling: Sampling = ONE, num_samples: int = 2) -> Awaitable[Any]:
@@ -344,28 +342,27 @@ def test_a_failed_call_without_waiters_prints_nothing() -> None:
 
 
 def test_control_calls_are_made_once() -> None:
-    calls = 0
+    calls: list[str] = []
 
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        nonlocal calls
-        calls += 1
+        calls.append(request.path)
         return web.Response(status=503, text="busy")
 
     with pytest.raises(EngineRefusal, match="busy"):
         talk(handler, lambda client: client.pause("abort"))
-    assert calls == 1
+    assert calls == ["/pause_generation"]
 
 
 def test_a_failure_reported_with_status_200_is_an_error() -> None:
-    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response({"success": False, "message": "unknown group"})
-
     with pytest.raises(EngineRefusal, match="unknown group"):
-        talk(handler, lambda client: client.receive_bucket(["a"], dtypes=["float32"], shapes=[[1]], group="g"))
+        talk(
+            always({"success": False, "message": "unknown group"}),
+            lambda client: client.receive_bucket(["a"], dtypes=["float32"], shapes=[[1]], group="g"),
+        )
 
 
 WAITS: dict[str, Callable[[EngineClient], Awaitable[Any]]] = {
-    "generate": lambda client: client.generate(np.array([1]), sampling=ONE),
+    "generate": generate,
     "version": lambda client: client.weight_version(),
     "bucket": lambda client: client.receive_bucket(["a"], dtypes=["float32"], shapes=[[1]], group="g", version=1),
     "shared bucket": lambda client: client.take_bucket(["handle"], version=1),
@@ -388,14 +385,11 @@ def test_every_wait_has_a_deadline(call: str) -> None:
 
 
 def test_a_bucket_sets_version_and_flushes_only_at_the_end() -> None:
-    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response({"success": True, "message": ""})
-
     async def work(client: EngineClient) -> None:
         await client.receive_bucket(["a"], dtypes=["float32"], shapes=[(1, 2)], group="g")
         await client.receive_bucket(["b"], dtypes=["float32"], shapes=[(3,)], group="g", version=7, flattened=False)
 
-    _, seen = talk(handler, work)
+    _, seen = talk(always({"success": True, "message": ""}), work)
     (_, first), (_, last) = seen
     assert first["flush_cache"] is False and "weight_version" not in first and first["load_format"] == "flattened_bucket"
     assert last["flush_cache"] is True and last["weight_version"] == "7" and last["load_format"] is None
