@@ -17,7 +17,7 @@ from megatron_rl.checkpoints.megatron import MegatronWeights, is_torch_dist
 from megatron_rl.errors import UserError, counted
 from megatron_rl.models.build import PolicyModel
 from megatron_rl.models.config_json import read_config
-from megatron_rl.models.hf_weights import TensorRanks, global_parameters, held_name
+from megatron_rl.models.hf_weights import global_parameters, held_name, tensor_ranks
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import Rule, fill, of_mtp, rules, tensor_names
 
@@ -165,8 +165,8 @@ def load_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, weights: Stored
             parameter = parameters.pop(held_name(rule, parameters), None)
             if parameter is None:
                 continue
-            ranks = TensorRanks.of(rule)
-            load_parameter(parameter, rule, spec, weights.read, tp_rank=ranks.rank, tp=ranks.size)
+            ranks = tensor_ranks(rule)
+            load_parameter(parameter, rule, spec, weights.read, tp_rank=ranks.rank(), tp=ranks.size())
             _check_finite(parameter, rule.hugging_face, weights.path)
     assert not parameters, f"no table row loads {next(iter(parameters))}"
 

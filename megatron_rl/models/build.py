@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.device import local_device
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.attention_fields import Attention
+from megatron_rl.models.attention.attention_choice import Attention
 from megatron_rl.models.attention.latent import LatentAttention
 from megatron_rl.models.attention.packed import PackedAttention
 from megatron_rl.models.experts.dispatching import allow_uneven_tokens

@@ -80,23 +80,10 @@ def _with_global_expert(name: str, first_expert: int) -> str:
     return _LOCAL_EXPERT.sub(lambda match: str(first_expert + int(match[0])), name)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRanks:
-    """The tensor parallel ranks sharing a parameter, for experts or for everything else.
-
-    This rank's place among the ranks is included.
-    """
-
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-
-    @classmethod
-    def of(cls, rule: Rule) -> "TensorRanks":
-        """Return the ranks splitting the parameter of `rule`."""
-        of_expert, of_rest = parallel_state.get_expert_tensor_parallel_group, parallel_state.get_tensor_model_parallel_group
-        group = of_expert() if rule.of_expert else of_rest()
-        return cls(group, group.rank(), group.size())
+def tensor_ranks(rule: Rule) -> dist.ProcessGroup:
+    """Return the tensor parallel ranks that split the parameter of `rule`, for experts or for everything else."""
+    of_expert, of_rest = parallel_state.get_expert_tensor_parallel_group, parallel_state.get_tensor_model_parallel_group
+    return of_expert() if rule.of_expert else of_rest()
 
 
 class _Owners:
@@ -146,10 +133,10 @@ def held_name(rule: Rule, names: Container[str]) -> str:
 
 def _gathered(rule: Rule, local: Tensor, spec: ModelSpec) -> list[Tensor]:
     """Return the Hugging Face tensors of a parameter from the parts of all tensor parallel ranks."""
-    shards, ranks = [local], TensorRanks.of(rule)
-    if ranks.size > 1 and rule.sharding is not Sharding.REPLICATED:
-        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks.size)]
-        dist.all_gather(shards, local.contiguous(), group=ranks.group)
+    shards, ranks = [local], tensor_ranks(rule)
+    if ranks.size() > 1 and rule.sharding is not Sharding.REPLICATED:
+        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks.size())]
+        dist.all_gather(shards, local.contiguous(), group=ranks)
     return split(rule.sharding, join(rule.sharding, shards), spec)
 
 

@@ -3,31 +3,27 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.device import local_device
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.attention_fields import Attention, Capability, attention_fields, lacking_in_transformer_engine
-from megatron_rl.models.experts.moe_fields import BALANCED_BY, check_expert_layout, check_routing, default_moe_fields, moe_fields
-from megatron_rl.models.model_spec import Activation, ModelSpec
+from megatron_rl.models.attention.attention_choice import DEFAULT_BACKEND, Attention, transformer_engine_here
+from megatron_rl.models.experts.moe_fields import BALANCED_BY, check_expert_layout, check_routing
+from megatron_rl.models.experts.moe_spec import MoeSpec
+from megatron_rl.models.model_spec import Activation, MlaSpec, ModelSpec
 from megatron_rl.models.unavailable_fields import (
     check_attention_backend,
     check_available,
     check_recompute,
-    transformer_engine_here,
     without_kernels,
 )
 from megatron_rl.models.upstream_fields import checked_fields
 
 if TYPE_CHECKING:
     from megatron_rl.config.settings import TopologySettings
-
-DEFAULT_BACKEND = AttnBackend.fused
-"""Transformer Engine's attention where model.megatron.attention_backend names none: cuDNN's, which comes with torch."""
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -46,52 +42,6 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def resolve_attention(
-    choice: Literal["auto", "torch", "transformer_engine"],
-    spec: ModelSpec,
-    *,
-    overrides: Mapping[str, Any],
-    cp: int,
-    capability: Capability | None,
-    installed: bool | None = None,
-) -> Attention:
-    """Return the attention for the setting `model.attention` on GPUs of this capability.
-
-    A capability of None is a CPU. `overrides` are the fields of `model.megatron`; `installed` is
-    about Transformer Engine, by default on this machine. Raises UserError when Transformer Engine
-    is requested, by name or by `attention_backend`, and is not installed or does not compute
-    `spec`.
-    """
-    if installed is None:
-        installed = transformer_engine_here()
-    if choice == "torch" or (choice == "auto" and (capability is None or not installed)):
-        return "torch"
-    if not installed:
-        raise UserError("model.attention is transformer_engine, which is not installed; install it or set model.attention=torch")
-    fused = chosen_backend(overrides) is AttnBackend.fused
-    lacking = None if capability is None else lacking_in_transformer_engine(spec, cp=cp, capability=capability, fused=fused)
-    if lacking is None:
-        return "transformer_engine"
-    if choice == "auto" and "attention_backend" not in overrides:
-        return "torch"
-    raise UserError(lacking)
-
-
-def chosen_backend(overrides: Mapping[str, Any]) -> AttnBackend:
-    """Return Transformer Engine's attention chosen by `overrides`, the fields of `model.megatron`."""
-    given = {name: value for name, value in overrides.items() if name == "attention_backend"}
-    backend: AttnBackend = checked_fields("model.megatron", given, TransformerConfig).get("attention_backend", DEFAULT_BACKEND)
-    return backend
-
-
-def attention_name(attention: Attention, overrides: Mapping[str, Any]) -> str:
-    """Return the attention's name as printed by runs and `--check`.
-
-    `overrides` are the fields of `model.megatron`.
-    """
-    return "torch" if attention == "torch" else f"transformer_engine, {chosen_backend(overrides).name}"
-
-
 def transformer_config(
     spec: ModelSpec,
     *,
@@ -108,7 +58,7 @@ def transformer_config(
     combinations refused by megatron.
     """
     check_expert_layout(spec.moe, topology)
-    checkpoint = _checkpoint_fields(spec) | attention_fields(spec, attention=attention)
+    checkpoint = _checkpoint_fields(spec) | _attention_fields(spec, attention=attention)
     fixed = checkpoint | _topology_fields(topology, dtype)
     if attention == "torch":
         # The torch layers have one module for each expert.
@@ -124,13 +74,7 @@ def transformer_config(
     # kernels.
     elsewhere = attention == "transformer_engine" and not transformer_engine_here()
     given = without_kernels(checked) if elsewhere else checked
-    try:
-        with warnings.catch_warnings():
-            # megatron-core 0.16 warns about its own default of an unset field.
-            warnings.filterwarnings("ignore", message="full scope is deprecated.*")
-            config = config_class(**(_default_fields(spec, attention) | given | fixed))
-    except (ValueError, AssertionError, TypeError, ImportError, KeyError) as error:
-        raise UserError(f"megatron-core refuses this model configuration: {error}; change model.megatron or training.topology") from error
+    config = _constructed(config_class, _default_fields(spec, attention) | given | fixed)
     vars(config).update({name: checked[name] for name in checked.keys() - given.keys()})
     check_routing(config)
     check_recompute(config)
@@ -143,6 +87,16 @@ def transformer_config(
             f"set training.topology.vpp to {stages}"
         )
     return config
+
+
+def _constructed(config_class: type[TransformerConfig], fields: Mapping[str, Any]) -> TransformerConfig:
+    try:
+        with warnings.catch_warnings():
+            # megatron-core 0.16 warns about its own default of an unset field.
+            warnings.filterwarnings("ignore", message="full scope is deprecated.*")
+            return config_class(**fields)
+    except (ValueError, AssertionError, TypeError, ImportError, KeyError) as error:
+        raise UserError(f"megatron-core refuses this model configuration: {error}; change model.megatron or training.topology") from error
 
 
 def _checkpoint_fields(spec: ModelSpec) -> dict[str, Any]:
@@ -166,7 +120,106 @@ def _checkpoint_fields(spec: ModelSpec) -> dict[str, Any]:
         "perform_initialization": True,
         "init_method": torch.nn.init.zeros_,
         "output_layer_init_method": torch.nn.init.zeros_,
-        **moe_fields(spec.moe, num_layers=spec.num_layers),
+        **_moe_fields(spec.moe, num_layers=spec.num_layers),
+    }
+
+
+def _attention_fields(spec: ModelSpec, *, attention: Attention) -> dict[str, Any]:
+    """Return the fields of megatron-core's TransformerConfig defining attention.
+
+    For latent attention, the fields are those of MLATransformerConfig.
+    """
+    values: dict[str, Any] = {
+        "num_attention_heads": spec.num_heads,
+        "num_query_groups": spec.num_kv_heads,
+        "kv_channels": spec.head_dim,
+        "add_qkv_bias": spec.qkv_bias,
+        # Of single heads: see AttentionWithNormsOverHeads.
+        "qk_layernorm": (spec.qk_norm and not spec.qk_norm_over_heads) or spec.mla is not None,
+        "attention_dropout": 0.0,
+        "softmax_scale": spec.softmax_scale,
+        "softmax_type": "learnable" if spec.attention_sinks else "vanilla",
+        "window_size": None,
+        "rotary_interleaved": False,
+        "no_rope_freq": None,
+        "qk_l2_norm": False,
+        "attention_output_gate": False,
+        "apply_query_key_layer_scaling": False,
+        "multi_latent_attention": spec.mla is not None,
+    }
+    if spec.mla is not None:
+        return values | _latent_fields(spec.mla, spec)
+    return values | (_transformer_engine_fields(spec) if attention == "transformer_engine" else {})
+
+
+def _latent_fields(mla: MlaSpec, spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        # Rotation is this project's. Only the softmax scale of megatron's rotation is used, computed from
+        # the last two fields.
+        "rope_type": "rope",
+        "apply_rope_fusion": False,
+        "rotary_scaling_factor": spec.rotary.factor,
+        "mscale_all_dim": spec.rotary.mscale_all_dim,
+    }
+
+
+def _transformer_engine_fields(spec: ModelSpec) -> dict[str, Any]:
+    """There megatron rotates, without YaRN's factor on cosine and sine, and the windows are Transformer Engine's."""
+    values: dict[str, Any] = {}
+    if spec.rotary.attention_factor != 1.0:
+        # Queries and keys are each scaled by the factor, so scores are scaled by its square.
+        values["softmax_scale"] = spec.rotary.attention_factor**2 / spec.head_dim**0.5
+    if spec.sliding_window is not None:
+        values["window_size"] = (spec.sliding_window - 1, 0)
+        values["window_attn_skip_freq"] = [int(layer in spec.sliding_layers) for layer in range(spec.num_layers)]
+    return values
+
+
+def _moe_fields(moe: MoeSpec | None, *, num_layers: int) -> dict[str, Any]:
+    """Return the fields of megatron-core's TransformerConfig fixed by these experts.
+
+    `moe` None is a model without experts.
+    """
+    if moe is None:
+        return {"num_moe_experts": None}
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_layer_freq": [0 if moe.is_dense(layer) else 1 for layer in range(num_layers)],
+        "moe_router_topk": moe.num_experts_per_token,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
+        "moe_router_score_function": moe.score_function,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_num_groups": moe.num_groups,
+        "moe_router_group_topk": moe.groups_per_token,
+        "moe_router_topk_scaling_factor": None if moe.routed_scaling_factor == 1.0 else moe.routed_scaling_factor,
+        "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.normalize_top_k,
+        "moe_router_force_load_balancing": False,
+        "moe_apply_probs_on_input": False,
+        "moe_latent_size": None,
+    }
+
+
+def _default_moe_fields(*, grouped: bool) -> dict[str, Any]:
+    """Return the defaults open to overrides.
+
+    `grouped` computes all experts of a rank in one call, a feature of Transformer Engine.
+    """
+    return {
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": grouped,
+        # Sums of many products decide the choice of experts: in bfloat16 near ties would fall either way.
+        "moe_router_dtype": "fp32",
+        # Pre-training moves the bias until all experts are used alike. A prompt set of RL is narrow. The
+        # bias would push its tokens away from the best experts, and change the policy behind the
+        # objective's back.
+        "moe_router_bias_update_rate": 0.0,
     }
 
 
@@ -225,5 +278,5 @@ def _default_fields(spec: ModelSpec, attention: Attention) -> dict[str, Any]:
         "deallocate_pipeline_outputs": True,
         # megatron refuses its own default with pipelines, also for a model without experts.
         "moe_token_dispatcher_type": "alltoall",
-        **(default_moe_fields(grouped=attention == "transformer_engine") if spec.moe is not None else {}),
+        **(_default_moe_fields(grouped=attention == "transformer_engine") if spec.moe is not None else {}),
     }

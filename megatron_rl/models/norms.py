@@ -1,9 +1,8 @@
-"""Root mean square norms, and their places in a layer.
+"""Root mean square norms.
 
 Legend: T tokens on this rank, H heads on this rank, D channels of a head, tp tensor parallel size.
 """
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -12,14 +11,9 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-
-from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.module_specs import with_submodules
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -121,21 +115,3 @@ class NormedRowParallelLinear(RowParallelLinear):
         output, bias = super().forward(input_)
         assert bias is None, "a bias would be added behind the norm"
         return self.output_layernorm(output), None
-
-
-def with_norms(layer: ModuleSpec, spec: ModelSpec) -> ModuleSpec:
-    """Return the torch layer `layer` with this model's norms.
-
-    Norms before attention and MLP, and norms of single heads, are in `layer` already.
-    """
-    names = spec.names
-    attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
-    if spec.qk_norm_over_heads:
-        attention = dataclasses.replace(attention, module=AttentionWithNormsOverHeads)
-    if names.attention_output_norm is not None:
-        attention = with_submodules(attention, linear_proj=NormedRowParallelLinear)
-    if names.mlp_output_norm is not None:
-        mlp = with_submodules(mlp, linear_fc2=NormedRowParallelLinear)
-    before = {"input_layernorm": names.attention_input_norm, "pre_mlp_layernorm": names.mlp_input_norm}
-    absent = {name: IdentityOp for name, norm in before.items() if norm is None}
-    return with_submodules(layer, self_attention=attention, mlp=mlp, **absent)

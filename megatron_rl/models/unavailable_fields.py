@@ -12,9 +12,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.device import chosen_backends
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.attention_fields import Attention
+from megatron_rl.models.attention.attention_choice import Attention, transformer_engine_here
 
 NEEDS_TRANSFORMER_ENGINE = frozenset(
     {
@@ -56,14 +55,6 @@ _DEFAULT_RECOMPUTED = ["core_attn"]
 """What megatron-core fills in, whatever is recomputed."""
 _RECOMPUTED_BY_TRANSFORMER_ENGINE = frozenset({"layernorm", "moe_act"})
 """Modules whose checkpoint drops its own output, which megatron-core does with the state of Transformer Engine alone."""
-
-
-def transformer_engine_here() -> bool:
-    """Return true when Transformer Engine is installed.
-
-    A model with Transformer Engine on a machine without is planned for another machine.
-    """
-    return chosen_backends()["transformer-engine"] != "not installed"
 
 
 def check_available(overrides: Mapping[str, Any], *, attention: Attention, bf16: bool) -> None:

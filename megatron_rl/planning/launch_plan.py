@@ -24,7 +24,7 @@ from megatron_rl.runtime.engines import engine_arguments, weight_sync
 from megatron_rl.runtime.placement import NodeShare, Placement
 
 with quiet_megatron_imports():
-    from megatron_rl.models.megatron_config import attention_name
+    from megatron_rl.models.attention.attention_choice import attention_name
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.planning.records import RunPlan
     from megatron_rl.planning.run_plan import plan_run

@@ -15,8 +15,7 @@ from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
 from megatron_rl.weights.bucket import BUCKET_BYTES, exported_specs
 
 with quiet_megatron_imports():
-    from megatron_rl.models.attention.attention_fields import Attention
-    from megatron_rl.models.megatron_config import attention_name, resolve_attention
+    from megatron_rl.models.attention.attention_choice import Attention, attention_name, resolve_attention
     from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.unavailable_fields import without_kernels
     from megatron_rl.models.weight_table import tensor_shapes

@@ -60,7 +60,7 @@ from megatron_rl.weights.interface import Surroundings, WeightTransport
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 
 with quiet_megatron_imports():
-    from megatron_rl.models.megatron_config import attention_name, resolve_attention
+    from megatron_rl.models.attention.attention_choice import attention_name, resolve_attention
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.weights.bucket import exported_specs
 

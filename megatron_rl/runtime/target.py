@@ -13,8 +13,7 @@ from megatron_rl.device import Device, local_capability, local_device, quiet_meg
 from megatron_rl.runtime.placement import Needs, Placement, nodes_needed, place
 
 with quiet_megatron_imports():
-    from megatron_rl.models.attention.attention_fields import Attention
-    from megatron_rl.models.megatron_config import resolve_attention
+    from megatron_rl.models.attention.attention_choice import Attention, resolve_attention
     from megatron_rl.models.model_spec import ModelSpec
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.attention_fields import Attention
+from megatron_rl.models.attention.attention_choice import Attention
 from megatron_rl.models.freezing import frozen_rules
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec

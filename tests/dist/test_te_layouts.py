@@ -73,7 +73,7 @@ def run_on_te(
 
     pretended_gpu.pretend()
     pretended_gpu.load_te(sources)
-    from megatron_rl.models.megatron_config import resolve_attention
+    from megatron_rl.models.attention.attention_choice import resolve_attention
     from megatron_rl.models.read_spec import read_model_spec
 
     for case in cases:

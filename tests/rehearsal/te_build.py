@@ -26,8 +26,9 @@ def build(order: Mapping[str, Any]) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron_rl.config.settings import TopologySettings
+    from megatron_rl.models.attention.attention_choice import resolve_attention
     from megatron_rl.models.build import build_model
-    from megatron_rl.models.megatron_config import resolve_attention, transformer_config
+    from megatron_rl.models.megatron_config import transformer_config
     from megatron_rl.models.parameter_marks import mark_parameters
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.training.topology import Topology, initialize_groups

@@ -17,7 +17,7 @@ from megatron_rl.doctor import trial
 from megatron_rl.doctor.node import Node
 from megatron_rl.doctor.trial import LINES, RESULT_FILE, accept, library_problems, pinned_libraries, sleep_problems
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.attention_fields import lacking_in_transformer_engine
+from megatron_rl.models.attention.attention_choice import lacking_in_transformer_engine
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.planning.run_plan import CONTEXT_BYTES
 from megatron_rl.planning.step_time import Rates

@@ -1,6 +1,6 @@
-"""Experts and their routers in megatron-core's configuration: fields, refusals and valid layouts."""
+"""Experts and their routers in megatron-core's configuration: refusals and valid layouts."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -12,49 +12,6 @@ if TYPE_CHECKING:
 
 BALANCED_BY = "seq_aux_loss"
 """The one load-balancing type with a coefficient that is supported: the balance of each sequence."""
-
-
-def moe_fields(moe: MoeSpec | None, *, num_layers: int) -> dict[str, Any]:
-    """Return the fields of megatron-core's TransformerConfig fixed by these experts.
-
-    `moe` None is a model without experts.
-    """
-    if moe is None:
-        return {"num_moe_experts": None}
-    return {
-        "num_moe_experts": moe.num_experts,
-        "moe_layer_freq": [0 if moe.is_dense(layer) else 1 for layer in range(num_layers)],
-        "moe_router_topk": moe.num_experts_per_token,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-        "moe_shared_expert_gate": moe.shared_gate,
-        "moe_router_score_function": moe.score_function,
-        "moe_router_enable_expert_bias": moe.expert_bias,
-        "moe_router_num_groups": moe.num_groups,
-        "moe_router_group_topk": moe.groups_per_token,
-        "moe_router_topk_scaling_factor": None if moe.routed_scaling_factor == 1.0 else moe.routed_scaling_factor,
-        "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.normalize_top_k,
-        "moe_router_force_load_balancing": False,
-        "moe_apply_probs_on_input": False,
-        "moe_latent_size": None,
-    }
-
-
-def default_moe_fields(*, grouped: bool) -> dict[str, Any]:
-    """Return the defaults open to overrides.
-
-    `grouped` computes all experts of a rank in one call, a feature of Transformer Engine.
-    """
-    return {
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": grouped,
-        # Sums of many products decide the choice of experts: in bfloat16 near ties would fall either way.
-        "moe_router_dtype": "fp32",
-        # Pre-training moves the bias until all experts are used alike. A prompt set of RL is narrow. The
-        # bias would push its tokens away from the best experts, and change the policy behind the
-        # objective's back.
-        "moe_router_bias_update_rate": 0.0,
-    }
 
 
 def check_expert_layout(moe: MoeSpec | None, topology: "TopologySettings") -> None:

@@ -8,23 +8,19 @@ everything with the call: the packed sequences of the micro-batch.
 Legend: n tokens of one call, E experts, K experts of each token.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_rl.models.experts.moe_fields import num_mixture_layers
 from megatron_rl.models.experts.routed_tokens import RoutedTokens, RouterStep, Routing, balance_loss, z_loss
-from megatron_rl.models.module_specs import submodules_of, with_submodules
 from megatron_rl.models.packed_sequences import PackedSequences
 
 
@@ -178,11 +174,3 @@ class RoutedLayer(TransformerLayer):
                 return TransformerLayer._forward_mlp(self, hidden_states, *args, **kwargs)
 
         return tensor_parallel.checkpoint(run, False, hidden_states)
-
-
-def with_packed_router(layer: ModuleSpec) -> ModuleSpec:
-    """Return `layer` with this project's router; a layer without experts stays unchanged."""
-    mlp = layer.submodules.mlp
-    if not isinstance(submodules_of(mlp), MoESubmodules):
-        return layer
-    return dataclasses.replace(with_submodules(layer, mlp=with_submodules(mlp, router=PackedRouter)), module=RoutedLayer)

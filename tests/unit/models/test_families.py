@@ -14,8 +14,8 @@ from packaging.version import Version
 
 from megatron_rl.cli import main
 from megatron_rl.errors import UserError
+from megatron_rl.models.attention.attention_choice import resolve_attention
 from megatron_rl.models.families import FAMILIES, REFUSED, family_table
-from megatron_rl.models.megatron_config import resolve_attention
 from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
 
 MODELS_OF_FAMILIES = (*DENSE_FAMILIES[2:], "mixtral", "gpt_oss")

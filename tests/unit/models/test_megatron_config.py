@@ -11,8 +11,8 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.attention_fields import has_fused_attention
-from megatron_rl.models.megatron_config import attention_name, resolve_attention, transformer_config
+from megatron_rl.models.attention.attention_choice import attention_name, has_fused_attention, resolve_attention
+from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.read_spec import parse_model_spec
 from megatron_rl.models.unavailable_fields import without_kernels
 from megatron_rl.models.upstream_fields import checked_fields

@@ -93,7 +93,7 @@ def test_experts_that_are_recomputed_give_the_same_gradients(one_rank: None, tin
 def test_what_cannot_be_recomputed_is_refused(
     tiny_model: Callable[..., Path], overrides: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_rl.models.unavailable_fields.chosen_backends", lambda: {"transformer-engine": "not installed"})
+    monkeypatch.setattr("megatron_rl.models.attention.attention_choice.chosen_backends", lambda: {"transformer-engine": "not installed"})
     spec = read_model_spec(tiny_model(layers=LAYERS))
     with pytest.raises(UserError, match=message):
         transformer_config(spec, topology=TopologySettings(), dtype=torch.float32, overrides=overrides)

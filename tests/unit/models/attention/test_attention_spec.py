@@ -8,7 +8,7 @@ import transformers
 
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention.attention_fields import attention_fields, lacking_in_transformer_engine
+from megatron_rl.models.attention.attention_choice import lacking_in_transformer_engine
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import MlaSpec
 from megatron_rl.models.read_spec import parse_model_spec
@@ -29,6 +29,10 @@ QWEN3 = {
 def window(config, *, architecture="Qwen3ForCausalLM"):
     spec = parse_model_spec(QWEN3 | {"architectures": [architecture]} | config, origin="config.json")
     return spec.sliding_window, spec.sliding_layers
+
+
+def config_of(spec, attention):
+    return transformer_config(spec, topology=TopologySettings(), dtype=torch.bfloat16, overrides={}, attention=attention)
 
 
 def test_latent_attention_of_deepseek_v3():
@@ -95,17 +99,16 @@ def test_interleaving_is_a_boolean(value):
 
 def test_windows_for_transformer_engine():
     spec = parse_model_spec(QWEN3 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, origin="config.json")
-    fields = attention_fields(spec, attention="transformer_engine")
-    assert (fields["window_size"], fields["window_attn_skip_freq"]) == ((7, 0), [0, 0, 0, 1])
-    assert attention_fields(spec, attention="torch")["window_size"] is None
+    config = config_of(spec, "transformer_engine")
+    assert (config.window_size, config.window_attn_skip_freq) == ((7, 0), [0, 0, 0, 1])
+    assert config_of(spec, "torch").window_size is None
 
 
 def test_yarn_for_transformer_engine_is_in_the_softmax():
     spec = parse_model_spec(QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, origin="config.json")
-    fields = attention_fields(spec, attention="transformer_engine")
     assert spec.rotary.attention_factor == pytest.approx(1.1386294)
-    assert fields["softmax_scale"] == pytest.approx(1.1386294**2 / 4)
-    assert attention_fields(spec, attention="torch")["softmax_scale"] is None
+    assert config_of(spec, "transformer_engine").softmax_scale == pytest.approx(1.1386294**2 / 4)
+    assert config_of(spec, "torch").softmax_scale is None
     half = dataclasses.replace(spec, rotary=dataclasses.replace(spec.rotary, frequencies=spec.rotary.frequencies[::2]))
     whole, part = (lacking_in_transformer_engine(each, cp=1, capability=(9, 0), fused=True) for each in (spec, half))
     assert whole is None and part is not None and "YaRN on a part of the channels" in part
