@@ -1,4 +1,4 @@
-"""Conversion of prompts and samples to and from database rows. `buffer` describes the schema."""
+"""The tables of the buffer, and conversion of prompts and samples to and from their rows."""
 
 import dataclasses
 import json
@@ -18,61 +18,64 @@ SCHEMA_VERSION = 7
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
-CREATE TABLE groups (
-    position INTEGER PRIMARY KEY,
-    id TEXT NOT NULL UNIQUE,
+CREATE TABLE groups (  -- one row per prompt
+    position INTEGER PRIMARY KEY,  -- order of handing out; begins behind a lost buffer's positions
+    id TEXT NOT NULL UNIQUE,  -- the prompt's id
     state TEXT NOT NULL CHECK (state IN ('pending', 'in_flight', 'done', 'consumed')),
+    -- the consuming step, from 1 on as on the console
     consumed_step INTEGER CHECK ((consumed_step IS NOT NULL) = (state = 'consumed')),
     prompt_text TEXT NOT NULL,
-    label TEXT,
-    prompt_ids BLOB NOT NULL,
-    metadata TEXT NOT NULL,
-    updated_at REAL NOT NULL,
-    trained INTEGER CHECK (trained IN (0, 1)),
-    rejection TEXT,
+    label TEXT,  -- the reference answer
+    prompt_ids BLOB NOT NULL,  -- array of <i4
+    metadata TEXT NOT NULL,  -- JSON
+    updated_at REAL NOT NULL,  -- seconds since 1970 of the last move
+    trained INTEGER CHECK (trained IN (0, 1)),  -- 0 when the consuming step rejected the group
+    rejection TEXT,  -- reason for no training
+    -- 1 when the samples' token arrays were dropped, 2 when kept for readers
     pruned INTEGER NOT NULL DEFAULT 0 CHECK (pruned IN (0, 1, 2)),
-    made_by TEXT
+    made_by TEXT  -- settings that shaped the samples, as JSON; NULL without samples, after pruning
 );
 CREATE INDEX groups_by_state ON groups (state, position);
 CREATE INDEX groups_waiting ON groups (position, id, state) WHERE state <> 'consumed';
 CREATE INDEX groups_unpruned ON groups (consumed_step, id) WHERE pruned = 0;
-CREATE TABLE samples (
+CREATE TABLE samples (  -- one row per finished response
     group_id TEXT NOT NULL REFERENCES groups (id),
     sample_index INTEGER NOT NULL,
-    outcome TEXT CHECK (outcome IN ('scored', 'error', 'timeout')),
+    outcome TEXT CHECK (outcome IN ('scored', 'error', 'timeout')),  -- NULL: no reward asked for
     reward REAL CHECK ((reward IS NOT NULL) = (outcome IS 'scored')),
     reward_message TEXT,
-    reward_components TEXT,
+    reward_components TEXT,  -- JSON
     stop_reason TEXT NOT NULL CHECK (stop_reason IN ('stop', 'length', 'abort')),
     response_text TEXT NOT NULL,
     num_tokens INTEGER NOT NULL,
     num_trainable_tokens INTEGER NOT NULL,
-    min_version INTEGER,
+    min_version INTEGER,  -- of the weights that made the tokens; NULL when no engine made any
     max_version INTEGER,
-    response_ids BLOB,
-    loss_mask BLOB,
-    rollout_log_probs BLOB,
-    weight_versions BLOB,
-    metadata TEXT NOT NULL,
+    response_ids BLOB,  -- array of <i4; this and the next three are NULL after pruning
+    loss_mask BLOB,  -- u1
+    rollout_log_probs BLOB,  -- <f4
+    weight_versions BLOB,  -- <i4
+    metadata TEXT NOT NULL,  -- JSON
+    -- type and last two sizes of routed_experts, such as "<u1 48 8"
     routed_format TEXT CHECK (routed_experts IS NULL OR routed_format IS NOT NULL),
-    routed_experts BLOB,
-    trajectory INTEGER,
-    own_prompt_text TEXT,
+    routed_experts BLOB,  -- of the first tokens: [tokens, layers, experts of a token]
+    trajectory INTEGER,  -- samples of a group with one number are one attempt; NULL: alone
+    own_prompt_text TEXT,  -- prompt of this response where not the group's
     own_prompt_ids BLOB,
     PRIMARY KEY (group_id, sample_index)
 );
-CREATE TABLE failures (
+CREATE TABLE failures (  -- one row per trajectory that the rollout failed to make
     group_id TEXT NOT NULL REFERENCES groups (id),
-    cause TEXT NOT NULL,
-    headline TEXT NOT NULL,
-    trace TEXT NOT NULL
+    cause TEXT NOT NULL,  -- error, timeout or contract
+    headline TEXT NOT NULL,  -- a line
+    trace TEXT NOT NULL  -- a traceback, or empty
 );
 CREATE INDEX failures_by_group ON failures (group_id);
-CREATE TABLE answers (
+CREATE TABLE answers (  -- engine answers for groups in flight, until the group has samples
     group_id TEXT NOT NULL REFERENCES groups (id),
-    request TEXT NOT NULL,
-    content BLOB NOT NULL,
-    min_version INTEGER NOT NULL,
+    request TEXT NOT NULL,  -- hash of the request
+    content BLOB NOT NULL,  -- the answer, in the form of rollout/generator
+    min_version INTEGER NOT NULL,  -- of the weights that made the tokens
     max_version INTEGER NOT NULL,
     PRIMARY KEY (group_id, request)
 );
@@ -169,7 +172,7 @@ def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
 
 
 def _experts_columns(experts: Experts | None) -> tuple[str | None, bytes | None]:
-    """The values of routed_format, such as "<u1 48 8" (type, mixture layers, experts of a token), and routed_experts."""
+    """Return routed_format and routed_experts."""
     if experts is None:
         return None, None
     kind = np.dtype(experts.dtype).newbyteorder("<")
@@ -184,7 +187,6 @@ def _read_experts(routed_format: str | None, data: bytes | None) -> Experts | No
 
 
 def _own_prompt_columns(own: Prompt, group: Prompt, owner: str) -> tuple[str | None, bytes | None]:
-    """Return own_prompt_text and own_prompt_ids: NULL where the sample has the group's prompt."""
     if own is group or (own.text == group.text and np.array_equal(own.token_ids, group.token_ids)):
         return None, None
     return own.text, _int32_bytes(own.token_ids, owner)

@@ -33,7 +33,6 @@ def made_by(data: DataSettings, rollout: RolloutSettings, reward: RewardSettings
 
 
 def _difference(made_by: str, now: str) -> str:
-    """Return the difference between two texts of `made_by`, in words."""
     then, present = json.loads(made_by), json.loads(now)
     names = sorted(name for name in then.keys() | present.keys() if then.get(name) != present.get(name))
     return " and ".join(f"{name} is {present.get(name)} now and was {then.get(name)}" for name in names)
@@ -46,7 +45,7 @@ def position_of(source: PromptSource, buffer: Buffer, *, step: int) -> dict[str,
     already handed to the next step, which will not be trained on, do not count as taken.
     """
     buffer.flush()
-    return {**source.state(), _GROUPS: buffer.counts().total, _CONSUMED: buffer.num_consumed(step=step)}
+    return {**source.rows.state(), _GROUPS: buffer.counts().total, _CONSUMED: buffer.num_consumed(step=step)}
 
 
 def rewind(source: PromptSource, buffer: Buffer, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
@@ -61,15 +60,15 @@ def rewind(source: PromptSource, buffer: Buffer, *, step: int, position: dict[st
     """
     num_groups, gone = 0, tuple[str, ...]()
     if position is not None:
-        source.restore(position)
+        source.rows.restore(position)
         num_groups = position[_GROUPS]
-    others = buffer.rewind(step, version=step)
+    others = buffer.rewind(step)
     counts = buffer.counts()
     if position is not None:
         gone = _missing(buffer, counts, num_groups=num_groups, num_consumed=position[_CONSUMED], step=step)
     if not counts.total:
         # A kill before the next checkpoint comes back to this one, with what is made from now on.
-        buffer.begin_behind(num_groups)
+        buffer.num_gone = num_groups
     # Prompts taken after the checkpoint are in the buffer: the next prompts come behind.
     pending = buffer.unfinished(among=counts.waiting)
     buffer.add_prompts(source.next_prompts(max(0, counts.total - num_groups)))

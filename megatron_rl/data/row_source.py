@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,37 +24,6 @@ NamedRow = tuple[str, Row]
 _PROBED_ROWS = 2
 
 
-class RowSource(Protocol):
-    """Source of rows for prompts."""
-
-    @property
-    def num_taken(self) -> int:
-        """Rows taken so far."""
-        ...
-
-    def take(self, count: int) -> list[NamedRow]:
-        """Return the next `count` rows."""
-        ...
-
-    def first(self, count: int) -> list[Row]:
-        """Return at most `count` rows from the start. Moves nothing."""
-        ...
-
-    def again(self, names: Sequence[str]) -> list[NamedRow]:
-        """Return the rows of these ids as the present settings read them, if different; move
-        nothing.
-        """
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Return the cursor of the source, as JSON values."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`. Raises UserError for the state of other data."""
-        ...
-
-
 class FileRows:
     """The rows of one data file, shuffled anew every epoch. Ids are EPOCH-ROW, rows counted from 0."""
 
@@ -63,14 +32,15 @@ class FileRows:
         self._path = path
         self._shuffle = settings.shuffle
         self._seed = seed
-        self._digest = _file_digest(path)
+        with path.open("rb") as file:
+            self._digest = hashlib.file_digest(file, "sha256").hexdigest()
         self._epoch = 0
         self._cursor = 0
         self._order = self._epoch_order()
 
     @property
     def num_taken(self) -> int:
-        """Rows taken so far, over all epochs."""
+        """Return the number of rows taken so far, over all epochs."""
         return self._epoch * len(self.rows) + self._cursor
 
     def take(self, count: int) -> list[NamedRow]:
@@ -86,11 +56,11 @@ class FileRows:
         return taken
 
     def first(self, count: int) -> list[Row]:
-        """Return at most `count` rows in the order of the file."""
+        """Return at most `count` rows in the order of the file. Moves nothing."""
         return self.rows[:count]
 
     def again(self, names: Sequence[str]) -> list[NamedRow]:
-        """Return the rows of these ids as the present settings read them."""
+        """Return the rows of these ids as the present settings read them. Moves nothing."""
         return [(name, self.rows[int(name.partition("-")[2])]) for name in names]
 
     def state(self) -> dict[str, Any]:
@@ -98,14 +68,13 @@ class FileRows:
         return {"epoch": self._epoch, "cursor": self._cursor, "seed": self._seed, "shuffle": self._shuffle, "digest": self._digest}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises UserError when the file, the seed or data.shuffle is another one than then."""
+        """Go on from `state()`. Raises UserError for another file, seed or data.shuffle."""
         names = {"digest": f"content of {self._path}", "seed": "run.seed", "shuffle": "data.shuffle"}
         _check_same(state, self.state(), names)
         self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> Ints:
-        """Return the rows in the order of the current epoch."""
         if not self._shuffle:
             return np.arange(len(self.rows))
         return np.random.default_rng([self._seed, self._epoch]).permutation(len(self.rows))
@@ -127,20 +96,16 @@ class OwnRows:
         made = load(settings.source, kind="data_source", args=settings.args)
         self._make: Callable[[], DataSource] = lambda: self._call("being made", lambda: made(seed=seed))
         self._source = self._make()
-        self._num_taken = 0
+        self.num_taken = 0
+        """Rows taken so far."""
         self.first(_PROBED_ROWS)
         self.state()
 
-    @property
-    def num_taken(self) -> int:
-        """Rows taken so far."""
-        return self._num_taken
-
     def take(self, count: int) -> list[NamedRow]:
         """Return the next `count` rows. Raises UserError for an unusable row."""
-        rows = self._rows(self._source, count, start=self._num_taken)
-        named = [(str(number), row) for number, row in enumerate(rows, start=self._num_taken)]
-        self._num_taken += count
+        rows = self._rows(self._source, count, start=self.num_taken)
+        named = [(str(number), row) for number, row in enumerate(rows, start=self.num_taken)]
+        self.num_taken += count
         return named
 
     def first(self, count: int) -> list[Row]:
@@ -148,16 +113,11 @@ class OwnRows:
         return self._rows(self._make(), count, start=0)
 
     def again(self, names: Sequence[str]) -> list[NamedRow]:
-        """Return None: a source only goes forwards, and `restore` refuses settings with another
-        reading.
-        """
+        """Return no rows: `restore` refuses settings that would read them differently."""
         return []
 
     def state(self) -> dict[str, Any]:
-        """Return the source's state with ours.
-
-        Raises UserError for a state that JSON cannot hold.
-        """
+        """Return the source's state with ours. Raises UserError for one that JSON cannot hold."""
         own = self._call("giving its state", lambda: self._source.state)
         try:
             own = json.loads(json.dumps(own, allow_nan=False))
@@ -165,19 +125,14 @@ class OwnRows:
             raise UserError(f"{self._name} has the state {own!r:.80}, which JSON cannot hold ({error}); use plain values") from error
         settings = self._settings
         keys = {"prompt_key": settings.prompt_key, "label_key": settings.label_field}
-        return {"source": settings.source, "args": settings.args, "seed": self._seed, "taken": self._num_taken, "own": own, **keys}
+        return {"source": settings.source, "args": settings.args, "seed": self._seed, "taken": self.num_taken, "own": own, **keys}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`.
-
-        Raises UserError for another source, arguments, seed or fields.
-        """
-        names = {"source": "data.source", "args": "data.args", "seed": "run.seed"}
-        # Older states do not have the fields.
-        keys = {key: f"data.{key}" for key in ("prompt_key", "label_key") if key in state}
-        _check_same(state, self.state(), names | keys)
+        """Go on from `state()`. Raises UserError for another source, arguments, seed or fields."""
+        names = {"seed": "run.seed"} | {key: f"data.{key}" for key in ("source", "args", "prompt_key", "label_key")}
+        _check_same(state, self.state(), names)
         self._call("taking back its state", lambda: setattr(self._source, "state", state["own"]))
-        self._num_taken = state["taken"]
+        self.num_taken = state["taken"]
 
     def _rows(self, source: DataSource, count: int, *, start: int) -> list[Row]:
         records = self._call(f"giving {counted(count, 'row')}", lambda: source.next_rows(count))
@@ -208,11 +163,3 @@ def _check_same(then: Mapping[str, Any], now: Mapping[str, Any], names: Mapping[
                 f"cannot resume: {name} is {str(now[key])[:40]}, was {str(then.get(key))[:40]} when the checkpoint was written; "
                 "restore it or start a new run"
             )
-
-
-def _file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -1,20 +1,21 @@
-"""From rows, of a file or of a data source of your own, to prompts and supervised groups.
+"""Prompts and supervised groups from rows, of a file or of a data source of your own.
 
 R response tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jinja2 import TemplateError
 
 from megatron_rl.config.settings import DataSettings
 from megatron_rl.data.row_files import Row
-from megatron_rl.data.row_source import FileRows, NamedRow, OwnRows, RowSource
-from megatron_rl.data.tokenizer import unknown_id
+from megatron_rl.data.row_source import FileRows, NamedRow, OwnRows
+from megatron_rl.data.tokenizer import load_tokenizer, unknown_id, vocabulary_size
 from megatron_rl.errors import UserError, counted
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
@@ -56,22 +57,21 @@ class PromptSource:
         self._vocab_size = vocab_size
         self._unknown = unknown_id(tokenizer)
         self._settings = settings
+        self.rows: FileRows | OwnRows
+        """The rows in order, with the cursor that a checkpoint keeps."""
         # The rows of a file; an endless custom source allows no check in advance.
         self._known: Sequence[Row] = ()
-        self._source: RowSource
         if path is None:
-            self._source = OwnRows(settings=settings, seed=seed, need_response=need_response)
+            self.rows = OwnRows(settings=settings, seed=seed, need_response=need_response)
         else:
-            self._source = file = FileRows(path, settings=settings, seed=seed, need_response=need_response)
+            self.rows = file = FileRows(path, settings=settings, seed=seed, need_response=need_response)
             self._known = file.rows
         if len(self._known) <= _CHECKED_ROWS:
             for first in range(0, len(self._known), _ENCODED_AT_ONCE):
                 self._encode(self._known[first : first + _ENCODED_AT_ONCE])
 
     def label_note(self) -> str | None:
-        """Return the number of rows without a label and the first such row; None when every row has
-        one.
-        """
+        """Return a note about rows without a label; None when every row has one."""
         origins = [row.origin for row in self._known if row.label is None]
         if not origins:
             return None
@@ -80,9 +80,7 @@ class PromptSource:
         return f"{which} the field {self._settings.label_field!r}{first}: the reward function gets label None for them"
 
     def repeat_note(self) -> str | None:
-        """Return a note when a step takes more rows than the file has; None otherwise or for
-        endless sources.
-        """
+        """Return a note when a step takes more rows than the file has."""
         rows, taken = len(self._known), self._settings.prompts_per_step
         if self._path is None or rows >= taken:
             return None
@@ -92,16 +90,11 @@ class PromptSource:
         )
 
     def probes(self) -> list[Prompt]:
-        """The first prompt with a label and the first without one, for trying a reward function. Does not move the source."""
-        rows = self._known or self._source.first(1)
+        """Return the first prompt with a label and the first without one. Moves nothing."""
+        rows = self._known or self.rows.first(1)
         unlabelled = [row.label is None for row in rows]
         firsts = sorted(unlabelled.index(kind) for kind in (False, True) if kind in unlabelled)
         return [self._prompts([rows[index]], first=index)[0] for index in firsts]
-
-    @property
-    def num_taken(self) -> int:
-        """Prompts taken so far, over all epochs."""
-        return self._source.num_taken
 
     def next_prompts(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts; no other prompt of the run has the id of one."""
@@ -111,33 +104,26 @@ class PromptSource:
         """Return the prompts of these ids as the present settings read them, if different; move
         nothing.
         """
-        return [prompt for prompt, _ in self._made_from(self._source.again(names))]
+        return [prompt for prompt, _ in self._made_from(self.rows.again(names))]
 
     def next_supervised(self, count: int) -> list[Group]:
-        """The next `count` rows as groups of one sample: the target and the end-of-sequence token, every token trained on.
+        """Return the next `count` rows as groups of one sample, every token trained on.
 
-        Raises UserError for a row without a target and for a tokenizer without an end-of-sequence token.
+        A sample is the target and the end-of-sequence token. Raises UserError for a row without a
+        target and for a tokenizer without an end-of-sequence token.
         """
         return [_supervised_group(prompt, self._target_ids(row), text=row.response or "") for prompt, row in self._next(count)]
 
     def all(self) -> list[Prompt]:
-        """Every prompt once in the order of the file, for evaluation. Ids are eval-ROW. Does not move the source."""
+        """Return every prompt in the order of the file, with ids eval-ROW. Moves nothing."""
         return self.first(len(self._known))
 
     def first(self, count: int) -> list[Prompt]:
-        """Return at most `count` first prompts, as `all`, for probes. Does not move the source."""
-        return self._prompts(self._source.first(count))
-
-    def state(self) -> dict[str, Any]:
-        """Return the cursor of the source, as JSON values."""
-        return self._source.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises UserError when the data, the seed or data.shuffle are other ones than then."""
-        self._source.restore(state)
+        """Return at most `count` first prompts, as `all`. Moves nothing."""
+        return self._prompts(self.rows.first(count))
 
     def _prompts(self, rows: Sequence[Row], *, first: int = 0) -> list[Prompt]:
-        """Prompts of rows from number `first` on, outside of training."""
+        """Return prompts of rows from number `first` on, outside of training."""
         encoded = self._encode(rows)
         return [
             _prompt(f"eval-{number}", row, text=text, token_ids=ids)
@@ -145,17 +131,14 @@ class PromptSource:
         ]
 
     def _next(self, count: int) -> list[tuple[Prompt, Row]]:
-        return self._made_from(self._source.take(count))
+        return self._made_from(self.rows.take(count))
 
     def _made_from(self, named: Sequence[NamedRow]) -> list[tuple[Prompt, Row]]:
         encoded = self._encode([row for _, row in named])
         return [(_prompt(name, row, text=text, token_ids=ids), row) for (name, row), (text, ids) in zip(named, encoded, strict=True)]
 
     def _encode(self, rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
-        """Return text and token ids of each row's prompt. The tokenizer adds no special tokens.
-
-        A chat template brings special tokens of its own.
-        """
+        """Return text and token ids of each row's prompt."""
         texts = [self._text(row) for row in rows]
         # The tokenizer does not take an empty list.
         encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -208,7 +191,7 @@ class PromptSource:
         return text
 
     def _target_ids(self, row: Row) -> list[int]:
-        """Token ids [R] of the row's response, closed by the end-of-sequence token."""
+        """Return token ids [R] of the row's response, closed by the end-of-sequence token."""
         if row.response is None:
             raise UserError(
                 f"{row.origin}: no field {self._settings.response_field!r}, which supervised training needs; see data.label_key"
@@ -242,3 +225,42 @@ def _supervised_group(prompt: Prompt, response_ids: list[int], *, text: str) -> 
         reward=Reward(RewardOutcome.SCORED, 0.0),
     )
     return Group(id=prompt.id, prompt=prompt, samples=(sample,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPrompts:
+    """The prompts of a run: the `source` of data.train, and those of data.eval `held_out`.
+
+    `probes` are prompts of both files for the trial of a reward function, with and without a label.
+    `notes` are about the rows of both.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    source: PromptSource
+    held_out: tuple[Prompt, ...]
+    probes: tuple[Prompt, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def read(cls, model: Path, data: DataSettings, *, seed: int, trains: bool = True, supervised: bool = False) -> "RunPrompts":
+        """Read the tokenizer of the directory `model`, and both files.
+
+        A run that `trains` nothing reads data.eval alone. Raises UserError, with file and line, for
+        unusable rows.
+        """
+        tokenizer = load_tokenizer(model)
+        open_source = partial(PromptSource, tokenizer=tokenizer, settings=data, seed=seed, vocab_size=vocabulary_size(model))
+        held_out = [] if data.eval is None else [open_source(data.eval)]
+        train = [open_source(data.train, need_response=supervised)] if trains else []
+        notes = [file.repeat_note() for file in train] + [file.label_note() for file in train + held_out if not supervised]
+        return cls(
+            tokenizer=tokenizer,
+            source=(train + held_out)[0],
+            held_out=tuple(prompt for file in held_out for prompt in file.all()),
+            probes=tuple(prompt for file in held_out + train for prompt in file.probes()),
+            notes=tuple(note for note in notes if note is not None),
+        )
+
+    def for_parity(self, count: int) -> list[Prompt]:
+        """Return 1 to `count` prompts: held-out ones, or without data.eval those to train on."""
+        return list(self.held_out[:count]) or self.source.first(count)

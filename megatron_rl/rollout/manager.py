@@ -23,7 +23,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.position import made_by, position_of, rewind
-from megatron_rl.data.run_prompts import RunPrompts
+from megatron_rl.data.source import RunPrompts
 from megatron_rl.engines.client import EngineClient, EnginePart
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
@@ -51,9 +51,7 @@ class RolloutManager:
     """Makes the samples of a run on the engines that have joined; made by `open`.
 
     Example:
-        async with RolloutManager.open(
-            settings, prompts=RunPrompts.read(settings), buffer=Path("buffer.sqlite")
-        ) as manager:
+        async with RolloutManager.open(settings, prompts=prompts, buffer=path) as manager:
             await manager.join(addresses, serve_current=True)
             batch, metrics = await manager.next_batch(0, progress=progress)
     """
@@ -126,7 +124,7 @@ class RolloutManager:
         async with AsyncExitStack() as stack:
             log_path = reward_log(settings.run.directory)
             rewards = stack.enter_context(RewardRunner(settings.reward, num_workers=reward_workers(), log_path=log_path, note=say))
-            for prompt in prompts.for_reward():
+            for prompt in prompts.probes:
                 rewards.probe(prompt)
             greedy = settings.objective.advantage.needs_greedy
             present = made_by(settings.data, settings.rollout, settings.reward, greedy=greedy)

@@ -19,8 +19,8 @@ from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import DataSettings, RuntimeSettings, Settings
 from megatron_rl.data.row_files import check_is_data_file
-from megatron_rl.data.source import PromptSource
-from megatron_rl.data.tokenizer import check_ends, load_tokenizer, vocabulary_size
+from megatron_rl.data.source import RunPrompts
+from megatron_rl.data.tokenizer import check_ends, load_tokenizer
 from megatron_rl.device import Device, local_device, quiet_megatron_imports
 from megatron_rl.engines.server_args import check_environment, check_records_routing, check_tensor_parallel, validate_server_args
 from megatron_rl.errors import UserError, counted, sized
@@ -269,18 +269,13 @@ def _check_source(data: DataSettings) -> list[str]:
 
 
 def _check_rows(settings: Settings) -> list[str]:
-    """Every row of the data files, and the reward function on the first row."""
-    tokenizer, data, seed = load_tokenizer(settings.model.path), settings.data, settings.run.seed
-    open_source = partial(PromptSource, tokenizer=tokenizer, settings=data, seed=seed, vocab_size=vocabulary_size(settings.model.path))
-    train = open_source(data.train, need_response=settings.supervised)
-    sources = [train] + ([] if data.eval is None else [open_source(data.eval)])
-    repeats = [note for note in [train.repeat_note()] if note is not None]
-    if settings.supervised:
-        return repeats
-    with RewardRunner(settings.reward) as runner:
-        for prompt in (prompt for source in sources for prompt in source.probes()):
-            runner.probe(prompt)
-    return repeats + [note for source in sources if (note := source.label_note()) is not None]
+    """Check every row of the data files, and the reward function on first rows."""
+    prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed, supervised=settings.supervised)
+    if not settings.supervised:
+        with RewardRunner(settings.reward) as runner:
+            for prompt in prompts.probes:
+                runner.probe(prompt)
+    return list(prompts.notes)
 
 
 def _check_sharing(settings: Settings, target: Target) -> list[str]:

@@ -20,7 +20,8 @@ from megatron_rl.checkpoints.run_checkpoints import (
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import by_path, format_value, parse_yaml
-from megatron_rl.data.buffer import BUFFER_FILE, check_buffer
+from megatron_rl.data.buffer import BUFFER_FILE
+from megatron_rl.data.sqlite_file import check_database
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
@@ -158,5 +159,5 @@ def check_written_files(settings: Settings) -> list[str]:
     if metrics.exists():
         read_metrics(metrics)
     if not settings.supervised:
-        check_buffer(settings.run.directory / BUFFER_FILE)
+        check_database(settings.run.directory / BUFFER_FILE)
     return []

@@ -25,9 +25,7 @@ from megatron_rl.config.load import dump_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import BUFFER_FILE
-from megatron_rl.data.run_prompts import RunPrompts
-from megatron_rl.data.source import PromptSource
-from megatron_rl.data.tokenizer import load_tokenizer, vocabulary_size
+from megatron_rl.data.source import RunPrompts
 from megatron_rl.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_START_S
 from megatron_rl.device import chosen_row_maths, quiet_megatron_imports
 from megatron_rl.engines.engine import EngineAddress
@@ -239,22 +237,14 @@ def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport"
     The returned function makes the run from `records`.
     """
     _claim_directory(settings.run.directory, stack, start)
-    tokenizer = load_tokenizer(settings.model.path)
-    source = PromptSource(
-        settings.data.train,
-        tokenizer,
-        settings=settings.data,
-        seed=settings.run.seed,
-        need_response=True,
-        vocab_size=vocabulary_size(settings.model.path),
-    )
-    if (note := source.repeat_note()) is not None:
+    prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed, supervised=True)
+    for note in prompts.notes:
         start.note(note)
     watchdog = stack.enter_context(Watchdog())
     trainers = TrainerGroup(settings, reservation=_reserve(settings, stack, start, watchdog), watchdog=watchdog)
     with start.part("ranks"):
         _start_ranks(trainers, settings, resume=resume)
-    return partial(SupervisedRun, settings, source=source, ranks=trainers)
+    return partial(SupervisedRun, settings, source=prompts.source, ranks=trainers)
 
 
 def _claim_directory(directory: Path, stack: ExitStack, start: "StartReport") -> None:
@@ -321,7 +311,7 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
 def _open_manager(
     settings: Settings, stack: ExitStack, watchdog: Watchdog, start: "StartReport", *, buffer: Path, trains: bool = True
 ) -> RolloutManager:
-    prompts = RunPrompts.read(settings, trains=trains)
+    prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed, trains=trains)
     for note in prompts.notes:
         start.note(note)
     opening = RolloutManager.open(settings, prompts=prompts, buffer=buffer, say=start.note)

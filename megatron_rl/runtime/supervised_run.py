@@ -30,7 +30,7 @@ class SupervisedRun(Run):
         pass
 
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
-        self._before_batch = (step, self._source.state())
+        self._before_batch = (step, self._source.rows.state())
         return make_train_batch(self._source.next_supervised(self._settings.data.prompts_per_step)), {}
 
     def publish(self, *, version: int) -> None:
@@ -41,11 +41,11 @@ class SupervisedRun(Run):
 
     def _position(self, *, step: int) -> dict[str, Any]:
         before, state = self._before_batch
-        return state if before == step else self._source.state()
+        return state if before == step else self._source.rows.state()
 
     def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
         if position is not None:
-            self._source.restore(position)
+            self._source.rows.restore(position)
         return ()
 
     def _forget(self, *, before_step: int) -> None:

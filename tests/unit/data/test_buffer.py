@@ -158,7 +158,7 @@ def test_answers_are_kept_until_samples_exist_or_weights_are_old(tmp_path: Path,
         buffer.put_done(groups[2])
         assert kept(buffer) == {"a": ["aged", "mixed", "new", "old"], "b": [], "c": [], "d": []}
     with Buffer(tmp_path / "buffer.sqlite") as buffer:
-        buffer.rewind(3, version=3)
+        buffer.rewind(3)
         assert kept(buffer)["a"] == ["aged", "new", "old"]
         buffer.renew(0, oldest_version=2)
         assert kept(buffer)["a"] == ["new"]
@@ -178,7 +178,7 @@ def test_rewind_hands_out_old_weights_groups_and_makes_the_rest(buffer: Buffer, 
     buffer.add_prompts([old.prompt])
     buffer.take_pending(1)
     buffer.put_samples(dataclasses.replace(old, samples=(old.samples[0], dataclasses.replace(new.samples[1], prompt=old.prompt))))
-    buffer.rewind(1, version=1)
+    buffer.rewind(1)
     buffer.recover()
     assert buffer.counts() == BufferCounts(pending=4, in_flight=0, done=1, consumed=1)
     assert_same(tuple(take_done(buffer, 9, step=1)), (groups[1],))
@@ -200,15 +200,15 @@ def test_groups_of_other_settings_are_made_again_in_any_state(tmp_path: Path, ma
         buffer.put_samples(groups[4])
         buffer._connection.execute("UPDATE groups SET made_by = NULL WHERE id = 'g3'")
     with Buffer(tmp_path / "buffer.sqlite", made_by="old") as buffer:
-        assert buffer.rewind(1, version=0) == {}
+        assert buffer.rewind(1) == {}
         assert buffer.counts() == BufferCounts(pending=1, in_flight=0, done=3, consumed=1)
     with Buffer(tmp_path / "buffer.sqlite", made_by="new") as buffer:
-        assert buffer.rewind(1, version=0) == {"old": 3}
+        assert buffer.rewind(1) == {"old": 3}
         assert buffer.counts() == BufferCounts(pending=3, in_flight=0, done=1, consumed=1)
         prompts = buffer.take_pending(9)
         assert [(prompt.id, finished_samples(buffer, prompt)) for prompt in prompts] == [("g1", ()), ("g2", ()), ("g4", ())]
         buffer.put_done(groups[1])
-        assert buffer.rewind(1, version=0) == {}
+        assert buffer.rewind(1) == {}
         assert [group.id for group in take_done(buffer, 9, step=2)] == ["g1", "g3"]
         buffer.prune(2, keep=0)
         assert buffer._connection.execute("SELECT count(*) FROM groups WHERE made_by IS NOT NULL").fetchone() == (0,)
@@ -225,7 +225,7 @@ def test_prune_keeps_readable_columns_and_a_rewind_regenerates(tmp_path: Path, m
         query = "SELECT group_id, response_ids IS NULL, num_tokens, reward FROM samples WHERE sample_index = 0 ORDER BY 1"
         assert reader.execute(query).fetchall() == [("a", 1, 5, 0.0), ("b", 0, 5, 0.0)]
         reader.close()
-        buffer.rewind(0, version=0)
+        buffer.rewind(0)
         assert buffer.counts() == BufferCounts(pending=1, in_flight=0, done=1, consumed=0)
         (prompt,) = buffer.take_pending(1)
         assert prompt.id == "a" and finished_samples(buffer, prompt) == ()
@@ -242,7 +242,7 @@ def test_a_step_notes_what_it_trained_on_and_why_not(buffer: Buffer, make_group:
     assert [group.id for group in groups] == ["a", "b"]
     query = "SELECT id, consumed_step, trained, rejection FROM groups ORDER BY position"
     assert buffer._connection.execute(query).fetchall() == [("a", 1, 0, "no signal"), ("b", 1, 1, None), ("c", None, None, None)]
-    buffer.rewind(0, version=0)
+    buffer.rewind(0)
     assert buffer._connection.execute(query).fetchall() == [(name, None, None, None) for name in "abc"]
 
 

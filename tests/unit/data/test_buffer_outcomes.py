@@ -29,7 +29,7 @@ def test_a_rewind_tries_again_what_failed(buffer: Buffer, make_group: Any) -> No
     fill(buffer, [d, a, b, c])
     assert_same(tuple(take_done(buffer, 1, step=1)), (d,))
     assert_same(tuple(take_done(buffer, 2, step=2)), (a, b))
-    buffer.rewind(1, version=0)
+    buffer.rewind(1)
     assert buffer.counts() == BufferCounts(pending=2, in_flight=0, done=1, consumed=1)
     first, second = buffer.take_pending(9)
     assert_same(buffer.finished(first), a)
@@ -70,8 +70,8 @@ def test_prune_keeps_some_groups_of_each_step_whole(buffer: Buffer, make_group: 
 @pytest.fixture
 def locked(buffer: Buffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A connection of another program in the midst of a transaction, which the buffer waits for in short turns."""
-    monkeypatch.setattr("megatron_rl.data.buffer.NAMED_S", 0.02)
-    monkeypatch.setattr("megatron_rl.data.buffer.BUFFER_LOCK_S", 0.5)
+    monkeypatch.setattr("megatron_rl.data.sqlite_file.NAMED_S", 0.02)
+    monkeypatch.setattr("megatron_rl.data.sqlite_file.BUFFER_LOCK_S", 0.5)
     with closing(sqlite3.connect(tmp_path / "buffer.sqlite", isolation_level=None, check_same_thread=False)) as other:
         other.execute("BEGIN IMMEDIATE")
         yield other
@@ -97,7 +97,7 @@ def test_a_foreign_lock_ends_every_write_at_one_deadline(
     with pytest.raises(UserError, match=r"another program has kept the buffer .* locked for 0\.5 s; end the other program's"):
         buffer.add_prompts([make_group("a").prompt])
     # Waits no second time.
-    monkeypatch.setattr("megatron_rl.data.buffer.BUFFER_LOCK_S", 100)
+    monkeypatch.setattr("megatron_rl.data.sqlite_file.BUFFER_LOCK_S", 100)
     with pytest.raises(UserError, match=r"locked for 0\.5 s"):
         buffer.recover()
     # What a last checkpoint asks for.

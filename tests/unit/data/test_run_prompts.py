@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.load import load_settings
-from megatron_rl.data.run_prompts import RunPrompts
+from megatron_rl.data.source import RunPrompts
 
 TRAIN = [{"prompt": "1"}, {"prompt": "2", "label": "2"}, {"prompt": "3", "label": "3"}]
 HELD_OUT = [{"prompt": "7", "label": "7"}, {"prompt": "8"}]
@@ -20,7 +20,8 @@ def read(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., RunPr
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         paths = [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"]
         paths += [f"data.prompts_per_step={prompts_per_step}"]
-        return RunPrompts.read(load_settings(None, paths + [f"data.eval={tmp_path}/held_out.jsonl"] * held_out))
+        settings = load_settings(None, paths + [f"data.eval={tmp_path}/held_out.jsonl"] * held_out)
+        return RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed)
 
     return make
 
@@ -29,8 +30,8 @@ def test_held_out_prompts_are_tried_first_without_the_source(read: Callable[...,
     prompts = read(held_out=True)
     assert [prompt.text for prompt in prompts.held_out] == ["7", "8"]
     assert [prompt.text for prompt in prompts.for_parity(1)] == ["7"] and len(prompts.for_parity(9)) == 2
-    assert [prompt.text for prompt in prompts.for_reward()] == ["7", "1", "2"]
-    assert prompts.source.num_taken == 0
+    assert [prompt.text for prompt in prompts.probes] == ["7", "8", "1", "2"]
+    assert prompts.source.rows.num_taken == 0
     assert [note.partition(" ")[0] for note in prompts.notes] == ["1", "1"], "a note about each file"
 
 
@@ -38,7 +39,7 @@ def test_without_held_out_prompts_those_to_train_on_are_tried(read: Callable[...
     prompts = read(held_out=False)
     assert prompts.held_out == ()
     assert [prompt.text for prompt in prompts.for_parity(9)] == ["1", "2", "3"]
-    assert [prompt.text for prompt in prompts.for_reward()] == ["1", "2"]
+    assert [prompt.text for prompt in prompts.probes] == ["1", "2"]
     assert len(prompts.notes) == 1
 
 

@@ -67,7 +67,7 @@ def test_string_prompts_keep_exact_tokens_label_and_fields(tmp_path: Path, token
     assert [prompt.id for prompt in source.all()] == ["eval-0", "eval-1"]
     assert [prompt.text for prompt in source.first(1)] == ["12+34="]
     assert [prompt.id for prompt in source.next_prompts(1)] == ["1-0"]
-    assert source.num_taken == 3
+    assert source.rows.num_taken == 3
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -118,19 +118,19 @@ def test_a_restored_source_goes_on_where_the_other_stopped(tmp_path: Path, token
     source = open_source(path, tokenizer)
     for taken in (3, 4, 7, 11):
         source.next_prompts(taken)
-        state = json.loads(json.dumps(source.state()))
+        state = json.loads(json.dumps(source.rows.state()))
         other = open_source(path, tokenizer)
-        other.restore(state)
+        other.rows.restore(state)
         source.all()
         expected = [prompt.id for prompt in source.next_prompts(9)]
         assert [prompt.id for prompt in other.next_prompts(9)] == expected
     with pytest.raises(UserError, match=r"run\.seed is 5, was 0"):
-        open_source(path, tokenizer, seed=5).restore(state)
+        open_source(path, tokenizer, seed=5).rows.restore(state)
     with pytest.raises(UserError, match=r"data\.shuffle is False, was True"):
-        open_source(path, tokenizer, shuffle=False).restore(state)
+        open_source(path, tokenizer, shuffle=False).rows.restore(state)
     write(path, {"prompt": "9"})
     with pytest.raises(UserError, match="cannot resume: content of"):
-        open_source(path, tokenizer).restore(state)
+        open_source(path, tokenizer).rows.restore(state)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def prompts(tokenizer: Any, name: str = "Numbers", *, need_response: bool = Fals
 def test_prompts_come_in_order_with_ids_label_and_metadata(tokenizer: Any) -> None:
     source = prompts(tokenizer, args={"step": 2})
     first, second, third = [*source.next_prompts(2), *source.next_prompts(1)]
-    assert [prompt.id for prompt in (first, second, third)] == ["0", "1", "2"] and source.num_taken == 3
+    assert [prompt.id for prompt in (first, second, third)] == ["0", "1", "2"] and source.rows.num_taken == 3
     assert [prompt.text for prompt in (first, second, third)] == ["4+0=", "4+2=", "4+4="]
     assert (second.label, second.metadata) == ("1", {"level": 1})
 
@@ -309,10 +309,10 @@ def test_probes_do_not_move_the_source(tokenizer: Any) -> None:
 def test_state_goes_on_in_another_instance(tokenizer: Any) -> None:
     source, other = prompts(tokenizer), prompts(tokenizer)
     source.next_prompts(5)
-    state = json.loads(json.dumps(source.state(), allow_nan=False))
+    state = json.loads(json.dumps(source.rows.state(), allow_nan=False))
     expected = [(prompt.id, prompt.text) for prompt in source.next_prompts(3)]
-    other.restore(state)
-    assert other.num_taken == 5
+    other.rows.restore(state)
+    assert other.rows.num_taken == 5
     assert [(prompt.id, prompt.text) for prompt in other.next_prompts(3)] == expected == [(str(n), f"4+{n}=") for n in (5, 6, 7)]
 
 
@@ -329,13 +329,6 @@ def test_state_goes_on_in_another_instance(tokenizer: Any) -> None:
 def test_state_of_other_rows_is_refused(other: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         other().restore(opened().state())
-
-
-@pytest.mark.usefixtures("my_rows")
-def test_state_of_before_the_fields_were_noted_is_taken() -> None:
-    state = opened().state()
-    del state["prompt_key"], state["label_key"]
-    opened(label_key="answer").restore(state)
 
 
 @pytest.mark.usefixtures("my_rows")

@@ -13,7 +13,7 @@ from run_parts import Rewards
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.run_prompts import RunPrompts
+from megatron_rl.data.source import RunPrompts
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.sampling import Sampling
@@ -90,7 +90,8 @@ def is_constant(text: str) -> bool:
 
 @asynccontextmanager
 async def opened(settings: Settings, path: Path) -> AsyncIterator[RolloutManager]:
-    async with RolloutManager.open(settings, prompts=RunPrompts.read(settings), buffer=path) as manager:
+    prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed)
+    async with RolloutManager.open(settings, prompts=prompts, buffer=path) as manager:
         await manager.join([ADDRESS], serve_current=True)
         yield manager
 

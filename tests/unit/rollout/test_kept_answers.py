@@ -221,6 +221,6 @@ def test_an_answer_is_as_new_as_its_newest_token(buffer: Buffer, version: int, o
     asyncio.run(make(buffer, Engine(limit=2), killed=True))
     assert len(buffer.answers("p")) == 2
     buffer.recover()
-    buffer.rewind(version, version=version)
+    buffer.rewind(version)
     buffer.renew(0, oldest_version=oldest)
     assert len(buffer.answers("p")) == num_kept

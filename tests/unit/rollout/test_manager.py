@@ -27,7 +27,7 @@ from manager_parts import (
 from run_parts import Rewards
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.run_prompts import RunPrompts
+from megatron_rl.data.source import RunPrompts
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, UserError
@@ -68,7 +68,8 @@ def test_the_manager_is_whole_before_an_engine_joins(make_settings: Callable[...
     settings = make_settings()
 
     async def run() -> int:
-        async with RolloutManager.open(settings, prompts=RunPrompts.read(settings), buffer=tmp_path / "buffer.sqlite") as manager:
+        prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed)
+        async with RolloutManager.open(settings, prompts=prompts, buffer=tmp_path / "buffer.sqlite") as manager:
             assert manager.busy_s == 0 and (await manager.position(step=0))["cursor"] == 0
             step = asyncio.create_task(step_of(manager, engine, 0))
             await asyncio.sleep(0.01)

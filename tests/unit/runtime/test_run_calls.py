@@ -272,7 +272,7 @@ class Rows:
     """The rows of a file; a position is where the next one is."""
 
     def __init__(self) -> None:
-        self.at = 0
+        self.at, self.rows = 0, self
 
     def next_supervised(self, count: int) -> list[Group]:
         self.at += count

@@ -128,7 +128,7 @@ def test_a_checkpoint_has_a_position_of_the_buffer_on_disk(
         manager = _open_manager(settings, stack, watchdog, start, buffer=tmp_path / "buffer.sqlite")
         assert not flushed
         position = watchdog.wait(manager.position(step=0), name="position", owner="the buffer", timeout_s=10)
-        assert len(flushed) == 1 and position == {**manager.prompts.source.state(), "num_groups": 0, "num_consumed": 0}
+        assert len(flushed) == 1 and position == {**manager.prompts.source.rows.state(), "num_groups": 0, "num_consumed": 0}
 
 
 def test_every_part_is_named_while_it_is_waited_for_and_measured() -> None:
