@@ -139,7 +139,7 @@ class Ranks:
 class Rewards:
     """Rewards in place of worker processes: the first token of the response."""
 
-    def __init__(self, _: object, *, log_path: Path, note: object) -> None:
+    def __init__(self, _: object, *, num_workers: int, log_path: Path, note: object) -> None:
         pass
 
     def __enter__(self) -> "Rewards":
