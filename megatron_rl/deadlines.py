@@ -4,7 +4,7 @@ An expired deadline's error names the wait. Deadlines dependent on the user's co
 such as rollout.timeout_s and reward.timeout_s.
 """
 
-# `config/derived.py` adds the time for a model's bytes and tokens. model.deadline_s replaces each deadline.
+# `config/derived.py` adds time for a model's bytes and tokens; model.deadline_s replaces each.
 START_S = 900.0
 """Start of the ranks, and of the engines: imports, first compiles, CUDA graphs."""
 SYNC_S = 600.0
@@ -24,7 +24,7 @@ NODES_START_S = 1800.0
 RAY_START_S = 300.0
 """Connections among Ray's own parts, 30 to 60 s by default, and its node."""
 RAY_ANSWER_S = 5.0
-"""A connection to Ray's control service, which the kernel accepts also where the machine is busy."""
+"""A connection to Ray's control service, which the kernel accepts on a busy machine, too."""
 RAY_JOIN_S = 60.0
 """Time for this process to join an existing Ray cluster."""
 RAY_SILENT_S = 8.0

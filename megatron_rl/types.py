@@ -211,8 +211,8 @@ class TrainBatch:
 
     `cu_seqlens` [B + 1] are the offsets of the sequences in the arrays of length T. `loss_mask` [T]
     is False on prompts. `rollout_log_probs` [T], nats, and `weight_versions` [T] hold 0 and -1 at
-    tokens not made by an engine; log-probs None: not known. `rewards` [B], NaN: none. `group_ids` [B]
-    are equal for samples of one prompt. `truncated` [B]. `reward_components` [B, K] are parts of
+    tokens not made by an engine; log-probs None: not known. `rewards` [B], NaN: none. `group_ids`
+    [B] are equal for samples of a prompt. `truncated` [B]. `reward_components` [B, K] are parts of
     composite rewards, named by `component_names` [K], NaN where a part is missing. `routed_experts`
     [T, L, K] are the experts chosen by engines, known where `routed` [T] is True.
 
