@@ -29,8 +29,7 @@ import click
 from megatron_rl.check import report as report_checks
 from megatron_rl.config.decided import Decision
 from megatron_rl.config.help import SettingsCommand
-from megatron_rl.config.load import dump_settings, load_decided
-from megatron_rl.config.overrides import apply_overrides, split_words
+from megatron_rl.config.load import apply_overrides, dump_settings, load_decided, split_words
 from megatron_rl.config.settings import RuntimeSettings, Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import MegatronRLError, ResumableError, UserError

@@ -7,15 +7,19 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_rl.algorithms.objective import Advantages
 from megatron_rl.config.settings import (
     MAX_INTEGER,
     CriticSettings,
     DataSettings,
-    RewardSettings,
+    ModelSettings,
     RolloutSettings,
     RunSettings,
+    RuntimeSettings,
+    SamplingSettings,
     Settings,
     TopologySettings,
+    TrainingSettings,
     WeightSettings,
 )
 from megatron_rl.errors import counted
@@ -30,8 +34,25 @@ def contradictions(settings: Settings) -> list[str]:
 
     Each sentence has the arithmetic and a fix; the list is empty without conflicts.
     """
-    checks = (_numbers, _seed, _topology, _batch, _group, _lengths, _schedule, _critic, _teacher, _evaluation, _colocation, _engines)
-    return [sentence for check in checks for sentence in check(settings)]
+    run, data, objective, rollout, training = settings.run, settings.data, settings.objective, settings.rollout, settings.training
+    supervised = settings.supervised
+    found = [
+        *_numbers(settings.model, rollout, training),
+        *_seed(run.seed, rollout.num_engines),
+        *topology_contradictions(training.topology),
+        *_batch(data, settings.sequences_per_step, training.optimizer_steps_per_batch, supervised=supervised),
+        *_schedule(run.num_steps, training, has_critic=objective.has_critic),
+        *_evaluation(run.eval_interval, data, supervised=supervised),
+        *_colocation(settings.weights, settings.runtime, rollout),
+    ]
+    if not supervised:
+        found += [*_group(data, objective.advantage), *_lengths(data, rollout.sampling, training), *_engines(rollout.sglang)]
+    if objective.distillation_coef and settings.model.teacher is None:
+        found.append(
+            f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nothing to learn "
+            "from; set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
+        )
+    return found
 
 
 _NCCL_ARGUMENTS = {"enable_nccl_nvls": ("NCCL_NVLS_ENABLE",), "enable_symm_mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
@@ -46,7 +67,7 @@ def gpu_contradictions(settings: Settings, *, environment: Mapping[str, str]) ->
     if settings.supervised:
         return []
     if not settings.runtime.colocate:
-        return _nccl_ends(settings, environment) if settings.weight_transport == "broadcast" else []
+        return _nccl_ends(settings.rollout.sglang, environment) if settings.weight_transport == "broadcast" else []
     if settings.weight_transport == "broadcast":
         return [
             "weights.transport is broadcast with runtime.colocate true, but NCCL cannot join a Megatron rank and an engine on the same GPU "
@@ -62,7 +83,7 @@ def gpu_contradictions(settings: Settings, *, environment: Mapping[str, str]) ->
     ]
 
 
-def _nccl_ends(settings: Settings, environment: Mapping[str, str]) -> list[str]:
+def _nccl_ends(sglang: Mapping[str, Any], environment: Mapping[str, str]) -> list[str]:
     """Compare the NCCL settings of ranks and engines.
 
     Both are in one group for weight syncs, and NCCL fails in a group with unequal ends.
@@ -72,38 +93,40 @@ def _nccl_ends(settings: Settings, environment: Mapping[str, str]) -> list[str]:
         f"have {environment.get(variable, '0')}; set {variable}=1 in the environment of the run, or remove it"
         for name, variables in _NCCL_ARGUMENTS.items()
         for variable in variables
-        if settings.rollout.sglang.get(name) and environment.get(variable) != "1"
+        if sglang.get(name) and environment.get(variable) != "1"
     ]
 
 
-def worth_noting(settings: Settings) -> list[str]:
-    """Return one sentence for each allowed but seldom intended setting."""
+def setting_notes(settings: Settings) -> list[str]:
+    """Return one sentence for each changed setting without a reader, and for allowed but seldom intended ones."""
+    objective, training, teacher = settings.objective, settings.training, settings.model.teacher
+    found = list(_unused_when_supervised(settings)) if settings.supervised else []
+    if not objective.has_critic and training.critic != CriticSettings():
+        kind = objective.advantage.kind
+        found.append(f"the section training.critic has no effect: objective.advantage.kind is {kind}, only gae trains a critic")
+    if teacher is not None and not objective.distillation_coef:
+        found.append(f"model.teacher {teacher} has no effect: objective.distillation_coef is 0")
+    if training.reference_interval and settings.supervised:
+        found.append(f"training.reference_interval {training.reference_interval} has no effect: objective.policy_loss sft measures no KL")
+    elif training.reference_interval and objective.needs_reference:
+        found.append(
+            f"training.reference_interval {training.reference_interval} has no effect: the objective reads the reference for every batch"
+        )
     staleness = settings.rollout.max_staleness
-    if staleness and settings.objective.trains_by_rewards and settings.objective.off_policy is None:
-        return [
+    if staleness and not settings.supervised and objective.off_policy is None:
+        found.append(
             f"rollout.max_staleness is {staleness} without objective.off_policy: tokens that older weights chose are trained on "
             f"as if the current ones had chosen them; objective.off_policy={{mode: truncate, high: 2.0}} weighs each by how "
             f"likely it is now"
-        ]
-    return []
+        )
+    return found
 
 
-def without_effect(settings: Settings) -> list[str]:
-    """Return one sentence for each changed setting without a reader under the other settings."""
-    return [
-        *_unused_when_supervised(settings),
-        *_unused_critic(settings),
-        *_unused_teacher(settings),
-        *_unused_interval(settings),
-    ]
-
-
-def _numbers(settings: Settings) -> Iterator[str]:
+def _numbers(model: ModelSettings, rollout: RolloutSettings, training: TrainingSettings) -> Iterator[str]:
     """Yield numbers in the fields of upstream classes beyond the use of any upstream class."""
-    training = settings.training
     mappings = {
-        "model.megatron": settings.model.megatron,
-        "rollout.sglang": settings.rollout.sglang,
+        "model.megatron": model.megatron,
+        "rollout.sglang": rollout.sglang,
         "training.optimizer": training.optimizer,
         "training.ddp": training.ddp,
         "training.critic.optimizer": training.critic.optimizer,
@@ -130,8 +153,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _seed(settings: Settings) -> Iterator[str]:
-    seed, engines = settings.run.seed, settings.rollout.num_engines
+def _seed(seed: int, engines: int) -> Iterator[str]:
     last = seed * engines + engines - 1
     if last > _LARGEST_SEED:
         yield (
@@ -140,14 +162,7 @@ def _seed(settings: Settings) -> Iterator[str]:
         )
 
 
-def _topology(settings: Settings) -> Iterator[str]:
-    return topology_contradictions(settings.training.topology)
-
-
-def _engines(settings: Settings) -> Iterator[str]:
-    sglang = settings.rollout.sglang
-    if settings.supervised:
-        return
+def _engines(sglang: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(stages := sglang.get("pp_size"), int) and stages > 1:
         yield (
             f"rollout.sglang.pp_size is {stages}, needs 1: a weight sync finds an engine's ranks by their tensor parallel number, which "
@@ -186,7 +201,7 @@ def topology_contradictions(topology: TopologySettings) -> Iterator[str]:
 
 
 def _experts(topology: TopologySettings) -> Iterator[str]:
-    expert_ranks = topology.expert_ranks
+    expert_ranks = topology.expert_tp * topology.ep * topology.pp
     if topology.ep > 1 or topology.etp is not None:
         if topology.num_ranks % expert_ranks:
             yield (
@@ -200,11 +215,9 @@ def _experts(topology: TopologySettings) -> Iterator[str]:
             )
 
 
-def _batch(settings: Settings) -> Iterator[str]:
-    data, steps = settings.data, settings.training.optimizer_steps_per_batch
-    sequences = settings.sequences_per_step
+def _batch(data: DataSettings, sequences: int, steps: int, *, supervised: bool) -> Iterator[str]:
     rows, prompts = counted(data.prompts_per_step, "row"), counted(data.prompts_per_step, "prompt")
-    product = rows if settings.supervised else f"{prompts} × {counted(data.samples_per_prompt, 'sample')} = {sequences}"
+    product = rows if supervised else f"{prompts} × {counted(data.samples_per_prompt, 'sample')} = {sequences}"
     if sequences > MAX_INTEGER:
         yield f"{product} in a step are more than {MAX_INTEGER}; lower data.prompts_per_step"
     elif sequences % steps:
@@ -217,20 +230,17 @@ def _batch(settings: Settings) -> Iterator[str]:
         )
 
 
-def _group(settings: Settings) -> Iterator[str]:
-    advantage = settings.objective.advantage
-    if not settings.supervised and settings.data.samples_per_prompt == 1 and advantage.compares_groups:
+def _group(data: DataSettings, advantage: Advantages) -> Iterator[str]:
+    if data.samples_per_prompt == 1 and advantage.compares_groups:
         yield (
             f"data.samples_per_prompt is 1, but objective.advantage.kind {advantage.kind} compares the samples of one prompt with each "
             f"other, so every advantage would be zero; set data.samples_per_prompt to 2 or more, or choose another kind"
         )
 
 
-def _lengths(settings: Settings) -> Iterator[str]:
-    if settings.supervised:
-        return
-    prompt, response = settings.data.max_prompt_tokens, settings.rollout.sampling.max_response_tokens
-    budget, cp = settings.training.max_tokens_per_micro_batch, settings.training.topology.cp
+def _lengths(data: DataSettings, sampling: SamplingSettings, training: TrainingSettings) -> Iterator[str]:
+    prompt, response = data.max_prompt_tokens, sampling.max_response_tokens
+    budget, cp = training.max_tokens_per_micro_batch, training.topology.cp
     if prompt + response > budget * cp:
         yield (
             f"a sequence may have data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = "
@@ -239,19 +249,23 @@ def _lengths(settings: Settings) -> Iterator[str]:
         )
 
 
-def _schedule(settings: Settings) -> Iterator[str]:
-    schedule, training = settings.training.schedule, settings.training
-    steps = settings.run.num_steps * training.optimizer_steps_per_batch
+def _schedule(num_steps: int, training: TrainingSettings, *, has_critic: bool) -> Iterator[str]:
+    schedule, steps = training.schedule, num_steps * training.optimizer_steps_per_batch
+    product = (
+        f"run.num_steps {num_steps} × training.optimizer_steps_per_batch {training.optimizer_steps_per_batch} = "
+        f"{counted(steps, 'optimizer step')}"
+    )
     if steps > MAX_INTEGER:
-        yield (
-            f"run.num_steps {settings.run.num_steps} × training.optimizer_steps_per_batch {training.optimizer_steps_per_batch} = {steps} "
-            f"optimizer steps, more than {MAX_INTEGER}; lower run.num_steps"
-        )
+        yield f"{product}, more than {MAX_INTEGER}; lower run.num_steps"
     if schedule.warmup_steps > steps:
         yield (
-            f"training.schedule.warmup_steps is {schedule.warmup_steps}, but the run has run.num_steps {settings.run.num_steps} × "
-            f"training.optimizer_steps_per_batch {training.optimizer_steps_per_batch} = {counted(steps, 'optimizer step')}, so the "
-            f"learning rate would never reach its peak; set training.schedule.warmup_steps to {steps} or less"
+            f"training.schedule.warmup_steps is {schedule.warmup_steps}, but the run has {product}, so the learning rate would never "
+            f"reach its peak; set training.schedule.warmup_steps to {steps} or less"
+        )
+    if has_critic and training.critic.warmup_steps >= steps:
+        yield (
+            f"training.critic.warmup_steps is {training.critic.warmup_steps}, but the run has {product}, so the policy would never "
+            f"learn; set training.critic.warmup_steps below {steps}"
         )
     if schedule.decay_style in ("constant", "inverse_square_root"):
         if schedule.decay_steps is not None:
@@ -275,53 +289,32 @@ def _schedule(settings: Settings) -> Iterator[str]:
         yield f"training.optimizer.min_lr {floor} is above lr {peak}, but the rate falls from lr to min_lr; exchange them"
 
 
-def _critic(settings: Settings) -> Iterator[str]:
-    steps_per_batch = settings.training.optimizer_steps_per_batch
-    steps, warmup = settings.run.num_steps * steps_per_batch, settings.training.critic.warmup_steps
-    if settings.objective.has_critic and warmup >= steps:
+def _evaluation(interval: int, data: DataSettings, *, supervised: bool) -> Iterator[str]:
+    if supervised and data.eval is not None:
         yield (
-            f"training.critic.warmup_steps is {warmup}, but the run has run.num_steps {settings.run.num_steps} × "
-            f"training.optimizer_steps_per_batch {steps_per_batch} = {counted(steps, 'optimizer step')}, so the policy would never learn; "
-            f"set training.critic.warmup_steps below {steps}"
-        )
-
-
-def _teacher(settings: Settings) -> Iterator[str]:
-    coefficient, teacher = settings.objective.distillation_coef, settings.model.teacher
-    if coefficient and teacher is None:
-        yield (
-            f"objective.distillation_coef is {coefficient}, but model.teacher is not set, so there is nothing to learn from; "
-            f"set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
-        )
-
-
-def _evaluation(settings: Settings) -> Iterator[str]:
-    if settings.supervised and settings.data.eval is not None:
-        yield (
-            f"data.eval is {settings.data.eval}, but objective.policy_loss sft starts no engine that could generate answers; "
+            f"data.eval is {data.eval}, but objective.policy_loss sft starts no engine that could generate answers; "
             f"remove data.eval, and evaluate the result with `megatron-rl eval`"
         )
-    interval = settings.run.eval_interval
-    if settings.data.eval is None and interval not in (0, RunSettings.model_fields["eval_interval"].default):
+    if data.eval is None and interval not in (0, RunSettings.model_fields["eval_interval"].default):
         yield (
             f"run.eval_interval is {interval}, but data.eval is not set, so there is nothing to evaluate on; "
             f"set data.eval to a file of held-out rows, or run.eval_interval to 0"
         )
 
 
-def _colocation(settings: Settings) -> Iterator[str]:
-    staleness = settings.rollout.max_staleness
-    if settings.weights.transport == "ipc" and not settings.runtime.colocate:
+def _colocation(weights: WeightSettings, runtime: RuntimeSettings, rollout: RolloutSettings) -> Iterator[str]:
+    staleness = rollout.max_staleness
+    if weights.transport == "ipc" and not runtime.colocate:
         yield (
             "weights.transport is ipc with runtime.colocate false, but memory is shared by a Megatron rank and an engine on the same GPU; "
             "set runtime.colocate to true, or weights.transport to broadcast"
         )
-    if settings.runtime.colocate and staleness:
+    if runtime.colocate and staleness:
         yield (
             f"runtime.colocate is true with rollout.max_staleness {staleness}, but engines that share the trainer's GPUs cannot generate "
             f"while it trains; set rollout.max_staleness to 0, or runtime.colocate to false"
         )
-    if settings.runtime.colocate and settings.rollout.sglang.get("enable_memory_saver") is False:
+    if runtime.colocate and rollout.sglang.get("enable_memory_saver") is False:
         yield (
             "rollout.sglang.enable_memory_saver is false with runtime.colocate true, but engines that share the trainer's GPUs "
             "must be able to release their memory; remove it, or set runtime.colocate to false"
@@ -329,36 +322,13 @@ def _colocation(settings: Settings) -> Iterator[str]:
 
 
 def _unused_when_supervised(settings: Settings) -> Iterator[str]:
-    if not settings.supervised:
-        return
     because = "objective.policy_loss sft starts no engine and calls no reward"
     if settings.data.samples_per_prompt not in (1, DataSettings.model_fields["samples_per_prompt"].default):
         yield f"data.samples_per_prompt {settings.data.samples_per_prompt} has no effect: {because}, a row gives one sequence"
-    sections = {"rollout": RolloutSettings(), "reward": RewardSettings(), "weights": WeightSettings()}
-    given = {"rollout": settings.rollout, "reward": settings.reward, "weights": settings.weights}
-    for name, default in sections.items():
-        if given[name] != default:
+    for name, section in (("rollout", settings.rollout), ("reward", settings.reward), ("weights", settings.weights)):
+        if section != type(section)():
             yield f"the section {name} has no effect: {because}"
     if settings.runtime.colocate:
         yield f"runtime.colocate true has no effect: {because}"
     if settings.training.routing_replay:
         yield f"training.routing_replay true has no effect: {because}"
-
-
-def _unused_critic(settings: Settings) -> Iterator[str]:
-    if not settings.objective.has_critic and settings.training.critic != CriticSettings():
-        kind = settings.objective.advantage.kind
-        yield f"the section training.critic has no effect: objective.advantage.kind is {kind}, only gae trains a critic"
-
-
-def _unused_interval(settings: Settings) -> Iterator[str]:
-    interval = settings.training.reference_interval
-    if interval and not settings.objective.trains_by_rewards:
-        yield f"training.reference_interval {interval} has no effect: objective.policy_loss sft measures no KL"
-    elif interval and settings.objective.needs_reference:
-        yield f"training.reference_interval {interval} has no effect: the objective reads the reference for every batch"
-
-
-def _unused_teacher(settings: Settings) -> Iterator[str]:
-    if settings.model.teacher is not None and not settings.objective.distillation_coef:
-        yield f"model.teacher {settings.model.teacher} has no effect: objective.distillation_coef is 0"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import click
 
 from megatron_rl.config.messages import closest
-from megatron_rl.config.settings_reference import SettingField, section_description, section_names, setting_fields
+from megatron_rl.config.settings_reference import SettingField, sections, setting_fields
 from megatron_rl.errors import UserError
 
 FIRST_RUN = (
@@ -40,13 +40,13 @@ class SettingsCommand(click.Command):
         if not ctx.meta["sections"]:
             super().format_help(ctx, formatter)
         for named in ctx.meta["sections"]:
-            known = [*section_names(), EVERYTHING]
+            known = [*sections(), EVERYTHING]
             if named not in known:
                 guess = closest(named, known)
                 meant = f"did you mean {guess}?" if guess else f"known are {', '.join(known)}"
                 raise UserError(f"--help {named} names no section of settings; {meant}")
             for section, fields in _by_section("" if named == EVERYTHING else f"{named}."):
-                with formatter.section(f"{section}: {section_description(section).rstrip('.')}"):
+                with formatter.section(f"{section}: {sections()[section].rstrip('.')}"):
                     formatter.write_dl([(field.path, _words(field)) for field in fields], col_max=48)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -55,16 +55,16 @@ class SettingsCommand(click.Command):
         with formatter.section("Settings that a first run sets"):
             formatter.write_dl([(path, _words(fields[path])) for path in FIRST_RUN], col_max=48)
         formatter.write_paragraph()
-        formatter.write_text(f"{len(fields) - len(FIRST_RUN)} more are in the sections {', '.join(section_names())}.")
+        formatter.write_text(f"{len(fields) - len(FIRST_RUN)} more are in the sections {', '.join(sections())}.")
 
 
 def _by_section(prefix: str) -> Iterator[tuple[str, list[SettingField]]]:
     """Yield each section with its settings; only paths that begin with `prefix`."""
-    sections: dict[str, list[SettingField]] = {}
+    found: dict[str, list[SettingField]] = {}
     for field in setting_fields():
         if field.path.startswith(prefix):
-            sections.setdefault(field.path.rpartition(".")[0], []).append(field)
-    yield from sections.items()
+            found.setdefault(field.path.rpartition(".")[0], []).append(field)
+    yield from found.items()
 
 
 def _words(field: SettingField) -> str:

@@ -1,28 +1,82 @@
 """From a YAML file and command line overrides to validated settings, and back to text.
 
-Order: file, then overrides (a later one wins), then the objective's preset fills open values, then
-validation, then decisions on open settings (`config/decided.py`), then the cross-checks of
-`config/checks.py`. Types are strict: an integer is no number in quotes and no boolean. Paths are
-relative to the directory in which the command runs.
+Order: file, then overrides `key.path=value` (a later one wins), then the objective's preset fills
+open values, then validation, then decisions on open settings (`config/decided.py`), then the
+cross-checks of `config/checks.py`. Types are strict: an integer is no number in quotes and no
+boolean. Paths are relative to the directory in which the command runs.
+
+PyYAML follows YAML 1.1, where `1e-6` is a string, `off` is a boolean and `12:30` is 750; ruamel.yaml
+follows YAML 1.2.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from ruamel.yaml import YAML, SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from megatron_rl.algorithms.objective import expand_preset
 from megatron_rl.config.checks import contradictions
 from megatron_rl.config.decided import Decision, decide
-from megatron_rl.config.messages import joined_error, settings_error
-from megatron_rl.config.overrides import apply_overrides
+from megatron_rl.config.messages import closest, joined_error, settings_error, unknown_setting
 from megatron_rl.config.settings import Settings
-from megatron_rl.config.yaml_text import format_yaml, parse_yaml
+from megatron_rl.config.yaml_text import format_yaml
 from megatron_rl.errors import UserError
 
 _ADAPTER = TypeAdapter(Settings)
+_KEY = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*$")
+_MOST_VALUES = 10_000
+"""Values in one text, aliases expanded: ten lines of aliases can stand for billions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The settings file, and overrides `key.path=value` in the order of the command line."""
+
+    config: Path | None
+    overrides: tuple[str, ...]
+
+
+def split_words(words: Sequence[str], *, options: Collection[str]) -> Words:
+    """Separate the settings file from the overrides and bring every override into one form.
+
+    `options` are the command's own options, for the advice on a misspelled option. A word whose
+    part before "=" cannot be the name of a setting is taken as the file. Raises UserError for a
+    second file, an unknown option and an option without a value.
+    """
+    config: Path | None = None
+    overrides: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        dashed = word.startswith("--")
+        key, equals, value = word.removeprefix("--").partition("=")
+        if dashed:
+            _check_option(key, options=options)
+            following = value if equals else next(rest, None)
+            if following is None or (not equals and following.startswith("--")):
+                raise UserError(f"Option --{key} has no value; write --{key} VALUE or {key}=VALUE")
+            overrides.append(f"{key}={following}")
+        elif equals and _KEY.match(key):
+            overrides.append(word)
+        elif config is None:
+            config = Path(word)
+        else:
+            raise UserError(f"Got {word!r} after the settings file {config}, needs at most one file; write overrides as key.path=value")
+    return Words(config, tuple(overrides))
+
+
+def _check_option(key: str, *, options: Collection[str]) -> None:
+    """Raise UserError for an option in neither the command's nor a setting's form."""
+    if "." in key or key in Settings.model_fields:
+        return
+    option = closest(key, options)
+    advice = f"unknown option --{key}; did you mean --{option}?" if option else unknown_setting(key)
+    raise UserError(f"Command line: {advice}")
 
 
 def load_settings(path: Path | None, overrides: Sequence[str] = (), *, on_gpus: bool | None = None) -> Settings:
@@ -47,7 +101,7 @@ def load_decided(path: Path | None, overrides: Sequence[str] = (), *, on_gpus: b
     # Asking torch would take seconds.
     has_gpus = (validated.runtime.cluster.gpu is not None or Path("/dev/nvidia0").exists()) if on_gpus is None else on_gpus
     settings, decisions = decide(validated, has_gpus=has_gpus)
-    return _sound(settings, origin=origin), decisions
+    return _consistent(settings, origin=origin), decisions
 
 
 def validate_settings(values: Mapping[str, Any], *, origin: str) -> Settings:
@@ -55,18 +109,23 @@ def validate_settings(values: Mapping[str, Any], *, origin: str) -> Settings:
 
     `origin` names the source of the values in errors.
     """
-    return _sound(_validated(values, origin=origin), origin=origin)
+    return _consistent(_validated(values, origin=origin), origin=origin)
 
 
-def _sound(settings: Settings, *, origin: str) -> Settings:
-    wrong = contradictions(settings)
-    if wrong:
+def _consistent(settings: Settings, *, origin: str) -> Settings:
+    if wrong := contradictions(settings):
         raise joined_error(wrong, origin=origin)
     return settings
 
 
 def _validated(values: Mapping[str, Any], *, origin: str) -> Settings:
-    values = _expanded(values, origin=origin)
+    # With a section data, which names its missing values.
+    values = {**values, "data": values.get("data", {})}
+    try:
+        if isinstance(objective := values.get("objective"), Mapping):
+            values["objective"] = expand_preset(objective)
+    except ValueError as error:
+        raise UserError(f"{origin}: objective.preset: {error}") from None
     try:
         text = json.dumps(values, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
@@ -103,16 +162,88 @@ def _read(path: Path) -> Mapping[str, Any]:
     return values
 
 
-def _expanded(values: Mapping[str, Any], *, origin: str) -> dict[str, Any]:
-    """Return `values` with the objective's preset replaced by fields, and with a section data.
+def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of the nested `values` with every override `key.path=value`; a later one wins.
 
-    The section names its missing values.
+    Raises UserError for a value that is not YAML, for a key without a value and for a path through
+    a value without keys.
     """
-    values = {**values, "data": values.get("data", {})}
-    objective = values.get("objective")
-    if not isinstance(objective, Mapping):
-        return dict(values)
+    result = dict(values)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not _KEY.match(key):
+            raise UserError(f"Override {override!r} is not of the form key.path=value; write for example run.seed=1")
+        _set(result, key, parse_yaml(text, origin=f"override {override!r}"))
+    return result
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set the dotted `key`; copied mappings leave the caller's values unchanged."""
+    *sections, name = key.split(".")
+    for depth, section in enumerate(sections):
+        inner = values.get(section)
+        if inner is not None and not isinstance(inner, Mapping):
+            raise UserError(
+                f"Override {key} goes through {'.'.join(sections[: depth + 1])}, which is {inner!r} and has no settings inside; "
+                f"give the name of one of the settings that `megatron-rl train --help all` lists"
+            )
+        values[section] = dict(inner or {})
+        values = values[section]
+    if name == "kind" and values.get("kind", value) != value:
+        # The old values are arguments of the kind named before.
+        values.clear()
+    values[name] = value
+
+
+class _Constructor(SafeConstructor):
+    """Constructor that leaves a date as text."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", lambda constructor, node: node.value)
+
+
+def parse_yaml(text: str, *, origin: str) -> Any:
+    """Return the value of one YAML document: mappings, lists, texts, numbers, booleans and null.
+
+    `origin` names the text in errors: a path, or an override. Raises UserError with line and column
+    for bad syntax and for a repeated key. Raises UserError for a key that is not a string, a value
+    of another kind, and aliases that expand too far.
+    """
+    reader = YAML(typ="safe", pure=True)
+    reader.Constructor = _Constructor
     try:
-        return {**values, "objective": expand_preset(objective)}
+        value = reader.load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{origin}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else origin
+        problem = " ".join(str(part) for part in (error.context, error.problem) if part)
+        fix = "correct that line, or put quotes around a value with special characters"
+        raise UserError(f"{where}: not valid YAML ({problem}); {fix}") from None
+    except RecursionError:
+        raise UserError(f"{origin}: not valid YAML (nested too deeply); no setting has so many levels") from None
+    except YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{origin}: not valid YAML ({reason}); save the file as UTF-8 text without control characters") from None
     except ValueError as error:
-        raise UserError(f"{origin}: objective.preset: {error}") from None
+        raise UserError(f"{origin}: not valid YAML ({error}); no setting is so long a number") from None
+    _check_plain(value, origin)
+    return value
+
+
+def _check_plain(value: Any, origin: str) -> None:
+    """Raise UserError for a value without a form in JSON, and for too many values."""
+    waiting, count = [value], 0
+    while waiting:
+        value = waiting.pop()
+        count += 1
+        if count > _MOST_VALUES:
+            raise UserError(f"{origin}: has more than {_MOST_VALUES} values, many by aliases; write out what is meant")
+        if isinstance(value, dict):
+            strange = next((key for key in value if not isinstance(key, str)), None)
+            if strange is not None:
+                raise UserError(f"{origin}: the key {strange!r} is not a string; put quotes around it")
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        elif value is not None and not isinstance(value, str | bool | int | float):
+            raise UserError(f"{origin}: {value!r:.60} has the type {type(value).__name__}, which no setting has; write it as text")

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_rl.config.settings_reference import SettingField, section_names, setting_fields
+from megatron_rl.config.settings_reference import SettingField, sections, setting_fields
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import UserError
 
@@ -159,7 +159,7 @@ def unknown_setting(path: str, *, kind: str | None = None) -> str:
         for field in settings
         if kind is None or not field.kinds or kind in field.kinds or not field.path.startswith(f"{section}.")
     ]
-    paths = list(dict.fromkeys([*here, *section_names()]))
+    paths = list(dict.fromkeys([*here, *sections()]))
     siblings = [known.rpartition(".")[2] for known in paths if known.rpartition(".")[0] == section]
     same_name = [known for known in paths if known.rpartition(".")[2] == name]
     sibling = closest(name, siblings)

@@ -11,15 +11,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from megatron_rl.algorithms.objective import Objective
 
-MAX_INTEGER = 2**31 - 1
-"""Largest integer accepted by torch, numpy, SQLite, SGLang and timers alike."""
+MAX_INTEGER = 2**31 - 1  # Accepted by torch, numpy, SQLite, SGLang and timers alike.
 
 
 def _usable_path(value: Any) -> Any:
-    """Return a path's text with `~` as the home directory.
-
-    Raises ValueError for a path that no file can have.
-    """
+    """Return a path's text with `~` as the home directory."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -119,12 +115,12 @@ class DataSettings(Section):
 
     @property
     def label_field(self) -> str:
-        """Field of a row with the reference answer."""
+        """Field with the reference answer."""
         return self.label_key or "label"
 
     @property
     def response_field(self) -> str:
-        """Field of a supervised row with the target text."""
+        """Field with the target text of supervised training."""
         return self.label_key or "response"
 
     @model_validator(mode="after")
@@ -242,18 +238,8 @@ class TopologySettings(Section):
 
     @property
     def expert_tp(self) -> int:
-        """Tensor parallel size of experts: `etp`, or tp where `etp` is not set."""
+        """Tensor parallel size of experts."""
         return self.tp if self.etp is None else self.etp
-
-    @property
-    def expert_ranks(self) -> int:
-        """Number of ranks with one copy of the experts."""
-        return self.expert_tp * self.ep * self.pp
-
-    @property
-    def expert_dp(self) -> int:
-        """Number of copies of the experts."""
-        return self.num_ranks // self.expert_ranks
 
 
 class ScheduleSettings(Section):
@@ -312,10 +298,7 @@ class TrainingSettings(Section):
     )
 
     def keeps_reference(self, objective: Objective) -> bool:
-        """Return True when ranks keep the initial weights.
-
-        The `objective` reads the weights, or their KL is to be measured.
-        """
+        """Return True when ranks keep the initial weights, for the `objective` or to measure their KL."""
         return objective.needs_reference or (self.reference_interval > 0 and objective.trains_by_rewards)
 
 

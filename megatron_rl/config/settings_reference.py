@@ -1,24 +1,20 @@
-"""All settings with type, default and description, read from the declaring classes."""
+"""All settings with type, default and description, read from pydantic's JSON schema of the classes."""
 
 import dataclasses
-import enum
-import types
-import typing
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from pydantic import TypeAdapter
 
 from megatron_rl.algorithms.objective import PRESETS, Objective
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
 
-_NAMES = {Path: "path", str: "string", int: "integer", float: "number", bool: "true or false", type(None): "null", Any: "any"}
-
-_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_TYPES = {"string": "string", "integer": "integer", "number": "number", "boolean": "true or false", "object": "mapping", "null": "null"}
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+_REFERENCE = "#/$defs/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,165 +42,104 @@ class SettingField:
         return self.default is None
 
 
-def setting_fields(owner: type = Settings, *, prefix: str = "") -> Iterator[SettingField]:
+@functools.cache
+def _schema(owner: Any) -> Mapping[str, Any]:
+    schema: Mapping[str, Any] = TypeAdapter(owner).json_schema()
+    return schema
+
+
+def setting_fields(owner: type = Settings) -> Iterator[SettingField]:
     """Yield all settings below the class `owner` (a pydantic model or a dataclass), as declared.
 
     A section with null as a value appears itself too, before its fields. Of a choice come the kind,
     then the arguments of each kind.
     """
-    for name, annotation, default, description, limits in _declared(owner):
-        path, sections = f"{prefix}{name}", _sections(annotation)
-        if not sections or type(None) in typing.get_args(annotation):
-            yield SettingField(path=path, type=_limited(type_in_words(annotation), limits), default=default, description=description)
-        if len(sections) > 1:
-            yield from _choice(path, sections, default=owner_default(owner, name), description=description)
-            continue
-        if Objective in sections:
-            yield _preset_field(f"{path}.preset")
-        for section in sections:
-            yield from setting_fields(section, prefix=f"{path}.")
+    schema = _schema(owner)
+    yield from _fields(schema, schema.get("$defs", {}), prefix="")
 
 
-def owner_default(owner: type, name: str) -> str | None:
-    """Return the default kind of the dataclass field `name` of `owner`; None without one."""
-    field = next(field for field in dataclasses.fields(owner) if field.name == name)
-    return None if field.default_factory is dataclasses.MISSING else str(field.default_factory().kind)
+def _fields(section: Mapping[str, Any], classes: Mapping[str, Any], *, prefix: str) -> Iterator[SettingField]:
+    if prefix and section.get("title") == Objective.__name__:
+        # The one key that is no field of a class: validation replaces the key by fields.
+        words = "A published combination; it fills the fields of this section that are not set."
+        yield SettingField(path=f"{prefix}preset", type=f"one of {', '.join(PRESETS)}, or null", default="null", description=words)
+    for name, value in section["properties"].items():
+        path, kinds = f"{prefix}{name}", _kinds(value, classes)
+        members, may_be_null = list(dict.fromkeys(kinds.values())), {"type": "null"} in value.get("anyOf", ())
+        if not members or may_be_null:
+            # A default made by a call is an empty mapping, and not in the schema.
+            default = None if name in section.get("required", ()) else format_value(value.get("default", {}))
+            yield SettingField(path=path, type=_words(value), default=default, description=value.get("description", ""))
+        if kinds and "" not in kinds:
+            yield from _choice(path, kinds, classes, default=None if may_be_null else _chosen(name), description=value["description"])
+        elif members:
+            yield from _fields(classes[members[0]], classes, prefix=f"{path}.")
 
 
-def _choice(path: str, members: tuple[type, ...], *, default: str | None, description: str) -> Iterator[SettingField]:
+def _choice(
+    path: str, members: Mapping[str, str], classes: Mapping[str, Any], *, default: str | None, description: str
+) -> Iterator[SettingField]:
     """Yield the kind of a choice between `members`, then each argument.
 
     Kinds with an argument of the same meaning share one entry.
     """
-    kinds = {kind: member for member in members for kind in typing.get_args(typing.get_type_hints(member)["kind"])}
-    yield SettingField(path=f"{path}.kind", type=f"one of {', '.join(kinds)}", default=default, description=description)
+    yield SettingField(path=f"{path}.kind", type=f"one of {', '.join(members)}", default=default, description=description)
     found: dict[SettingField, tuple[str, ...]] = {}
-    for kind, member in kinds.items():
-        for field in setting_fields(member, prefix=f"{path}."):
+    for kind, name in members.items():
+        for field in _fields(classes[name], classes, prefix=f"{path}."):
             if field.path != f"{path}.kind":
                 found[field] = (*found.get(field, ()), kind)
     yield from (dataclasses.replace(field, kinds=owners) for field, owners in found.items())
 
 
-def section_names(owner: type = Settings, *, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all sections below `owner`, outer sections first."""
-    for name, annotation, *_ in _declared(owner):
-        sections = _sections(annotation)
-        if sections:
-            yield f"{prefix}{name}"
-            yield from dict.fromkeys(path for section in sections for path in section_names(section, prefix=f"{prefix}{name}."))
+def _chosen(name: str) -> str:
+    """Return the kind of the objective's choice called `name` when none is set."""
+    return str(getattr(Objective(), name).kind)
 
 
-def section_description(path: str) -> str:
-    """Return the first sentence of the docstring of the section at the dotted `path`; "" for "".
-
-    For a choice, return its description, as stated at its kind.
-    """
-    owner: type = Settings
-    for part in path.split(".") if path else ():
-        description, sections = next(
-            (description, sections)
-            for name, annotation, _, description, _ in _declared(owner)
-            if name == part and (sections := _sections(annotation))
-        )
-        if len(sections) > 1:
-            return description
-        owner = sections[0]
-    return (owner.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+def _kinds(value: Mapping[str, Any], classes: Mapping[str, Any]) -> dict[str, str]:
+    """Return the class of a section by "", or the classes of a choice by kind; nothing for other settings."""
+    for member in (value, *value.get("anyOf", ())):
+        if "$ref" in member:
+            return {"": member["$ref"].removeprefix(_REFERENCE)}
+        if "oneOf" in member:
+            names = [one["$ref"].removeprefix(_REFERENCE) for one in member["oneOf"]]
+            return {kind: name for name in names for kind in _literals(classes[name]["properties"]["kind"])}
+    return {}
 
 
-def type_in_words(annotation: Any) -> str:
-    """Return a type in a YAML user's words: "integer", "one of a, b", "list of string, or null"."""
-    if annotation in _NAMES:
-        return _NAMES[annotation]
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return type_in_words(arguments[0])
-    if origin is Literal:
-        return "one of " + ", ".join(format_value(argument) for argument in arguments)
-    if _sections(annotation):
-        return "section, or null" if type(None) in arguments else "section"
-    if origin in (typing.Union, types.UnionType):
-        return ", or ".join(type_in_words(argument) for argument in arguments)
-    if origin in (dict,) or annotation is dict or getattr(origin, "__name__", "") == "Mapping":
-        return "mapping"
-    if origin in (tuple, list):
-        if len(arguments) == 2 and arguments[1] is not Ellipsis:
-            return f"pair of {type_in_words(arguments[0])}"
-        return f"list of {type_in_words(arguments[0])}"
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return "one of " + ", ".join(format_value(member.value) for member in annotation)
-    raise TypeError(f"Settings have no words for the type {annotation!r}; add them to type_in_words")
+def _literals(value: Mapping[str, Any]) -> list[Any]:
+    return list(value["enum"]) if "enum" in value else [value["const"]]
 
 
-def _sections(annotation: Any) -> tuple[type, ...]:
-    """Return the classes of a section, also of a section that may be null.
-
-    Several for a choice; none for other annotations.
-    """
-    members = [member for member in typing.get_args(annotation) if member is not type(None)] or [annotation]
-    members = [inner for member in members for inner in (typing.get_args(member) if _is_union(member) else (member,))]
-    return tuple(members) if all(isinstance(m, type) and (issubclass(m, BaseModel) or dataclasses.is_dataclass(m)) for m in members) else ()
+@functools.cache
+def sections() -> Mapping[str, str]:
+    """Return the first sentence on every section and choice by dotted path, outer sections first."""
+    return dict(_described(_schema(Settings), prefix=""))
 
 
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+def _described(section: Mapping[str, Any], *, prefix: str) -> Iterator[tuple[str, str]]:
+    classes = _schema(Settings)["$defs"]
+    for name, value in section["properties"].items():
+        members = list(dict.fromkeys(_kinds(value, classes).values()))
+        if members:
+            text = value["description"] if len(members) > 1 else classes[members[0]]["description"]
+            yield f"{prefix}{name}", text.split("\n\n")[0].replace("\n", " ")
+        for member in members:
+            yield from _described(classes[member], prefix=f"{prefix}{name}.")
 
 
-def _declared(owner: type) -> Iterator[tuple[str, Any, str | None, str, str]]:
-    """Yield name, annotation, default as text, description and limits of the class's own fields."""
-    if issubclass(owner, BaseModel):
-        for name, info in owner.model_fields.items():
-            yield name, info.annotation, _model_default(info), info.description or "", _limits(info.metadata)
-        return
-    hints = typing.get_type_hints(owner)
-    for field in dataclasses.fields(owner):  # type: ignore[arg-type]  # known to be a dataclass by _sections
-        yield (
-            field.name,
-            hints[field.name],
-            _dataclass_default(field),
-            field.metadata.get("description", ""),
-            _stated_limits(field.metadata),
-        )
-
-
-def _model_default(info: FieldInfo) -> str | None:
-    return None if info.is_required() else _default_text(info.get_default(call_default_factory=True, validated_data={}))
-
-
-def _dataclass_default(field: dataclasses.Field[Any]) -> str | None:
-    if field.default is not dataclasses.MISSING:
-        return _default_text(field.default)
-    return None if field.default_factory is dataclasses.MISSING else _default_text(field.default_factory())
-
-
-def _default_text(value: Any) -> str:
-    if isinstance(value, BaseModel) or dataclasses.is_dataclass(value):
+def _words(value: Mapping[str, Any]) -> str:
+    """Return a type in a YAML user's words: "integer >= 0", "one of a, b", "list of string, or null"."""
+    if "anyOf" in value:
+        return ", or ".join(_words(member) for member in value["anyOf"])
+    if "enum" in value or "const" in value:
+        return "one of " + ", ".join(format_value(each) for each in _literals(value))
+    if "$ref" in value or "oneOf" in value:
         return "section"
-    if isinstance(value, enum.Enum):
-        return format_value(value.value)
-    return format_value(list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value)
-
-
-def _limits(constraints: list[Any]) -> str:
-    """Return bounds in pydantic's form, annotated_types records, as text: ">= 1", "> 0, <= 1"."""
-    return _stated_limits(
-        {name: getattr(bound, name) for bound in constraints for name in _SIGNS if type(bound).__name__.lower() == name},
-    )
-
-
-def _stated_limits(bounds: Mapping[str, Any]) -> str:
-    """Return bounds as text, by the names shared by dataclass metadata and pydantic."""
-    return ", ".join(f"{sign} {format_value(bounds[name])}" for name, sign in _SIGNS.items() if name in bounds)
-
-
-def _limited(kind: str, limits: str) -> str:
-    """Return a kind with the bounds beside its type: "number >= 0, or null"."""
-    first, comma, others = kind.partition(", or ")
-    return f"{first} {limits}{comma}{others}" if limits else kind
-
-
-def _preset_field(path: str) -> SettingField:
-    """Return the one key that is no field of a class: validation replaces the key by fields."""
-    words = "A published combination; it fills the fields of this section that are not set."
-    return SettingField(path=path, type=f"one of {', '.join(PRESETS)}, or null", default="null", description=words)
+    if value.get("type") == "array":
+        pair = value.get("prefixItems")
+        return f"pair of {_words(pair[0])}" if pair else f"list of {_words({'type': value['items']['type']})}"
+    kind = "path" if value.get("format") == "path" else _TYPES[value["type"]] if "type" in value else "any"
+    limits = ", ".join(f"{sign} {format_value(value[name])}" for name, sign in _BOUNDS.items() if name in value)
+    return f"{kind} {limits}" if limits else kind

@@ -8,9 +8,8 @@ from pathlib import Path
 from megatron_rl.config.checks import contradictions
 from megatron_rl.config.decided import with_values
 from megatron_rl.config.gpus import Gpu
-from megatron_rl.config.load import load_settings
+from megatron_rl.config.load import Words, load_settings
 from megatron_rl.config.messages import joined_error
-from megatron_rl.config.overrides import Words
 from megatron_rl.config.settings import RolloutSettings, Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.device import local_device, quiet_megatron_imports

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_rl.algorithms.advantage import PlugInAdvantage
 from megatron_rl.algorithms.unclipped_losses import PlugInLoss
-from megatron_rl.config.checks import gpu_contradictions, without_effect, worth_noting
+from megatron_rl.config.checks import gpu_contradictions, setting_notes
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import DataSettings, RuntimeSettings, Settings
 from megatron_rl.data.row_files import check_is_data_file
@@ -146,7 +146,7 @@ def _config_checks(settings: Settings, target: Target) -> list[Callable[[], list
 
 def _run_checks(checks: Sequence[Callable[[], list[str]]], settings: Settings) -> list[str]:
     problems: list[str] = []
-    notes = [*without_effect(settings), *worth_noting(settings)]
+    notes = setting_notes(settings)
     for check in checks:
         try:
             notes += check()

@@ -17,9 +17,9 @@ from megatron_rl.checkpoints.run_checkpoints import (
     naming_the_way_around,
     newest_checkpoint,
 )
-from megatron_rl.config.load import dump_settings
+from megatron_rl.config.load import dump_settings, parse_yaml
 from megatron_rl.config.settings import Settings
-from megatron_rl.config.yaml_text import by_path, format_value, parse_yaml
+from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.sqlite_file import check_database
 from megatron_rl.device import quiet_megatron_imports

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.load import validate_settings
-from megatron_rl.config.overrides import apply_overrides
+from megatron_rl.config.load import apply_overrides, validate_settings
 from megatron_rl.config.settings import Settings
 
 SMALLEST: dict[str, Any] = {"run": {"directory": "runs/x"}, "model": {"path": "model"}, "data": {"train": "train.jsonl"}}

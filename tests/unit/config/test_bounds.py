@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.load import dump_settings, validate_settings
-from megatron_rl.config.overrides import apply_overrides
+from megatron_rl.config.load import apply_overrides, dump_settings, parse_yaml, validate_settings
 from megatron_rl.config.settings import MAX_INTEGER
 from megatron_rl.config.settings_reference import setting_fields
-from megatron_rl.config.yaml_text import parse_yaml
 from megatron_rl.errors import UserError
 
 SMALLEST: dict[str, Any] = {"run": {"directory": "runs/x"}, "model": {"path": "model"}, "data": {"train": "train.jsonl"}}

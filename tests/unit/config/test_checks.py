@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_rl.config.checks import contradictions, gpu_contradictions, without_effect, worth_noting
+from megatron_rl.config.checks import contradictions, gpu_contradictions, setting_notes
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 
@@ -85,22 +85,22 @@ def test_consistent_settings_pass(settings_with: MakeSettings, overrides: list[s
 
 
 def test_settings_without_effect_are_noted(settings_with: MakeSettings) -> None:
-    assert without_effect(settings_with("rollout.num_engines=2")) == []
-    assert without_effect(settings_with("objective.policy_loss=sft", "data.samples_per_prompt=1")) == []
-    notes = without_effect(settings_with("objective.policy_loss=sft", "rollout.num_engines=2", "data.samples_per_prompt=4"))
-    assert len(notes) == 2
-    assert "data.samples_per_prompt 4 has no effect" in notes[0]
-    assert "the section rollout has no effect" in notes[1]
+    assert setting_notes(settings_with("rollout.num_engines=2")) == []
+    assert setting_notes(settings_with("objective.policy_loss=sft", "data.samples_per_prompt=1")) == []
+    found = setting_notes(settings_with("objective.policy_loss=sft", "rollout.num_engines=2", "data.samples_per_prompt=4"))
+    assert len(found) == 2
+    assert "data.samples_per_prompt 4 has no effect" in found[0]
+    assert "the section rollout has no effect" in found[1]
     replaying = settings_with("objective.policy_loss=sft", "training.routing_replay=true")
-    assert "training.routing_replay true has no effect" in without_effect(replaying)[0]
-    assert "runtime.colocate true has no effect" in without_effect(settings_with("objective.policy_loss=sft", "runtime.colocate=true"))[0]
+    assert "training.routing_replay true has no effect" in setting_notes(replaying)[0]
+    assert "runtime.colocate true has no effect" in setting_notes(settings_with("objective.policy_loss=sft", "runtime.colocate=true"))[0]
 
 
 def test_a_reference_interval_that_nothing_reads_is_noted(settings_with: MakeSettings) -> None:
     interval = "training.reference_interval=5"
-    assert without_effect(settings_with(interval)) == []
+    assert setting_notes(settings_with(interval)) == []
     for other in ("objective.kl.coef=0.1", "objective.policy_loss=sft"):
-        assert "training.reference_interval 5 has no effect" in without_effect(settings_with(interval, other))[0]
+        assert "training.reference_interval 5 has no effect" in setting_notes(settings_with(interval, other))[0]
 
 
 def test_a_reference_is_kept_where_it_is_read(settings_with: MakeSettings) -> None:
@@ -115,8 +115,8 @@ def test_a_reference_is_kept_where_it_is_read(settings_with: MakeSettings) -> No
 
 
 def test_a_critic_without_ppo_is_noted(settings_with: MakeSettings) -> None:
-    assert without_effect(settings_with("objective.preset=ppo", "training.critic.warmup_steps=1")) == []
-    assert "training.critic has no effect" in without_effect(settings_with("training.critic.warmup_steps=1"))[0]
+    assert setting_notes(settings_with("objective.preset=ppo", "training.critic.warmup_steps=1")) == []
+    assert "training.critic has no effect" in setting_notes(settings_with("training.critic.warmup_steps=1"))[0]
 
 
 def test_ranks_and_engines_on_one_gpu_share_memory_or_a_disk(settings_with: MakeSettings) -> None:
@@ -166,6 +166,6 @@ def test_memory_is_shared_where_devices_are(settings_with: MakeSettings) -> None
 
 
 def test_staleness_without_a_correction_is_noted(settings_with: MakeSettings) -> None:
-    assert "without objective.off_policy" in worth_noting(settings_with("rollout.max_staleness=1"))[0]
+    assert "without objective.off_policy" in setting_notes(settings_with("rollout.max_staleness=1"))[0]
     corrected = settings_with("rollout.max_staleness=1", "objective.off_policy={mode: truncate, high: 2.0}")
-    assert worth_noting(corrected) == worth_noting(settings_with()) == []
+    assert setting_notes(corrected) == setting_notes(settings_with()) == []

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.decided import decide
-from megatron_rl.config.load import dump_settings, load_settings, validate_settings
-from megatron_rl.config.overrides import apply_overrides
+from megatron_rl.config.load import apply_overrides, dump_settings, load_settings, parse_yaml, validate_settings
 from megatron_rl.config.settings import Settings
-from megatron_rl.config.yaml_text import by_path, parse_yaml
+from megatron_rl.config.yaml_text import by_path
 
 CLUSTER = ("runtime.cluster={num_nodes: 2, gpus_per_node: 8}",)
 

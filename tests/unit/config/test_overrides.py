@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.overrides import Words, apply_overrides, split_words
+from megatron_rl.config.load import Words, apply_overrides, split_words
 from megatron_rl.errors import UserError
 
 OPTIONS = ("check", "resume", "reward", "ray-address")

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.yaml_text import by_path, format_value, format_yaml, parse_yaml
+from megatron_rl.config.load import parse_yaml
+from megatron_rl.config.yaml_text import by_path, format_value, format_yaml
 from megatron_rl.errors import UserError
 
 ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.gpus import GPUS
-from megatron_rl.config.load import load_settings
-from megatron_rl.config.overrides import Words
+from megatron_rl.config.load import Words, load_settings
 from megatron_rl.errors import UserError
 from megatron_rl.planning.command import plans, read_spec, shares, split_model
 
