@@ -46,10 +46,7 @@ def local_capability() -> tuple[int, int] | None:
 
 
 def megatron_version() -> tuple[int, int]:
-    """Return major and minor version of the installed megatron-core.
-
-    Raises UserError outside the verified releases.
-    """
+    """Return megatron-core's (major, minor). Raises UserError for an unverified release."""
     try:
         text = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError as error:
@@ -119,17 +116,12 @@ def quiet_megatron_imports() -> Iterator[None]:
 
 
 def _leave_uncompiled(model: Any = None, **_options: Any) -> Any:
-    """Return the function itself, or a decorator without effect; the signature is
-    torch.compile's.
-    """
+    """Return the function, or a decorator without effect, with torch.compile's signature."""
     return model if model is not None else lambda function: function
 
 
 def import_megatron() -> None:
-    """Import the used parts of megatron-core, without warnings.
-
-    Raises UserError for a release that was not verified.
-    """
+    """Import megatron-core without warnings. Raises UserError for an unverified release."""
     megatron_version()
     with quiet_megatron_imports():
         import megatron.core.dist_checkpointing
@@ -162,10 +154,7 @@ def prepare_megatron(device: Device) -> None:
 
 
 class SideStream:
-    """A second queue of a GPU for a thread that copies earlier results while other threads go on.
-
-    A CPU needs none.
-    """
+    """A second queue of a GPU for copies of earlier results beside later work; a CPU needs none."""
 
     def __init__(self, device: torch.device) -> None:
         """Mark the computing thread's work so far on `device`; copies come after."""

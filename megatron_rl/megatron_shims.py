@@ -64,10 +64,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Inert:
-    """A stand-in for a CUDA stream or event: methods do nothing and return a stand-in.
-
-    A stand-in is also a context manager.
-    """
+    """A stand-in for a CUDA stream or event: methods return a stand-in, also a context manager."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

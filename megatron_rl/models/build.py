@@ -51,10 +51,7 @@ class PolicyModel(GPTModel):
             self.output_layer = LanguageModelHead.in_place_of(self.output_layer)
 
     def _set_attention_backend(self) -> None:
-        """Let upstream set environment variables for Transformer Engine's layers only.
-
-        Upstream would set the variables for any layers, and other processes inherit the variables.
-        """
+        """Keep torch's layers from setting variables of the environment, which children inherit."""
         if self.config.transformer_impl == "transformer_engine":
             super()._set_attention_backend()
 
@@ -133,10 +130,7 @@ def _scaled(_module: nn.Module, _inputs: Any, embedded: Tensor, *, scale: float)
 
 
 def _set_rotary(chunk: PolicyModel, spec: ModelSpec) -> None:
-    """Give attention the checkpoint's frequencies and windows.
-
-    Upstream's own scaling has the constants of Llama 3.1 hard-coded.
-    """
+    """Set attention's windows and frequencies; upstream's own scaling is Llama 3.1's."""
     for module in chunk.modules():
         if isinstance(module, PackedAttention):
             windowed = module.layer_number - 1 in spec.sliding_layers

@@ -11,10 +11,7 @@ from megatron_rl.errors import UserError
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of config.json in the Hugging Face directory `path`.
-
-    Raises UserError when the file is missing or malformed.
-    """
+    """Return config.json of the directory `path`. Raises UserError when missing or malformed."""
     file = path / "config.json"
     if not path.is_dir():
         raise UserError(f"model.path is {path}, which is not a directory; give a Hugging Face model directory")
@@ -32,10 +29,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _what_to_give(path: Path) -> str:
-    """Suggest the intended model when `path` is no model directory.
-
-    `path` may be a run, a checkpoint of a run, or another program's checkpoint.
-    """
+    """Suggest the intended model for a run, a run's checkpoint, or another program's."""
     for name in ("hf", "huggingface"):
         if (path / name / "config.json").is_file():
             return f"give {path / name}"

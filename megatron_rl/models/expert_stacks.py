@@ -24,28 +24,19 @@ def part_name(stack: str, expert: int) -> str:
 
 
 def stored_name(name: str) -> str:
-    """Return the name, in the files, of the tensor holding `name`.
-
-    For a part of a stack this is the name of the stack, else `name` itself.
-    """
+    """Return the name of the tensor in the files that holds `name`: of its stack, if any."""
     part = _PART.fullmatch(name)
     return name if part is None else f"{part[1]}.{part[2]}"
 
 
 def as_stored(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield `tensors`, of any shape, in the form of the files.
-
-    The consecutive parts of a stack become one tensor.
-    """
+    """Yield `tensors`, of any shape, with consecutive parts of a stack as one tensor."""
     for name, parts, stacked in stored_tensors(tensors):
         yield name, torch.stack(parts) if stacked else parts[0]
 
 
 def stored_tensors(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, list[Value], bool]]:
-    """Yield each tensor name in the files, with all values of the tensor and a flag for stacks.
-
-    The parts of a stack come one after another.
-    """
+    """Yield each name in the files, the values of its consecutive parts, and true for a stack."""
     for name, members in itertools.groupby(tensors, key=lambda member: stored_name(member[0])):
         parts = list(members)
         yield name, [value for _, value in parts], parts[0][0] != name

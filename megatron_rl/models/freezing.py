@@ -50,10 +50,7 @@ def _frozen_names(rule: Rule, patterns: Sequence[str]) -> list[str]:
 
 
 def freeze(chunks: Sequence[PolicyModel], spec: ModelSpec, patterns: Sequence[str]) -> None:
-    """Turn off gradients of the weights matching `patterns`. Raises UserError as `frozen_rules`.
-
-    `chunks` are not wrapped in DDP yet and still have the heads of a language model.
-    """
+    """Turn off gradients by `patterns`, before DDP. Raises UserError as `frozen_rules`."""
     parameters = global_parameters(chunks)
     bias_rate = chunks[0].config.moe_router_bias_update_rate
     for rule in frozen_rules(spec, patterns):
@@ -72,9 +69,5 @@ def freeze(chunks: Sequence[PolicyModel], spec: ModelSpec, patterns: Sequence[st
 
 
 def _start_graph(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-    """Let frozen embeddings [T, 1, H] take a gradient.
-
-    Recomputed layers train their weights only if their input takes a gradient. Otherwise megatron's
-    checkpoint would leave the weights without one, silently.
-    """
+    """Let frozen embeddings [T, 1, H] take a gradient, without which recomputed layers get none."""
     return output.requires_grad_() if module.training else output

@@ -1,8 +1,4 @@
-"""Hugging Face tensors of the Megatron model, by `weight_table`, and global parameter names.
-
-Parameters go one at a time, in the order of the table on every rank. Nothing family-specific is
-here.
-"""
+"""Hugging Face tensors of the Megatron model in the order of `weight_table`, and global names."""
 
 import math
 import re
@@ -50,11 +46,7 @@ def _exported(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterator[tuple[
 
 
 def global_parameters(chunks: Sequence[PolicyModel]) -> dict[str, Tensor]:
-    """Yield this rank's parameters and the routers' expert biases, by global name.
-
-    Layers are counted from 0 over all pipeline stages, the experts of a layer from 0 over all
-    expert parallel ranks.
-    """
+    """Return parameters and expert biases; names count layers and experts over all ranks."""
     named: dict[str, Tensor] = {}
     for chunk in chunks:
         num_local_experts = (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
@@ -69,10 +61,7 @@ def global_parameters(chunks: Sequence[PolicyModel]) -> dict[str, Tensor]:
 
 
 def expert_biases(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield names in `module` and values [experts] float32 of the routers' biases.
-
-    The biases are buffers.
-    """
+    """Yield names in `module` and values [experts] float32 of the routers' biases."""
     return ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".router.expert_bias"))
 
 
@@ -87,10 +76,7 @@ def tensor_ranks(rule: Rule) -> dist.ProcessGroup:
 
 
 class _Owners:
-    """The global rank with each parameter absent from other ranks.
-
-    Such parameters belong to one pipeline stage, or to one expert parallel rank.
-    """
+    """The global rank of each parameter of one pipeline stage or expert parallel rank."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         """Exchange the names in `parameters`. Collective over expert and pipeline parallel ranks."""
@@ -106,10 +92,7 @@ class _Owners:
             self._expert = (group, _holders(list(parameters), group))
 
     def of(self, rule: Rule) -> tuple[dist.ProcessGroup | None, Mapping[str, int]]:
-        """Return the group for sending the parameter of `rule`, and the rank of each name.
-
-        The group is None when every rank has the parameter.
-        """
+        """Return the group for `rule`, None if every rank has it, and the rank of each name."""
         return self._expert if rule.of_expert else self._dense
 
 
@@ -122,10 +105,7 @@ def _holders(held: list[str], group: dist.ProcessGroup) -> dict[str, int]:
 
 
 def held_name(rule: Rule, names: Container[str]) -> str:
-    """Return the name of the parameter of `rule` in a model with the parameters `names`.
-
-    The name is that of torch's layers or of Transformer Engine's.
-    """
+    """Return the name of the parameter of `rule` among `names`, torch's or Transformer Engine's."""
     if rule.transformer_engine is not None and rule.transformer_engine in names:
         return rule.transformer_engine
     return rule.megatron
@@ -142,10 +122,7 @@ def _gathered(rule: Rule, local: Tensor, spec: ModelSpec) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Consecutive rules with tensors of one `dtype`, sent by the global rank `owner` to `group`.
-
-    `group` None means that every rank has the tensors.
-    """
+    """Consecutive rules that rank `owner` sends to `group`, None where every rank has them."""
 
     rules: list[Rule]
     group: dist.ProcessGroup | None
@@ -164,10 +141,7 @@ def _num_bytes(together: Sequence[Rule], dtype: torch.dtype) -> int:
 
 
 def _sent_together(exported: Iterator[Rule], owners: _Owners, *, dtype: torch.dtype) -> Iterator[_Sent]:
-    """Yield the rules in order, grouped by message.
-
-    Grouping matters for a mixture of thousands of experts, each a few MiB large.
-    """
+    """Yield the rules in order, grouped by message, as a mixture has thousands of small experts."""
     waiting: _Sent | None = None
     for rule in exported:
         group, holders = owners.of(rule)
@@ -184,10 +158,7 @@ def _sent_together(exported: Iterator[Rule], owners: _Owners, *, dtype: torch.dt
 
 
 def _from_owner(together: _Sent, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of rules sent together, on all ranks of the group.
-
-    A rank without the tensors passes an empty list.
-    """
+    """Return the tensors on all ranks; a rank without them passes an empty list."""
     shapes = [tensor.shape for rule in together.rules for tensor in rule.tensors]
     if not tensors:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

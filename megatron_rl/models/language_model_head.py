@@ -46,10 +46,7 @@ class LanguageModelHead(ColumnParallelLinear):
 
     @classmethod
     def in_place_of(cls, layer: ColumnParallelLinear) -> "LanguageModelHead":
-        """Return a head with the weight of `layer`, not a copy.
-
-        The weight is None when tied to the embeddings of the same model chunk.
-        """
+        """Return a head that shares the weight of `layer`: None when tied in the same chunk."""
         head = cls(
             layer.input_size,
             layer.output_size,
@@ -116,20 +113,13 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
 
     def forward(self, hidden_states: Tensor, weight: None = None) -> tuple[Tensor, None]:
-        """Return values in float32, [T, 1, 1] of hidden states [T, 1, H], and no bias.
-
-        The answer has the form of an output layer of megatron-core.
-        """
+        """Return values in float32, [T, 1, 1] of hidden states [T, 1, H], and no bias."""
         assert weight is None, "a value head is never tied to the embeddings"
         return nn.functional.linear(hidden_states.float(), self.weight.float()), None
 
 
 def replace_heads(chunks: Sequence[GPTModel]) -> None:
-    """Replace the language model head of the model's last chunk by a value head.
-
-    `chunks` are not wrapped in DDP yet. The model then answers values [N, 1] instead of hidden
-    states [N, H].
-    """
+    """Give the last chunk a value head, before DDP; its answers are values [N, 1]."""
     for chunk in chunks:
         # A tied head would also sum gradients of the first and the last pipeline stage.
         chunk.share_embeddings_and_output_weights = False

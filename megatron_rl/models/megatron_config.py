@@ -125,10 +125,7 @@ def _checkpoint_fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _attention_fields(spec: ModelSpec, *, attention: Attention) -> dict[str, Any]:
-    """Return the fields of megatron-core's TransformerConfig defining attention.
-
-    For latent attention, the fields are those of MLATransformerConfig.
-    """
+    """Return the fields of attention; with latent attention those of MLATransformerConfig."""
     values: dict[str, Any] = {
         "num_attention_heads": spec.num_heads,
         "num_query_groups": spec.num_kv_heads,
@@ -181,10 +178,7 @@ def _transformer_engine_fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _moe_fields(moe: MoeSpec | None, *, num_layers: int) -> dict[str, Any]:
-    """Return the fields of megatron-core's TransformerConfig fixed by these experts.
-
-    `moe` None is a model without experts.
-    """
+    """Return the fields fixed by these experts; `moe` None is a model without experts."""
     if moe is None:
         return {"num_moe_experts": None}
     return {
@@ -207,10 +201,7 @@ def _moe_fields(moe: MoeSpec | None, *, num_layers: int) -> dict[str, Any]:
 
 
 def _default_moe_fields(*, grouped: bool) -> dict[str, Any]:
-    """Return the defaults open to overrides.
-
-    `grouped` computes all experts of a rank in one call, a feature of Transformer Engine.
-    """
+    """Return defaults; `grouped` computes a rank's experts in one call of Transformer Engine."""
     return {
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": grouped,
@@ -259,10 +250,7 @@ def _topology_fields(topology: "TopologySettings", dtype: torch.dtype) -> dict[s
 
 
 def _default_fields(spec: ModelSpec, attention: Attention) -> dict[str, Any]:
-    """Return the fields left by megatron to its scripts.
-
-    Fused kernels are on when available: with Transformer Engine on a GPU.
-    """
+    """Return the fields left to scripts; fused kernels are on with Transformer Engine."""
     fused = local_device().kind == "cuda" and attention == "transformer_engine"
     return {
         "transformer_impl": "transformer_engine" if attention == "transformer_engine" else "local",

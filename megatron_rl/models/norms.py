@@ -38,10 +38,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormOverHeads(torch.nn.Module):
-    """Norm over the channels of all heads together: [T, 1, H, D] to the same.
-
-    Each tensor parallel rank has its own channels.
-    """
+    """Norm of [T, 1, H, D] over the channels of all heads on all tensor parallel ranks."""
 
     def __init__(self, config: TransformerConfig, *, num_heads: int) -> None:
         super().__init__()

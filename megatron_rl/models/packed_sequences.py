@@ -49,10 +49,7 @@ class PackedSequences(PackedSeqParams):
         return self._plans[None]
 
     def angles(self, rotary: RotarySpec, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each local token's angles for the D rotated channels, each [T, 1, D / 2]; computed once.
-
-        Both carry the rotary embedding's attention factor.
-        """
+        """Cosine and sine [T, 1, D / 2] for D channels, times the attention factor."""
         key = (rotary, dtype)
         if key not in self._angles:
             angle = rotary.angles(self.positions, self.make_lengths)[:, None, :]
@@ -61,19 +58,13 @@ class PackedSequences(PackedSeqParams):
         return self._angles[key]
 
     def windowed(self, window: int) -> AttentionPlan:
-        """Return the plan for queries seeing only the last `window` tokens of their sequence.
-
-        The plan is made once. The window includes the querying token.
-        """
+        """Return the plan for queries of the last `window` tokens; made once."""
         if window not in self._plans:
             self._plans[window] = with_window(self.plan, window)
         return self._plans[window]
 
     def at(self, positions: Tensor) -> "PackedSequences":
-        """Return the same sequences, with the head at the local tokens `positions` [N] only.
-
-        The head is the language model head.
-        """
+        """Return the same sequences, with the head at local tokens `positions` [N] only."""
         return dataclasses.replace(self, logit_positions=positions)
 
     def routed(self, routing: Routing | None) -> "PackedSequences":

@@ -43,10 +43,7 @@ def mark_parameters(chunks: Sequence[PolicyModel], spec: ModelSpec) -> None:
 
 
 def _trained(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterator[tuple[Rule, Tensor]]:
-    """Yield the parameters of this rank with their rules.
-
-    The routers' biases have no gradient and are left out.
-    """
+    """Yield the parameters of this rank with their rules, without the routers' biases."""
     parameters = global_parameters(chunks)
     for rule in rules(spec):
         parameter = parameters.pop(held_name(rule, parameters), None)

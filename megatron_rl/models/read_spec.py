@@ -36,10 +36,7 @@ def read_model_spec(path: Path) -> ModelSpec:
 
 
 def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
-    """Return the architecture described by the content of a config.json.
-
-    `origin` names the file in errors. Raises UserError.
-    """
+    """Return the architecture in `config`, the content of the file `origin`. Raises UserError."""
     family = _family(JsonObject(config, origin))
     file = JsonObject(config, origin, partial(family.absent, config))
     _account_for_keys(config, family, origin)
@@ -179,11 +176,7 @@ def _layer_types(file: JsonObject, num_layers: int) -> list[str]:
 
 
 def _account_for_keys(config: Mapping[str, Any], family: Family, origin: str) -> None:
-    """Refuse keys with a silently ignored effect: an unsupported value, or an unknown key.
-
-    Unknown keys are refused also with the value false or 0: a feature off in one program's file may
-    be on by default in transformers. Only null counts as absent.
-    """
+    """Refuse unsupported values, and unknown keys unless null: transformers may default to on."""
     for key, needed in family.fixed_keys.items():
         value = config.get(key)
         if value is not None and value != needed:

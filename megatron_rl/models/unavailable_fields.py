@@ -123,10 +123,7 @@ def check_attention_backend(backend: AttnBackend, *, dtype: torch.dtype, environ
 
 
 def check_recompute(config: TransformerConfig) -> None:
-    """Raise UserError for recompute settings without the requested effect.
-
-    These are uniform units of layers not dividing a stage's layers, and modules never recomputed.
-    """
+    """Raise UserError for units not dividing a stage, and modules never recomputed."""
     if config.recompute_granularity == "full" and config.recompute_method == "uniform":
         _check_units(config)
     modules = config.recompute_modules or _DEFAULT_RECOMPUTED
@@ -164,10 +161,7 @@ def _check_units(config: TransformerConfig) -> None:
 
 
 def without_kernels(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `overrides` without fields needing a GPU's kernels.
-
-    The result serves to measure a rank on torch's layers.
-    """
+    """Return `overrides` without fields of a GPU's kernels, to measure a rank on torch's layers."""
     return {
         name: value
         for name, value in overrides.items()

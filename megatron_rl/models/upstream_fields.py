@@ -81,10 +81,7 @@ def _names(owner: Any) -> list[str]:
 
 
 def _check_bounds(path: str, value: Any) -> None:
-    """Raise UserError for a number outside the meaning of the field at `path`.
-
-    Such numbers are rates above 10, momenta without forgetting, and negative numbers.
-    """
+    """Raise UserError for rates above 10, momenta without forgetting and negative numbers."""
     if value is None or isinstance(value, bool) or not isinstance(value, int | float):
         return
     name = path.rpartition(".")[2]

@@ -20,10 +20,7 @@ from megatron_rl.models.model_spec import USUAL_NAMES, MlaSpec, ModelSpec
 
 
 class Sharding(enum.Enum):
-    """The way from Hugging Face tensors to one Megatron parameter, and the split over ranks.
-
-    The tensors are the tensors of one rule, the ranks are tensor parallel ranks.
-    """
+    """The way from a rule's tensors to a Megatron parameter, and its split over ranks."""
 
     REPLICATED = "replicated"
     """One tensor, the same on every rank."""
@@ -92,10 +89,7 @@ def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def tensor_names(spec: ModelSpec) -> set[str]:
-    """Return the names of the Hugging Face tensors of all rules.
-
-    Names of experts' tensors may be parts of a tensor in a file.
-    """
+    """Return the names of the Hugging Face tensors, or parts of a tensor, of all rules."""
     return {tensor.name for rule in rules(spec) for tensor in rule.tensors}
 
 
@@ -238,10 +232,7 @@ def _moe_rules(spec: ModelSpec, moe: MoeSpec, megatron: str, hugging_face: str) 
 
 
 def _stacked_expert_rules(moe: MoeSpec, megatron: str, hugging_face: str, hidden: int, *, bias: bool) -> Iterator[Rule]:
-    """Yield the parameters of experts, for files with all experts of a layer in one tensor.
-
-    The order is all experts' parts of one tensor, then of the next.
-    """
+    """Yield the parameters of experts in stacks: all parts of one tensor, then the next."""
     width = moe.ffn_hidden_size
     parts = [
         ("linear_fc1.weight", "gate_up_proj", (hidden, 2 * width), Sharding.ALTERNATE_GATE_UP),
@@ -265,10 +256,7 @@ def _gated_rules(
     projections: tuple[str, str, str] = USUAL_NAMES.expert,
     expert: tuple[str, int] | None = None,
 ) -> Iterator[Rule]:
-    """Yield the two parameters of a gated MLP.
-
-    `expert` is Transformer Engine's module for all experts of a rank, and the expert's number.
-    """
+    """Yield the parameters of a gated MLP; `expert` is Transformer Engine's module, number."""
     gate_up = tuple(HfTensor(f"{hugging_face}{name}.weight", (width, hidden)) for name in projections[:2])
     down = HfTensor(f"{hugging_face}{projections[2]}.weight", (hidden, width))
     sharding = Sharding.GATE_UP
@@ -280,10 +268,7 @@ def _gated_rules(
 
 
 def combine(sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, tp: int) -> Tensor:
-    """Return one whole Megatron parameter [rows, columns] or [rows] from its Hugging Face tensors.
-
-    Vocabulary rows are padded with zeros to a multiple of `tp`.
-    """
+    """Return a whole parameter [rows, columns] or [rows], the vocabulary padded for `tp`."""
     if sharding is Sharding.STACKED_QKV:
         rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         return combine(Sharding.QKV, tensors[0].split(rows), spec, tp=tp)
@@ -305,10 +290,7 @@ def combine(sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, t
 
 
 def fill(parameter: Tensor, sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, tp_rank: int, tp: int) -> None:
-    """Fill `parameter` [rows, columns] or [rows] with its `shard` of `combine`'s result.
-
-    `parameter` is contiguous. The largest whole parameters are never made.
-    """
+    """Fill contiguous `parameter` [rows, columns] or [rows]; a large whole is never made."""
     if sharding is Sharding.GATE_UP:
         for part, tensor in zip(parameter.chunk(2), tensors, strict=True):
             part.copy_(tensor.chunk(tp)[tp_rank])
@@ -324,10 +306,7 @@ def fill(parameter: Tensor, sharding: Sharding, tensors: Sequence[Tensor], spec:
 
 
 def parameter_shape(rule: Rule) -> tuple[int, ...]:
-    """Return the whole shape, without padding, of the Megatron parameter made by `combine`.
-
-    The parameter is the one of `rule`.
-    """
+    """Return the whole shape, without padding, of the Megatron parameter of `rule`."""
     rows, *rest = rule.tensors[0].shape
     if rule.sharding in (Sharding.QKV, Sharding.GATE_UP):
         return (sum(tensor.shape[0] for tensor in rule.tensors), *rest)
@@ -335,10 +314,7 @@ def parameter_shape(rule: Rule) -> tuple[int, ...]:
 
 
 def split(sharding: Sharding, whole: Tensor, spec: ModelSpec) -> list[Tensor]:
-    """Return the Hugging Face tensors in one whole Megatron parameter [rows, columns] or [rows].
-
-    Padding rows of a vocabulary are dropped.
-    """
+    """Return the unpadded tensors in a whole parameter [rows, columns] or [rows]."""
     if sharding is Sharding.STACKED_QKV:
         return [torch.cat(split(Sharding.QKV, whole, spec))]
     if sharding is Sharding.QKV:
@@ -366,10 +342,7 @@ def shard(sharding: Sharding, whole: Tensor, *, tp_rank: int, tp: int) -> Tensor
 
 
 def join(sharding: Sharding, shards: Sequence[Tensor]) -> Tensor:
-    """Return the whole parameter [rows, columns] or [rows] from the parts of all ranks.
-
-    The ranks are tensor parallel ranks, in rank order.
-    """
+    """Return the whole parameter [rows, columns] or [rows] from parts in rank order."""
     if len(shards) == 1 or sharding is Sharding.REPLICATED:
         return shards[0]
     if sharding in _COLUMNS:

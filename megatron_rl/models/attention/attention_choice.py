@@ -19,10 +19,7 @@ DEFAULT_BACKEND = AttnBackend.fused
 
 
 def transformer_engine_here() -> bool:
-    """Return true when Transformer Engine is installed.
-
-    A model with Transformer Engine on a machine without is planned for another machine.
-    """
+    """Return true when Transformer Engine is installed; a plan may be for another machine."""
     return chosen_backends()["transformer-engine"] != "not installed"
 
 
@@ -65,10 +62,7 @@ def chosen_backend(overrides: Mapping[str, Any]) -> AttnBackend:
 
 
 def attention_name(attention: Attention, overrides: Mapping[str, Any]) -> str:
-    """Return the attention's name as printed by runs and `--check`.
-
-    `overrides` are the fields of `model.megatron`.
-    """
+    """Return the attention's name for people; `overrides` are the fields of `model.megatron`."""
     return "torch" if attention == "torch" else f"transformer_engine, {chosen_backend(overrides).name}"
 
 
@@ -83,10 +77,7 @@ def has_fused_attention(capability: Capability, *, qk: int, v: int) -> bool:
 
 
 def lacking_in_transformer_engine(spec: ModelSpec, *, cp: int, capability: Capability, fused: bool) -> str | None:
-    """Return the reason, with the fix, when Transformer Engine cannot compute `spec` on such a GPU.
-
-    The result is None when Transformer Engine can. `fused` is cuDNN's attention.
-    """
+    """Return the reason and the fix when Transformer Engine cannot compute `spec`, else None."""
     # This project's latent attention rotates and scales itself.
     unusual = (
         {}

@@ -152,10 +152,7 @@ def _windowed(part: Part, window: int, device: torch.device) -> Iterator[Part]:
 
 
 def local_positions(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0) -> Ints:
-    """Return the position in its sequence of each token on a context parallel rank, [T].
-
-    Tokens are in the rank's order.
-    """
+    """Return the position in its sequence of each token of a context parallel rank, [T]."""
     lengths: Ints = np.diff(np.asarray(cu_seqlens, np.int64)).astype(np.int64)
     local = lengths // cp_size
     position = np.arange(local.sum()) - np.repeat(np.cumsum(local) - local, local)
@@ -167,10 +164,7 @@ def local_positions(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0) -> 
 
 
 def _similar_lengths(lengths: Ints) -> list[Ints]:
-    """Group rows of similar length.
-
-    No row of a group is shorter than the longest by more than an eighth (or by four tokens).
-    """
+    """Group rows whose lengths differ by at most an eighth, or by four tokens."""
     order = np.argsort(-lengths, kind="stable")
     ordered = lengths[order]
     groups, start = [], 0

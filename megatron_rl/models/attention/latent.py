@@ -134,10 +134,7 @@ class LatentAttention(MLASelfAttention):
         return output
 
     def _down(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return normed latents of queries and keys [t, rank], and the rotary key [T, 1, rope].
-
-        Queries without a latent are the hidden states.
-        """
+        """Return latents of queries, or hidden states, and keys [t, rank]; rotary key [T, 1, rope]."""
         config = self.config
         queries = hidden_states
         if config.q_lora_rank is not None:

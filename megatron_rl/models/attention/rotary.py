@@ -66,10 +66,7 @@ class RotarySpec:
     interleaved: bool = False
 
     def angles(self, positions: Tensor, lengths: Callable[[], Tensor]) -> Tensor:
-        """Return the rotation of the pairs in radians [T, D / 2] at `positions` [T].
-
-        `lengths` gives the tokens of each token's sequence [T].
-        """
+        """Radians [T, D / 2] at `positions` [T] in sequences of `lengths()` tokens [T]."""
 
         def tensor(values: tuple[float, ...]) -> Tensor:
             return to_device(torch.tensor(values, dtype=torch.float32), positions.device)

@@ -22,10 +22,7 @@ class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
     _num_tokens = 0
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden states [n, H] and weights [n, E] of the tokens of all ranks.
-
-        The ranks share the experts. Padding is included.
-        """
+        """Return padded hidden states [n, H] and weights [n, E] of the ranks that share experts."""
         self._num_tokens = len(hidden_states)
         longest = torch.tensor(self._num_tokens, device=hidden_states.device)
         distributed.all_reduce(longest, distributed.ReduceOp.MAX, group=self.tp_ep_group)
@@ -43,10 +40,7 @@ class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
 
 
 def allow_uneven_tokens(model: torch.nn.Module) -> None:
-    """Replace the all-gather dispatchers of `model`, if any, by dispatchers for uneven tokens.
-
-    The new dispatchers take any number of tokens from each rank.
-    """
+    """Replace the all-gather dispatchers of `model`, if any, by dispatchers for uneven tokens."""
     for layer in model.modules():
         if isinstance(layer, MoELayer) and isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) and layer.ep_group.size() > 1:
             layer.token_dispatcher = UnevenAllGatherDispatcher(

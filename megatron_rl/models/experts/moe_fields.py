@@ -70,10 +70,7 @@ def num_mixture_layers(config: TransformerConfig, *, before: int | None = None) 
 
 
 def check_routing(config: TransformerConfig) -> None:
-    """Raise UserError for fields giving a router unwanted dependencies.
-
-    A router must not depend on the packing or the layout, nor differ between two runs.
-    """
+    """Raise UserError for fields that tie a router to the packing, the layout or chance."""
     balance_coefficient(config)
     for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps"):
         if getattr(config, name) is not None:
@@ -89,10 +86,7 @@ def check_routing(config: TransformerConfig) -> None:
 
 
 def balance_coefficient(config: TransformerConfig) -> float:
-    """Return the coefficient of the sequence-wise balance loss.
-
-    Raises UserError for the other kinds of losses, because their values depend on the packing.
-    """
+    """Return the coefficient of the sequence-wise loss. Raises UserError for other losses."""
     kinds, coefs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     lengths = [len(value) if isinstance(value, list) else None for value in (kinds, coefs)]
     if lengths[0] != lengths[1]:

@@ -34,10 +34,7 @@ class RoutedTokens:
     recorded: Tensor | None = None
 
     def part(self, rank: int, num_tokens: int) -> "RoutedTokens":
-        """Return the `num_tokens` n tokens of tensor-parallel `rank` under sequence parallelism.
-
-        All tokens are returned when `num_tokens` is their total.
-        """
+        """Return the `num_tokens` n tokens of tensor-parallel `rank`, or all of as many."""
         if num_tokens == len(self.sequence_index):
             return self
         own = slice(rank * num_tokens, (rank + 1) * num_tokens)
@@ -82,19 +79,13 @@ class RouterStep:
         self._table = torch.zeros(num_layers, num_experts + _NUM_EXTRA, dtype=torch.float64, device=device)
 
     def count(self, layer: int, *, load: Tensor, replayed: Tensor, changed: Tensor) -> None:
-        """Add the tokens of each expert [E] in `layer`, and the replayed and changed tokens.
-
-        Changed tokens have replayed experts different from the router's own choice.
-        """
+        """Add tokens of each expert [E] in `layer`, replayed ones, and those of changed experts."""
         self._table[layer, :-_NUM_EXTRA] += load
         self._table[layer, _REPLAYED] += replayed
         self._table[layer, _CHANGED] += changed
 
     def attach(self, probabilities: Tensor, *, layer: int, balance: Tensor | None, z_loss: Tensor | None) -> Tensor:
-        """Return `probabilities` [n, E] unchanged, with the layer's losses in the backward.
-
-        The losses are this rank's shares, scalars or None.
-        """
+        """Return `probabilities` [n, E] with this rank's shares of losses in the backward."""
         for column, coef, share in ((_BALANCE_LOSS, self.losses.balance_coef, balance), (_Z_LOSS, self.losses.z_coef, z_loss)):
             if share is not None:
                 self._table[layer, column] += share.detach()
@@ -102,10 +93,7 @@ class RouterStep:
         return probabilities
 
     def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> "RouterReport":
-        """Return the step's numbers over all ranks; called once.
-
-        `all_reduce_sum` gives a tensor's sum over ranks. Collective as `all_reduce_sum` is.
-        """
+        """Return the step's numbers, summed over ranks; collective as `all_reduce_sum`."""
         table = all_reduce_sum(self._table.clone()).cpu()
         return RouterReport(
             load=table[:, :-_NUM_EXTRA],
@@ -133,10 +121,7 @@ class RouterReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Input of the routers in one pass over a micro-batch.
-
-    The input is the tokens, the use of recorded experts, and the counts of the step.
-    """
+    """Input of the routers in one pass: tokens, use of recorded experts, counts of the step."""
 
     tokens: RoutedTokens
     replay: bool = False
@@ -144,11 +129,7 @@ class Routing:
 
 
 class _AlsoDescend(torch.autograd.Function):
-    """A tensor of any shape unchanged, with the gradient of a scalar loss added in the backward.
-
-    megatron-core's own version keeps a scale in global state for fp16, a dtype absent from this
-    trainer.
-    """
+    """A tensor of any shape with the gradient of a scalar loss, without upstream's global state."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
@@ -185,10 +166,6 @@ def balance_loss(scores: Tensor, tokens: RoutedTokens, *, top_k: int, num_sequen
 
 
 def z_loss(logits: Tensor, tokens: RoutedTokens, *, num_tokens: int) -> Tensor:
-    """Return this rank's share of the router's z-loss (ST-MoE, eq. 5).
-
-    The loss is the mean over the step's `num_tokens` N tokens of squared log-sum-exp of `logits`
-    [n, E].
-    """
+    """Return this rank's share of the mean squared log-sum-exp of `logits` [n, E] (ST-MoE, 5)."""
     counted = tokens.real & tokens.counted[tokens.sequence_index.clamp(min=0)]
     return torch.where(counted, logits.logsumexp(-1).square(), 0.0).sum() / num_tokens

@@ -30,10 +30,7 @@ class PackedRouter(TopKRouter):
     routing_call: Routing | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights [n, E], zero for experts not taken, and the taken experts [n, E].
-
-        The input is `logits` [n, 1, E].
-        """
+        """Return weights [n, E], zero for others, and taken experts [n, E] by `logits` [n, 1, E]."""
         logits = logits.view(-1, self.config.num_moe_experts)
         call = self.routing_call
         if call is None:
@@ -121,10 +118,7 @@ class _Record:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return scores [n, K] and numbers [n, K] of the recorded experts.
-
-        Tokens without a record get the router's own choice.
-        """
+        """Return scores [n, K] and numbers [n, K] of recorded experts, else the router's."""
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         experts = self._experts.to(own.device, non_blocking=True).to(own.dtype)
         self.changed = self.used & (experts.sort(-1).values != own.sort(-1).values).any(-1)

@@ -3,6 +3,7 @@
 Each file beside this one describes one family. No other module asks for a family's name.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -196,12 +197,13 @@ class Family:
         import transformers
 
         config_class = getattr(transformers, self.config_class or self.architecture.replace("ForCausalLM", "Config"))
+        defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
         if key == "head_dim":
-            return getattr(config_class, key, None) or values["hidden_size"] // values["num_attention_heads"]
+            return defaults.get(key) or values["hidden_size"] // values["num_attention_heads"]
         if key == "num_key_value_heads":
-            return getattr(config_class, key) or values["num_attention_heads"]
+            return defaults[key] or values["num_attention_heads"]
         given = {name: values[name] for name in ("num_hidden_layers", "sliding_window_pattern") if values.get(name) is not None}
-        return getattr(config_class(**given), key, None)
+        return vars(config_class(**given)).get(key)
 
     @property
     def fixed_keys(self) -> dict[str, Any]:

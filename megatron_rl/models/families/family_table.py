@@ -19,10 +19,7 @@ def table() -> list[str]:
 
 
 def not_synced() -> list[str]:
-    """Return one line, with the reason, for each family without a test on a real engine.
-
-    The tests concerned send weights to the engine.
-    """
+    """Return a line, with the reason, for each family that tests send to no real engine."""
     return [f"{name}: {family.not_synced}" for name, family in FAMILIES.items() if family.not_synced is not None]
 
 
@@ -37,10 +34,7 @@ def _line(cells: Iterator[str]) -> str:
 
 
 def _row(family: Family) -> tuple[str, ...]:
-    """Return the row of a family.
-
-    A test shows for each listed family that loading, export and equality with transformers work.
-    """
+    """Return the row of a family. Loading, export and equality are tested for every family."""
 
     def proved(name: str) -> str:
         return "yes" if name in family.proved else "no"

@@ -1,7 +1,4 @@
-"""GLM-4 9B of 2024 as in transformers.
-
-Half of the channels are rotated in neighbouring pairs, and gate and up are in one tensor.
-"""
+"""GLM-4 9B of 2024: half of the channels rotated in neighbouring pairs, gate and up in one tensor."""
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 from megatron_rl.models.model_spec import TensorNames

@@ -1,7 +1,4 @@
-"""Mistral 7B and its successors of the same architecture.
-
-Llama with a sliding window in every layer, unless config.json says null.
-"""
+"""Mistral 7B and its successors: Llama with a sliding window in every layer unless it is null."""
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 

@@ -1,7 +1,4 @@
-"""Mixtral: Mistral with experts in every layer.
-
-Scores of taken experts sum to 1, and experts have tensor names of their own.
-"""
+"""Mixtral: Mistral with experts in every layer, whose taken scores sum to 1."""
 
 from megatron_rl.models.families.family import MIXTURE_LAYOUTS, Family
 from megatron_rl.models.model_spec import TensorNames

@@ -1,7 +1,4 @@
-"""OLMo-2: norms behind attention and MLP instead of before.
-
-One norm is over the queries (the keys) of all heads.
-"""
+"""OLMo-2: norms behind attention and MLP, and one norm over the queries (the keys) of all heads."""
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 from megatron_rl.models.model_spec import TensorNames

@@ -1,7 +1,4 @@
-"""OLMo-3: OLMo-2 with a window in three of four layers.
-
-Window layers keep the default rotary embedding; the other layers stretch theirs.
-"""
+"""OLMo-3: OLMo-2 with a window in three of four layers, which keep the default rotary embedding."""
 
 import dataclasses
 

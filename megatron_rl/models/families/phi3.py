@@ -1,7 +1,4 @@
-"""Phi-3 and Phi-4: Llama with fused tensors and an optional window.
-
-Queries, keys and values are in one tensor, gate and up in another. config.json gives the window.
-"""
+"""Phi-3 and Phi-4: Llama with q, k and v in one tensor, gate and up in another, optional windows."""
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 from megatron_rl.models.model_spec import TensorNames

@@ -1,7 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values, and optional sliding windows.
-
-config.json switches the windows on.
-"""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values, and optional sliding windows."""
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 

@@ -1,7 +1,4 @@
-"""Qwen3: norms on queries and keys, heads of 128 channels, and optional sliding windows.
-
-config.json switches the windows on.
-"""
+"""Qwen3: norms on queries and keys, and optional sliding windows."""
 
 from megatron_rl.models.families.family import DENSE_LAYOUTS, Family
 
