@@ -49,12 +49,13 @@ def written_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pa
     """`write_tiny_model`, called once for the same options; nobody changes what it wrote."""
     directory, written = tmp_path_factory.mktemp("models"), dict[str, Path]()
 
-    def find(**options: Any) -> Path:
+    def find(*, family: str = "qwen3", **options: Any) -> Path:
         from megatron_rl.doctor.tiny_models import write_tiny_model
+        from tests.tiny_families import FAMILIES
 
-        key = repr(sorted(options.items()))
+        key = repr((family, sorted(options.items())))
         if key not in written:
-            written[key] = write_tiny_model(directory / str(len(written)), **options)
+            written[key] = write_tiny_model(directory / str(len(written)), family=FAMILIES[family], **options)
         return written[key]
 
     return find

@@ -22,7 +22,7 @@ from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.deadlines import PLACEMENT_S
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.doctor import on_rank
-from megatron_rl.doctor.tiny_models import write_tiny_model
+from megatron_rl.doctor.tiny_models import FAMILIES, write_tiny_model
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.errors import MegatronRLError
@@ -192,7 +192,7 @@ class Node:
             sizes = {**_DEEPSEEK, **({"hidden": 512, **_MLA_OF_KERNELS} if self.kind == "cuda" else {})}
         # Not tied: SGLang's mixtures of experts have a separate head whatever config.json says.
         options = {"tied": False, "max_position_embeddings": 8192, **sizes, **config}
-        return write_tiny_model(self.directory / name.replace(" ", "-"), family=family, seed=seed, vocab=VOCAB, **options)
+        return write_tiny_model(self.directory / name.replace(" ", "-"), family=FAMILIES[family], seed=seed, vocab=VOCAB, **options)
 
     def settings(
         self, model: Path, *, attention: str = "auto", training: Mapping[str, Any] | None = None, sections: Mapping[str, Any] | None = None,

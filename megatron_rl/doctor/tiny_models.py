@@ -1,12 +1,13 @@
-"""Tiny model directories of every family, made by code."""
+"""Tiny model directories, made by code."""
 
 import json
 import string
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Tiny models of families beyond Qwen3 have few and narrow experts, but every feature: groups of experts to choose
-# from, a bias that decides the choice, shared experts, a dense first layer.
+# Experts are few and narrow, with every feature: groups of experts to choose from, a bias that decides the choice,
+# shared experts, a dense first layer.
 SIGMOID_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 4,
@@ -20,10 +21,8 @@ SIGMOID_EXPERTS = {
     "num_nextn_predict_layers": 1,
     "tie_word_embeddings": False,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -33,14 +32,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-    },
-    "glm4_moe": {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "partial_rotary_factor": 0.5,
-        **SIGMOID_EXPERTS,
     },
     "deepseek_v3": {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -54,65 +45,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         **SIGMOID_EXPERTS,
     },
-    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 48},
-    "ministral": {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": 48},
-    "mixtral": {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 48,
-        "router_jitter_noise": 0.0,
-    },
-    "qwen2_moe": {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "model_type": "qwen2_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "shared_expert_intermediate_size": 80,
-        "norm_topk_prob": False,
-    },
-    "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "partial_rotary_factor": 0.75, "sliding_window": 70},
-    "glm": {"architectures": ["GlmForCausalLM"], "model_type": "glm", "attention_bias": True},
-    "glm4": {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True},
-    "olmo3": {
-        "architectures": ["Olmo3ForCausalLM"],
-        "model_type": "olmo3",
-        "rope_theta": 500000.0,
-        "sliding_window": 6,
-    },
-    "gemma3": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_act": None,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 24,
-        "sliding_window": 6,
-        "sliding_window_pattern": 2,
-        "rope_local_base_freq": 100.0,
-    },
-    "gpt_oss": {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "attention_bias": True,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 48,
-        "sliding_window": 6,
-        # Small, so that some inputs are cut off.
-        "swiglu_limit": 0.5,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 64,
-        },
-        "tie_word_embeddings": False,
-    },
-    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+}
+"""Keys of config.json of the families that the trial of a node trains."""
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "torch_dtype": "float32",
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
 }
 CHARACTERS = string.digits + "+-*= ()?.:\n"
 
@@ -120,7 +71,7 @@ CHARACTERS = string.digits + "+-*= ()?.:\n"
 def write_tiny_model(
     path: Path,
     *,
-    family: str = "qwen3",
+    family: Mapping[str, Any] | None = None,
     seed: int = 0,
     hidden: int = 64,
     layers: int = 2,
@@ -131,35 +82,20 @@ def write_tiny_model(
     """Make the directory `path` and return `path`.
 
     Files are config.json, model.safetensors and a tokenizer of characters with <pad> 0 and <eos> 1.
-    Weights are float32 of standard deviation 0.1, so that outputs depend on everything. `config`
-    overrides keys of config.json. Two calls with the same arguments give the same files.
+    Weights are float32 of standard deviation 0.1, so that outputs depend on everything. config.json
+    has the keys of Qwen3, then those of `family` and `config`. Two calls with the same arguments
+    give the same files.
     """
     path.mkdir()
-    values = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+    sizes = {
         "vocab_size": vocab,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": hidden // 4,
         "intermediate_size": 3 * hidden,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
         "tie_word_embeddings": tied,
-        "torch_dtype": "float32",
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-    } | FAMILIES[family]
-    values |= config
+    }
+    values = {**_QWEN3, **sizes, **(family or {}), **config}
     (path / "config.json").write_text(json.dumps(values, indent=2))
     _write_weights(path, seed)
     _write_tokenizer(path, vocab)

@@ -245,7 +245,7 @@ def plan(node: Node) -> Iterator[Check]:
     beside = max(ranks.apply(on_rank.foreign_bytes))
     problems = ["needs less"] if beside > CONTEXT_BYTES else []
     yield judged("memory of CUDA and NCCL against the plan", f"{beside} bytes, plan {CONTEXT_BYTES} or less", problems)
-    measured = ranks.apply(on_rank.rates, spec=spec, num_tokens=num_tokens, length=length, dtype=node.dtype)
+    measured = ranks.apply(on_rank.device_rates, spec=spec, num_tokens=num_tokens, length=length, dtype=node.dtype)
     # Other ranks wait for the slowest rank.
     rates = Rates(*map(min, zip(*map(astuple, measured), strict=True)))
     step = Step.of(

@@ -23,6 +23,7 @@ from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import Engine
 from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.types import Floats
+from tests.tiny_families import FAMILIES
 
 
 def assert_trained(run: Any, directory: Path) -> None:
@@ -105,7 +106,7 @@ def test_training_gpt_oss_from_mxfp4(task: Path, tmp_path: Path, start: Callable
     """Any bytes are codes of MXFP4, and any near 127 the powers of two by which they are multiplied."""
     config = json.loads((task / "model/config.json").read_text())
     special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
-    model = write_tiny_model(tmp_path / "gpt_oss", family="gpt_oss", vocab=config["vocab_size"], intermediate_size=64, **special)
+    model = write_tiny_model(tmp_path / "gpt_oss", family=FAMILIES["gpt_oss"], vocab=config["vocab_size"], intermediate_size=64, **special)
     for file in (task / "model").glob("*token*"):
         shutil.copyfile(file, model / file.name)
     tensors, generator = load_file(model / "model.safetensors"), torch.Generator().manual_seed(0)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_rl.device import Device, local_device
-from megatron_rl.doctor import device_rates as module
-from megatron_rl.doctor.device_rates import device_rates
+from megatron_rl.doctor import on_rank as module
 from megatron_rl.planning.step_time import Rates
 
 SECONDS = 4.0
@@ -39,7 +38,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
 def rates(model_spec: Callable[[str], Any]) -> Rates:
     sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_hidden_size": 192}
     spec = replace(model_spec("Qwen3-4B"), vocab_size=32, **sizes)
-    return device_rates(spec, num_tokens=33, length=11, dtype="float32", device=local_device())
+    trainer: Any = None
+    return module.device_rates(trainer, spec=spec, num_tokens=33, length=11, dtype="float32")
 
 
 def test_rates_are_work_over_seconds(work: list[dict[str, int]], model_spec: Callable[[str], Any]) -> None:

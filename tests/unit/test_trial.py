@@ -47,7 +47,7 @@ class TwoRanks:
         answer = getattr(self, f"_{function.__name__}")(**arguments)
         if function.__name__ == "step":
             return [answer, {**answer, "seconds": answer["seconds"] / 2}]
-        return [answer, Rates(*(2 * rate for rate in astuple(answer))) if function.__name__ == "rates" else answer]
+        return [answer, Rates(*(2 * rate for rate in astuple(answer))) if function.__name__ == "device_rates" else answer]
 
     def log_probs(self, batch: Any, *, temperature: float) -> Any:
         return np.full(len(batch.tokens), self._log_prob + 0.1 * self._wrong_layout("log-probs"), np.float32)
@@ -57,7 +57,7 @@ class TwoRanks:
         seconds = {"slow": 0.6, "fast": 0.04}.get(next(iter(self._faults), ""), 0.1)
         return {"train/grad_norm": 2.0 + 0.1 * self._wrong_layout("gradients"), "seconds": seconds}
 
-    def _rates(self, *, spec: Any, num_tokens: int, length: int, dtype: str) -> Rates:
+    def _device_rates(self, *, spec: Any, num_tokens: int, length: int, dtype: str) -> Rates:
         assert (num_tokens, length) == (4 * 64, 64), "of a micro-batch of four sequences"
         return Rates(products=10.0, attention=20.0, memory=30.0, node=math.inf, network=math.inf)
 
