@@ -100,7 +100,15 @@ def _nccl_ends(sglang: Mapping[str, Any], environment: Mapping[str, str]) -> lis
 def setting_notes(settings: Settings) -> list[str]:
     """Return one sentence for each changed setting without a reader, and for allowed but seldom intended ones."""
     objective, training, teacher = settings.objective, settings.training, settings.model.teacher
-    found = list(_unused_when_supervised(settings)) if settings.supervised else []
+    data, found = settings.data, list[str]()
+    if settings.supervised:
+        because = "objective.policy_loss sft starts no engine and calls no reward"
+        if data.samples_per_prompt not in (1, DataSettings.model_fields["samples_per_prompt"].default):
+            found.append(f"data.samples_per_prompt {data.samples_per_prompt} has no effect: {because}, a row gives one sequence")
+        sections = {"rollout": settings.rollout, "reward": settings.reward, "weights": settings.weights}
+        unread = [f"the section {name}" for name, section in sections.items() if section != type(section)()]
+        unread += ["runtime.colocate true"] * settings.runtime.colocate + ["training.routing_replay true"] * training.routing_replay
+        found += [f"{name} has no effect: {because}" for name in unread]
     if not objective.has_critic and training.critic != CriticSettings():
         kind = objective.advantage.kind
         found.append(f"the section training.critic has no effect: objective.advantage.kind is {kind}, only gae trains a critic")
@@ -319,16 +327,3 @@ def _colocation(weights: WeightSettings, runtime: RuntimeSettings, rollout: Roll
             "rollout.sglang.enable_memory_saver is false with runtime.colocate true, but engines that share the trainer's GPUs "
             "must be able to release their memory; remove it, or set runtime.colocate to false"
         )
-
-
-def _unused_when_supervised(settings: Settings) -> Iterator[str]:
-    because = "objective.policy_loss sft starts no engine and calls no reward"
-    if settings.data.samples_per_prompt not in (1, DataSettings.model_fields["samples_per_prompt"].default):
-        yield f"data.samples_per_prompt {settings.data.samples_per_prompt} has no effect: {because}, a row gives one sequence"
-    for name, section in (("rollout", settings.rollout), ("reward", settings.reward), ("weights", settings.weights)):
-        if section != type(section)():
-            yield f"the section {name} has no effect: {because}"
-    if settings.runtime.colocate:
-        yield f"runtime.colocate true has no effect: {because}"
-    if settings.training.routing_replay:
-        yield f"training.routing_replay true has no effect: {because}"

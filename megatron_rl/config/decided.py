@@ -5,10 +5,9 @@ Each decision has its reason.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, TypeVar
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ClusterSettings, RolloutSettings, Settings, TopologySettings, TrainingSettings
 from megatron_rl.errors import counted
 
 Section = TypeVar("Section")
@@ -30,69 +29,56 @@ def decide(settings: Settings, *, has_gpus: bool) -> tuple[Settings, tuple[Decis
 
     A value set by the user stays. `has_gpus` says that ranks will have GPUs, here or elsewhere.
     """
-    made = tuple(decision for decision in _decisions(settings, has_gpus) if not _is_given(settings, decision.path))
-    for decision in made:
-        settings = _with(settings, decision.path.split("."), decision.value)
-    return settings, made
-
-
-def _decisions(settings: Settings, has_gpus: bool) -> Iterator[Decision]:
-    yield from _processes(settings)
+    training, rollout, runtime, supervised = settings.training, settings.rollout, settings.runtime, settings.supervised
+    made = list(_processes(runtime.cluster, training.topology, rollout, shared=supervised or runtime.colocate, supervised=supervised))
     if has_gpus:
-        yield from _memory(settings)
-    if settings.supervised:
-        return
-    prompt, response = settings.data.max_prompt_tokens, settings.rollout.sampling.max_response_tokens
-    budget, cp = type(settings.training).model_fields["max_tokens_per_micro_batch"].default, settings.training.topology.cp
-    if prompt + response > budget * cp:
-        needed = -(-(prompt + response) // cp)
+        made += _memory(training, settings.model.megatron)
+    field, cp, longest = "max_tokens_per_micro_batch", training.topology.cp, settings.longest_sequence
+    if not supervised and field not in training.model_fields_set and longest > TrainingSettings().max_tokens_per_micro_batch * cp:
+        prompt, response = settings.data.max_prompt_tokens, rollout.sampling.max_response_tokens
         reason = f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response}, shared by cp {cp}"
-        yield Decision("training.max_tokens_per_micro_batch", needed, reason)
+        made.append(Decision(f"training.{field}", -(-longest // cp), reason))
+    return with_values(settings, {decision.path: decision.value for decision in made}), tuple(made)
 
 
-def _memory(settings: Settings) -> Iterator[Decision]:
+def _memory(training: TrainingSettings, megatron: Mapping[str, Any]) -> Iterator[Decision]:
     """Yield memory settings that most runs on GPUs need to fit.
 
     Copies share the optimizer's state, and activations are computed again.
     """
-    if not any("use_distributed_optimizer" in fields for fields in (settings.training.optimizer, settings.training.ddp)):
+    if not any("use_distributed_optimizer" in fields for fields in (training.optimizer, training.ddp)):
         reason = "ranks have GPUs, where copies of the model share the optimizer's state"
         yield Decision("training.optimizer.use_distributed_optimizer", True, reason)
-    if not any(field.startswith("recompute_") for field in settings.model.megatron):
+    if not any(field.startswith("recompute_") for field in megatron):
         reason = "ranks have GPUs, whose memory a third more arithmetic saves; recompute_granularity null turns it off"
         for field, value in FULL_RECOMPUTE.items():
             yield Decision(f"model.megatron.{field}", value, reason)
 
 
-def _processes(settings: Settings) -> Iterator[Decision]:
+def _processes(
+    cluster: ClusterSettings, topology: TopologySettings, rollout: RolloutSettings, *, shared: bool, supervised: bool
+) -> Iterator[Decision]:
     """Yield numbers of ranks and engines to fill the GPUs of `runtime.cluster`.
 
-    Both take all GPUs in turns, or each takes half.
+    Both take all GPUs in turns where they are `shared`, else each takes half.
     """
-    cluster, topology = settings.runtime.cluster, settings.training.topology
     if cluster.num_nodes is None or cluster.gpus_per_node is None:
         return
-    num_gpus, each = cluster.num_nodes * cluster.gpus_per_node, settings.rollout.ranks_per_engine
+    num_gpus, each = cluster.num_nodes * cluster.gpus_per_node, rollout.ranks_per_engine
     where = f"runtime.cluster has {cluster.num_nodes} × {cluster.gpus_per_node} = {num_gpus} GPUs"
-    shared = settings.supervised or settings.runtime.colocate
-    engines_given = _is_given(settings, "rollout.num_engines")
-    for_ranks = num_gpus if shared else num_gpus - settings.rollout.num_engines * each if engines_given else num_gpus // 2
+    engines_given, ranks_given = "num_engines" in rollout.model_fields_set, "num_ranks" in topology.model_fields_set
+    for_ranks = num_gpus if shared else num_gpus - rollout.num_engines * each if engines_given else num_gpus // 2
     fitting = for_ranks // topology.model_ranks * topology.model_ranks
     if fitting < 1:
         return
     how = "ranks take all" if shared else "engines take the others" if engines_given else "half for ranks"
-    yield Decision("training.topology.num_ranks", fitting, f"{where}; {how}, in multiples of tp × pp × cp = {topology.model_ranks}")
-    ranks = topology.num_ranks if _is_given(settings, "training.topology.num_ranks") else fitting
+    ranks = topology.num_ranks if ranks_given else fitting
+    if not ranks_given:
+        yield Decision("training.topology.num_ranks", ranks, f"{where}; {how}, in multiples of tp × pp × cp = {topology.model_ranks}")
     engines = (num_gpus if shared else num_gpus - ranks) // each
-    if engines >= 1 and not settings.supervised:
+    if engines >= 1 and not supervised and not engines_given:
         left = "the GPUs of the ranks, in turns" if shared else f"what {counted(ranks, 'rank')} leave"
         yield Decision("rollout.num_engines", engines, f"{where}; engines take {left}, {each} each")
-
-
-def _is_given(settings: Settings, path: str) -> bool:
-    *sections, name = path.split(".")
-    owner: Any = reduce(lambda section, part: vars(section)[part], sections, settings)
-    return name in (owner if isinstance(owner, dict) else owner.model_fields_set)
 
 
 def with_values(section: Section, values: Mapping[str, Any]) -> Section:

@@ -101,7 +101,9 @@ def load_decided(path: Path | None, overrides: Sequence[str] = (), *, on_gpus: b
     # Asking torch would take seconds.
     has_gpus = (validated.runtime.cluster.gpu is not None or Path("/dev/nvidia0").exists()) if on_gpus is None else on_gpus
     settings, decisions = decide(validated, has_gpus=has_gpus)
-    return _consistent(settings, origin=origin), decisions
+    if wrong := contradictions(settings):
+        raise joined_error(wrong, origin=origin)
+    return settings, decisions
 
 
 def validate_settings(values: Mapping[str, Any], *, origin: str) -> Settings:
@@ -109,10 +111,7 @@ def validate_settings(values: Mapping[str, Any], *, origin: str) -> Settings:
 
     `origin` names the source of the values in errors.
     """
-    return _consistent(_validated(values, origin=origin), origin=origin)
-
-
-def _consistent(settings: Settings, *, origin: str) -> Settings:
+    settings = _validated(values, origin=origin)
     if wrong := contradictions(settings):
         raise joined_error(wrong, origin=origin)
     return settings

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from megatron_rl.config.derived import AUTO_DTYPES
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ClusterSettings, Settings
 from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.deadlines import PLACEMENT_S
 from megatron_rl.device import quiet_megatron_imports
@@ -136,22 +136,21 @@ class Node:
         """A rank for every GPU; a layout takes the first ranks. New ranks after `close`."""
         if self._ranks is None:
             settings = self.settings(self.directory, num_ranks=self.num_gpus)
-            reservation, watchdog = self._stack.enter_context(self.reserving(settings))
+            needs = Needs.of(settings, device_kind=self.kind)
+            reservation, watchdog = self._stack.enter_context(self.reserving(needs))
             self._ranks = TrialRanks(settings, reservation=reservation, watchdog=watchdog)
         return self._ranks
 
     @contextmanager
-    def reserving(self, settings: Settings) -> Iterator[tuple[Reservation, Watchdog]]:
-        """Start Ray and reserve a run's resources for `settings`: a separate GPU for each rank."""
-        needs = Needs.of(settings, device_kind=self.kind)
+    def reserving(self, needs: Needs) -> Iterator[tuple[Reservation, Watchdog]]:
+        """Start Ray and reserve a run's `needs`: a separate GPU for each rank."""
         variables = shared_variables(os.environ, device_kind=self.kind, interface=None)
-        cluster = settings.runtime.cluster
         with (
             ray_cluster(address=None, num_processes=needs.num_ranks + needs.num_engines, logs=self.directory / "logs" / "ray") as lost,
             Watchdog() as watchdog,
         ):
             watchdog.watch("Ray", lost)
-            yield reserve(needs, cluster=cluster, device_kind=self.kind, timeout_s=PLACEMENT_S, variables=variables), watchdog
+            yield reserve(needs, cluster=ClusterSettings(), device_kind=self.kind, timeout_s=PLACEMENT_S, variables=variables), watchdog
 
     @contextmanager
     def ranks_and_engine(self, settings: Settings) -> Iterator[Joined]:
@@ -160,7 +159,7 @@ class Node:
         Ranks beside an engine have put their memory away.
         """
         self.close()
-        with self.reserving(settings) as (reservation, watchdog):
+        with self.reserving(Needs.of(settings, device_kind=self.kind)) as (reservation, watchdog):
             ranks = TrialRanks(settings, reservation=reservation, watchdog=watchdog)
             ranks.open(settings)
             if settings.runtime.colocate:

@@ -232,7 +232,13 @@ def plan(node: Node) -> Iterator[Check]:
         "rollout": {"sampling": {"max_response_tokens": length - 1}},
     }
     settings = node.settings(model, training={"max_tokens_per_micro_batch": num_tokens}, sections=sections, num_ranks=count)
-    planned = _planned_bytes(node, settings)
+    fused = node.kind == "cuda"
+    (answer,) = measure([make_job(settings, spec, attention="transformer_engine" if fused else None)])
+    if answer.refused is not None:
+        raise MegatronRLError(f"the plan refused the layout: {answer.refused}")
+    (stage,) = stage_memories(settings, answer, frees_outputs=fused)
+    # Beyond weights, gradients and optimizer.
+    planned = stage.trained
     batch = node.batch([length - 1] * num_sequences)
     ranks.open(settings)
     ranks.apply(on_rank.step, batch=batch)
@@ -265,16 +271,6 @@ def plan(node: Node) -> Iterator[Check]:
     )
     problems = [] if least <= ratio <= most else [f"needs {least:g} to {most:g} of it"]
     yield judged("seconds of a step against the arithmetic of bare work", text, problems)
-
-
-def _planned_bytes(node: Node, settings: Settings) -> int:
-    """Return the planned bytes of a step beyond weights, gradients and optimizer."""
-    fused = node.kind == "cuda"
-    (answer,) = measure([make_job(settings, read_model_spec(settings.model.path), attention="transformer_engine" if fused else None)])
-    if answer.refused is not None:
-        raise MegatronRLError(f"the plan refused the layout: {answer.refused}")
-    (stage,) = stage_memories(settings, answer, frees_outputs=fused)
-    return stage.trained
 
 
 def checkpoints(node: Node) -> Iterator[Check]:

@@ -8,13 +8,13 @@ costs are ordered by headroom. The cost ranks layouts; the cost is no forecast o
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.decided import FULL_RECOMPUTE, with_values
 from megatron_rl.config.gpus import GIB, Gpu
-from megatron_rl.config.settings import Settings, TopologySettings
+from megatron_rl.config.settings import Settings, TopologySettings, TrainingSettings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import UserError, counted
 from megatron_rl.models.model_spec import ModelSpec
@@ -157,7 +157,7 @@ def remedy(settings: Settings, spec: ModelSpec, *, gpu: Gpu) -> str:
     Each is tried on top of the earlier ones, until one fits. Builds ranks, for seconds.
     """
     words, tried = list[str](), list[Settings]()
-    for changes in _levers(settings, spec, gpu):
+    for changes in _levers(settings.training, settings.model.megatron, spec, gpu, longest=settings.longest_sequence):
         settings = with_values(settings, changes)
         words.append(" ".join(f"{path}={format_value(value)}" for path, value in changes.items()))
         tried.append(settings)
@@ -168,18 +168,20 @@ def remedy(settings: Settings, spec: ModelSpec, *, gpu: Gpu) -> str:
     return f"tried on top of each other without success: {', '.join(words)}" if tried else "every lever is pulled already"
 
 
-def _levers(settings: Settings, spec: ModelSpec, gpu: Gpu) -> Iterator[dict[str, Any]]:
+def _levers(
+    training: TrainingSettings, megatron: Mapping[str, Any], spec: ModelSpec, gpu: Gpu, *, longest: int
+) -> Iterator[dict[str, Any]]:
     """Yield values by their paths that each save memory on top of the earlier ones."""
-    training, topology = settings.training, settings.training.topology
+    topology = training.topology
     if not any(fields.get("use_distributed_optimizer") for fields in (training.optimizer, training.ddp)):
         yield {"training.optimizer.use_distributed_optimizer": True}
     experts = _divided_experts(topology, spec, gpu)
     if experts:
-        yield experts
-        topology = with_values(settings, experts).training.topology
-    if "recompute_granularity" not in settings.model.megatron:
+        yield {f"training.topology.{name}": value for name, value in experts.items()}
+        topology = topology.model_copy(update=experts)
+    if "recompute_granularity" not in megatron:
         yield {f"model.megatron.{name}": value for name, value in FULL_RECOMPUTE.items()}
-    least = -(-settings.longest_sequence // topology.cp)
+    least = -(-longest // topology.cp)
     if training.max_tokens_per_micro_batch > least:
         yield {"training.max_tokens_per_micro_batch": least}
     wider = 2 * topology.tp
@@ -199,4 +201,4 @@ def _divided_experts(topology: TopologySettings, spec: ModelSpec, gpu: Gpu) -> d
     powers = [2**power for power in range(gpu.per_node.bit_length()) if etp * 2**power <= gpu.per_node]
     sizes = [ep for ep in powers if spec.moe.num_experts % ep == 0 and topology.num_ranks % (etp * ep * topology.pp) == 0]
     ep = max(sizes, default=1)
-    return {"training.topology.ep": ep, "training.topology.etp": etp} if ep > topology.ep else {}
+    return {"ep": ep, "etp": etp} if ep > topology.ep else {}
