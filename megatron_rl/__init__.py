@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from megatron_rl.config.settings import ModelSettings, TopologySettings, TrainingSettings
     from megatron_rl.data.batch import batch_from_sequences
     from megatron_rl.errors import UserError
+    from megatron_rl.training.joining import Meeting
     from megatron_rl.training.trainer import Trainer
     from megatron_rl.types import TrainBatch
 
 __all__ = [
     "LossInputs",
     "LossOutput",
+    "Meeting",
     "ModelSettings",
     "Objective",
     "TopologySettings",
@@ -38,6 +40,7 @@ __all__ = [
 _MODULES = {
     "LossInputs": "megatron_rl.algorithms.aggregation",
     "LossOutput": "megatron_rl.algorithms.loss",
+    "Meeting": "megatron_rl.training.joining",
     "ModelSettings": "megatron_rl.config.settings",
     "Objective": "megatron_rl.algorithms.objective",
     "TopologySettings": "megatron_rl.config.settings",

@@ -348,27 +348,19 @@ class StepTotals:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
-    """One optimizer step of a data-parallel rank: rows of each micro-batch, and totals.
-
-    Every data-parallel rank has the same number of micro-batches; one may be empty.
-    """
-
-    micro_batches: tuple[Ints, ...]
-    totals: StepTotals
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Shard:
     """The training data of one data-parallel rank: sequences, optimizer steps, and all rewards.
 
     `rows` [B_local] are the positions of this shard's sequences in the whole batch, described by
     `all_…` [B_all]: a baseline needs groups, and a mean needs trajectories, held by other ranks.
+    `steps` have the rows of each micro-batch within `batch`: equally many on every data-parallel
+    rank, some empty.
     """
 
     batch: TrainBatch
     rows: Ints
-    steps: tuple[StepPlan, ...]
+    steps: tuple[tuple[Ints, ...], ...]
+    totals: tuple[StepTotals, ...]
     all_rewards: Doubles
     all_group_ids: Ints
     all_trajectory_ids: Ints

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.data.trajectories import Trajectories
-from megatron_rl.types import Bools, Doubles, Ints, Shard, StepPlan, StepTotals, TrainBatch
+from megatron_rl.types import Bools, Doubles, Ints, Shard, StepTotals, TrainBatch
 
 ATTENTION_LENGTH = 24_576
 """Sequence length at which causal attention costs as much as everything else in a layer: 12 x hidden size, here of 2,048."""
@@ -199,32 +199,32 @@ def make_shards(
     lengths = -(-batch.lengths // unit) * unit
     trainable = batch.trainable_tokens
     trajectories = Trajectories.of(batch.trajectory_ids)
-    plans: list[list[StepPlan]] = [[] for _ in range(dp)]
+    steps: list[list[tuple[Ints, ...]]] = [[] for _ in range(dp)]
+    totals: list[StepTotals] = []
     for rows in _step_rows(trajectories, optimizer_steps=optimizer_steps, seed=seed):
         counted = trainable[rows] > 0
-        totals = StepTotals(
-            num_tokens=int(trainable[rows].sum()),
-            num_trajectories=len(np.unique(trajectories.index[rows][counted])),
-            num_sequences=int(counted.sum()),
-            num_sequence_tokens=int(batch.lengths[rows][counted].sum()),
+        totals.append(
+            StepTotals(
+                num_tokens=int(trainable[rows].sum()),
+                num_trajectories=len(np.unique(trajectories.index[rows][counted])),
+                num_sequences=int(counted.sum()),
+                num_sequence_tokens=int(batch.lengths[rows][counted].sum()),
+            )
         )
         packed = pack(lengths[rows], num_ranks=dp, max_tokens=max_tokens_per_micro_batch * cp, attention_length=attention_length)
         for rank, micro_batches in enumerate(packed):
-            plans[rank].append(StepPlan(micro_batches=tuple(rows[part] for part in micro_batches), totals=totals))
-    return tuple(_shard(batch, steps, trainable) for steps in plans)
+            steps[rank].append(tuple(rows[part] for part in micro_batches))
+    return tuple(_shard(batch, own, tuple(totals), trainable) for own in steps)
 
 
-def _shard(batch: TrainBatch, steps: list[StepPlan], trainable: Ints) -> Shard:
-    """A rank's shard: its sequences as a separate batch, the plans renumbered to the rows of that batch."""
-    parts = [part for step in steps for part in step.micro_batches]
-    rows = np.sort(np.concatenate([np.empty(0, np.int64), *parts]))
-    local = tuple(
-        StepPlan(micro_batches=tuple(np.searchsorted(rows, part) for part in step.micro_batches), totals=step.totals) for step in steps
-    )
+def _shard(batch: TrainBatch, steps: list[tuple[Ints, ...]], totals: tuple[StepTotals, ...], trainable: Ints) -> Shard:
+    """A rank's shard: its sequences as a separate batch, with the steps renumbered to the rows of that batch."""
+    rows = np.sort(np.concatenate([np.empty(0, np.int64), *(part for step in steps for part in step)]))
     return Shard(
         batch=batch.select(rows, may_cut=True),
         rows=rows,
-        steps=local,
+        steps=tuple(tuple(np.searchsorted(rows, part) for part in step) for step in steps),
+        totals=totals,
         all_rewards=batch.rewards,
         all_group_ids=batch.group_ids,
         all_trajectory_ids=batch.trajectory_ids,

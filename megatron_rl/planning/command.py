@@ -22,7 +22,7 @@ with quiet_megatron_imports():
     from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
     from megatron_rl.planning.run_plan import on_gpu, plan_engine, plan_run, planned_attention
     from megatron_rl.planning.search import best_layouts, remedy
-    from megatron_rl.training.model_check import check_model
+    from megatron_rl.training.model_check import check_model, check_tokens
     from megatron_rl.training.trained_model import model_dtype
 
 _SETTINGS_SUFFIXES = (".yaml", ".yml")
@@ -65,7 +65,11 @@ def plans(
     chosen = _first_divided(shared, num_gpus=num_gpus) if given else settings
     # What `train --check --config-only` refuses.
     attention = planned_attention(chosen.model, spec, gpu, cp=chosen.training.topology.cp)
-    check_model(chosen, spec, dtype=model_dtype(on_gpu(chosen.model, attention), local_device()), attention=attention)
+    dtype = model_dtype(on_gpu(chosen.model, attention), local_device())
+    check_model(chosen.model, chosen.training, spec, dtype=dtype, attention=attention)
+    if not chosen.supervised:
+        prompt, sampling = chosen.data.max_prompt_tokens, chosen.rollout.sampling
+        check_tokens(spec, path=chosen.model.path, max_prompt_tokens=prompt, sampling=sampling)
     if not given:
         for number, (one, plan) in enumerate(_best(shared, spec, gpu=gpu, say=say), start=1):
             yield f"{number}. {_as_overrides(one, bare=bare)}", plan, None

@@ -53,7 +53,7 @@ with quiet_megatron_imports():
     )
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
-    from megatron_rl.training.model_check import check_layout, check_model
+    from megatron_rl.training.model_check import check_layout, check_model, check_tokens
     from megatron_rl.training.objective_checks import resolve_objective
     from megatron_rl.training.optimizer import make_configs
     from megatron_rl.training.teacher import check_vocabulary, read_teacher_spec, teacher_config
@@ -183,7 +183,10 @@ def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
 def _check_model(settings: Settings, target: Target) -> list[str]:
     dtype = model_dtype(settings.model, target.device)
     spec = read_model_spec(settings.model.path)
-    check_model(settings, spec, dtype=dtype, attention=target.attention(settings, spec))
+    check_model(settings.model, settings.training, spec, dtype=dtype, attention=target.attention(settings, spec))
+    if not settings.supervised:
+        prompt, sampling = settings.data.max_prompt_tokens, settings.rollout.sampling
+        check_tokens(spec, path=settings.model.path, max_prompt_tokens=prompt, sampling=sampling)
     if settings.model.teacher is not None:
         teacher = read_teacher_spec(settings.model.teacher)
         check_layout(Topology.of(settings.training.topology), teacher, settings.model.megatron)
@@ -210,7 +213,7 @@ def _check_weights(path: Path) -> list[str]:
 
 
 def _check_objective(settings: Settings) -> list[str]:
-    resolve_objective(settings)
+    resolve_objective(settings.objective, response_budget=settings.rollout.sampling.max_response_tokens)
     loss, advantage = settings.objective.policy_loss, settings.objective.advantage
     if isinstance(loss, PlugInLoss):
         require(loss.path, "policy_loss", loss.args)

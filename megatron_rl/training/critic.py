@@ -3,6 +3,7 @@
 Legend: T tokens of a shard's batch, N trainable ones of a micro-batch.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,21 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.aggregation import Sequences
+from megatron_rl.algorithms.loss import LossOutput
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.return_advantage import GaeAdvantage
 from megatron_rl.algorithms.value_loss import ValueLoss
 from megatron_rl.config.settings import TrainingSettings
 from megatron_rl.models.build import TrainedModel, complete_parameters
-from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
+from megatron_rl.observe.metrics import Mean, Metric
 from megatron_rl.training import passes
 from megatron_rl.training.advantages import TokenData
 from megatron_rl.training.collectives import SequenceSum, sum_over_data_parallel
-from megatron_rl.training.dump import dump_suspects
 from megatron_rl.training.expert_load import ExpertLoad
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.optimizer import OPTIMIZER_DEFAULTS
+from megatron_rl.training.step import Gradients, apply_gradients, compute_gradients, share_of_metrics
 from megatron_rl.training.topology import Place
-from megatron_rl.training.weight_update import Report, StepGradients, apply_gradients, compute_gradients, share_of_metrics
 from megatron_rl.types import Floats, StepTotals, TrainBatch
 
 LR_FACTOR = 10.0
@@ -58,11 +59,18 @@ def value_loss(objective: Objective) -> ValueLoss:
 class Critic:
     """One rank's share of the critic. Methods are collective over all ranks."""
 
-    def __init__(self, objective: Objective, model: TrainedModel, *, place: Place, dump_directory: Path | None) -> None:
+    def __init__(self, objective: Objective, model: TrainedModel, *, place: Place, dumps: Path | None) -> None:
         self.model = model
         self._loss = value_loss(objective)
         self._place = place
-        self._dump_directory = dump_directory
+        self._dumps = dumps
+
+    @classmethod
+    def built(
+        cls, build: Callable[..., TrainedModel], objective: Objective, training: TrainingSettings, *, place: Place, dumps: Path | None
+    ) -> "Critic":
+        """Return the critic of a model by `build`, which is `build_trained_model` without an optimizer."""
+        return cls(objective, build(optimizer=critic_optimizer(training), with_value_head=True), place=place, dumps=dumps)
 
     def state_values(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Floats:
         """Return values [T] of the states behind each of `num_tokens` tokens.
@@ -73,51 +81,38 @@ class Critic:
             values = passes.state_values(self.model.chunks, micro_batches, self._place, num_tokens=num_tokens)
         return np.asarray(values.cpu().numpy(), dtype=np.float32)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData) -> StepGradients:
-        """Compute the whole step's gradient, for `apply` to update the weights by. No weight changes."""
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData, *, number: int) -> Gradients:
+        """Compute the gradient of the whole optimizer step `number`. No weight changes."""
+        waiting = Gradients(number=number, totals=totals, micro_batches=micro_batches, data=data, metrics={})
         if not totals.num_tokens:
-            return StepGradients(None, micro_batches, totals, data, {})
+            return waiting
         sequence_sum = SequenceSum(self._place.cp_group)
 
-        def loss(number: int, values: Tensor) -> tuple[Tensor, Report]:
+        def loss(number: int, values: Tensor) -> tuple[Tensor, LossOutput]:
             assert data.old_values is not None and data.returns is not None, "a critic learns from old values and returns"
-            micro_batch = micro_batches[number]
+            micro_batch, values = micro_batches[number], values.squeeze(-1)
+            # Trainable tokens only, so that every entry of the mask is True.
+            mask = torch.ones_like(values, dtype=torch.bool)
             share, metrics = self._loss.share(
-                # Trainable tokens only, so that every entry of the mask is True.
-                Sequences(
-                    micro_batch.sequence_index,
-                    torch.ones_like(values.squeeze(-1), dtype=torch.bool),
-                    micro_batch.sequence_tokens,
-                    sequence_sum,
-                ),
-                values=values.squeeze(-1),
+                Sequences(micro_batch.sequence_index, mask, micro_batch.sequence_tokens, sequence_sum),
+                values=values,
                 old_values=micro_batch.pick(data.old_values),
                 returns=micro_batch.pick(data.returns),
                 num_tokens=totals.num_tokens,
                 num_sequences=totals.num_trajectories,
             )
-            return share, Report(share.detach(), metrics)
+            return share, LossOutput(share.detach(), metrics)
 
         load = ExpertLoad(self.model.chunks[0], totals, device=micro_batches[0].input_ids.device)
-        gradients = compute_gradients(self.model, micro_batches, loss, place=self._place, router_step=load.step)
+        gradients = compute_gradients(self.model, waiting, loss, place=self._place, router_step=load.step)
         metrics = share_of_metrics(gradients.reports, self._place, loss="value_loss", names={})
-        return StepGradients(gradients, micro_batches, totals, data, metrics)
+        return dataclasses.replace(gradients, metrics=metrics)
 
-    def apply(self, waiting: StepGradients, *, number: int) -> dict[str, Metric]:
-        """Update the weights once by the gradient of `forward_backward`, as optimizer step `number`; this rank's share of the metrics.
-
-        Nothing is updated for a step without trainable tokens, nor when a loss or gradient is not finite on any rank.
-        """
-        if waiting.gradients is None:
+    def apply(self, gradients: Gradients) -> dict[str, Metric]:
+        """Update the weights once, as `PolicySteps.apply`; return this rank's share of the metrics."""
+        if not gradients.totals.num_tokens:
             return {}
-        done = apply_gradients(self.model, waiting.gradients, place=self._place)
-        dump_suspects(self._dump_directory, f"critic-optimizer-step-{number:06d}", waiting, done, temperature=1.0)
-        agreed: dict[str, Metric] = {
-            "train/critic_grad_norm": Mean(done.grad_norm, 1.0),
-            "train/critic_lr": Last(done.lr),
-            "train/critic_skipped_steps": Sum(int(not done.sound)),
-        }
-        return agreed if self._place.reports_alone else {}
+        return apply_gradients(self.model, gradients, place=self._place, dumps=self._dumps, prefix="critic_")[1]
 
     def judge(self, batch: TrainBatch, data: TokenData) -> dict[str, Metric]:
         """Return this rank's share of metrics: the old values' fit to the returns."""

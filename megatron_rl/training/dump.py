@@ -6,25 +6,10 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save
-from torch import distributed
 
 from megatron_rl.files import write_atomic
 from megatron_rl.training.advantages import TokenData
 from megatron_rl.training.micro_batch import MicroBatch
-from megatron_rl.training.weight_update import StepGradients, Update
-
-
-def dump_suspects(directory: Path | None, title: str, waiting: StepGradients, update: Update, *, temperature: float) -> None:
-    """Write the micro-batches that may have broken `update` into `directory` (None: nowhere).
-
-    Each is named `title`-rank-R-micro-batch-I. Raises UserError when the place cannot be written.
-    """
-    if directory is None or waiting.gradients is None:
-        return
-    for index in update.suspects:
-        path = directory / f"{title}-rank-{distributed.get_rank()}-micro-batch-{index}"
-        loss = float(waiting.gradients.reports[index].loss)
-        dump_micro_batch(path, waiting.micro_batches[index], waiting.data, loss=loss, grad_norm=update.grad_norm, temperature=temperature)
 
 
 def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, loss: float, grad_norm: float, temperature: float) -> None:

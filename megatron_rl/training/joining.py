@@ -18,49 +18,42 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The meeting point: this process as `rank`, at `init_method`, and `local_rank` on the machine.
+    """The meeting point of a training's ranks, as one of them sees it.
 
-    `init_method` None: a process alone, without a meeting.
+    `init_method`, as torch.distributed has it, and `rank` go together; None: a process group that
+    is initialised already, else the environment of torchrun, else a process alone. `local_rank` is
+    the number of the process's GPU, by default LOCAL_RANK, else 0.
     """
 
-    rank: int
-    local_rank: int
-    init_method: str | None
+    rank: int | None = None
+    local_rank: int | None = None
+    init_method: str | None = None
 
 
-def find_meeting(
-    num_ranks: int,
-    *,
-    rank: int | None,
-    init_method: str | None,
-    local_rank: int | None,
-    environment: Mapping[str, str],
-    existing: int | None = None,
-) -> Meeting:
-    """Return the meeting point of `num_ranks` ranks.
+def find_meeting(num_ranks: int, given: Meeting, *, environment: Mapping[str, str], existing: int | None = None) -> Meeting:
+    """Return the meeting point of `num_ranks` ranks, with rank and local rank.
 
-    `init_method` and `rank` decide when both are given, else the `environment` of torchrun. A
-    process without either is alone. `existing` is the size of an already initialised process group,
-    the meeting point of its ranks. Raises UserError for incomplete arguments or another number of
-    ranks.
+    `environment` is the process's, `existing` the size of an already initialised process group.
+    Raises UserError for incomplete arguments or another number of ranks.
     """
-    if (rank is None) != (init_method is None):
-        given, missing = ("rank", "init_method") if init_method is None else ("init_method", "rank")
-        raise UserError(f"Trainer got {given} without {missing}; pass both, or neither under torchrun")
+    rank, local_rank = given.rank, given.local_rank
+    if (rank is None) != (given.init_method is None):
+        named, missing = ("rank", "init_method") if given.init_method is None else ("init_method", "rank")
+        raise UserError(f"Trainer got {named} without {missing}; pass both in its meeting, or neither under torchrun")
     if rank is not None:
         if not 0 <= rank < num_ranks:
             raise UserError(
                 f"Trainer got rank {rank}, but training.topology.num_ranks is {num_ranks}; pass one of 0 to {num_ranks - 1}, or set "
                 "num_ranks"
             )
-        return Meeting(rank, local_rank or 0, init_method)
+        return Meeting(rank, local_rank or 0, given.init_method)
     if existing is not None:
         if existing != num_ranks:
             raise UserError(
                 f"the process group that is initialised has {counted(existing, 'rank')}, but training.topology.num_ranks is {num_ranks}; "
                 "set num_ranks to their number, or make the Trainer before the group"
             )
-        return Meeting(0, int(environment.get("LOCAL_RANK", "0")) if local_rank is None else local_rank, None)
+        return Meeting(0, int(environment.get("LOCAL_RANK", "0")) if local_rank is None else local_rank)
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _torchrun(num_ranks, local_rank, environment)
     if num_ranks > 1:
@@ -68,7 +61,7 @@ def find_meeting(
             f"training.topology.num_ranks is {num_ranks}, but this process was told of no other; start it with "
             f"`torchrun --nproc-per-node {num_ranks}`, or pass rank and init_method"
         )
-    return Meeting(0, local_rank or 0, None)
+    return Meeting(0, local_rank or 0)
 
 
 def _torchrun(num_ranks: int, local_rank: int | None, environment: Mapping[str, str]) -> Meeting:
@@ -91,17 +84,14 @@ def _torchrun(num_ranks: int, local_rank: int | None, environment: Mapping[str, 
     return Meeting(int(environment["RANK"]), int(environment["LOCAL_RANK"]) if local_rank is None else local_rank, "env://")
 
 
-def join(
-    topology: Topology, *, rank: int | None, init_method: str | None, local_rank: int | None, timeout_s: float, seed: int
-) -> tuple[Device, bool]:
+def join(topology: Topology, given: Meeting, *, timeout_s: float, seed: int) -> tuple[Device, bool]:
     """Join the other ranks and build Megatron's groups: this process's device, and whether the process group was made here.
 
-    See `find_meeting` for the arguments, and `topology.initialize` for `timeout_s` and `seed`. Collective over all ranks.
+    See `topology.initialize` for `timeout_s` and `seed`. Collective over all ranks.
     """
-    existing = distributed.get_world_size() if distributed.is_initialized() and rank is None and init_method is None else None
-    meeting = find_meeting(
-        topology.num_ranks, rank=rank, init_method=init_method, local_rank=local_rank, environment=os.environ, existing=existing
-    )
+    existing = distributed.get_world_size() if distributed.is_initialized() and given.rank is None and given.init_method is None else None
+    meeting = find_meeting(topology.num_ranks, given, environment=os.environ, existing=existing)
+    assert meeting.rank is not None and meeting.local_rank is not None, "a meeting that was found has both"
     if parallel_state.model_parallel_is_initialized():
         raise UserError("this process has a Trainer already, and megatron-core can have one at a time; close() the other one first")
     device = local_device(meeting.local_rank)

@@ -1,11 +1,12 @@
 """Limits of a run by the model's config.json alone, for `train --check` and `plan` alike."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, SamplingSettings, TrainingSettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_choice import Attention
 from megatron_rl.models.freezing import frozen_rules
@@ -36,33 +37,32 @@ def check_layout(topology: Topology, spec: ModelSpec, megatron: Mapping[str, Any
         )
 
 
-def check_model(settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, attention: Attention) -> None:
-    """Raise UserError when a model of `spec` cannot be divided, configured, frozen or asked for tokens as `settings` say."""
-    check_layout(Topology.of(settings.training.topology), spec, settings.model.megatron)
-    transformer_config(spec, topology=settings.training.topology, dtype=dtype, overrides=settings.model.megatron, attention=attention)
-    frozen_rules(spec, settings.training.frozen)
-    check_routing_replay(settings.model, settings.training, spec)
-    if not settings.supervised:
-        _check_context(settings, spec)
-        beyond = [token for token in settings.rollout.sampling.stop_token_ids if token >= spec.vocab_size]
-        if beyond:
-            raise UserError(
-                f"rollout.sampling.stop_token_ids has {beyond[0]}, needs ids below vocab_size {spec.vocab_size} of config.json in "
-                f"{settings.model.path}; remove it"
-            )
+def check_model(model: ModelSettings, training: TrainingSettings, spec: ModelSpec, *, dtype: torch.dtype, attention: Attention) -> None:
+    """Raise UserError when a model of `spec` cannot be divided, configured or frozen as the settings say."""
+    check_layout(Topology.of(training.topology), spec, model.megatron)
+    transformer_config(spec, topology=training.topology, dtype=dtype, overrides=model.megatron, attention=attention)
+    frozen_rules(spec, training.frozen)
+    check_routing_replay(model, training, spec)
 
 
-def _check_context(settings: Settings, spec: ModelSpec) -> None:
-    prompt, response = settings.data.max_prompt_tokens, settings.rollout.sampling.max_response_tokens
-    context = spec.max_position_embeddings
-    if spec.rotary.kind == "longrope" and prompt + response > spec.rotary.original_max_position_embeddings:
+def check_tokens(spec: ModelSpec, *, path: Path, max_prompt_tokens: int, sampling: SamplingSettings) -> None:
+    """Raise UserError when the model of `spec` at `path` cannot attend to a whole response, or lacks a stop token."""
+    response, context = sampling.max_response_tokens, spec.max_position_embeddings
+    total = max_prompt_tokens + response
+    tokens = f"data.max_prompt_tokens {max_prompt_tokens} + rollout.sampling.max_response_tokens {response} = {total}"
+    if spec.rotary.kind == "longrope" and total > spec.rotary.original_max_position_embeddings:
         raise UserError(
-            f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = {prompt + response} tokens, more than "
-            f"the {spec.rotary.original_max_position_embeddings} (original_max_position_embeddings) up to which SGLang's longrope is the "
-            "trainer's: above, it turns all tokens of a batch by the long factors and leaves what it has cached; allow fewer tokens"
+            f"{tokens} tokens, more than the {spec.rotary.original_max_position_embeddings} (original_max_position_embeddings) up to which "
+            "SGLang's longrope is the trainer's: above, it turns all tokens of a batch by the long factors and leaves what it has cached; "
+            "allow fewer tokens"
         )
-    if prompt + response > context:
+    if total > context:
         raise UserError(
-            f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = {prompt + response} tokens, more than "
-            f"the {context} that the model at {settings.model.path} can attend to (max_position_embeddings); allow fewer tokens"
+            f"{tokens} tokens, more than the {context} that the model at {path} can attend to (max_position_embeddings); allow fewer tokens"
+        )
+    beyond = [token for token in sampling.stop_token_ids if token >= spec.vocab_size]
+    if beyond:
+        raise UserError(
+            f"rollout.sampling.stop_token_ids has {beyond[0]}, needs ids below vocab_size {spec.vocab_size} of config.json in {path}; "
+            "remove it"
         )

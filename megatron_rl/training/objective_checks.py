@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.return_advantage import GaeAdvantage
-from megatron_rl.config.settings import ModelSettings, Settings
+from megatron_rl.config.settings import ModelSettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.training.expert_load import check_record
@@ -25,14 +25,13 @@ def check_objective(objective: Objective) -> None:
         )
 
 
-def resolve_objective(settings: Settings) -> Objective:
-    """Return the objective with the response budget as constant length, where no length is set.
+def resolve_objective(objective: Objective, *, response_budget: int) -> Objective:
+    """Return the objective with the response budget, tokens, as constant length, where no length is set.
 
     Raises UserError for an objective without training.
     """
-    objective = settings.objective
     if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
-        objective = dataclasses.replace(objective, max_response_length=settings.rollout.sampling.max_response_tokens)
+        objective = dataclasses.replace(objective, max_response_length=response_budget)
     check_objective(objective)
     return objective
 

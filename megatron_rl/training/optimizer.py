@@ -1,12 +1,10 @@
-"""megatron-core's optimizer, gradient buffers and learning-rate schedule from settings; and one
-step.
+"""megatron-core's optimizer, gradient buffers and learning-rate schedule from settings.
 
 Any field of megatron-core's OptimizerConfig and DistributedDataParallelConfig can be set by the
 field's own name. `OPTIMIZER_DEFAULTS` and `DDP_DEFAULTS` list the defaults that differ from
 megatron-core's.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
@@ -187,27 +184,3 @@ def build_scheduler(
         wsd_decay_steps=anneal_steps(schedule, decay_steps),
         lr_wsd_decay_style="minus_sqrt",
     )
-
-
-def optimizer_step(optimizer: MegatronOptimizer, *, frozen: bool = False) -> tuple[bool, float]:
-    """Clip and apply the gradients; return their soundness, and their norm before clipping.
-
-    Nothing is updated when the norm is not finite, nor when the weights are `frozen`. Collective:
-    every rank gets the same norm.
-    """
-    found_inf = optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
-    if found_inf or not math.isfinite(grad_norm):
-        return False, grad_norm
-    if frozen:
-        return True, grad_norm
-    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
-        parameters = part.get_parameters()
-        if parameters and part.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(
-                parameters,
-                max_norm=part.config.clip_grad,
-                total_norm=grad_norm,
-                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-            )
-    return bool(optimizer.step_with_ready_grads()), grad_norm

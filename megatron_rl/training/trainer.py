@@ -2,11 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from megatron.core import parallel_state
@@ -35,19 +34,18 @@ from megatron_rl.training.advantages import (
     values_before,
 )
 from megatron_rl.training.collectives import shares_of_data_parallel
-from megatron_rl.training.critic import Critic, critic_optimizer
+from megatron_rl.training.critic import Critic
 from megatron_rl.training.expert_load import check_routing_replay
-from megatron_rl.training.joining import join
+from megatron_rl.training.joining import Meeting, join
 from megatron_rl.training.micro_batch import MicroBatch, MicroBatches
 from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.objective_checks import check_batch, check_fits, check_objective, resolve_objective, teacher_path
 from megatron_rl.training.offload import PARTS, ModelMemory, Part
-from megatron_rl.training.policy_step import StepRunner
 from megatron_rl.training.resting import RestingWeights, trained_tensors
+from megatron_rl.training.step import Gradients, PolicySteps
 from megatron_rl.training.teacher import Teacher
 from megatron_rl.training.topology import Place, Topology, shutdown
 from megatron_rl.training.trained_model import build_trained_model, model_dtype
-from megatron_rl.training.weight_update import StepGradients
 from megatron_rl.training.whole_batch import check_same_everywhere, divide, merge_over_ranks
 from megatron_rl.types import Floats, Shard, TrainBatch
 
@@ -57,6 +55,15 @@ class Trainer:
 
     Every process of `training.topology.num_ranks` makes one, from the same arguments, and calls the same methods in the same order
     with the same batches: methods are collective unless stated otherwise. Legend: T tokens of the whole batch, see `TrainBatch`.
+
+    A Trainer joins the other ranks and has the weights of `model.path`, a Hugging Face directory. `objective` is GRPO by default.
+    `temperature` is the one that responses are sampled at: log-probs are those of softmax(logits / temperature). `total_steps` is
+    the number of optimizer steps over which a decaying learning rate falls, where training.schedule.decay_steps does not say.
+    Micro-batches that make a loss or gradient non-finite are written to `dump_directory`, if given. `meeting` is for processes
+    outside torchrun.
+
+    Construction raises UserError for what does not fit the model, the layout, the number of processes or the installed megatron-core,
+    and, on all ranks, for weights that differ from their manifest.
 
     Example::
 
@@ -75,112 +82,54 @@ class Trainer:
         total_steps: int | None = None,
         seed: int = 0,
         dump_directory: Path | str | None = None,
-        rank: int | None = None,
-        init_method: str | None = None,
-        local_rank: int | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
-        """Join the other ranks and build the model of `model.path`, a Hugging Face directory, with its weights.
-
-        `training` and `objective` have the defaults of `TrainingSettings()` and `Objective()`, which is GRPO. `temperature` is the
-        one that responses are sampled at: log-probs are those of softmax(logits / temperature). `total_steps` is the number of
-        optimizer steps over which a decaying learning rate falls, where training.schedule.decay_steps does not say. Micro-batches
-        that make a loss or gradient non-finite are written to `dump_directory`, if given.
-
-        The ranks meet in the process group that is initialised already, else at `init_method` (as torch.distributed has it) as
-        `rank`, else as torchrun's environment says; a process alone needs none of them. `local_rank` is the number of the process's
-        GPU, by default LOCAL_RANK, else 0.
-
-        Raises UserError for what does not fit the model, the layout, the number of processes or the installed megatron-core.
-        """
-        self._model_settings, self._training = model, training or TrainingSettings()
+        training, dumps = training or TrainingSettings(), None if dump_directory is None else Path(dump_directory)
+        self._model_settings, self._training, self._seed = model, training, seed
         self._objective = (objective or Objective()).loaded(load)
-        self._temperature, self._seed = temperature, seed
-        dumps = None if dump_directory is None else Path(dump_directory)
         check_objective(self._objective)
-        self._topology = Topology.of(self._training.topology)
-        self._total_steps = total_steps
+        self._topology = Topology.of(training.topology)
         self._spec = read_model_spec(model.path)
         check_layout(self._topology, self._spec, model.megatron)
-        check_routing_replay(model, self._training, self._spec)
-        self._device, self._owns_group = join(
-            self._topology,
-            rank=rank,
-            init_method=init_method,
-            local_rank=local_rank,
-            timeout_s=step_deadline_s(model),
-            seed=seed,
-        )
-        self._waiting: tuple[StepGradients, StepGradients | None] | None = None
+        check_routing_replay(model, training, self._spec)
+        self._device, self._owns_group = join(self._topology, meeting or Meeting(), timeout_s=step_deadline_s(model), seed=seed)
+        self._waiting: tuple[Gradients, Gradients | None] | None = None
         self._saving: Saving | None = None
         self._host_copies = HostCopies()
         with ExitStack() as undo:
             # A process without a complete rank must not stay in the groups.
             undo.callback(self.close)
-            self._place = Place.here()
-            self._micro_batches = MicroBatches(
-                self._topology, self._place, self._device.torch_device, self._training.max_tokens_per_micro_batch
-            )
-            self._model = self._build_policy()
-            self._policy = passes.Policy(self._model.chunks, self._place, self._spec.vocab_size, temperature, self._training.routing_replay)
-            self._critic = self._build_critic(dumps) if self._objective.has_critic else None
-            self._reference = self._build_reference() if self._training.keeps_reference(self._objective) else None
-            self._teacher = self._build_teacher() if self._objective.distillation_coef else None
-            self._steps = StepRunner(
-                self._objective,
-                self._model,
-                dump_directory=dumps,
-                seed=seed,
-                frozen_steps=self._training.critic.warmup_steps if self._objective.has_critic else 0,
-            )
-            self._memories = {name: ModelMemory(model) for name, model in self.trained_models().items()}
+            self._place = place = Place.here()
+            self._micro_batches = MicroBatches(self._topology, place, self._device.torch_device, training.max_tokens_per_micro_batch)
+            teacher = teacher_path(self._objective, model) if self._objective.distillation_coef else None
+            for path in dict.fromkeys(path for path in (model.path, teacher) if path is not None):
+                check_on_ranks(partial(manifest.check, path, "weights"))
+            build = partial(build_trained_model, model, training, self._spec, device=self._device, total_steps=total_steps)
+            self._model = build(optimizer=training.optimizer)
+            self._policy = passes.Policy(self._model.chunks, place, self._spec.vocab_size, temperature, training.routing_replay)
+            self._critic = Critic.built(build, self._objective, training, place=place, dumps=dumps) if self._objective.has_critic else None
+            keeps_reference = training.keeps_reference(self._objective)
+            self._reference = RestingWeights(partial(trained_tensors, self._model.chunks), replacing=True) if keeps_reference else None
+            self._teacher = Teacher(model, training.topology, teacher, device=self._device, place=place) if teacher is not None else None
+            frozen = training.critic.warmup_steps if self._critic is not None else 0
+            self._steps = PolicySteps(self._objective, self._model, self._policy, dumps=dumps, seed=seed, frozen_steps=frozen)
+            self._memories = {name: ModelMemory(trained) for name, trained in self.trained_models().items()}
             undo.pop_all()
 
     @classmethod
-    def of(cls, settings: Settings, *, rank: int, init_method: str, local_rank: int = 0) -> "Trainer":
+    def of(cls, settings: Settings, *, rank: int, init_method: str) -> "Trainer":
         """Return the trainer of a run with the given settings. Raises UserError as the constructor does."""
+        sampling = settings.rollout.sampling
         return cls(
             model=settings.model,
             training=settings.training,
-            objective=resolve_objective(settings),
-            temperature=1.0 if settings.supervised else settings.rollout.sampling.temperature,
+            objective=resolve_objective(settings.objective, response_budget=sampling.max_response_tokens),
+            temperature=1.0 if settings.supervised else sampling.temperature,
             total_steps=settings.run.num_steps * settings.training.optimizer_steps_per_batch,
             seed=settings.run.seed,
             dump_directory=settings.run.directory / "dumps",
-            rank=rank,
-            init_method=init_method,
-            local_rank=local_rank,
+            meeting=Meeting(rank, 0, init_method),
         )
-
-    def _build_policy(self) -> TrainedModel:
-        """Build the policy. Raises UserError on all ranks, before any read, when weights differ from their manifest."""
-        paths = [self._model_settings.path]
-        if self._objective.distillation_coef:
-            paths.append(teacher_path(self._objective, self._model_settings))
-        for path in dict.fromkeys(paths):
-            check_on_ranks(partial(manifest.check, path, "weights"))
-        return self._build(self._training.optimizer)
-
-    def _build(self, optimizer: Mapping[str, Any], *, with_value_head: bool = False) -> TrainedModel:
-        return build_trained_model(
-            self._model_settings,
-            self._training,
-            self._spec,
-            device=self._device,
-            optimizer=optimizer,
-            total_steps=self._total_steps,
-            with_value_head=with_value_head,
-        )
-
-    def _build_critic(self, dumps: Path | None) -> Critic:
-        model = self._build(critic_optimizer(self._training), with_value_head=True)
-        return Critic(self._objective, model, place=self._place, dump_directory=dumps)
-
-    def _build_reference(self) -> RestingWeights:
-        return RestingWeights(partial(trained_tensors, self._model.chunks), replacing=True)
-
-    def _build_teacher(self) -> Teacher:
-        path = teacher_path(self._objective, self._model_settings)
-        return Teacher(self._model_settings, self._training.topology, path, device=self._device, place=self._place)
 
     def close(self) -> None:
         """Leave the other ranks: another Trainer can then be made in this process. A process group made elsewhere stays."""
@@ -290,13 +239,13 @@ class Trainer:
         """
         self._let_go_of_state()
         parts, data = self._prepare(shard)
-        policy, metrics = self._policy, []
-        for part, plan in zip(parts, shard.steps, strict=True):
-            waiting = self._steps.forward_backward(policy, part, plan.totals, data)
-            metrics.append({**waiting.metrics, **self._steps.apply(policy, waiting)})
+        metrics = []
+        for part, totals in zip(parts, shard.totals, strict=True):
+            gradients = self._steps.forward_backward(part, totals, data)
+            metrics.append({**gradients.metrics, **self._steps.apply(gradients)})
             if self._critic is not None:
-                waiting = self._critic.forward_backward(part, plan.totals, data)
-                metrics[-1] |= {**waiting.metrics, **self._critic.apply(waiting, number=self._steps.num_steps)}
+                gradients = self._critic.forward_backward(part, totals, data, number=gradients.number)
+                metrics[-1] |= {**gradients.metrics, **self._critic.apply(gradients)}
         if self._critic is not None:
             metrics[0] |= self._critic.judge(shard.batch, data)
         return metrics
@@ -315,12 +264,11 @@ class Trainer:
         self._let_go_of_state()
         check_same_everywhere(batch)
         shard = divide(batch, self._training, seed=self._seed, optimizer_steps=1)[self.dp_rank]
-        parts, data = self._prepare(shard)
-        totals = shard.steps[0].totals
-        policy = self._steps.forward_backward(self._policy, parts[0], totals, data)
+        (part,), data = self._prepare(shard)
+        policy = self._steps.forward_backward(part, shard.totals[0], data)
         metrics, critic = dict(policy.metrics), None
         if self._critic is not None:
-            critic = self._critic.forward_backward(parts[0], totals, data)
+            critic = self._critic.forward_backward(part, shard.totals[0], data, number=policy.number)
             metrics |= {**critic.metrics, **self._critic.judge(shard.batch, data)}
         self._waiting = policy, critic
         return merge_over_ranks([metrics])[0]
@@ -335,9 +283,9 @@ class Trainer:
             raise UserError("optimizer_step has no gradient to apply; call forward_backward(batch) first")
         self._let_go_of_state()
         (policy, critic), self._waiting = self._waiting, None
-        metrics = self._steps.apply(self._policy, policy)
+        metrics = self._steps.apply(policy)
         if self._critic is not None and critic is not None:
-            metrics |= self._critic.apply(critic, number=self._steps.num_steps)
+            metrics |= self._critic.apply(critic)
         return merge_over_ranks([metrics])[0]
 
     def _refuse_waiting(self, what: str) -> None:
@@ -351,7 +299,7 @@ class Trainer:
         """Return micro-batches of each step, and token data of the shard. Raises UserError for a misfit."""
         check_fits(shard.batch, self._spec)
         check_batch(self._objective, shard.batch, rewards=shard.all_rewards, trajectory_ids=shard.all_trajectory_ids)
-        parts = [self._micro_batches.of_parts(shard.batch, step.micro_batches) for step in shard.steps]
+        parts = [self._micro_batches.of_parts(shard.batch, step) for step in shard.steps]
         return parts, self._token_data(shard, [micro_batch for part in parts for micro_batch in part], num_steps=len(parts))
 
     def _asks_reference(self, num_steps: int) -> bool:
@@ -371,7 +319,7 @@ class Trainer:
         if self._critic is not None and batch.values is None:
             state_values = self._critic.state_values(micro_batches, num_tokens=len(shard.batch.tokens))
         if self._teacher is not None:
-            teacher = self._teacher.log_probs(micro_batches, num_tokens=len(batch.tokens), temperature=self._temperature)
+            teacher = self._teacher.log_probs(micro_batches, num_tokens=len(batch.tokens), temperature=self._policy.temperature)
         return make_token_data(
             self._objective,
             shard,

@@ -54,7 +54,7 @@ def make_batch(seed: int) -> Any:
 
 def run(rank: int, world_size: int, init_method: str, model: str, topologies: list[dict[str, int]]) -> list[dict[str, Any]]:
     """For each layout everything that the trainer says: of whole steps, of steps in halves, and of tokens."""
-    from megatron_rl import ModelSettings, Objective, TopologySettings, Trainer, TrainingSettings, UserError
+    from megatron_rl import Meeting, ModelSettings, Objective, TopologySettings, Trainer, TrainingSettings, UserError
 
     ppo = Objective.of(kl={"coef": 0.1}, advantage={"kind": "gae", "lam": 0.9})
     said = []
@@ -65,8 +65,8 @@ def run(rank: int, world_size: int, init_method: str, model: str, topologies: li
             max_tokens_per_micro_batch=24,
             optimizer_steps_per_batch=2,
         )
-        meeting = {"rank": rank, "init_method": f"{init_method}-{number}"}
-        with Trainer(model=ModelSettings(path=model, dtype="float32"), training=training, objective=ppo, **meeting) as trainer:
+        meeting = Meeting(rank=rank, init_method=f"{init_method}-{number}")
+        with Trainer(model=ModelSettings(path=model, dtype="float32"), training=training, objective=ppo, meeting=meeting) as trainer:
             batch = make_batch(0)
             steps = trainer.train(batch)
             log_probs, values = trainer.log_probs(batch), trainer.values(batch)

@@ -82,11 +82,11 @@ def train(rank: int, world_size: int, init_method: str, model: str, layouts: dic
     """
     from megatron_rl.data.packing import make_shards
     from megatron_rl.planning.tracking import MemoryTracker
-    from megatron_rl.training import weight_update
+    from megatron_rl.training import step
     from megatron_rl.training.topology import shutdown
     from megatron_rl.training.trainer import Trainer
 
-    real_step, seen = weight_update.optimizer_step, {}
+    real_step, seen = step.optimizer_step, {}
     for name, training in layouts.items():
         settings = make_settings(model, name, training)
         topology = settings.training.topology
@@ -97,12 +97,12 @@ def train(rank: int, world_size: int, init_method: str, model: str, layouts: dic
         shards = make_shards(make_batch(), dp=dp, optimizer_steps=1, max_tokens_per_micro_batch=512, seed=0, cp=topology.cp)
         seen[name] = state_bytes(trainer.trained_models()["policy"])
         with MemoryTracker() as tracker:
-            weight_update.optimizer_step = partial(watched_step, weight_update.optimizer_step, tracker, seen[name])
+            step.optimizer_step = partial(watched_step, step.optimizer_step, tracker, seen[name])
             if trainer._teacher is not None:
                 seen[name]["resting"] = resting_bytes(trainer._teacher)
                 trainer._teacher.log_probs = partial(watched_asking, trainer._teacher.log_probs, tracker, seen[name])
             trainer.train_shard(shards[trainer.dp_rank])
-        weight_update.optimizer_step = real_step
+        step.optimizer_step = real_step
         shutdown()
     return seen
 

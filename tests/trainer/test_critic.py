@@ -62,7 +62,7 @@ def values_of(trainer: Trainer) -> np.ndarray:
     assert trainer.critic is not None
     batch = make_batch()
     shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=12, seed=0)[0]
-    micro_batches = trainer._micro_batches.of_parts(batch, shard.steps[0].micro_batches)
+    micro_batches = trainer._micro_batches.of_parts(batch, shard.steps[0])
     return trainer.critic.state_values(micro_batches, num_tokens=len(batch.tokens))
 
 

@@ -72,7 +72,7 @@ def test_a_batch_is_divided_as_a_run_divides_it(make: Make) -> None:
         shares = second.train_shard(shard)
         assert [{name: metric.value for name, metric in sorted(step.items())} for step in shares] == steps
     assert all(torch.equal(tensor, weights[name]) for name, tensor in second.weights())
-    assert not np.array_equal(divide(batch, second._training, seed=7)[0].steps[0].micro_batches[0], shard.steps[0].micro_batches[0])
+    assert not np.array_equal(divide(batch, second._training, seed=7)[0].steps[0][0], shard.steps[0][0])
 
 
 @pytest.mark.parametrize("objective", [Objective.of(kl={"coef": 0.1}, entropy={"coef": 0.01}), PPO], ids=["grpo", "ppo"])

@@ -152,10 +152,10 @@ class Peer:
     def step(self, shard: Shard, *, packed: bool) -> None:
         """One optimizer step on the micro-batches of `shard`."""
         self._optimizer.zero_grad()
-        (plan,) = shard.steps
-        for rows in plan.micro_batches:
+        (micro_batches,), (totals,) = shard.steps, shard.totals
+        for rows in micro_batches:
             loss = self._packed(shard.batch.select(rows)) if packed else self._padded(shard.batch.select(rows))
-            (loss / plan.totals.num_tokens).backward()
+            (loss / totals.num_tokens).backward()
         if distributed.is_initialized() and distributed.get_world_size() > 1:
             gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
             total = nn.utils.parameters_to_vector(gradients)
@@ -184,7 +184,7 @@ class Peer:
 @contextmanager
 def timed_inside(parts: dict[str, float]) -> Iterator[None]:
     """Inside, the seconds spent in forward and backward and in the optimizer are added to `parts`."""
-    from megatron_rl.training import passes, weight_update
+    from megatron_rl.training import passes, step
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -198,7 +198,7 @@ def timed_inside(parts: dict[str, float]) -> Iterator[None]:
 
     with (
         mock.patch.object(passes, "forward_backward", timed("forward_backward", passes.forward_backward)),
-        mock.patch.object(weight_update, "optimizer_step", timed("optimizer", vars(weight_update)["optimizer_step"])),
+        mock.patch.object(step, "optimizer_step", timed("optimizer", vars(step)["optimizer_step"])),
     ):
         yield
 

@@ -79,16 +79,16 @@ def test_sequences_that_fill_the_budget_share_a_micro_batch() -> None:
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=30), cp=st.sampled_from([1, 2, 4]), budget=st.integers(8, 30))
 def test_no_context_parallel_rank_holds_more_than_the_budget(lengths: list[int], cp: int, budget: int) -> None:
     (shard,) = make_shards(make_batch(lengths), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=budget, seed=0, cp=cp)
-    for rows in shard.steps[0].micro_batches:
+    for rows in shard.steps[0]:
         held = len(micro_batch_tokens(shard.batch, rows, cp_size=cp, cp_rank=0).token_index)
         assert held <= budget or len(rows) == 1
 
 
 def test_the_budget_is_that_of_each_context_parallel_rank() -> None:
     shards = make_shards(make_batch([8, 8, 8, 8]), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=16, seed=0, cp=2)
-    assert [len(rows) for rows in shards[0].steps[0].micro_batches] == [4]
+    assert [len(rows) for rows in shards[0].steps[0]] == [4]
     shards = make_shards(make_batch([5, 5]), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=6, seed=0, cp=2)
-    assert [len(rows) for rows in shards[0].steps[0].micro_batches] == [1, 1]  # 5 tokens take 8, padded to 4 chunks
+    assert [len(rows) for rows in shards[0].steps[0]] == [1, 1]  # 5 tokens take 8, padded to 4 chunks
 
 
 @settings(max_examples=40, deadline=None)
@@ -108,15 +108,16 @@ def test_shards_cover_the_batch_once_and_keep_global_totals(lengths: list[int], 
     assert sorted(rows.tolist()) == list(range(len(lengths)))
     for step in range(steps):
         plans = [shard.steps[step] for shard in shards]
-        assert len({len(plan.micro_batches) for plan in plans}) == 1
-        assert len({plan.totals for plan in plans}) == 1
-        local = [shard.batch.select(np.concatenate(plan.micro_batches)) for shard, plan in zip(shards, plans, strict=True)]
-        assert sum(int(part.loss_mask.sum()) for part in local) == plans[0].totals.num_tokens
-        assert sum(int((part.trainable_tokens > 0).sum()) for part in local) == plans[0].totals.num_sequences
+        assert len({len(plan) for plan in plans}) == 1
+        assert len({shard.totals for shard in shards}) == 1
+        totals = shards[0].totals[step]
+        local = [shard.batch.select(np.concatenate(plan)) for shard, plan in zip(shards, plans, strict=True)]
+        assert sum(int(part.loss_mask.sum()) for part in local) == totals.num_tokens
+        assert sum(int((part.trainable_tokens > 0).sum()) for part in local) == totals.num_sequences
         counted = sum(int(part.lengths[part.trainable_tokens > 0].sum()) for part in local)
-        assert counted == plans[0].totals.num_sequence_tokens
+        assert counted == totals.num_sequence_tokens
     for shard in shards:
-        used = np.concatenate([part for plan in shard.steps for part in plan.micro_batches])
+        used = np.concatenate([part for plan in shard.steps for part in plan])
         assert sorted(used.tolist()) == list(range(shard.batch.num_sequences))
         np.testing.assert_array_equal(shard.batch.rewards, shard.all_rewards[shard.rows])
 
@@ -203,7 +204,7 @@ def test_equal_seeds_give_equal_steps_and_others_do_not() -> None:
 
     def steps(seed: int) -> list[list[int]]:
         shards = make_shards(batch, dp=1, optimizer_steps=2, max_tokens_per_micro_batch=1000, seed=seed)
-        return [np.concatenate(step.micro_batches).tolist() for step in shards[0].steps]
+        return [np.concatenate(step).tolist() for step in shards[0].steps]
 
     assert steps(1) == steps(1)
     assert steps(1) != steps(2)

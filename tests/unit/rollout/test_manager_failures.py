@@ -114,8 +114,8 @@ def test_baselines_and_denominators_count_kept_trajectories(make_settings: Calla
     assert values["rollout/reward"] == sum(batch.rewards) / 15 and values["rollout/num_samples"] == 15
     assert (values["rollout/failures"], values["rollout/left_out_groups"]) == (1, 0)
     shards = make_shards(batch, dp=2, optimizer_steps=1, max_tokens_per_micro_batch=64, seed=0)
-    (step,) = shards[0].steps
-    assert (step.totals.num_trajectories, step.totals.num_sequences, step.totals.num_tokens) == (15, 15, 15 * 3)
+    (totals,) = shards[0].totals
+    assert (totals.num_trajectories, totals.num_sequences, totals.num_tokens) == (15, 15, 15 * 3)
 
 
 @pytest.mark.parametrize("estimator", ["group", "rloo", "unscaled"])

@@ -481,7 +481,8 @@ def test_supervised_runs_ask_nothing_of_engine_and_reward(words: list[str], monk
 
     monkeypatch.setattr(module, "RewardRunner", refuse)
     monkeypatch.setattr(module, "_check_rollout", refuse)
-    notes = preflight(load_settings(None, [*words, "objective.policy_loss=sft"]))
+    # No engine generates, so a response beyond the model's context is none.
+    notes = preflight(load_settings(None, [*words, "objective.policy_loss=sft", "rollout.sampling.max_response_tokens=1000000"]))
     assert [note.split(" has no effect")[0] for note in notes] == ["data.samples_per_prompt 2", "the section rollout", "the section reward"]
 
 

@@ -173,7 +173,7 @@ def test_a_rank_trains_on_its_data_parallel_sequences(group: TrainerGroup) -> No
         np.testing.assert_array_equal(shard.rows, expected[dp_rank].rows)
         np.testing.assert_array_equal(shard.batch.tokens, expected[dp_rank].batch.tokens)
         for step, planned in zip(shard.steps, expected[dp_rank].steps, strict=True):
-            assert [rows.tolist() for rows in step.micro_batches] == [rows.tolist() for rows in planned.micro_batches]
+            assert [rows.tolist() for rows in step] == [rows.tolist() for rows in planned]
     taken = np.concatenate([shards[DP_RANKS.index(dp_rank)].rows for dp_rank in range(2)])
     assert sorted(taken) == list(range(7)), "every sequence is trained by one data-parallel rank"
     assert [metric_values(metrics) for metrics in steps] == [{"train/loss": 28.0}, {"train/loss": 68.0}]

@@ -14,8 +14,8 @@ from megatron_rl.training.joining import Meeting, find_meeting
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node", "MASTER_PORT": "29500"}
 
 
-def find(num_ranks: int, *, environment: dict[str, str] | None = None, **given: Any) -> Meeting:
-    return find_meeting(num_ranks, environment=environment or {}, **{"rank": None, "init_method": None, "local_rank": None, **given})
+def find(num_ranks: int, *, environment: dict[str, str] | None = None, existing: int | None = None, **given: Any) -> Meeting:
+    return find_meeting(num_ranks, Meeting(**given), environment=environment or {}, existing=existing)
 
 
 def test_where_ranks_meet() -> None:

@@ -1,15 +1,14 @@
 """What a model forbids a run, by its config.json alone."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
-import torch
 
-from megatron_rl.algorithms.objective import expand_preset
-from megatron_rl.config.settings import Settings, TopologySettings
+from megatron_rl.config.settings import SamplingSettings, TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.read_spec import parse_model_spec
-from megatron_rl.training.model_check import check_layout, check_model
+from megatron_rl.training.model_check import check_layout, check_tokens
 from megatron_rl.training.topology import Topology
 
 OLMO2 = {
@@ -46,20 +45,9 @@ def test_experts_with_biases_are_whole(model_spec):
 def test_contexts_that_the_engine_rotates_differently_fail(model_spec):
     spec = model_spec("Phi-4-mini-instruct")
 
-    def check(response, **objective):
-        settings = Settings.model_validate(
-            {
-                "run": {"directory": "unused"},
-                "model": {"path": "unused"},
-                "data": {"train": "unused", "max_prompt_tokens": 1024},
-                "rollout": {"sampling": {"max_response_tokens": response}},
-                "objective": expand_preset(objective),
-            }
-        )
-        check_model(settings, spec, dtype=torch.bfloat16, attention="torch")
+    def check(response):
+        check_tokens(spec, path=Path("unused"), max_prompt_tokens=1024, sampling=SamplingSettings(max_response_tokens=response))
 
     check(3072)
     with pytest.raises(UserError, match=r"1024 \+ .*max_response_tokens 3073 = 4097 tokens, more than the 4096 \(original_max_"):
         check(3073)
-    # No engine takes part.
-    check(3073, policy_loss="sft", aggregation="token_mean")

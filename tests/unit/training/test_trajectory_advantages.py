@@ -155,10 +155,10 @@ def test_no_optimizer_step_gets_a_part_of_a_trajectory() -> None:
         shards = make_shards(batch, dp=2, optimizer_steps=3, max_tokens_per_micro_batch=8, seed=seed)
         steps: list[set[int]] = []
         for step in range(3):
-            rows = np.concatenate([shard.rows[part] for shard in shards for part in shard.steps[step].micro_batches])
+            rows = np.concatenate([shard.rows[part] for shard in shards for part in shard.steps[step]])
             whole = {TRAJECTORIES[row] for row in rows}
             assert sorted(rows) == [row for row, owner in enumerate(TRAJECTORIES) if owner in whole]
-            totals = shards[0].steps[step].totals
+            totals = shards[0].totals[step]
             assert (totals.num_trajectories, totals.num_sequences) == (len(whole), len(rows))
             steps.append(whole)
         assert sorted(map(len, steps)) == [1, 2, 2]
@@ -167,7 +167,7 @@ def test_no_optimizer_step_gets_a_part_of_a_trajectory() -> None:
 def test_a_trajectory_without_trainable_tokens_is_not_counted() -> None:
     mask = make_batch().loss_mask & np.repeat(np.isin(TRAJECTORIES, (2, 5, 8)), [length + 2 for length in LENGTHS])
     (shard,) = make_shards(make_batch(loss_mask=mask), dp=1, optimizer_steps=1, max_tokens_per_micro_batch=99, seed=0)
-    assert (shard.steps[0].totals.num_trajectories, shard.steps[0].totals.num_sequences) == (3, 6)
+    assert (shard.totals[0].num_trajectories, shard.totals[0].num_sequences) == (3, 6)
 
 
 def test_with_one_sequence_each_nothing_differs_from_no_ids() -> None:
@@ -176,9 +176,9 @@ def test_with_one_sequence_each_nothing_differs_from_no_ids() -> None:
     for steps in (1, 3):
         plans = [make_shards(batch, dp=2, optimizer_steps=steps, max_tokens_per_micro_batch=8, seed=4) for batch in (alone, named)]
         for want, got in zip(*plans, strict=True):
+            assert want.totals == got.totals
             for one, other in zip(want.steps, got.steps, strict=True):
-                assert one.totals == other.totals
-                assert [part.tolist() for part in one.micro_batches] == [part.tolist() for part in other.micro_batches]
+                assert [part.tolist() for part in one] == [part.tolist() for part in other]
             for estimator in ("group", "rloo", "opo", "pass@k"):
                 objective = Objective.of(advantage={"kind": estimator})
                 data = [make_token_data(objective, shard, old=None, reference=None) for shard in (want, got)]

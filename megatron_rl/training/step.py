@@ -1,0 +1,387 @@
+"""One optimizer step in two halves, each with metrics: gradients, then the update.
+
+`PolicySteps` are the policy's; the critic shares `compute_gradients` and `apply_gradients`.
+Legend: N trainable tokens of a micro-batch.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from megatron_rl.algorithms.aggregation import LossInputs
+from megatron_rl.algorithms.coefficients import Coefficients, ControlState
+from megatron_rl.algorithms.log_prob import TokenStatistics
+from megatron_rl.algorithms.loss import LossOutput, compute_loss
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.policy_loss import Clip
+from megatron_rl.algorithms.selection import step_statistics
+from megatron_rl.device import to_device
+from megatron_rl.models.build import TrainedModel
+from megatron_rl.models.experts.routed_tokens import RouterStep
+from megatron_rl.models.hf_weights import expert_biases
+from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
+from megatron_rl.training import passes
+from megatron_rl.training.advantages import TokenData
+from megatron_rl.training.collectives import SequenceSum, gather_on_last_stage, sum_over_ranks
+from megatron_rl.training.dump import dump_micro_batch
+from megatron_rl.training.expert_load import ExpertLoad
+from megatron_rl.training.micro_batch import MicroBatch
+from megatron_rl.training.topology import Place
+from megatron_rl.types import Ints, StepTotals
+
+_METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
+    "kl_k3": ("train/kl_k3", "train/kl_reference"),
+    "policy_kl": ("train/ppo_kl",),
+    "ratio_mean": ("train/ratio",),
+    "rollout_ratio_mean": ("train/off_policy_ratio",),
+    "rollout_ratio_square": ("train/off_policy_ratio_square",),
+}
+"""Names of the loss's metrics in the table of metrics, where they are not train/NAME."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Gradients:
+    """Gradients in a model's buffers that wait for the update, and their inputs.
+
+    `number` counts optimizer steps from 1. `metrics` are this rank's share. `reports` belong to
+    this rank's micro-batches on the last stage. `finite`: all losses of all ranks were. `means` of
+    measured metrics are over all ranks, None without a measurement. `moved_biases` are routers'
+    biases with their values after the step.
+    """
+
+    number: int
+    totals: StepTotals
+    micro_batches: Sequence[MicroBatch]
+    data: TokenData
+    metrics: Mapping[str, Metric]
+    reports: Sequence[LossOutput] = ()
+    finite: bool = True
+    means: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    moved_biases: Sequence[tuple[Tensor, Tensor]] = ()
+
+
+class PolicySteps:
+    """The policy's optimizer steps, one after the other, with the state that they change besides weights and moments."""
+
+    def __init__(
+        self, objective: Objective, model: TrainedModel, policy: passes.Policy, *, dumps: Path | None, seed: int, frozen_steps: int = 0
+    ) -> None:
+        """Set up the steps of `policy`, which is `model` as a distribution.
+
+        The first `frozen_steps` change no weights. Micro-batches that break a step are written to
+        the directory `dumps`.
+        """
+        self._objective = objective
+        self._model = model
+        self._policy = policy
+        self._dumps = dumps
+        self._seed = seed
+        self._frozen_steps = frozen_steps
+        self._controls = ControlState.first(objective)
+        self.num_steps = 0
+
+    @property
+    def kl_reward_coef(self) -> float:
+        """Return the present coefficient of the KL in the rewards."""
+        return 0.0 if self._objective.kl_reward is None else self._controls.kl_coef
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint."""
+        return {"num_steps": self.num_steps, "controllers": self._controls.plain()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state`."""
+        self.num_steps = int(state["num_steps"])
+        self._controls = ControlState.restored(self._objective, state["controllers"])
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData) -> Gradients:
+        """Begin the next optimizer step and compute its gradient. No weight changes."""
+        self.num_steps += 1
+        policy, counts = self._policy, {"train/num_tokens": Sum(totals.num_tokens), "train/num_sequences": Sum(totals.num_sequences)}
+        if totals.num_trajectories != totals.num_sequences:
+            counts["train/num_trajectories"] = Sum(totals.num_trajectories)
+        waiting = Gradients(
+            number=self.num_steps, totals=totals, micro_batches=micro_batches, data=data, metrics=_agreed(policy.place, counts)
+        )
+        if not totals.num_tokens:
+            return waiting
+        objective, coefficients, loss = self._loss(micro_batches, totals, data)
+        load = ExpertLoad(policy.chunks[0], totals, device=micro_batches[0].input_ids.device, replays=policy.replays_routing)
+        gradients = compute_gradients(
+            self._model,
+            waiting,
+            loss,
+            place=policy.place,
+            measure=("entropy", "kl_per_sequence"),
+            replay=policy.replays_routing,
+            router_step=load.step,
+        )
+        agreed = _agreed(policy.place, {**counts, **_coefficients(objective, coefficients), **load.metrics()})
+        own = share_of_metrics(gradients.reports, policy.place, loss="loss", names=_METRIC_NAMES)
+        if policy.place.reports:
+            # The other context-parallel ranks have the same micro-batches.
+            own["train/num_micro_batches"] = Sum(len(gradients.reports) if policy.place.cp_rank == 0 else 0)
+        return dataclasses.replace(gradients, metrics={**agreed, **own})
+
+    def apply(self, gradients: Gradients) -> dict[str, Metric]:
+        """Update the weights once; return this rank's share of added metrics.
+
+        Nothing is updated for a step without trainable tokens, nor when a loss or gradient is not
+        finite on any rank.
+        """
+        place = self._policy.place
+        if not gradients.totals.num_tokens:
+            return _agreed(place, {"train/skipped_steps": Sum(1)})
+        frozen = gradients.number <= self._frozen_steps
+        sound, metrics = apply_gradients(
+            self._model, gradients, place=place, dumps=self._dumps, temperature=self._policy.temperature, frozen=frozen
+        )
+        if sound and not frozen:
+            means = gradients.means
+            self._controls = self._controls.updated(
+                self._objective, entropy=means["entropy"], kl=means["kl_per_sequence"], num_sequences=gradients.totals.num_trajectories
+            )
+        return metrics
+
+    def _loss(
+        self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData
+    ) -> tuple[Objective, Coefficients, passes.LossFunction]:
+        """Return the step's objective, coefficients and loss, after a pass before the step where needed."""
+        policy, statistics, entropy = self._policy, None, None
+        sequence_sum = SequenceSum(policy.place.cp_group)
+        seen: Sequence[TokenStatistics | None] = [None] * len(micro_batches)
+        if looks := self._objective.needs_step_statistics or self._objective.needs_entropy_before_step:
+            seen, entropy = look_before_step(policy, micro_batches)
+        objective, coefficients = self._controls.of_step(self._objective, entropy)
+        if looks and self._objective.needs_step_statistics and policy.place.last_stage:
+            looked_at = zip(micro_batches, seen, strict=True)
+            statistics = step_statistics(
+                objective,
+                [loss_inputs(micro_batch, before, data) for micro_batch, before in looked_at if before is not None],
+                num_tokens=totals.num_tokens,
+                sequence_sum=sequence_sum,
+                gather=lambda values: gather_on_last_stage(values.to(micro_batches[0].input_ids.device)),
+                seed=self._seed + self.num_steps,
+            )
+
+        def loss(number: int, hidden: Tensor) -> tuple[Tensor, LossOutput]:
+            micro_batch = micro_batches[number]
+            current = policy.statistics(hidden, micro_batch, with_entropy=True)
+            inputs = loss_inputs(micro_batch, current, data, seen=seen[number])
+            output = compute_loss(
+                objective,
+                inputs,
+                num_tokens=totals.num_tokens,
+                num_sequences=totals.num_trajectories,
+                coefficients=coefficients,
+                sequence_sum=sequence_sum,
+                statistics=statistics,
+            )
+            # Without predictions the share must still depend on the head, whose gradient other ranks wait for.
+            share = output.loss if len(micro_batch.positions) else output.loss + current.log_prob.sum()
+            return share, LossOutput(output.loss.detach(), {**output.metrics, **_differences(inputs, micro_batch, data)})
+
+        return objective, coefficients, loss
+
+
+def look_before_step(policy: passes.Policy, micro_batches: Sequence[MicroBatch]) -> tuple[list[TokenStatistics], float | None]:
+    """Make one forward pass over the micro-batches of a step, before the step's first gradient.
+
+    Returns the statistics of each on the last pipeline stage, and the mean entropy, nats, over the
+    tokens of all ranks. Collective.
+    """
+    seen = passes.statistics(policy, micro_batches)
+    pair = torch.zeros(2, dtype=torch.float64, device=micro_batches[0].input_ids.device)
+    if policy.place.reports:
+        for statistics in seen:
+            assert statistics.entropy is not None, "this pass computes entropies"
+            pair[0] += statistics.entropy.double().sum()
+            pair[1] += len(statistics.entropy)
+    total, count = sum_over_ranks(pair).tolist()
+    return seen, total / count if count else None
+
+
+def loss_inputs(
+    micro_batch: MicroBatch, statistics: TokenStatistics, data: TokenData, *, seen: TokenStatistics | None = None
+) -> LossInputs:
+    """Return inputs [N] of trainable tokens only, so that every mask entry is True; `seen` is of the pass before the step."""
+    current = statistics.log_prob.detach()
+
+    def pick(values: Any, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return None if values is None else micro_batch.pick(values, dtype)
+
+    def of_sequences(values: Ints | None) -> Tensor | None:
+        return None if values is None else to_device(values[micro_batch.rows], current.device)
+
+    return LossInputs(
+        log_probs=statistics.log_prob,
+        entropy=statistics.entropy,
+        varentropy=statistics.varentropy,
+        old_log_probs=current if data.old_log_probs is None else pick(data.old_log_probs),
+        rollout_log_probs=pick(data.rollout_log_probs),
+        ref_log_probs=pick(data.ref_log_probs),
+        advantages=pick(data.advantages),
+        loss_mask=torch.ones_like(current, dtype=torch.bool),
+        sequence_index=micro_batch.sequence_index,
+        sequence_tokens=micro_batch.sequence_tokens,
+        kl_mask=pick(data.kl_mask, torch.bool),
+        token_keys=pick(data.token_keys, torch.int64),
+        selection_log_probs=None if seen is None else seen.log_prob,
+        selection_entropy=None if seen is None else seen.entropy,
+        trajectory_ids=of_sequences(data.trajectory_ids),
+        trajectory_tokens=of_sequences(data.trajectory_tokens),
+    )
+
+
+def _differences(inputs: LossInputs, micro_batch: MicroBatch, data: TokenData) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return mean |engine - trainer| log-prob of engine tokens, and old - teacher of all."""
+    assert inputs.old_log_probs is not None, "loss_inputs gives them"
+    pairs = {}
+    if inputs.rollout_log_probs is not None:
+        generated = micro_batch.pick(data.weight_versions, dtype=torch.int64) >= 0
+        difference = (inputs.rollout_log_probs - inputs.old_log_probs).abs()
+        pairs["log_prob_diff"] = (torch.where(generated, difference, 0.0).sum(), generated.sum())
+    if data.teacher_log_probs is not None:
+        to_teacher = inputs.old_log_probs - micro_batch.pick(data.teacher_log_probs)
+        pairs["teacher_kl"] = (to_teacher.sum(), torch.ones_like(to_teacher).sum())
+    return pairs
+
+
+def _coefficients(objective: Objective, coefficients: Coefficients) -> dict[str, Metric]:
+    metrics: dict[str, Metric] = {}
+    if objective.entropy is not None and objective.entropy.has_bonus:
+        metrics["train/entropy_coef"] = Last(coefficients.entropy)
+    if objective.kl is not None:
+        metrics["train/kl_loss_coef"] = Last(coefficients.kl_loss)
+    if objective.adapts_clip_high and isinstance(objective.policy_loss, Clip) and objective.policy_loss.high is not None:
+        metrics["train/clip_high"] = Last(objective.policy_loss.high)
+    return metrics
+
+
+def _agreed(place: Place, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return metrics that are equal on all ranks, on the one rank that reports them."""
+    return dict(metrics) if place.reports_alone else {}
+
+
+def compute_gradients(
+    model: TrainedModel,
+    waiting: Gradients,
+    loss: passes.LossFunction,
+    *,
+    place: Place,
+    measure: Sequence[str] = (),
+    replay: bool = False,
+    router_step: RouterStep | None = None,
+) -> Gradients:
+    """Replace the model's gradients by the gradient of `loss` over all micro-batches of all ranks.
+
+    Returns `waiting` with the results. The reports of `loss` are `LossOutput`s. `measure` names
+    metrics with a requested mean. See `passes.forward_backward` for `replay` and `router_step`. No
+    weight changes. Collective.
+    """
+    model.optimizer.zero_grad()
+    biases = [bias for chunk in model.chunks for _, bias in expert_biases(chunk)]
+    before = [bias.clone() for bias in biases]
+    reports: list[LossOutput] = passes.forward_backward(model.chunks, waiting.micro_batches, loss, replay=replay, router_step=router_step)
+    finite, means = _measure(reports if place.reports else [], measure, device=waiting.micro_batches[0].input_ids.device)
+    # megatron-core moves the biases together with its sums of gradients; the biases have to move with the weights.
+    moved = [(bias, bias.clone()) for bias in biases]
+    for bias, old in zip(biases, before, strict=True):
+        bias.copy_(old)
+    return dataclasses.replace(waiting, reports=reports, finite=finite, means=means, moved_biases=moved)
+
+
+def _measure(reports: Sequence[LossOutput], names: Sequence[str], *, device: torch.device) -> tuple[bool, dict[str, float | None]]:
+    """Return True when all losses of the step are finite, and the means of the metrics `names`. Collective over all ranks."""
+    shares = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=device)
+    zero = torch.zeros((), device=device)
+    for report in reports:
+        pairs = [report.metrics.get(name, (zero, zero)) for name in names]
+        shares += torch.stack([(~report.loss.isfinite()).double(), *(value.double() for pair in pairs for value in pair)])
+    broken, *sums = sum_over_ranks(shares).tolist()
+    pairs_of = zip(names, sums[::2], sums[1::2], strict=True)
+    return not broken, {name: total / weight if weight else None for name, total, weight in pairs_of}
+
+
+def apply_gradients(
+    model: TrainedModel,
+    gradients: Gradients,
+    *,
+    place: Place,
+    dumps: Path | None,
+    prefix: str = "",
+    temperature: float = 1.0,
+    frozen: bool = False,
+) -> tuple[bool, dict[str, Metric]]:
+    """Update the weights once; return whether all losses and the gradient were finite, and metrics.
+
+    Nothing is updated otherwise, on any rank, and the micro-batches that may be the cause are
+    written to the directory `dumps`. A `frozen` model is left unchanged. `prefix` of the metrics'
+    names. Collective.
+    """
+    lr = 0.0 if frozen else model.lr
+    sound, grad_norm = optimizer_step(model.optimizer, frozen=frozen) if gradients.finite else (False, math.nan)
+    if sound and not frozen:
+        for bias, moved in gradients.moved_biases:
+            bias.copy_(moved)
+        model.scheduler.step(1)
+    if not sound and place.reports and dumps is not None:
+        title = f"{prefix.replace('_', '-')}optimizer-step-{gradients.number:06d}"
+        for index, report in enumerate(gradients.reports):
+            # A gradient that is not finite despite finite losses can come from any micro-batch.
+            if gradients.finite or not bool(report.loss.isfinite()):
+                path = dumps / f"{title}-rank-{torch.distributed.get_rank()}-micro-batch-{index}"
+                micro_batch, loss = gradients.micro_batches[index], float(report.loss)
+                dump_micro_batch(path, micro_batch, gradients.data, loss=loss, grad_norm=grad_norm, temperature=temperature)
+    names = {"grad_norm": Mean(grad_norm, 1.0), "lr": Last(lr), "skipped_steps": Sum(int(not sound))}
+    return sound, _agreed(place, {f"train/{prefix}{name}": metric for name, metric in names.items()})
+
+
+def optimizer_step(optimizer: MegatronOptimizer, *, frozen: bool = False) -> tuple[bool, float]:
+    """Clip and apply the gradients; return their soundness, and their norm before clipping.
+
+    Nothing is updated when the norm is not finite, nor when the weights are `frozen`. Collective:
+    every rank gets the same norm.
+    """
+    found_inf = optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if found_inf or not math.isfinite(grad_norm):
+        return False, grad_norm
+    if frozen:
+        return True, grad_norm
+    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=grad_norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    return bool(optimizer.step_with_ready_grads()), grad_norm
+
+
+def share_of_metrics(reports: Sequence[LossOutput], place: Place, *, loss: str, names: Mapping[str, tuple[str, ...]]) -> dict[str, Metric]:
+    """Return this rank's share of the metrics: sums over micro-batches, read from the device at once.
+
+    The loss is called train/`loss`; `names` gives the other names, else train/NAME.
+    """
+    if not place.reports:
+        return {}
+    own = list(reports[0].metrics)
+    rows = [[report.loss, *(value for name in own for value in report.metrics[name])] for report in reports]
+    sums = torch.stack([torch.stack([value.double() for value in row]) for row in rows]).sum(dim=0).tolist()
+    # The loss is the sum of all shares: one rank gives the weight, the others only their share.
+    metrics: dict[str, Metric] = {f"train/{loss}": Mean(sums[0], float(place.reports_alone))}
+    for index, name in enumerate(own):
+        for full_name in names.get(name, (f"train/{name}",)):
+            metrics[full_name] = Mean(sums[1 + 2 * index], sums[2 + 2 * index])
+    return metrics
