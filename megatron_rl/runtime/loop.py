@@ -7,7 +7,7 @@
                         │    data/packing: one shard for each data-parallel rank
        train            ▼
                    TrainerGroup      training/trainer on every Megatron rank: advantages, then
-                        │            training/policy_step
+                        │            training/step
        publish          ▼
                    WeightSync ──(version v + 1)──► engines
 

@@ -15,6 +15,7 @@ QWEN3 = {
     "vocab_size": 32,
     "hidden_size": 64,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "head_dim": 16,
     "intermediate_size": 96,
 }
