@@ -69,21 +69,3 @@ def check_fields(owner: Any) -> None:
         if not inside:
             bounds = ", ".join(f"{_SIGNS[key]} {limit}" for key, limit in limits.items() if key in _SIGNS)
             raise ValueError(f"{name}.{item.name} is {value}, needs a number {bounds}")
-
-
-def merged(base: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested plain values: `base` under `explicit`, both unmodified.
-
-    A section with another `kind` starts from nothing. A text stands for a section of the kind of
-    this name, or of a plug-in at this path.
-    """
-    result = {key: merged(value, {}) if isinstance(value, Mapping) else value for key, value in base.items()}
-    for key, value in explicit.items():
-        below = base.get(key)
-        if isinstance(value, str) and isinstance(below, Mapping) and "kind" in below:
-            value = {"kind": "plug_in", "path": value} if ":" in value else {"kind": value}
-        if isinstance(value, Mapping):
-            continues = isinstance(below, Mapping) and value.get("kind", below.get("kind")) == below.get("kind")
-            value = merged(below if isinstance(below, Mapping) and continues else {}, value)
-        result[key] = value
-    return result

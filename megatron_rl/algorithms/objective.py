@@ -16,7 +16,7 @@ from pydantic import Discriminator, TypeAdapter
 
 from megatron_rl.algorithms.advantage import PlugInAdvantage
 from megatron_rl.algorithms.aggregation import Aggregation
-from megatron_rl.algorithms.choices import Choice, Load, check_fields, doc, merged
+from megatron_rl.algorithms.choices import Choice, Load, check_fields, doc
 from megatron_rl.algorithms.covariance_losses import CovarianceLosses
 from megatron_rl.algorithms.entropy import ClipHighControl, Entropy
 from megatron_rl.algorithms.group_advantage import GroupAdvantage, GroupAdvantages
@@ -241,4 +241,22 @@ def expand_preset(config: Mapping[str, Any]) -> dict[str, Any]:
         closest = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f"; did you mean {closest[0]!r}?" if closest else ""
         raise ValueError(f"Objective.preset is {name!r}, needs one of {', '.join(PRESETS)}{hint}")
-    return merged(PRESETS[name], {key: value for key, value in config.items() if key != "preset"})
+    return _merged(PRESETS[name], {key: value for key, value in config.items() if key != "preset"})
+
+
+def _merged(base: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested plain values: `base` under `explicit`, both unmodified.
+
+    A section with another `kind` starts from nothing. A text stands for a section of the kind of
+    this name, or of a plug-in at this path.
+    """
+    result = {key: _merged(value, {}) if isinstance(value, Mapping) else value for key, value in base.items()}
+    for key, value in explicit.items():
+        below = base.get(key)
+        if isinstance(value, str) and isinstance(below, Mapping) and "kind" in below:
+            value = {"kind": "plug_in", "path": value} if ":" in value else {"kind": value}
+        if isinstance(value, Mapping):
+            continues = isinstance(below, Mapping) and value.get("kind", below.get("kind")) == below.get("kind")
+            value = _merged(below if isinstance(below, Mapping) and continues else {}, value)
+        result[key] = value
+    return result

@@ -29,8 +29,7 @@ def _usable_path(value: Any) -> Any:
 
 
 FilePath = Annotated[Path, BeforeValidator(_usable_path)]
-Seconds = Annotated[float, Field(ge=0.001, le=366 * 86400)]
-"""A deadline of at most a year, within the range of every clock and timer."""
+Seconds = Annotated[float, Field(ge=0.001, le=366 * 86400)]  # A year is within the range of every clock.
 
 
 class Section(BaseModel):
@@ -120,7 +119,7 @@ class DataSettings(Section):
 
     @property
     def response_field(self) -> str:
-        """Field with the target text of supervised training."""
+        """Field with the supervised target."""
         return self.label_key or "response"
 
     @model_validator(mode="after")
@@ -160,7 +159,7 @@ class SamplingSettings(Section):
 
 
 class FilterSettings(Section):
-    """Your own rule which groups are trained on. What it leaves out is replaced by other prompts with objective.zero_variance resample."""
+    """Your own choice of groups to train on; with objective.zero_variance resample other prompts replace the rest."""
 
     function: str = Field(description="package.module:function; it returns None to keep a group, or why not.")
     args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
@@ -286,9 +285,7 @@ class TrainingSettings(Section):
     )
     critic: CriticSettings = Field(default_factory=CriticSettings)
     routing_replay: bool = Field(
-        False,
-        description="Mixture of experts: the trainer routes each token to the experts that the engine chose for it (R3), instead of "
-        "its own choice. Engines then record them.",
+        False, description="Mixture of experts: route each token in training to the experts that the engine chose and recorded (R3)."
     )
     reference_interval: int = Field(
         0,
@@ -353,7 +350,7 @@ class RuntimeSettings(Section):
 
 
 class ObserveSettings(Section):
-    """Metric sinks besides the console, metrics.jsonl and TensorBoard."""
+    """Sinks besides the console, metrics.jsonl and TensorBoard."""
 
     wandb_project: str | None = Field(None, description="Weights & Biases project; honours WANDB_MODE=offline.")
 

@@ -7,12 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -42,8 +42,6 @@ with quiet_megatron_imports():
     from megatron_rl.training.offload import PARTS
     from megatron_rl.weights.bucket import exported_specs
     from megatron_rl.weights.sync import WeightSync
-
-Result = TypeVar("Result")
 
 VOCAB = 512
 RUN_STEPS, RUN_TIMEOUT_S, ENGINE_TIMEOUT_S = 3, 900.0, 300.0
@@ -92,17 +90,14 @@ class TrialRanks(TrainerGroup):
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Ranks and an engine of a run, their `sync`, and `wait` for requests to the engine."""
+    """Ranks and an engine of a run, their `sync`, and `wait`, which returns the result of work on the engine."""
 
     ranks: TrialRanks
     client: EngineClient
     pool: EnginePool
     sync: WeightSync
     watchdog: Watchdog
-
-    def wait(self, work: Coroutine[Any, Any, Result], *, name: str) -> Result:
-        """Return the result of `work`. Raises DeadlineError, and the errors of dying processes."""
-        return self.watchdog.wait(work, name=name, owner="the engine", timeout_s=ENGINE_TIMEOUT_S)
+    wait: Callable[..., Any]
 
 
 class Node:
@@ -174,7 +169,9 @@ class Node:
                 client = EngineClient(addresses[0], request_timeout_s=ENGINE_TIMEOUT_S, control_timeout_s=ENGINE_TIMEOUT_S)
                 with watchdog.entered(client, name="connecting", owner="the engine", timeout_s=ENGINE_TIMEOUT_S):
                     pool, transport = EnginePool([client], max_requests=8), partial(make_transport, settings, ranks, reservation, addresses)
-                    yield Joined(ranks, client, pool, WeightSync(transport, ranks=ranks, pool=pool, timeout_s=ENGINE_TIMEOUT_S), watchdog)
+                    sync = WeightSync(transport, ranks=ranks, pool=pool, timeout_s=ENGINE_TIMEOUT_S)
+                    wait = partial(watchdog.wait, owner="the engine", timeout_s=ENGINE_TIMEOUT_S)
+                    yield Joined(ranks, client, pool, sync, watchdog, wait)
             finally:
                 group.stop()
 

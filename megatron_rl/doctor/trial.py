@@ -21,7 +21,7 @@ import torch
 from packaging.requirements import Requirement
 
 from megatron_rl.check import Check, report
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import Settings, TrainingSettings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.doctor import on_rank
 from megatron_rl.doctor.machine import check_import, check_package, examine, nvidia_smi
@@ -33,6 +33,7 @@ from megatron_rl.types import Floats, Prompt
 from megatron_rl.versions import installed_version, transformer_engine_release
 
 with quiet_megatron_imports():
+    from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.planning.measurement import measure
     from megatron_rl.planning.run_plan import CONTEXT_BYTES, make_job, stage_memories
@@ -251,18 +252,19 @@ def plan(node: Node) -> Iterator[Check]:
     beside = max(ranks.apply(on_rank.foreign_bytes))
     problems = ["needs less"] if beside > CONTEXT_BYTES else []
     yield judged("memory of CUDA and NCCL against the plan", f"{beside} bytes, plan {CONTEXT_BYTES} or less", problems)
-    measured = ranks.apply(on_rank.device_rates, spec=spec, num_tokens=num_tokens, length=length, dtype=node.dtype)
+    yield _against_bare_work(node, settings.training, spec, longest=length, num_sequences=num_sequences, seconds=seconds)
+
+
+def _against_bare_work(
+    node: Node, training: TrainingSettings, spec: ModelSpec, *, longest: int, num_sequences: int, seconds: float
+) -> Check:
+    """Compare the `seconds` of a step with arithmetic at the rates of the device in bare work."""
+    tokens = training.max_tokens_per_micro_batch
+    measured = node.ranks.apply(on_rank.device_rates, spec=spec, num_tokens=tokens, length=longest, dtype=node.dtype)
     # Other ranks wait for the slowest rank.
     rates = Rates(*map(min, zip(*map(astuple, measured), strict=True)))
-    step = Step.of(
-        settings.training,
-        ModelSize.of(spec),
-        recompute=None,
-        longest=length,
-        num_sequences=num_sequences,
-        per_node=count,
-        itemsize=getattr(torch, node.dtype).itemsize,
-    )
+    sizes = {"longest": longest, "num_sequences": num_sequences, "per_node": node.num_gpus}
+    step = Step.of(training, ModelSize.of(spec), recompute=None, itemsize=getattr(torch, node.dtype).itemsize, **sizes)
     parts = step.parts(rates)
     ratio, (least, most) = seconds / sum(parts.values()), STEP_SECONDS[node.kind]
     text = (
@@ -270,7 +272,7 @@ def plan(node: Node) -> Iterator[Check]:
         f"; bare products {rates.products / 1e12:.3g} TFLOP/s, attention {rates.attention / 1e12:.3g}, memory {rates.memory / 1e9:.3g} GB/s"
     )
     problems = [] if least <= ratio <= most else [f"needs {least:g} to {most:g} of it"]
-    yield judged("seconds of a step against the arithmetic of bare work", text, problems)
+    return judged("seconds of a step against the arithmetic of bare work", text, problems)
 
 
 def checkpoints(node: Node) -> Iterator[Check]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 from megatron_rl.config.gpus import GIB, Gpu
 from megatron_rl.errors import counted
@@ -173,15 +175,9 @@ def _stage_table(stages: Sequence[StageMemory]) -> Table:
     distilled = any(stage.teacher for stage in stages)
     header = ("stage", "layers", "parameters B", "weights", "gradients", "optimizer", "in flight", "activations", "logits", "working")
     rows: list[tuple[str, ...]] = [(*header, *(["teacher"] if distilled else []), "reserved", "total", "largest collective")]
-    groups: list[list[StageMemory]] = []
-    for stage in stages:
-        if groups and _cells(groups[-1][0], distilled=distilled) == _cells(stage, distilled=distilled):
-            groups[-1].append(stage)
-        else:
-            groups.append([stage])
-    for group in groups:
-        first, last = group[0].stage, group[-1].stage
-        rows.append((str(first) if first == last else f"{first}-{last}", *_cells(group[0], distilled=distilled)))
+    for cells, group in groupby(stages, key=partial(_cells, distilled=distilled)):
+        numbers = [stage.stage for stage in group]
+        rows.append((str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}", *cells))
     return tuple(rows)
 
 

@@ -51,9 +51,8 @@ def best_layouts(
 ) -> list[tuple[Settings, RunPlan]]:
     """Return up to `keep` fitting layouts of `num_gpus` Megatron ranks on `gpu`s, best first.
 
-    Everything but the topology comes from `settings`; those without recompute add layouts with full
-    recompute. `say` gets the names of layouts under construction. Raises UserError with the closest
-    layout when none fits, and with `advise` with what would make that fit.
+    `say` gets the names of layouts under construction. Raises UserError without a fitting layout,
+    with `advise` with what would make the closest fit.
     """
     found = sorted(candidates(settings, spec, gpu=gpu, num_gpus=num_gpus), key=lambda candidate: candidate.cost_s)
     if not found:
