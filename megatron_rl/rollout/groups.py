@@ -197,7 +197,7 @@ class GroupMaker:
         Raises the engine's error where the last engine failed meanwhile.
         """
         rollout = self._rollout(prompt=prompt, generator=generator, sampling=sampling, num_samples=num_samples, tokenizer=self._tokenizer)
-        # The name of a task that blocks the event loop is told to the user.
+        # The watchdog names a task that blocks the event loop.
         calling = asyncio.create_task(without_exit(rollout), name=f"{self.name} for prompt {prompt.id}")
         try:
             while not calling.done() and (left_s := self._timeout_s - generator.own_s) > 0:

@@ -186,8 +186,8 @@ def evaluate(settings: Settings) -> None:
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(1))
         _clean_up(console)
-        watchdog = stack.enter_context(Watchdog())
         start = StartReport(console, PhaseTimer())
+        watchdog = stack.enter_context(Watchdog(note=start.note))
         with console.phase("start"):
             # Nothing is trained on, so nothing has to be kept.
             buffer = stack.enter_context(scratch_directory()).path / BUFFER_FILE
@@ -240,7 +240,7 @@ def _start_supervised(settings: Settings, stack: ExitStack, start: "StartReport"
     prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed, supervised=True)
     for note in prompts.notes:
         start.note(note)
-    watchdog = stack.enter_context(Watchdog())
+    watchdog = stack.enter_context(Watchdog(note=start.note))
     trainers = TrainerGroup(settings, reservation=_reserve(settings, stack, start, watchdog), watchdog=watchdog)
     with start.part("ranks"):
         _start_ranks(trainers, settings, resume=resume)
@@ -273,7 +273,7 @@ def _start_with_engines(settings: Settings, stack: ExitStack, start: "StartRepor
 
     The returned function makes the run from `records`.
     """
-    watchdog = stack.enter_context(Watchdog())
+    watchdog = stack.enter_context(Watchdog(note=start.note))
     manager = _open_manager(settings, stack, watchdog, start, buffer=settings.run.directory / BUFFER_FILE)
     reservation = _reserve(settings, stack, start, watchdog)
     if reservation.device_kind == "cuda" and (wrong := gpu_contradictions(settings, environment=os.environ)):

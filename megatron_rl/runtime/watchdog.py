@@ -9,8 +9,10 @@ does return, the actor is dead and every wait ends at once.
 import asyncio
 import concurrent.futures
 import re
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from megatron_rl.deadlines import CAUSE_S, CLOSE_S, LOOP_STOP_S
+from megatron_rl.deadlines import CAUSE_S, CLOSE_S, LOOP_STOP_S, NAMED_S
 from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, WorkerDiedError
 
 Future = concurrent.futures.Future[Any]
@@ -29,7 +31,7 @@ Work: TypeAlias = Future | Coroutine[Any, Any, Any] | ray.ObjectRef
 Result = TypeVar("Result")
 
 MEANWHILE_S = 0.5
-"""How often a wait does what is to be done meanwhile."""
+"""How often a wait looks at the event loop, and does what is to be done meanwhile."""
 
 ACTOR_DEATHS = (RayActorError, OutOfMemoryError)
 """What Ray raises of a call to an actor whose process has ended: the second where Ray itself ended it, because memory ran low."""
@@ -46,14 +48,18 @@ class Watched:
 class Watchdog:
     """Waits for work; a watched actor's death ends every wait with the actor's error.
 
-    Use in a `with`.
+    Use in a `with`. `note` gets a sentence about a plug-in that blocks the event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, note: Callable[[str], None] = lambda text: None) -> None:
+        self._note = note
         self._vital: dict[Future, Watched] = {}
         # The making of a transport, in a separate thread, waits as well.
         self._lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
+        # The time of the last question to the event loop, its answer, and if a lack of it was noted.
+        self._asked_s, self._answer, self._noted = 0.0, Future(), True
+        self._answer.set_result(None)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run_loop, name="rollout-loop", daemon=True)
         self._thread.start()
@@ -63,7 +69,11 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Cancel the running coroutines, and end their thread."""
-        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=LOOP_STOP_S)
+        try:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=LOOP_STOP_S)
+        except TimeoutError:
+            # A plug-in blocks the loop, whose thread ends with the process.
+            return
         self._closing.set()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=LOOP_STOP_S)
@@ -137,8 +147,12 @@ class Watchdog:
         value = self.wait(_enter(context), name=name, owner=owner, timeout_s=timeout_s)
         try:
             yield value
-        finally:
-            self._begin(_leave(context)).result(timeout=CLOSE_S)
+        except BaseException:
+            # A plug-in that blocks the loop must not hide the error.
+            with suppress(TimeoutError):
+                self._begin(_leave(context)).result(timeout=CLOSE_S)
+            raise
+        self._begin(_leave(context)).result(timeout=CLOSE_S)
 
     def _begin(self, work: Work) -> Future:
         """Start the work, if a coroutine; the caller cancels the future to abandon the work."""
@@ -155,17 +169,20 @@ class Watchdog:
             left_s = max(0.0, deadline - time.monotonic())
             done, _ = concurrent.futures.wait(
                 pending | set(self._vital),
-                timeout=left_s if meanwhile is None else min(left_s, MEANWHILE_S),
+                timeout=min(left_s, MEANWHILE_S),
                 return_when=concurrent.futures.FIRST_COMPLETED,
             )
-            if not done and meanwhile is not None and left_s > MEANWHILE_S:
-                meanwhile()
+            blocked = None if done else self._blocked()
+            if not done and left_s > MEANWHILE_S:
+                if meanwhile is not None:
+                    meanwhile()
                 continue
             if not done:
                 for item in pending:
                     item.cancel()
                 missing = ", ".join(owner for item, owner in owners.items() if item in pending)
-                raise DeadlineError(f"{name} did not finish within {timeout_s:.0f} s, still waiting for: {missing}")
+                reason = "" if blocked is None else f"; {blocked}"
+                raise DeadlineError(f"{name} did not finish within {timeout_s:.0f} s, still waiting for: {missing}{reason}")
             with self._lock:
                 if any(self._has_consequence(item) for item in done & pending):
                     done |= concurrent.futures.wait(self._vital, timeout=CAUSE_S, return_when=concurrent.futures.FIRST_COMPLETED).done
@@ -177,6 +194,28 @@ class Watchdog:
                 for item in sorted(done, key=lambda item: item in pending):
                     self._check(item, owner=owners[item] if item in pending else self._vital[item].name)
             pending -= done
+
+    def _blocked(self) -> str | None:
+        """Return and note the call that has kept the event loop from all others for NAMED_S seconds."""
+        waited_s = time.monotonic() - self._asked_s
+        if self._closing.is_set():
+            return None
+        if self._answer.done():
+            self._asked_s, self._answer, self._noted = time.monotonic(), Future(), False
+            self._loop.call_soon_threadsafe(self._answer.set_result, None)
+            return None
+        task, frame = asyncio.current_task(self._loop), sys._current_frames().get(self._thread.ident or 0)
+        if waited_s < NAMED_S or task is None or frame is None:
+            return None
+        call = traceback.extract_stack(frame)[-1]
+        sentence = (
+            f"{task.get_name()} has kept the event loop for {waited_s:.0f} s in {call.name} ({call.filename}:{call.lineno}), and every "
+            "other prompt waits; await what takes time, or call it by asyncio.to_thread"
+        )
+        if not self._noted:
+            self._noted = True
+            self._note(sentence)
+        return sentence
 
     @staticmethod
     def _has_consequence(item: Future) -> bool:

@@ -276,3 +276,38 @@ def test_a_coroutine_whose_wait_is_left_is_cancelled() -> None:
             patch.setattr(watchdog, "_wait", leave)
             watchdog.wait(work(), name="a rollout", owner="the engines", timeout_s=60)
         assert ended.wait(10)
+
+
+def test_a_plug_in_that_blocks_the_event_loop_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is released by the note, the second only after the deadline."""
+    monkeypatch.setattr(module, "MEANWHILE_S", 0.01)
+    monkeypatch.setattr(module, "NAMED_S", 0.0)
+    notes, began, released = list[str](), threading.Event(), threading.Event()
+
+    async def block() -> None:
+        began.set()
+        assert released.wait(30)
+
+    async def rollout(name: str) -> None:
+        await asyncio.create_task(block(), name=name)
+
+    def note(text: str) -> None:
+        notes.append(text)
+        if len(notes) == 1:
+            released.set()
+
+    def wait(name: str, *, timeout_s: float) -> None:
+        work = asyncio.run_coroutine_threadsafe(rollout(name), watchdog._loop)
+        assert began.wait(30)
+        watchdog.wait([work], name="rollout", owner="engine", timeout_s=timeout_s)
+
+    with Watchdog(note=note) as watchdog:
+        wait("rollout.function my:rollout for prompt 0-3", timeout_s=30)
+        began.clear()
+        released.clear()
+        with pytest.raises(DeadlineError, match="still waiting for: engine 0; another has kept the event loop for"):
+            wait("another", timeout_s=0.1)
+        released.set()
+    first, second = notes
+    assert first.startswith("rollout.function my:rollout for prompt 0-3 has kept the event loop for") and "asyncio.to_thread" in first
+    assert "threading.py:" in first and second.startswith("another")
