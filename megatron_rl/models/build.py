@@ -5,7 +5,7 @@ Legend: T tokens on this rank, N chosen positions, H hidden channels, V padded v
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -150,7 +150,7 @@ def forward_selected(model: torch.nn.Module, input_ids: Tensor, position_ids: Te
     the chosen attention of Transformer Engine does not compute this model on this GPU.
     """
     try:
-        output: Tensor = model(input_ids, position_ids, None, packed_seq_params=packed.at(positions))
+        output: Tensor = model(input_ids, position_ids, None, packed_seq_params=replace(packed, logit_positions=positions))
     except ValueError as error:
         if "No dot product attention backend" not in str(error):
             raise

@@ -34,11 +34,6 @@ class TensorNames:
     shared_experts: str = "shared_experts"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
-    @property
-    def has_output_norms(self) -> bool:
-        """Return true when outputs of attention and MLP are normalised before the addition."""
-        return self.attention_output_norm is not None or self.mlp_output_norm is not None
-
 
 USUAL_NAMES = TensorNames()
 

@@ -6,7 +6,6 @@ Legend: T tokens on this rank, H heads on this rank, D channels of a head, tp te
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
@@ -14,6 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -52,7 +52,10 @@ class NormOverHeads(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [T, 1, H, D] over the root mean square of the channels of all ranks. Collective over tensor parallel ranks."""
         wide = x.flatten(-2).float()
-        squares = _SumOverRanks.apply(wide.square().sum(-1, keepdim=True), self.group)
+        squares = wide.square().sum(-1, keepdim=True)
+        if self.group.size() > 1:
+            # Every rank uses the whole sum, so the gradient of the sum is that of all ranks together.
+            squares = all_reduce(squares, group=self.group)
         normalised = wide * torch.rsqrt(squares / self.width + self.eps)
         return (normalised * self.weight.float()).to(x.dtype).view_as(x)
 
@@ -77,27 +80,6 @@ class AttentionWithNormsOverHeads(SelfAttention):
         super().__init__(config, *args, **kwargs)
         self.q_layernorm = NormOverHeads(config, num_heads=config.num_attention_heads)
         self.k_layernorm = NormOverHeads(config, num_heads=config.num_query_groups)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """A sum used as a whole by every rank: its gradient is the sum of all ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
-
-
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if group.size() == 1:
-        return x
-    x = x.clone()
-    dist.all_reduce(x, group=group)
-    return x
 
 
 class NormedRowParallelLinear(RowParallelLinear):

@@ -5,7 +5,6 @@ angles are made once, not once per layer. The index arrays are made at the first
 layer; Transformer Engine's layers never ask. The lengths are made for longrope alone.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,14 +61,6 @@ class PackedSequences(PackedSeqParams):
         if window not in self._plans:
             self._plans[window] = with_window(self.plan, window)
         return self._plans[window]
-
-    def at(self, positions: Tensor) -> "PackedSequences":
-        """Return the same sequences, with the head at local tokens `positions` [N] only."""
-        return dataclasses.replace(self, logit_positions=positions)
-
-    def routed(self, routing: Routing | None) -> "PackedSequences":
-        """Return the same sequences, for a pass with `routing` for the routers."""
-        return dataclasses.replace(self, routing=routing)
 
 
 def packed_sequences(

@@ -8,7 +8,7 @@ Legend: N predictions in use of a micro-batch, T tokens of a batch, H hidden cha
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -90,7 +90,7 @@ def _run(
     def forward_step(iterator: _Numbered, chunk: Chunk) -> tuple[Tensor, Callable[..., Any]]:
         number, micro_batch = next(iterator)
         input_ids, position_ids = micro_batch.input_ids, micro_batch.position_ids
-        packed = micro_batch.packed.routed(Routing(micro_batch.routed, replay=replay, step=router_step))
+        packed = replace(micro_batch.packed, routing=Routing(micro_batch.routed, replay=replay, step=router_step))
         if everywhere:
             output = chunk(input_ids, position_ids, None, packed_seq_params=packed)
         else:

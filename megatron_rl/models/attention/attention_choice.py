@@ -83,7 +83,7 @@ def lacking_in_transformer_engine(spec: ModelSpec, *, cp: int, capability: Capab
         {}
         if spec.mla is not None
         else {
-            "norms behind attention and MLP": spec.names.has_output_norms,
+            "norms behind attention and MLP": bool(spec.names.attention_output_norm or spec.names.mlp_output_norm),
             "a norm over all heads": spec.qk_norm_over_heads,
             "norms around 1, or another scale of embeddings or scores": spec.zero_centered_norms or spec.softmax_scale is not None,
             "a rotary embedding of its own for layers with a window": spec.window_rotary is not None,

@@ -1,5 +1,7 @@
 """The attention plan, and attention over it, against a plain float64 loop; context parallelism is played by slicing."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -176,7 +178,9 @@ def test_index_arrays_are_made_when_they_are_first_asked_for(monkeypatch):
 def test_windows_are_made_once_and_wide_windows_cost_nothing():
     packed = packed_sequences(offsets([5, 9, 20]))
     assert packed.windowed(4) is packed.windowed(4)
-    assert packed.windowed(4) is packed.at(torch.tensor([0])).windowed(4), "views of the same sequences share it"
+    assert packed.windowed(4) is dataclasses.replace(packed, logit_positions=torch.tensor([0])).windowed(4), (
+        "views of the same sequences share it"
+    )
     assert all(part.mask is None for bucket in packed.windowed(20).buckets for part in bucket.parts)
     assert any(part.mask is not None for bucket in packed.windowed(19).buckets for part in bucket.parts)
 

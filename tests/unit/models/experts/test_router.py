@@ -179,7 +179,7 @@ def run_two(chunk, step: RouterStep | None, records=(None, None)) -> dict[str, T
         if experts is not None:
             tokens = dataclasses.replace(tokens, experts=experts.transpose(0, 1), recorded=tokens.real)
         routing = Routing(tokens, replay=experts is not None, step=step)
-        logits = chunk(ids, packed.positions[None], None, packed_seq_params=packed.routed(routing))
+        logits = chunk(ids, packed.positions[None], None, packed_seq_params=dataclasses.replace(packed, routing=routing))
         losses.append(logits.log_softmax(-1).square().mean())
     for loss in losses:
         loss.backward()
@@ -199,7 +199,7 @@ def own_experts(chunk) -> list[Tensor]:
         hooks = [layer.mlp.router.register_forward_hook(keep) for layer in chunk.decoder.layers]
         ids, packed, tokens = packed_batch(seed)
         with torch.no_grad():
-            chunk(ids, packed.positions[None], None, packed_seq_params=packed.routed(Routing(tokens)))
+            chunk(ids, packed.positions[None], None, packed_seq_params=dataclasses.replace(packed, routing=Routing(tokens)))
         for hook in hooks:
             hook.remove()
         records.append(torch.stack([mask.nonzero()[:, 1].view(-1, 2) for mask in taken], 1).to(torch.uint8))
