@@ -91,7 +91,7 @@ class StateFiles:
         self._directory = directory
         on_rank_zero(start_partial, directory)
         self._writer = FileSystemWriter(partial_path(directory), sync_files=True)
-        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        planner = _Planner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._planner: SavePlanner = planner
         strategy = _Planning(planner, self._writer)
         with complete(models), without_torch_notices(), disk_errors(directory):
@@ -126,6 +126,19 @@ class StateFiles:
             entries = {name: entry for _, rank_entries in written for name, entry in rank_entries.items()}
             manifest.write(partial_path(self._directory), known=entries)
         commit_partial(self._directory)
+
+
+class _Planner(MCoreSavePlanner):
+    """Plan of a save with a storage of its own size for every view: torch would copy a view before the write."""
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        """Return the data of the item, in the same memory."""
+        data = super().resolve_data(write_item)
+        if not isinstance(data, Tensor) or not data.is_contiguous() or data.device.type != "cpu":
+            return data
+        start = data.storage_offset() * data.itemsize
+        storage = data.untyped_storage()[start : start + data.nbytes]
+        return torch.empty(0, dtype=data.dtype).set_(storage, 0, data.shape, data.stride())
 
 
 class _Planning(TorchDistSaveShardedStrategy):
