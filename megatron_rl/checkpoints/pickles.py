@@ -72,7 +72,7 @@ class _Records(ModuleType):
 
 
 def stored_part(reader: FileSystemReader, item: ReadItem) -> Tensor:
-    """Return the part [...] of a stored tensor for `item`, in the file's own pages.
+    """Return the part, of any shape, of a stored tensor for `item`, in the file's own pages.
 
     The numbers may begin at any byte. torch's own reading fills new memory and copies from there,
     at twice the time. Raises ValueError when the tensor is not within its place in the file.

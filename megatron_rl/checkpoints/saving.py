@@ -62,7 +62,7 @@ class HostCopies:
         self._memory: dict[Hashable, Tensor] = {}
 
     def copy(self, name: Hashable, tensor: Tensor) -> Tensor:
-        """Return a copy of `tensor` in the memory of the last copy of this `name`, if it fits."""
+        """Return a copy of `tensor`, of any shape, in the memory of the last copy of this `name`, if it fits."""
         place = self._memory.get(name)
         if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
             place = self._memory[name] = _host_memory(tensor)

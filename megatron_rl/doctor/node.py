@@ -40,8 +40,8 @@ with quiet_megatron_imports():
     from megatron_rl.runtime.trainers import TrainerGroup
     from megatron_rl.runtime.watchdog import Watchdog
     from megatron_rl.training.offload import PARTS
-    from megatron_rl.weights.bucket import exported_specs
     from megatron_rl.weights.sync import WeightSync
+    from megatron_rl.weights.transport import exported_specs
 
 VOCAB = 512
 RUN_STEPS, RUN_TIMEOUT_S, ENGINE_TIMEOUT_S = 3, 900.0, 300.0

@@ -12,7 +12,7 @@ from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError
 from megatron_rl.planning.measurement import Answer, Job, measure
 from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
-from megatron_rl.weights.bucket import BUCKET_BYTES, exported_specs
+from megatron_rl.weights.transport import BUCKET_BYTES, exported_specs
 
 with quiet_megatron_imports():
     from megatron_rl.models.attention.attention_choice import Attention, attention_name, resolve_attention

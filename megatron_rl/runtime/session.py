@@ -54,13 +54,13 @@ from megatron_rl.runtime.supervised_run import SupervisedRun
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.types import Sample
-from megatron_rl.weights.interface import Surroundings, WeightTransport
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
+from megatron_rl.weights.transport import Surroundings, WeightTransport
 
 with quiet_megatron_imports():
     from megatron_rl.models.attention.attention_choice import attention_name, resolve_attention
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.weights.bucket import exported_specs
+    from megatron_rl.weights.transport import exported_specs
 
 
 EVALUATION_FILE = "evaluation.json"

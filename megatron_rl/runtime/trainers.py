@@ -22,7 +22,7 @@ from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.whole_batch import divide
 from megatron_rl.types import Floats, TrainBatch
-from megatron_rl.weights.interface import SenderPlan, WeightSender
+from megatron_rl.weights.transport import SenderPlan, WeightSender
 
 OWNER = "Megatron rank"
 """What a rank is called in messages, before its number."""

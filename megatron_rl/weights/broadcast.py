@@ -14,8 +14,18 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.errors import EngineError
 from megatron_rl.rendezvous import serve_store
-from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets, num_bucket_bytes
-from megatron_rl.weights.interface import Surroundings, WeightSource, take_all, updating
+from megatron_rl.weights.transport import (
+    Surroundings,
+    WeightSender,
+    WeightSource,
+    WeightSpec,
+    WeightTransport,
+    fill_buckets,
+    make_buckets,
+    num_bucket_bytes,
+    take_all,
+    updating,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,7 @@ class BroadcastPlan:
         return BroadcastSender(source, self.buckets, group=group)
 
 
-class BroadcastSender:
+class BroadcastSender(WeightSender):
     """The sender of weights: all ranks gather, and the rank with the `group` sends."""
 
     def __init__(self, source: WeightSource, buckets: Sequence[Sequence[WeightSpec]], *, group: dist.ProcessGroup | None) -> None:
@@ -136,10 +146,10 @@ def _unbound_default_group() -> Iterator[None]:
 # The engines' end
 
 
-class BroadcastTransport:
+class BroadcastTransport(WeightTransport):
     """Directs engines to receive bucket by bucket while the ranks send. Ranks of the engines follow rank 0, engine by engine."""
 
-    sends_first = False
+    plan: BroadcastPlan
 
     def __init__(self, surroundings: Surroundings) -> None:
         address, port = surroundings.free_address()
@@ -192,9 +202,6 @@ class BroadcastTransport:
                     group=self._group.name,
                     version=version if number == len(buckets) - 1 else None,
                 )
-
-    def give_up(self, client: EngineClient, *, version: int) -> None:
-        """Sending fails by itself: the engine is dead, or leaves the group next."""
 
     def finish(self, *, version: int) -> int:
         """Nothing is left behind."""

@@ -3,13 +3,12 @@ reads.
 """
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.files import partial_path
-from megatron_rl.weights.interface import Surroundings, WeightSource
+from megatron_rl.weights.transport import Surroundings, WeightSender, WeightSource, WeightTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class DiskPlan:
         return self.directory / f"version-{version:06d}"
 
 
-class DiskSender:
+class DiskSender(WeightSender):
     """The writer of weights: all ranks gather, and rank 0 writes."""
 
     def __init__(self, source: WeightSource, plan: DiskPlan) -> None:
@@ -42,30 +41,19 @@ class DiskSender:
         """
         self._source.save_hf(self._plan.path(version), max_shard_bytes=self._plan.bucket_bytes, durable=False)
 
-    def close(self) -> None:
-        """Nothing was opened."""
 
-
-class DiskTransport:
+class DiskTransport(WeightTransport):
     """The engines' end of the directory: engines read, then the directory is removed."""
 
+    plan: DiskPlan
     sends_first = True
 
     def __init__(self, surroundings: Surroundings) -> None:
         self.plan = DiskPlan(surroundings.directory, surroundings.bucket_bytes)
 
-    async def connect(self, clients: Sequence[EngineClient]) -> None:
-        """Do nothing: there is no connection."""
-
-    async def disconnect(self, client: EngineClient) -> None:
-        """Do nothing: there is no connection."""
-
     async def deliver(self, client: EngineClient, *, version: int) -> None:
         """Let an engine read the directory."""
         await client.load_weights(self.plan.path(version), version=version)
-
-    def give_up(self, client: EngineClient, *, version: int) -> None:
-        """No rank waits for an engine."""
 
     def finish(self, *, version: int) -> int:
         """Remove the directory, also one still in progress on rank 0 after a deadline."""

@@ -36,8 +36,18 @@ from megatron_rl.errors import UserError
 from megatron_rl.leftovers import SHARED_MEMORY, Scratch, scratch_directory
 from megatron_rl.process_variables import ALLOCATOR_VARIABLES
 from megatron_rl.rendezvous import join_store, serve_store
-from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets, num_bucket_bytes
-from megatron_rl.weights.interface import Surroundings, WeightSource, take_all, updating
+from megatron_rl.weights.transport import (
+    Surroundings,
+    WeightSender,
+    WeightSource,
+    WeightSpec,
+    WeightTransport,
+    fill_buckets,
+    make_buckets,
+    num_bucket_bytes,
+    take_all,
+    updating,
+)
 
 POLL_S = 0.002
 GIVEN_UP = b"given up"
@@ -91,7 +101,7 @@ class IpcPlan:
         return IpcSender(source, self, seats=seats, store=store)
 
 
-class IpcSender:
+class IpcSender(WeightSender):
     """The giver of weights: all ranks gather, and a rank with `seats` offers every bucket to each
     seat.
     """
@@ -266,10 +276,10 @@ class _HandlePickler(ForkingPickler):
 # The engines' end
 
 
-class IpcTransport:
+class IpcTransport(WeightTransport):
     """The engines' end: every engine gets the handles of the ranks beside it, bucket by bucket."""
 
-    sends_first = False
+    plan: IpcPlan
 
     def __init__(self, surroundings: Surroundings) -> None:
         self._engine_seats = {
@@ -297,9 +307,6 @@ class IpcTransport:
         self._store = await asyncio.to_thread(
             join_store, plan.address, port=plan.port, num_clients=1 + len(plan.seats), timeout_s=plan.timeout_s
         )
-
-    async def disconnect(self, client: EngineClient) -> None:
-        """Do nothing: an engine keeps nothing shared."""
 
     async def deliver(self, client: EngineClient, *, version: int) -> None:
         """Let an engine take every bucket; the version comes with the last bucket.

@@ -16,8 +16,8 @@ from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.weights.broadcast import BroadcastTransport
 from megatron_rl.weights.disk import DiskTransport
-from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightTransport
 from megatron_rl.weights.ipc import IpcTransport
+from megatron_rl.weights.transport import SenderPlan, Surroundings, WeightTransport
 
 TRANSPORTS: Mapping[str, Callable[[Surroundings], WeightTransport]] = {
     "broadcast": BroadcastTransport,

@@ -17,8 +17,8 @@ import torch
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.runtime.engine_model import make_model
-from megatron_rl.weights.bucket import WeightSpec
 from megatron_rl.weights.ipc import _DEVICE_ARGUMENT, allocate_shared, handle_of
+from megatron_rl.weights.transport import WeightSpec
 
 
 def source(path: str) -> str:

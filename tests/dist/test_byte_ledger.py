@@ -33,8 +33,8 @@ def sleep_and_wake(trainer: Any) -> dict[str, Any]:
     import torch
 
     from megatron_rl.training.offload import PARTS
-    from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets
     from megatron_rl.weights.ipc import allocate_shared
+    from megatron_rl.weights.transport import WeightSpec, fill_buckets, make_buckets
 
     memories = trainer._memories.values()
     counted: dict[str, Any] = {part: sum(memory.num_bytes(part) for memory in memories) for part in PARTS}

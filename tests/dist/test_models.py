@@ -74,7 +74,7 @@ def one_case(path: Path, topology: dict, world_size: int) -> dict:
     from megatron_rl.models.megatron_config import transformer_config
     from megatron_rl.models.packed_sequences import packed_sequences
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.weights.bucket import WeightSpec, exported_specs
+    from megatron_rl.weights.transport import WeightSpec, exported_specs
 
     spec = read_model_spec(path)
     settings = TopologySettings(num_ranks=world_size, **topology)

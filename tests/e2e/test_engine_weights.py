@@ -34,8 +34,6 @@ from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Prompt, TrainBatch
 from megatron_rl.weights import ipc
-from megatron_rl.weights.bucket import exported_specs
-from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
 from megatron_rl.weights.ipc import allocate_shared
 from megatron_rl.weights.parity import (
     DENSE,
@@ -50,6 +48,7 @@ from megatron_rl.weights.parity import (
     weight_checksums,
 )
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
+from megatron_rl.weights.transport import SenderPlan, Surroundings, WeightSender, exported_specs
 
 PARITY = Limits.of(dtype="float32", mixture=False, replays=False, median=1e-5)
 TINY_BUCKET = 20_000

@@ -28,9 +28,8 @@ from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.plugins.loader import load
 from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator
 from megatron_rl.types import Prompt
-from megatron_rl.weights.bucket import BUCKET_BYTES, exported_specs
-from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender, WeightTransport
 from megatron_rl.weights.sync import TRANSPORTS, MakeTransport, WeightSync
+from megatron_rl.weights.transport import BUCKET_BYTES, SenderPlan, Surroundings, WeightSender, WeightTransport, exported_specs
 from tests.contract.two_turns import TOOL_IDS
 
 PROBE = np.array([9, 9, 9, 2])

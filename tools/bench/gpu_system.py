@@ -27,8 +27,8 @@ from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.doctor import on_rank
 from megatron_rl.doctor.node import Joined, Node
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.weights.bucket import BUCKET_BYTES
 from megatron_rl.weights.sync import TRANSPORTS
+from megatron_rl.weights.transport import BUCKET_BYTES
 
 with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec

@@ -44,13 +44,12 @@ from megatron_rl.engines.engine import Engine
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.rendezvous import join_store
-from megatron_rl.weights.bucket import WeightSpec
-from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightSender
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
+from megatron_rl.weights.transport import SenderPlan, Surroundings, WeightSender, WeightSpec
 
 with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.weights.bucket import exported_specs
+    from megatron_rl.weights.transport import exported_specs
 
 TIMEOUT_S = 60.0
 GOAL_CPU, GOAL_BUCKETS = 5.0, 2.0

@@ -17,7 +17,7 @@ from megatron_rl.planning import run_plan
 from megatron_rl.planning.measurement import Answer, Job
 from megatron_rl.planning.records import Collective
 from megatron_rl.planning.run_plan import CONTEXT_BYTES, RANK_HOST_BYTES, most_held, plan_run, shared_buckets, stage_memories
-from megatron_rl.weights.bucket import BUCKET_BYTES
+from megatron_rl.weights.transport import BUCKET_BYTES
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config.load import load_settings
 from megatron_rl.runtime import session
 from megatron_rl.runtime.placement import Needs, place
-from megatron_rl.weights.interface import Surroundings
+from megatron_rl.weights.transport import Surroundings
 
 WORDS = ["run.directory=run", "model.path=model", "data.train=train.jsonl", "reward.function=package.module:reward"]
 WORDS += ["training.topology.num_ranks=4", "rollout.num_engines=2", "rollout.sglang.tp_size=2"]

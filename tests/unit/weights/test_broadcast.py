@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_rl.errors import EngineError
 from megatron_rl.weights import broadcast
 from megatron_rl.weights.broadcast import BroadcastGroup, BroadcastPlan, BroadcastSender, join_as_sender
-from megatron_rl.weights.bucket import WeightSpec
+from megatron_rl.weights.transport import WeightSpec
 
 
 class FakeNccl(c10d.ProcessGroupGloo):

@@ -3,7 +3,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_rl.weights.bucket import WeightSpec, fill_buckets, make_buckets
+from megatron_rl.weights.transport import WeightSpec, fill_buckets, make_buckets
 
 
 @example([1, 1, 1, 1, 1], 8)

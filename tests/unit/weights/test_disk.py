@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megatron_rl.weights.disk import DiskTransport
-from megatron_rl.weights.interface import Surroundings
+from megatron_rl.weights.transport import Surroundings
 
 
 def test_a_version_goes_whole_or_half_written_and_others_stay(tmp_path: Path) -> None:

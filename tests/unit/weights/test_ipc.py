@@ -22,8 +22,6 @@ from torch.multiprocessing import reductions
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.leftovers import PREFIX
 from megatron_rl.weights import ipc
-from megatron_rl.weights.bucket import WeightSpec
-from megatron_rl.weights.interface import Surroundings
 from megatron_rl.weights.ipc import (
     IpcSender,
     IpcTransport,
@@ -34,6 +32,7 @@ from megatron_rl.weights.ipc import (
     handle_of,
     shared_files,
 )
+from megatron_rl.weights.transport import Surroundings, WeightSpec
 
 SPECS = (WeightSpec("a", "bfloat16", (2, 3)), WeightSpec("b", "float32", (2,)), WeightSpec("c", "float32", (1, 2)))
 BUCKETS = (SPECS[:2], SPECS[2:])

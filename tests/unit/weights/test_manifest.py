@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.models.read_spec import parse_model_spec
-from megatron_rl.weights.bucket import BUCKET_BYTES, WeightSpec, exported_specs, make_buckets, num_bucket_bytes
+from megatron_rl.weights.transport import BUCKET_BYTES, WeightSpec, exported_specs, make_buckets, num_bucket_bytes
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 

@@ -20,10 +20,9 @@ from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.observe.metrics import metric_values
-from megatron_rl.weights.bucket import WeightSpec
-from megatron_rl.weights.interface import SenderPlan, Surroundings, WeightTransport
 from megatron_rl.weights.ipc import IpcPlan
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
+from megatron_rl.weights.transport import SenderPlan, Surroundings, WeightSpec, WeightTransport
 
 SPECS = tuple(WeightSpec(f"w{index}", "float32", (2, 3)) for index in range(3))
 BUCKETS = (SPECS[:2], SPECS[2:])
