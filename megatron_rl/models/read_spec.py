@@ -63,7 +63,8 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
 
 def _attention(file: JsonObject, family: Family, num_layers: int) -> dict[str, Any]:
     """Return the fields of attention. Latent attention expands keys and values for every query head."""
-    num_heads, num_kv_heads = file.integer("num_attention_heads"), file.integer("num_key_value_heads", optional=True)
+    num_heads = file.integer("num_attention_heads")
+    num_kv_heads = file.integer("num_key_value_heads", default=num_heads if family.mla else None, optional=True)
     if num_heads % num_kv_heads:
         raise UserError(
             f"{file.origin} has {num_heads} attention heads for {num_kv_heads} key-value heads, needs a multiple; correct the file"

@@ -162,12 +162,11 @@ def parse_rotary(
     if theta <= 1:
         raise UserError(f"{origin} has rope_theta = {theta:g}, needs a number above 1; correct the file")
     values: dict[str, Any] = {"rope_theta": theta, **_scaling(parameters, kind)}
-    original = 0
     if kind in ("yarn", "longrope"):
-        # Phi-3 has the key beside the scaling, and transformers prefers this place.
-        key = "original_max_position_embeddings"
-        original = file.absent(key) if file.values.get(key) is None else file.integer(key)
-        values[key] = original = original or values.get(key) or max_position_embeddings
+        original = _original_length(file, values) or max_position_embeddings
+        if kind == "longrope" and original == 1:
+            raise UserError(f"{origin} has original_max_position_embeddings = 1, needs 2 or more for longrope; correct the file")
+        values["original_max_position_embeddings"] = original
         if values.get("factor") is None:
             values["factor"] = max_position_embeddings / original
     for name in ("short_factor", "long_factor") if kind == "longrope" else ():
@@ -184,12 +183,19 @@ def parse_rotary(
         frequencies=frequencies,
         kind=kind,
         long_frequencies=_frequencies(kind, values, channels, length=sys.maxsize)[0] if kind == "longrope" else (),
-        original_max_position_embeddings=original,
+        original_max_position_embeddings=values.get("original_max_position_embeddings", 0),
         attention_factor=attention_factor,
         factor=values.get("factor", 1.0),
         mscale_all_dim=values.get("mscale_all_dim") or 0.0,
         interleaved=interleaved,
     )
+
+
+def _original_length(file: JsonObject, values: Mapping[str, Any]) -> int | None:
+    """Return the length beside the scaling, Phi-3's place, which transformers prefers, or the scaling's own."""
+    key = "original_max_position_embeddings"
+    beside: int | None = file.absent(key) if file.values.get(key) is None else file.integer(key)
+    return beside or values.get(key)
 
 
 def _kind(values: Mapping[str, Any], origin: str) -> RotaryKind:

@@ -18,7 +18,7 @@ from megatron_rl.models.attention.attention_choice import resolve_attention
 from megatron_rl.models.families import FAMILIES, REFUSED, family_table
 from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
 
-MODELS_OF_FAMILIES = (*DENSE_FAMILIES[2:], "mixtral", "gpt_oss")
+MODELS_OF_FAMILIES = (*DENSE_FAMILIES, "mixtral", "gpt_oss", "qwen3_moe")
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -28,7 +28,7 @@ SIZES = (
     "intermediate_size",
     "num_local_experts",
 )
-SIZES += ("num_experts_per_tok", "max_position_embeddings")
+SIZES += ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "max_position_embeddings")
 README = Path(family_table.__file__).with_name("README.md")
 
 

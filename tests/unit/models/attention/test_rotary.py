@@ -180,6 +180,7 @@ def test_yarn_without_a_factor_takes_the_ratio_of_lengths():
         (LONGROPE | {"short_factor": 1.0}, r"has short_factor = 1\.0, needs a list of positive numbers"),
         (LONGROPE | {"long_factor": [1.0, 0]}, "has long_factor = 0, needs a positive number"),
         ({"rope_type": "longrope", "short_factor": [1.0]}, "has rope type longrope without long_factor"),
+        (LONGROPE | {"original_max_position_embeddings": 1}, "original_max_position_embeddings = 1, needs 2 or more"),
         ({"rope_type": "dynamic", "factor": 2.0}, r"rope type dynamic, which cannot be trained: SGLang turns .* by theta itself up to max"),
         ({"rope_type": ["yarn"]}, r"asks for rope type \['yarn'\], supported are"),
         ({"rope_type": 5}, "asks for rope type 5, supported are"),

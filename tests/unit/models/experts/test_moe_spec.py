@@ -87,12 +87,6 @@ def test_a_model_whose_layers_are_all_dense_has_no_experts():
     assert config_of(spec).num_moe_experts is None
 
 
-@pytest.mark.parametrize("name", ("Glm4Moe", "Qwen3Moe"))
-def test_an_absent_epsilon_is_that_of_the_family(name):
-    config = {"Glm4Moe": GLM, "Qwen3Moe": QWEN3}[name]
-    assert spec_of(config).norm_epsilon == getattr(transformers, f"{name}Config")().rms_norm_eps
-
-
 def test_both_spellings_of_the_number_of_mtp_layers_count():
     assert spec_of(num_nextn_predict_layers=None, num_mtp_layers=2).num_mtp_layers == 2
     assert spec_of(num_nextn_predict_layers=0).num_mtp_layers == 0
