@@ -234,10 +234,11 @@ def plan(node: Node) -> Iterator[Check]:
     }
     settings = node.settings(model, training={"max_tokens_per_micro_batch": num_tokens}, sections=sections, num_ranks=count)
     fused = node.kind == "cuda"
-    (answer,) = measure([make_job(settings, spec, attention="transformer_engine" if fused else None)])
+    job = make_job(settings, spec, attention="transformer_engine" if fused else None)
+    (answer,) = measure([job])
     if answer.refused is not None:
         raise MegatronRLError(f"the plan refused the layout: {answer.refused}")
-    (stage,) = stage_memories(settings, answer, frees_outputs=fused)
+    (stage,) = stage_memories(job, answer, frees_outputs=fused)
     # Beyond weights, gradients and optimizer.
     planned = stage.trained
     batch = node.batch([length - 1] * num_sequences)

@@ -60,7 +60,11 @@ def plans(
     if bare and not any(override.startswith("rollout.sglang.tp_size=") for override in words.overrides):
         size = _engine_size(settings.rollout, spec, gpu, longest=settings.longest_sequence)
         settings = with_values(settings, {"rollout.sglang.tp_size": size})
-    shared = [settings] if num_gpus is None else list(shares(settings, num_gpus=num_gpus))
+    shared = [settings]
+    if num_gpus is not None:
+        divided = shares(settings.rollout, num_gpus=num_gpus, supervised=settings.supervised, colocated=settings.runtime.colocate)
+        names = ("training.topology.num_ranks", "rollout.num_engines")
+        shared = [with_values(settings, dict(zip(names, share, strict=True))) for share in divided]
     given = num_gpus is None or bool(topology)
     chosen = _first_divided(shared, num_gpus=num_gpus) if given else settings
     # What `train --check --config-only` refuses.
@@ -80,31 +84,28 @@ def plans(
     yield _as_overrides(chosen, bare=bare), plan, remedy(chosen, spec, gpu=gpu) if plan.peak > gpu.memory_bytes else None
 
 
-def shares(settings: Settings, *, num_gpus: int) -> Iterator[Settings]:
-    """Yield the settings with `num_gpus` GPUs divided between ranks and engines, usual share first.
+def shares(rollout: RolloutSettings, *, num_gpus: int, supervised: bool, colocated: bool) -> list[tuple[int, int]]:
+    """Return numbers of ranks and engines that share `num_gpus` GPUs, usual share first.
 
     Colocated engines take all GPUs, supervised training has no engine. Otherwise engines get a
     half, a quarter, three quarters, or one engine's GPUs. Generation takes as long as training
     where responses are long, and room for the trainer goes before speed. Raises UserError without
     room for one rank beside one engine.
     """
-    size = settings.rollout.ranks_per_engine
-    if settings.supervised:
-        divided = [(num_gpus, settings.rollout.num_engines)]
-    elif settings.runtime.colocate:
+    size = rollout.ranks_per_engine
+    if supervised:
+        return [(num_gpus, rollout.num_engines)]
+    if colocated:
         if num_gpus % size:
             raise UserError(f"{counted(num_gpus, 'GPU')} cannot be divided by engines of {size}; set rollout.sglang.tp_size to a divisor")
-        divided = [(num_gpus, num_gpus // size)]
-    else:
-        if num_gpus <= size:
-            raise UserError(
-                f"{counted(num_gpus, 'GPU')} cannot hold a Megatron rank beside an engine of {counted(size, 'GPU')}; use more GPUs, or let "
-                "them take turns with runtime.colocate=true"
-            )
-        counts = dict.fromkeys([*(max(1, num_gpus * quarters // 4 // size) for quarters in (2, 1, 3)), 1])
-        divided = [(num_gpus - engines * size, engines) for engines in counts if engines * size < num_gpus]
-    for num_ranks, num_engines in divided:
-        yield with_values(settings, {"training.topology.num_ranks": num_ranks, "rollout.num_engines": num_engines})
+        return [(num_gpus, num_gpus // size)]
+    if num_gpus <= size:
+        raise UserError(
+            f"{counted(num_gpus, 'GPU')} cannot hold a Megatron rank beside an engine of {counted(size, 'GPU')}; use more GPUs, or let "
+            "them take turns with runtime.colocate=true"
+        )
+    counts = dict.fromkeys([*(max(1, num_gpus * quarters // 4 // size) for quarters in (2, 1, 3)), 1])
+    return [(num_gpus - engines * size, engines) for engines in counts if engines * size < num_gpus]
 
 
 def _first_divided(shared: Sequence[Settings], *, num_gpus: int | None) -> Settings:
@@ -181,16 +182,17 @@ def _as_overrides(settings: Settings, *, bare: bool) -> str:
 
     Without a settings file the assumptions of the plan are included.
     """
-    topology = settings.training.topology.model_dump(exclude_defaults=True)
-    words = [f"training.topology.{name}={json.dumps(value)}" for name, value in topology.items() if value is not None]
+    training, rollout = settings.training, settings.rollout
+    topology = training.topology.model_dump(exclude_defaults=True)
+    words = {f"training.topology.{name}": value for name, value in topology.items() if value is not None}
     recompute = {name: value for name, value in settings.model.megatron.items() if name.startswith("recompute_")}
     # Written in any case, because a run decides about recompute where nothing is written.
-    words += [f"model.megatron.{name}={format_value(value)}" for name, value in (recompute or {"recompute_granularity": None}).items()]
-    if not bare and not any("use_distributed_optimizer" in fields for fields in (settings.training.optimizer, settings.training.ddp)):
-        words.append("training.optimizer.use_distributed_optimizer=false")
+    words |= {f"model.megatron.{name}": value for name, value in (recompute or {"recompute_granularity": None}).items()}
+    if not bare and not any("use_distributed_optimizer" in fields for fields in (training.optimizer, training.ddp)):
+        words["training.optimizer.use_distributed_optimizer"] = False
     if not settings.supervised:
-        words.append(f"rollout.num_engines={settings.rollout.num_engines}")
+        words["rollout.num_engines"] = rollout.num_engines
     if bare:
-        words += [f"training.optimizer.{name}={json.dumps(value)}" for name, value in settings.training.optimizer.items()]
-        words.append(f"rollout.sglang.tp_size={settings.rollout.ranks_per_engine}")
-    return " ".join(words)
+        words |= {f"training.optimizer.{name}": value for name, value in training.optimizer.items()}
+        words["rollout.sglang.tp_size"] = rollout.ranks_per_engine
+    return " ".join(f"{path}={format_value(value)}" for path, value in words.items())

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Job:
     """One layout to measure: ranks of `training` with a model of `spec`, and the distilled `teacher`.
 
-    Sequences have up to `longest` tokens, the run has `total_steps` optimizer steps. `fused` counts
-    a GPU's fused kernels, otherwise as on the CPU.
+    An optimizer step has `num_sequences` of up to `longest` tokens, the run `total_steps` of them.
+    `fused` counts a GPU's fused kernels, otherwise as on the CPU.
     """
 
     model: ModelSettings
@@ -41,6 +41,7 @@ class Job:
     teacher: "ModelSpec | None"
     has_critic: bool
     longest: int
+    num_sequences: int
     total_steps: int
     fused: bool
 

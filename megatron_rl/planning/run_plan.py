@@ -87,8 +87,26 @@ def plan_layouts(variants: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, num
             plans.append(str(error))
     answers = measure([job for job, _ in jobs.values()]) if jobs else []
     for (index, (job, attention)), answer in zip(jobs.items(), answers, strict=True):
-        plans[index] = answer.refused or _assemble(
-            variants[index], job, answer, gpu=gpu, num_nodes=num_nodes, attention=attention_name(attention, variants[index].model.megatron)
+        if answer.refused is not None:
+            plans[index] = answer.refused
+            continue
+        settings, runtime = variants[index], variants[index].runtime
+        # While a colocated engine generates, and while a thread writes a checkpoint, whose copy's memory stays for the
+        # next one. An upper bound, because another copy's rank writes a part.
+        copies, keeps = runtime.colocate + (settings.run.save_interval > 0), settings.training.keeps_reference(settings.objective)
+        stages = stage_memories(job, answer, frees_outputs=True, host_copies=copies, keeps_reference=keeps)
+        colocated = runtime.colocate and not settings.supervised
+        shared = CONTEXT_BYTES if colocated else 0
+        plans[index] = _assemble(
+            job,
+            stages,
+            None if settings.supervised else plan_engine(settings.rollout, spec, gpu, longest=job.longest, shared_with=shared),
+            gpu=gpu,
+            per_node=min(runtime.cluster.gpus_per_node or gpu.per_node, gpu.per_node),
+            num_nodes=num_nodes,
+            colocated=colocated,
+            buckets=shared_buckets(job.model, spec) if settings.weight_transport == "ipc" else 0,
+            attention=attention_name(attention, settings.model.megatron),
         )
     return plans
 
@@ -102,6 +120,7 @@ def make_job(settings: Settings, spec: ModelSpec, *, attention: Attention | None
         teacher=teacher_spec(settings.objective, settings.model),
         has_critic=settings.objective.has_critic,
         longest=settings.longest_sequence,
+        num_sequences=settings.sequences_per_optimizer_step,
         total_steps=settings.optimizer_steps,
         fused=attention is not None,
     )
@@ -142,19 +161,24 @@ def _tokens(training: TrainingSettings, longest: int) -> int:
     return max(training.max_tokens_per_micro_batch, -(-longest // training.topology.cp))
 
 
-def _assemble(settings: Settings, job: Job, answer: Answer, *, gpu: Gpu, num_nodes: int | None, attention: str) -> RunPlan:
-    """Return the plan of `settings` from measured ranks."""
-    topology, rollout = Topology.of(job.training.topology), settings.rollout
-    stages = stage_memories(settings, answer, frees_outputs=True)
-    colocated = settings.runtime.colocate and not settings.supervised
-    shared = CONTEXT_BYTES if colocated else 0
-    engine = None if settings.supervised else plan_engine(rollout, job.spec, gpu, longest=job.longest, shared_with=shared)
-    per_node = min(settings.runtime.cluster.gpus_per_node or gpu.per_node, gpu.per_node)
+def _assemble(
+    job: Job,
+    stages: tuple[StageMemory, ...],
+    engine: EngineMemory | None,
+    *,
+    gpu: Gpu,
+    per_node: int,
+    num_nodes: int | None,
+    colocated: bool,
+    buckets: int,
+    attention: str,
+) -> RunPlan:
+    """Return the plan of measured ranks, with `buckets` bytes that ranks and colocated engines share in a sync."""
+    topology = Topology.of(job.training.topology)
     num_engine_gpus = 0 if engine is None or colocated else engine.num_engines * engine.num_gpus
     handover = 0
     if colocated and engine is not None:
-        handover = max(stage.parameters for stage in stages) + engine.weights + CONTEXT_BYTES + ASLEEP_BYTES
-        handover += shared_buckets(job.model, job.spec) if settings.weight_transport == "ipc" else 0
+        handover = max(stage.parameters for stage in stages) + engine.weights + CONTEXT_BYTES + ASLEEP_BYTES + buckets
     return RunPlan(
         gpu=gpu,
         layout=str(topology),
@@ -180,25 +204,23 @@ def shared_buckets(model: ModelSettings, spec: ModelSpec) -> int:
     return 2 * max(BUCKET_BYTES, largest) + (2 * largest if spec.names.stacked_experts else 0)
 
 
-def stage_memories(settings: Settings, answer: Answer, *, frees_outputs: bool) -> tuple[StageMemory, ...]:
+def stage_memories(
+    job: Job, answer: Answer, *, frees_outputs: bool, host_copies: int = 0, keeps_reference: bool = False
+) -> tuple[StageMemory, ...]:
     """Return the memory of every pipeline stage, critic included.
 
     A critic's state stays beside the policy's, its passes come after the policy's. A teacher's
     passes come before both. `frees_outputs` says that a stage drops sent outputs, as megatron-core
-    does on GPUs.
+    does on GPUs. Main memory holds `host_copies` of the state, and a reference.
     """
-    training, topology, stages = settings.training, Topology.of(settings.training.topology), []
-    count = count_micro_batches(training, longest=settings.longest_sequence, num_sequences=settings.sequences_per_optimizer_step)
-    # While a colocated engine generates, and while a thread writes a checkpoint, whose copy's memory stays for the
-    # next one. An upper bound, because another copy's rank writes a part.
-    copies = settings.runtime.colocate + (settings.run.save_interval > 0)
+    topology, stages = Topology.of(job.training.topology), []
+    count = count_micro_batches(job.training, longest=job.longest, num_sequences=job.num_sequences)
     for number, policy in enumerate(answer.policy):
         models, teachers = [policy, *answer.critic[number : number + 1]], answer.teacher[number : number + 1]
         activations, in_flight = max(_activations(model, topology, count, stage=number, frees_outputs=frees_outputs) for model in models)
         working = max(max(model.backward for model in models), max(model.update for model in models) - activations, 0)
         asked = sum(teacher.weights + teacher.forward for teacher in teachers)
         resting = sum(teacher.resting for teacher in teachers)
-        reference = policy.reference if training.keeps_reference(settings.objective) else 0
         stages.append(
             StageMemory(
                 stage=number,
@@ -214,7 +236,7 @@ def stage_memories(settings: Settings, answer: Answer, *, frees_outputs: bool) -
                 working=working,
                 teacher=asked,
                 reserved=CONTEXT_BYTES + int(FRAGMENTATION * max(activations, asked)),
-                host=RANK_HOST_BYTES + reference + copies * sum(model.away for model in models) + resting,
+                host=RANK_HOST_BYTES + keeps_reference * policy.reference + host_copies * sum(model.away for model in models) + resting,
                 largest_collective=max((model.largest_collective for model in models), key=lambda collective: collective.num_bytes),
             )
         )

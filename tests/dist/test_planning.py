@@ -155,12 +155,12 @@ def plan(model: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, tuple[Any
     from megatron_rl.planning.measurement import measure
     from megatron_rl.planning.run_plan import make_job, stage_memories
 
-    settings = {name: make_settings(str(model), name, training) for name, training in layouts.items()}
-    answers = measure([make_job(one, read_model_spec(model), attention=None) for one in settings.values()])
+    spec = read_model_spec(model)
+    jobs = {name: make_job(make_settings(str(model), name, training), spec, attention=None) for name, training in layouts.items()}
     planned = {}
-    for (name, one), answer in zip(settings.items(), answers, strict=True):
+    for (name, job), answer in zip(jobs.items(), measure(list(jobs.values())), strict=True):
         assert answer.refused is None, answer.refused
-        planned[name] = stage_memories(one, answer, frees_outputs=False), answer
+        planned[name] = stage_memories(job, answer, frees_outputs=False), answer
     return planned
 
 

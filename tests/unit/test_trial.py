@@ -98,7 +98,7 @@ def try_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     """`try_line("layouts", "gradients")`: how the checks of ranks with that fault stand."""
     monkeypatch.setattr(trial, "make_job", lambda settings, spec, attention: None)
     monkeypatch.setattr(trial, "measure", lambda jobs: [SimpleNamespace(refused=None)])
-    monkeypatch.setattr(trial, "stage_memories", lambda settings, answer, frees_outputs: (SimpleNamespace(trained=PLANNED),))
+    monkeypatch.setattr(trial, "stage_memories", lambda job, answer, frees_outputs: (SimpleNamespace(trained=PLANNED),))
     monkeypatch.setattr(trial, "read_model_spec", lambda path: None)
     # Of bare work that takes a tenth of a second.
     work = SimpleNamespace(parts=lambda rates: {"products": 0.6 / rates.products, "optimizer": 1.2 / rates.memory})

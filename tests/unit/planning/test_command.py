@@ -83,7 +83,7 @@ def test_a_model_that_a_check_refuses_is_not_planned(tmp_path: Path) -> None:
 def test_gpus_are_divided_between_ranks_and_engines() -> None:
     def divided(num_gpus: int, *overrides: str) -> list[tuple[int, int]]:
         settings = load_settings(None, ["run.directory=x", "model.path=m", "data.train=t", *overrides])
-        return [(one.training.topology.num_ranks, one.rollout.num_engines) for one in shares(settings, num_gpus=num_gpus)]
+        return shares(settings.rollout, num_gpus=num_gpus, supervised=settings.supervised, colocated=settings.runtime.colocate)
 
     assert divided(8) == [(4, 4), (6, 2), (2, 6), (7, 1)]
     assert divided(16, "rollout.sglang.tp_size=4") == [(8, 2), (12, 1), (4, 3)]

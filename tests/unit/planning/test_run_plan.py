@@ -16,7 +16,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.planning import run_plan
 from megatron_rl.planning.measurement import Answer, Job
 from megatron_rl.planning.records import Collective
-from megatron_rl.planning.run_plan import CONTEXT_BYTES, RANK_HOST_BYTES, most_held, plan_run, shared_buckets, stage_memories
+from megatron_rl.planning.run_plan import CONTEXT_BYTES, RANK_HOST_BYTES, make_job, most_held, plan_run, shared_buckets, stage_memories
 from megatron_rl.weights.transport import BUCKET_BYTES
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
@@ -37,29 +37,36 @@ def rank_of(**bytes_by_name: int) -> Any:
     return SimpleNamespace(**sizes, chunks=chunks, largest_collective=Collective("none", 0))
 
 
-def test_host_memory_holds_a_reference_only_where_one_is_read(run_settings: Callable[..., Settings]) -> None:
-    settings, policy = run_settings(num_ranks=1), rank_of(reference=7 * GIB, away=2 * GIB)
+@pytest.mark.parametrize(
+    ("changes", "has_critic", "gib"),
+    [
+        # The policy's copy for a checkpoint, and the reference.
+        ({}, False, 2),
+        ({"objective": Objective.of(kl={"coef": 0.1})}, False, 7 + 2),
+        # The policy and a critic, both away while engines generate, and as much again while a checkpoint is written.
+        ({"runtime.colocate": True}, True, 2 * (2 + 2)),
+        ({"runtime.colocate": True, "run.save_interval": 0}, True, 2 + 2),
+    ],
+)
+def test_host_memory_holds_what_is_away_and_a_read_reference(
+    run_settings: Callable[..., Settings],
+    model_spec: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    has_critic: bool,
+    gib: int,
+) -> None:
+    policy = rank_of(reference=7 * GIB, away=2 * GIB)
+    monkeypatch.setattr(run_plan, "measure", lambda jobs: [Answer((policy,), (policy,) * has_critic)])
+    plan = plan_run(with_values(run_settings(num_ranks=1), changes), model_spec("Qwen3-4B"), gpu=GPUS["H100-80"], num_nodes=None)
+    assert plan.stages[0].host - RANK_HOST_BYTES == gib * GIB
 
-    def host(changes: dict[str, Any], *critic: Any) -> int:
-        (stage,) = stage_memories(with_values(settings, changes), Answer((policy,), critic), frees_outputs=True)
-        return stage.host - RANK_HOST_BYTES
 
-    # The policy's copy for a checkpoint.
-    assert host({}) == 2 * GIB
-    assert host({"objective": Objective.of(kl={"coef": 0.1})}) == (7 + 2) * GIB
-    # The policy and a critic, both away while engines generate, and as much again while a checkpoint is written.
-    colocated = {"runtime.colocate": True}
-    assert host(colocated, policy) == 2 * (2 + 2) * GIB
-    assert host({**colocated, "run.save_interval": 0}, policy) == (2 + 2) * GIB
-
-
-def test_a_teacher_takes_activations_and_host_memory(run_settings: Callable[..., Settings]) -> None:
+def test_a_teacher_takes_activations_and_host_memory(run_settings: Callable[..., Settings], model_spec: Callable[[str], Any]) -> None:
     rank = rank_of(parameters=GIB, backward=GIB, head=2 * GIB)
     teacher: Any = SimpleNamespace(weights=30 * GIB, forward=2 * GIB, resting=31 * GIB)
-    settings = run_settings(num_ranks=1)
-    ((alone,), (distilled,)) = (
-        stage_memories(settings, Answer((rank,), teacher=teachers), frees_outputs=True) for teachers in ((), (teacher,))
-    )
+    job = make_job(run_settings(num_ranks=1), model_spec("Qwen3-4B"), attention=None)
+    ((alone,), (distilled,)) = (stage_memories(job, Answer((rank,), teacher=teachers), frees_outputs=True) for teachers in ((), (teacher,)))
     assert (alone.teacher, alone.total) == (0, 13 * GIB + CONTEXT_BYTES + 10 * GIB // 20)
     # Weights stay; a twentieth of what comes and goes is lost.
     assert (distilled.teacher, distilled.total) == (32 * GIB, 33 * GIB + CONTEXT_BYTES + int(0.05 * 32 * GIB))
