@@ -9,7 +9,7 @@ from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.errors import EngineError, EngineRefusal
+from megatron_rl.errors import EngineError
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator
 from megatron_rl.rollout.groups import GroupMaker, Score, single_turn
@@ -37,31 +37,51 @@ def generator_of(pool: EnginePool, name: str = "p") -> PoolGenerator:
     return PoolGenerator(pool, seed=f"0 {name}", max_tokens=64, max_answer=4, **group)  # type: ignore[arg-type]
 
 
-class FakeClient:
-    """An engine that answers with the prompt's tokens; `fail_at` is the call from which on it is dead."""
+class Engine:
+    """An engine that answers with the prompt's tokens, made by `version`, after `delay_s` and once it is `free`.
 
-    def __init__(self, *, delay_s: float = 0.0, fail_at: int | None = None, error: type[EngineError] = EngineError) -> None:
-        self.address = EngineAddress("url", "key", vocab_size=100, context_length=64, max_total_tokens=64, has_tokenizer=False)
-        self.delay_s, self.fail_at, self.error = delay_s, fail_at, error
-        self.calls = self.running = self.most_running = self.cancelled = 0
+    Calls from number `fail_at` on raise `error` when there is one by then.
+    """
+
+    def __init__(self, *, version: int = 2, delay_s: float = 0.0, fail_at: int = 1, error: Exception | None = None) -> None:
+        url = f"http://engine-{version}"
+        self.address = EngineAddress(url, "key", vocab_size=100, context_length=64, max_total_tokens=64, has_tokenizer=False)
+        self.version, self.delay_s, self.fail_at, self.error = version, delay_s, fail_at, error
+        self.free = asyncio.Event()
+        self.free.set()
+        self.calls = self.running = self.most_running = self.aborted = 0
         self.samplings: list[Sampling] = []
+        self.asked: list[tuple[list[int], int | None]] = []
 
     async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
-        self.calls += 1
+        self.calls = number = self.calls + 1
         self.samplings.append(sampling)
+        self.asked.append((token_ids.tolist(), sampling.seed))
         self.running += num_samples
         self.most_running = max(self.most_running, self.running)
         try:
-            await asyncio.sleep(self.delay_s)
+            await self.work(number)
         except asyncio.CancelledError:
-            self.cancelled += 1
+            self.aborted += 1
             raise
         finally:
             self.running -= num_samples
-        if self.fail_at is not None and self.calls >= self.fail_at:
-            raise self.error("gone", status=400) if self.error is EngineRefusal else self.error("gone")
+        if self.error is not None and number >= self.fail_at:
+            raise self.error
+        return tuple(self.answer(token_ids) for _ in range(num_samples))
+
+    async def work(self, number: int) -> None:
+        await asyncio.sleep(self.delay_s)
+        await self.free.wait()
+
+    def answer(self, token_ids: Ints) -> Generation:
         length = len(token_ids)
-        return (Generation(token_ids, np.zeros(length, np.float32), np.full(length, 2), StopReason.STOP),) * num_samples
+        return Generation(token_ids, np.zeros(length, np.float32), np.full(length, self.version), StopReason.STOP)
+
+
+def dead(fail_at: int = 1, *, delay_s: float = 0.0) -> Engine:
+    """An engine that is dead from call `fail_at` on."""
+    return Engine(fail_at=fail_at, error=EngineError("gone"), delay_s=delay_s)
 
 
 def make_prompts(number: int) -> list[Prompt]:

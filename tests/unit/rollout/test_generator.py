@@ -7,58 +7,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from maker_parts import generator_of, make_maker
+from maker_parts import Engine, generator_of, make_maker
 
-from megatron_rl.engines.answers import Generation
-from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
 from megatron_rl.plugins.kinds import Generator, Rollout
 from megatron_rl.rollout.groups import single_turn
 from megatron_rl.rollout.rollout_trial import NumberTokenizer
-from megatron_rl.types import Group, Ints, Prompt, Sample, StopReason
+from megatron_rl.types import Group, Prompt, Sample
 
 PROMPT = Prompt(id="p", token_ids=np.array([1, 2]), text="1 2")
 SAMPLING = Sampling(max_tokens=4)
 
 
-class FakeEngine:
-    """Answers with the prompt's tokens and `version` once it is `free`; instead it raises `error` when it has one by then."""
-
-    def __init__(self, version: int) -> None:
-        self.address = EngineAddress(
-            f"http://engine-{version}", "key", vocab_size=100, context_length=64, max_total_tokens=64, has_tokenizer=False
-        )
-        self.version = version
-        self.free = asyncio.Event()
-        self.free.set()
-        self.error: Exception | None = None
-        self.asked: list[tuple[list[int], int | None]] = []
-        self.running = self.aborted = 0
-
-    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
-        self.asked.append((token_ids.tolist(), sampling.seed))
-        self.running += num_samples
-        try:
-            await asyncio.sleep(0)
-            await self.free.wait()
-        except asyncio.CancelledError:
-            self.aborted += 1
-            raise
-        finally:
-            self.running -= num_samples
-        if self.error is not None:
-            raise self.error
-        length = len(token_ids)
-        return (Generation(token_ids, np.zeros(length, np.float32), np.full(length, self.version), StopReason.STOP),) * num_samples
-
-
-def run(test: Callable[[EnginePool, list[FakeEngine]], Awaitable[None]], *, num_engines: int = 2, max_requests: int = 8) -> None:
+def run(test: Callable[[EnginePool, list[Engine]], Awaitable[None]], *, num_engines: int = 2, max_requests: int = 8) -> None:
     """Run `test` with a new pool and its engines; nothing may run after it."""
 
     async def work() -> None:
-        engines = [FakeEngine(version) for version in range(num_engines)]
+        engines = [Engine(version=version) for version in range(num_engines)]
         pool = EnginePool(engines, max_requests=max_requests)  # type: ignore[arg-type]
         await asyncio.wait_for(test(pool, engines), 5)
         assert pool.num_running == 0 and [engine.running for engine in engines] == [0] * num_engines
@@ -105,7 +72,7 @@ def two_turns(tool: Callable[[int], Awaitable[None]], *, named: bool = True) -> 
 
 
 def test_a_slow_tool_between_turns_holds_no_slot() -> None:
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         answer = asyncio.Event()
 
         async def tool(index: int) -> None:
@@ -126,7 +93,7 @@ def test_a_slow_tool_between_turns_holds_no_slot() -> None:
 
 
 def test_a_failing_engine_costs_each_of_its_requests_one_retry() -> None:
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         engines[0].free.clear()
         engines[1].free.clear()
         prompts = [replace(PROMPT, token_ids=np.array([number])) for number in range(16)]
@@ -150,7 +117,7 @@ def test_a_failing_engine_costs_each_of_its_requests_one_retry() -> None:
 
 
 def test_later_turns_go_before_first_turns_of_later_groups() -> None:
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         async def no_tool(index: int) -> None: ...
 
         prompts = [replace(PROMPT, id=str(number), token_ids=np.array([number])) for number in range(5)]
@@ -164,7 +131,7 @@ def test_later_turns_go_before_first_turns_of_later_groups() -> None:
 
 @pytest.mark.parametrize("error", [EngineError("died"), DeadlineError("slow")])
 def test_a_lost_turn_is_repeated_alone_and_first(error: Exception) -> None:
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         async def tool(index: int) -> None:
             engines[0].error = error
 
@@ -190,7 +157,7 @@ def test_a_lost_turn_is_repeated_alone_and_first(error: Exception) -> None:
 
 
 def test_a_refused_request_is_raised_and_retires_no_engine() -> None:
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         engines[0].error = EngineRefusal("no", status=400)
         async with generator_of(pool) as generator:
             with pytest.raises(EngineRefusal):
@@ -203,7 +170,7 @@ def test_a_refused_request_is_raised_and_retires_no_engine() -> None:
 
 
 def test_a_request_whose_last_engine_fails_raises_why() -> None:
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         for engine in engines:
             engine.error = EngineError(f"died {engine.version}")
         async with generator_of(pool) as generator:
@@ -214,7 +181,7 @@ def test_a_request_whose_last_engine_fails_raises_why() -> None:
 
 
 def test_a_cancelled_request_is_aborted_alone() -> None:
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         (engine,) = engines
         engine.free.clear()
         async with generator_of(pool) as generator:
@@ -237,7 +204,7 @@ def test_a_cancelled_request_is_aborted_alone() -> None:
 def test_requests_that_a_rollout_left_behind_end_with_it() -> None:
     """`asyncio.gather` does not cancel the others when one conversation fails, and they would hold their slots."""
 
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         (engine,) = engines
         engine.free.clear()
         async with generator_of(pool) as generator:
@@ -255,7 +222,7 @@ def test_requests_that_a_rollout_left_behind_end_with_it() -> None:
 
 
 def test_a_cancelled_group_aborts_every_request_of_it() -> None:
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         async def no_tool(index: int) -> None:
             engines[0].free.clear()
 
@@ -273,7 +240,7 @@ def test_a_cancelled_group_aborts_every_request_of_it() -> None:
 def test_a_request_on_a_leaving_engine_moves_at_once() -> None:
     """One that hangs would otherwise be waited for until the request's own deadline."""
 
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         engines[0].free.clear()
         async with generator_of(pool) as generator:
             calls = [asyncio.create_task(generator.generate(PROMPT.token_ids, sampling=SAMPLING)) for _ in range(4)]
@@ -289,7 +256,7 @@ def test_a_request_on_a_leaving_engine_moves_at_once() -> None:
 
 
 def test_the_last_leaving_engine_ends_requests_with_its_error() -> None:
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         engines[0].free.clear()
         async with generator_of(pool) as generator:
             calls = [asyncio.create_task(generator.generate(PROMPT.token_ids, sampling=SAMPLING)) for _ in range(3)]
@@ -302,7 +269,7 @@ def test_the_last_leaving_engine_ends_requests_with_its_error() -> None:
 
 
 def test_a_session_stays_with_its_engine_until_that_fails() -> None:
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         async with generator_of(pool) as generator:
 
             async def ask(session: str | None) -> int:
@@ -332,7 +299,7 @@ def test_seeds_of_sessions_do_not_depend_on_their_order() -> None:
         """Of each conversation's first and second turn, with tools that answer in `order`."""
         found: list[list[int | None]] = []
 
-        async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+        async def test(pool: EnginePool, engines: list[Engine]) -> None:
             done = [asyncio.Event() for _ in range(len(order) + 1)]
             done[0].set()
 
@@ -357,7 +324,7 @@ def test_seeds_of_sessions_do_not_depend_on_their_order() -> None:
 
 
 def test_samples_of_one_request_take_consecutive_seeds() -> None:
-    async def test(pool: EnginePool, engines: list[FakeEngine]) -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
         async with generator_of(pool) as generator:
             for count in (3, 1, 2):
                 assert len(await generator.generate(PROMPT.token_ids, sampling=SAMPLING, num_samples=count)) == count

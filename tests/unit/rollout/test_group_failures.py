@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from maker_parts import FakeClient, make_maker, make_prompts
+from maker_parts import Engine, dead, make_maker, make_prompts
 
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.engines.engine_pool import EnginePool
@@ -21,13 +21,13 @@ from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
 
 async def make_with(
     rollout: Rollout,
-    *clients: FakeClient,
+    *clients: Engine,
     num_samples: int = 4,
     timeout_s: float = 60.0,
     max_requests: int = 8,
     buffer: Buffer | None = None,
 ) -> tuple[Group, GroupMaker]:
-    maker = make_maker(EnginePool(clients or [FakeClient()], max_requests=max_requests), rollout, timeout_s=timeout_s)  # type: ignore[arg-type]
+    maker = make_maker(EnginePool(clients or [Engine()], max_requests=max_requests), rollout, timeout_s=timeout_s)  # type: ignore[arg-type]
     (prompt,) = make_prompts(1)
     return await asyncio.wait_for(maker.make(prompt, num_samples=num_samples, buffer=buffer), 10), maker
 
@@ -47,7 +47,7 @@ def failing(*whens: int, error: BaseException) -> Rollout:
 
 
 def test_a_failed_trajectory_is_repeated_alone_with_other_seeds() -> None:
-    client = FakeClient()
+    client = Engine()
     group, maker = asyncio.run(make_with(failing(0, 2, error=ZeroDivisionError("tool")), client))
     assert [sample.index for sample in group.samples] == [0, 1, 2, 3] and group.failures == () and maker.num_retries == 5
     assert [sample.trajectory for sample in group.samples] == [None] * 4
@@ -57,7 +57,7 @@ def test_a_failed_trajectory_is_repeated_alone_with_other_seeds() -> None:
         for index in range(4 if sampling is client.samplings[0] else 1)
     ]
     assert len(set(seeds)) == len(seeds) == 4 + 5
-    again = FakeClient()
+    again = Engine()
     asyncio.run(make_with(failing(0, 2, error=ZeroDivisionError("tool")), again))
     assert [sampling.seed for sampling in again.samplings] == [sampling.seed for sampling in client.samplings], (
         "also in a run that is resumed"
@@ -122,7 +122,7 @@ def test_a_rollout_that_never_returns_is_a_timeout(monkeypatch: pytest.MonkeyPat
 
 def test_waiting_for_an_engine_is_not_time_of_the_rollout() -> None:
     """Six requests of 0.1 s one after the other, with 0.3 s for each."""
-    client = FakeClient(delay_s=0.1)
+    client = Engine(delay_s=0.1)
 
     async def work() -> list[Group]:
         maker = make_maker(EnginePool([client], max_requests=1), timeout_s=0.3)  # type: ignore[list-item]
@@ -159,7 +159,7 @@ def test_the_end_of_the_last_engine_is_no_failure_of_the_rollout() -> None:
             raise RuntimeError("the turn failed") from error
 
     with pytest.raises(EngineError, match="gone"):
-        asyncio.run(make_with(wrapping, FakeClient(fail_at=1)))
+        asyncio.run(make_with(wrapping, dead()))
 
 
 def test_failures_are_kept_with_what_waits_for_its_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_failures_are_kept_with_what_waits_for_its_rewards(tmp_path: Path, monke
         await asyncio.sleep(0.01)
         return Reward(outcome=RewardOutcome.SCORED, value=1.0)
 
-    async def make(buffer: Buffer, client: FakeClient) -> Group:
+    async def make(buffer: Buffer, client: Engine) -> Group:
         rollout = failing(0, 1, 3, error=ValueError("no"))
         maker = make_maker(EnginePool([client], max_requests=8), rollout, score=score)  # type: ignore[list-item]
         return await maker.make(make_prompts(1)[0], num_samples=2, buffer=buffer)
@@ -177,8 +177,8 @@ def test_failures_are_kept_with_what_waits_for_its_rewards(tmp_path: Path, monke
     with Buffer(tmp_path / "buffer.sqlite") as buffer:
         buffer.add_prompts(make_prompts(1))
         buffer.take_pending(1)
-        first = asyncio.run(make(buffer, FakeClient()))
+        first = asyncio.run(make(buffer, Engine()))
         assert (len(first.samples), len(first.failures)) == (1, 1)
-        client = FakeClient()
+        client = Engine()
         again = asyncio.run(make(buffer, client))
         assert client.calls == 0 and again.failures == first.failures

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from buffer_parts import finished_samples
-from maker_parts import FakeClient, generator_of, make_maker, make_prompts
+from maker_parts import Engine, dead, generator_of, make_maker, make_prompts
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.data.buffer import Buffer
@@ -26,14 +26,14 @@ MIXTURE = MixtureShape(num_layers=2, num_dense_layers=0, num_experts=4, experts_
 
 
 async def collect(
-    prompts: Sequence[Prompt], clients: Sequence[FakeClient], *, limit: int = 8, score: Score | None = None, rollout: Rollout = single_turn
+    prompts: Sequence[Prompt], clients: Sequence[Engine], *, limit: int = 8, score: Score | None = None, rollout: Rollout = single_turn
 ) -> list[Group]:
     maker = make_maker(EnginePool(clients, max_requests=limit), rollout, score=score)  # type: ignore[arg-type]
     return await together(maker.make(prompt, num_samples=2) for prompt in prompts)
 
 
 def test_every_prompt_becomes_one_group_with_its_token_data() -> None:
-    groups = asyncio.run(collect(make_prompts(9), [FakeClient()]))
+    groups = asyncio.run(collect(make_prompts(9), [Engine()]))
     assert sorted(group.id for group in groups) == [prompt.id for prompt in make_prompts(9)]
     group = next(group for group in groups if group.id == "003")
     assert [sample.index for sample in group.samples] == [0, 1]
@@ -46,14 +46,14 @@ def test_every_prompt_becomes_one_group_with_its_token_data() -> None:
 
 
 def test_no_engine_runs_more_samples_than_allowed_and_both_work() -> None:
-    clients = [FakeClient(delay_s=0.001), FakeClient(delay_s=0.001)]
+    clients = [Engine(delay_s=0.001), Engine(delay_s=0.001)]
     asyncio.run(collect(make_prompts(40), clients, limit=6))
     assert [client.most_running for client in clients] == [6, 6]
     assert sum(client.calls for client in clients) == 40
 
 
 def test_a_group_larger_than_the_limit_still_runs() -> None:
-    client = FakeClient()
+    client = Engine()
     assert len(asyncio.run(collect(make_prompts(3), [client], limit=1))) == 3
     assert client.most_running == 2
 
@@ -61,7 +61,7 @@ def test_a_group_larger_than_the_limit_still_runs() -> None:
 def test_scoring_holds_no_slot_and_its_outcome_is_in_the_group() -> None:
     async def work() -> list[Group]:
         generated = asyncio.Event()
-        client = FakeClient()
+        client = Engine()
 
         async def score(sample: Sample) -> Reward:
             # The first group is scored only after all prompts were generated for, with room for one group at a time.
@@ -80,7 +80,7 @@ def test_answers_that_wait_for_rewards_survive_a_kill(tmp_path: Path, monkeypatc
     monkeypatch.setattr("megatron_rl.rollout.groups.SLOW_REWARD_S", 0.1)
     prompts, never = make_prompts(2), asyncio.Event()
 
-    async def make(buffer: Buffer, client: FakeClient, *, patient: bool) -> list[Group]:
+    async def make(buffer: Buffer, client: Engine, *, patient: bool) -> list[Group]:
         async def score(sample: Sample) -> Reward:
             if patient or sample.group_id == "000":
                 return Reward(outcome=RewardOutcome.SCORED, value=float(sample.index))
@@ -99,10 +99,10 @@ def test_answers_that_wait_for_rewards_survive_a_kill(tmp_path: Path, monkeypatc
 
     with Buffer(tmp_path / "buffer.sqlite") as buffer:
         buffer.add_prompts(prompts)
-        first = asyncio.run(make(buffer, FakeClient(), patient=False))
+        first = asyncio.run(make(buffer, Engine(), patient=False))
         assert first[0].id == "000" and finished_samples(buffer, prompts[0]) == (), "quick rewards need no write"
     with Buffer(tmp_path / "buffer.sqlite") as buffer:
-        client = FakeClient()
+        client = Engine()
         again = asyncio.run(make(buffer, client, patient=True))
         assert client.calls == 1, "of the group that was not kept"
         assert [sample.reward.value for sample in again[1].samples if sample.reward] == [0.0, 1.0]
@@ -120,16 +120,16 @@ def test_what_was_kept_under_other_settings_is_generated_anew(
         await asyncio.sleep(0.01)
         return Reward(outcome=RewardOutcome.SCORED, value=1.0)
 
-    async def make(buffer: Buffer, client: FakeClient, num_samples: int) -> Group:
+    async def make(buffer: Buffer, client: Engine, num_samples: int) -> Group:
         maker = make_maker(EnginePool([client], max_requests=8), score=score)  # type: ignore[list-item]
         return await maker.make(prompt, num_samples=num_samples, buffer=buffer)
 
     with Buffer(tmp_path / "buffer.sqlite") as buffer:
         buffer.add_prompts([prompt])
         buffer.take_pending(1)
-        asyncio.run(make(buffer, FakeClient(), 2))
+        asyncio.run(make(buffer, Engine(), 2))
         assert len(finished_samples(buffer, prompt)) == 2
-        client = FakeClient()
+        client = Engine()
         client.address = replace(client.address, mixture=mixture)
         if mixture is None:
             assert len(asyncio.run(make(buffer, client, num_samples)).samples) == num_samples
@@ -152,7 +152,7 @@ def test_the_end_of_a_group_ends_the_calls_for_its_rewards(tmp_path: Path) -> No
                 ended.append(sample.index)
             raise AssertionError
 
-        maker = make_maker(EnginePool([FakeClient()], max_requests=8), score=score)  # type: ignore[list-item]
+        maker = make_maker(EnginePool([Engine()], max_requests=8), score=score)  # type: ignore[list-item]
         task = asyncio.create_task(maker.make(buffer.take_pending(1)[0], num_samples=2, buffer=buffer))
         await began.wait()
         task.cancel()
@@ -166,24 +166,24 @@ def test_the_end_of_a_group_ends_the_calls_for_its_rewards(tmp_path: Path) -> No
 
 
 def test_a_failed_engine_gives_its_prompts_to_the_others() -> None:
-    dying = FakeClient(delay_s=0.001, fail_at=3)
-    groups = asyncio.run(collect(make_prompts(20), [dying, FakeClient(delay_s=0.001)], limit=4))
+    dying = dead(3, delay_s=0.001)
+    groups = asyncio.run(collect(make_prompts(20), [dying, Engine(delay_s=0.001)], limit=4))
     assert sorted(group.id for group in groups) == [prompt.id for prompt in make_prompts(20)]
 
 
 def test_without_any_engine_left_the_reason_is_raised() -> None:
     with pytest.raises(EngineError, match="gone"):
-        asyncio.run(collect(make_prompts(20), [FakeClient(fail_at=3), FakeClient(fail_at=1)]))
+        asyncio.run(collect(make_prompts(20), [dead(3), dead()]))
 
 
 def test_an_engine_that_failed_gets_another_chance_when_asked() -> None:
-    slow, other = FakeClient(delay_s=0.001, fail_at=1), FakeClient(delay_s=0.001)
+    slow, other = dead(delay_s=0.001), Engine(delay_s=0.001)
 
     async def work() -> None:
         pool = EnginePool([slow, other], max_requests=4)  # type: ignore[list-item]
         for expected in (1, 1, 2):
             if expected == 2:
-                slow.fail_at = None
+                slow.error = None
                 pool.readmit()
             await make_maker(pool).make(make_prompts(1)[0], num_samples=2)
             assert slow.calls == expected
@@ -192,7 +192,7 @@ def test_an_engine_that_failed_gets_another_chance_when_asked() -> None:
 
 
 def test_a_refused_request_is_a_failure_and_kills_no_engine() -> None:
-    refusing, other = FakeClient(fail_at=1, error=EngineRefusal), FakeClient(delay_s=0.01)
+    refusing, other = Engine(error=EngineRefusal("gone", status=400)), Engine(delay_s=0.01)
     groups = asyncio.run(collect(make_prompts(4), [refusing, other]))
     assert sum(len(group.failures) for group in groups) > 0 and {failure.headline for group in groups for failure in group.failures} == {
         "gone"
@@ -201,21 +201,21 @@ def test_a_refused_request_is_a_failure_and_kills_no_engine() -> None:
 
 
 def test_closing_early_cancels_what_runs() -> None:
-    slow = FakeClient(delay_s=30)
+    slow = Engine(delay_s=30)
 
     async def work() -> None:
-        task = asyncio.create_task(collect(make_prompts(10), [FakeClient(), slow], limit=4))
+        task = asyncio.create_task(collect(make_prompts(10), [Engine(), slow], limit=4))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(work())
-    assert slow.cancelled == slow.calls == 2
+    assert slow.aborted == slow.calls == 2
 
 
 def test_an_evaluation_goes_first_within_the_same_limit() -> None:
-    client = FakeClient(delay_s=0.001)
+    client = Engine(delay_s=0.001)
 
     async def work() -> list[str]:
         pool, order = EnginePool([client], max_requests=4), []  # type: ignore[list-item]
@@ -241,7 +241,7 @@ def test_an_evaluation_goes_first_within_the_same_limit() -> None:
 
 
 def test_a_slot_that_is_given_up_goes_to_the_next() -> None:
-    client = FakeClient(delay_s=0.01)
+    client = Engine(delay_s=0.01)
 
     async def work() -> None:
         pool = EnginePool([client], max_requests=2)  # type: ignore[list-item]
@@ -271,7 +271,7 @@ def test_a_trajectory_is_scored_once_by_its_last_sample() -> None:
         own = replace(prompt, token_ids=np.array([4, 5]), text="4 5")
         return [replace(made[index], trajectory=2 if index == 2 else 9, prompt=own if index == 1 else prompt) for index in (3, 0, 2, 1)]
 
-    (group,) = asyncio.run(collect(make_prompts(1), [FakeClient()], score=score, rollout=four))
+    (group,) = asyncio.run(collect(make_prompts(1), [Engine()], score=score, rollout=four))
     assert sorted(scored) == [2, 3]
     assert [(sample.index, sample.reward.value) for sample in group.samples if sample.reward] == [(3, 30), (0, 30), (2, 20), (1, 30)]
     assert group.samples[3].prompt.token_ids.tolist() == [4, 5]
@@ -345,7 +345,7 @@ OTHER_PROMPT = Prompt(id="000", token_ids=np.array([0, 1]), text="0", metadata={
 )
 def test_a_rollout_that_breaks_its_contract_is_one_sentence(rollout: Rollout, message: str) -> None:
     async def work() -> None:
-        (prompt,), pool = make_prompts(1), EnginePool([FakeClient()], max_requests=8)  # type: ignore[list-item]
+        (prompt,), pool = make_prompts(1), EnginePool([Engine()], max_requests=8)  # type: ignore[list-item]
         async with generator_of(pool) as generator:
             sampling, tokenizer = Sampling(max_tokens=4), NumberTokenizer()
             made = await rollout(prompt=prompt, generator=generator, sampling=sampling, num_samples=2, tokenizer=tokenizer)  # type: ignore[arg-type]
@@ -366,18 +366,18 @@ def test_a_rollout_that_breaks_its_contract_is_one_sentence(rollout: Rollout, me
     ],
 )
 def test_untrained_tokens_and_rounding_are_accepted(changes: dict[str, Any]) -> None:
-    (group,) = asyncio.run(collect(make_prompts(1), [FakeClient()], rollout=changed(**changes)))
+    (group,) = asyncio.run(collect(make_prompts(1), [Engine()], rollout=changed(**changes)))
     assert len(group.samples) == 2
 
 
 def test_a_non_finite_trained_log_prob_names_the_value() -> None:
-    (group,) = asyncio.run(collect(make_prompts(1), [FakeClient()], rollout=changed(rollout_log_probs=[-np.inf, np.nan])))
+    (group,) = asyncio.run(collect(make_prompts(1), [Engine()], rollout=changed(rollout_log_probs=[-np.inf, np.nan])))
     words = "ValueError: Sample 0 of group 000 has the rollout log-prob -inf on a trainable token, needs a finite number"
     assert group.samples == () and [failure.headline for failure in group.failures] == [words] * 2
 
 
 def test_experts_recorded_across_an_update_are_not_replayed() -> None:
-    client = FakeClient()
+    client = Engine()
     client.address = replace(client.address, mixture=MIXTURE)
     record = np.ones((3, 2, 1), np.uint8)
     for versions, num_kept in (([2, 2], 3), ([2, -1], 3), ([1, 2], 0)):
@@ -399,7 +399,7 @@ def test_every_sample_has_a_reproducible_seed_of_its_own() -> None:
         return samples
 
     def seeds(run_seed: int) -> list[int]:
-        client = FakeClient()
+        client = Engine()
         maker = make_maker(EnginePool([client], max_requests=8), two_requests, seed=run_seed)  # type: ignore[list-item]
 
         async def work() -> None:
@@ -417,7 +417,7 @@ def test_every_sample_has_a_reproducible_seed_of_its_own() -> None:
 
 
 def test_a_rollout_without_recorded_experts_is_refused() -> None:
-    client = FakeClient()
+    client = Engine()
     client.address = replace(client.address, mixture=MIXTURE)
     (group,) = asyncio.run(collect(make_prompts(1), [client]))
     assert group.samples == () and "with no routed_experts, which training.routing_replay needs" in group.failures[0].headline

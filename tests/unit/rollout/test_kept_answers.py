@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from maker_parts import make_maker
+from maker_parts import Engine, make_maker
 
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.engines.answers import Generation, MixtureShape
 from megatron_rl.engines.client import SHORT_RESPONSE_TOKENS
-from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, UserError
@@ -29,30 +28,24 @@ LONG = Sampling(max_tokens=SHORT_RESPONSE_TOKENS + 1)
 MIXTURE = MixtureShape(num_layers=2, num_dense_layers=0, num_experts=4, experts_per_token=1)
 
 
-class Engine:
-    """Its n-th answer is the token 10 + n and the first token of the prompt; what it is asked after `limit` samples it does not answer."""
+class Counting(Engine):
+    """Its n-th answer is the token 10 + n and the first token of the prompt; calls behind the first `limit` get none, or `error`."""
 
     def __init__(self, *, limit: int, error: Exception | None = None, first: int = 0) -> None:
-        self.address = EngineAddress("url", "key", vocab_size=100, context_length=64, max_total_tokens=64, has_tokenizer=False)
-        self.limit, self.error, self.answered = limit, error, first
-        self.seeds: list[int | None] = []
-        self.silent = asyncio.Event()
-        self.pool: EnginePool
-        self.slots = 0
+        super().__init__(error=error, fail_at=limit + 1)
+        self.answered, self.silent = first, asyncio.Event()
 
-    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
-        self.seeds += [sampling.of_sample(index).seed for index in range(num_samples)]
-        number = len(self.seeds)
-        self.slots = max(self.slots, self.pool.num_running)
-        await asyncio.sleep(0)
-        if number > self.limit:
-            if self.error is not None:
-                raise self.error
+    @property
+    def seeds(self) -> list[int | None]:
+        return [seed for _, seed in self.asked]
+
+    async def work(self, number: int) -> None:
+        await super().work(number)
+        if number >= self.fail_at and self.error is None:
             self.silent.set()
             await asyncio.Event().wait()
-        return tuple(self._answer(token_ids) for _ in range(num_samples))
 
-    def _answer(self, token_ids: Ints) -> Generation:
+    def answer(self, token_ids: Ints) -> Generation:
         self.answered += 1
         ids, scores = np.array([10 + self.answered, token_ids[0]]), np.array([-0.1 * self.answered, -1.0], np.float32)
         return Generation(ids, scores, np.array([3, 4]), StopReason.LENGTH)
@@ -82,7 +75,7 @@ class Given:
 
 
 async def make(
-    buffer: Buffer, *engines: Engine, num_samples: int = 3, killed: bool = False, due_s: float = 0.0, greedy: bool = False, **changes: Any
+    buffer: Buffer, *engines: Counting, num_samples: int = 3, killed: bool = False, due_s: float = 0.0, greedy: bool = False, **changes: Any
 ) -> Group | None:
     """The group of the prompt, or None when the engine does not answer any more and the run is `killed` `due_s` seconds later."""
 
@@ -90,8 +83,6 @@ async def make(
         return Reward(outcome=RewardOutcome.SCORED, value=1.0)
 
     pool = EnginePool(engines, max_requests=8)  # type: ignore[arg-type]
-    for engine in engines:
-        engine.pool = pool
     maker = make_maker(pool, score=score, **{"max_answer": LONG.max_tokens, **changes})
     making = asyncio.create_task(maker.make(PROMPT, num_samples=num_samples, greedy=greedy, buffer=buffer))
     if not killed:
@@ -125,11 +116,11 @@ def test_only_samples_that_a_kill_cut_off_are_made_again(buffer: Buffer, monkeyp
     # Nothing that is done at the end of a process counts: a killed one does nothing.
     monkeypatch.setattr(KeptAnswers, "__exit__", lambda *_: None)
     monkeypatch.setattr(generator, "KEEP_AFTER_S", 0.01)
-    before, after = Engine(limit=2), Engine(limit=9, first=50)
+    before, after = Counting(limit=2), Counting(limit=9, first=50)
     asyncio.run(make(buffer, before, killed=True, due_s=generator.KEEP_AFTER_S))
     assert len(buffer.answers("p")) == 2
     group = asyncio.run(make(buffer, after))
-    assert len(before.seeds) == before.slots == 3 and after.slots == 1 and after.seeds == before.seeds[2:]
+    assert len(before.seeds) == before.most_running == 3 and after.most_running == 1 and after.seeds == before.seeds[2:]
     assert responses(group) == [[11, 1], [12, 1], [61, 1]]
     assert group is not None
     assert group.samples[1].rollout_log_probs.tolist() == np.array([-0.2, -1.0], np.float32).tolist()
@@ -139,7 +130,7 @@ def test_only_samples_that_a_kill_cut_off_are_made_again(buffer: Buffer, monkeyp
 
 
 def test_turns_that_were_finished_are_not_asked_for_again(buffer: Buffer) -> None:
-    before, after = Engine(limit=3), Engine(limit=9, first=50)
+    before, after = Counting(limit=3), Counting(limit=9, first=50)
     asyncio.run(make(buffer, before, killed=True, rollout=two_turns))
     assert responses(asyncio.run(make(buffer, after, rollout=two_turns))) == [[12, 11], [61, 13], [63, 62]]
     assert len(after.seeds) == 3 and after.seeds[0] == before.seeds[3]
@@ -151,14 +142,14 @@ def test_turns_that_were_finished_are_not_asked_for_again(buffer: Buffer) -> Non
     ids=["temperature", "length", "seed"],
 )
 def test_an_answer_to_another_request_is_not_taken(buffer: Buffer, changes: dict[str, Any]) -> None:
-    asyncio.run(make(buffer, Engine(limit=2), killed=True))
-    after = Engine(limit=9, first=50)
+    asyncio.run(make(buffer, Counting(limit=2), killed=True))
+    after = Counting(limit=9, first=50)
     assert responses(asyncio.run(make(buffer, after, **changes))) == [[61, 1], [62, 1], [63, 1]]
 
 
 def test_an_answer_without_recorded_experts_is_not_taken(buffer: Buffer) -> None:
-    asyncio.run(make(buffer, Engine(limit=2), killed=True))
-    after = Engine(limit=0)
+    asyncio.run(make(buffer, Counting(limit=2), killed=True))
+    after = Counting(limit=0)
     after.address = replace(after.address, mixture=MIXTURE)
     asyncio.run(make(buffer, after, killed=True))
     assert len(after.seeds) == 3
@@ -167,10 +158,10 @@ def test_an_answer_without_recorded_experts_is_not_taken(buffer: Buffer) -> None
 def test_soon_finished_groups_and_short_answers_cost_no_write(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setattr(Buffer, "put_answers", lambda self, group_id, answers: written.append(group_id))
-    asyncio.run(make(buffer, Engine(limit=9)))
-    short = Engine(limit=9)
+    asyncio.run(make(buffer, Counting(limit=9)))
+    short = Counting(limit=9)
     asyncio.run(make(buffer, short, max_answer=SHORT_RESPONSE_TOKENS))
-    asyncio.run(make(buffer, Engine(limit=2), max_answer=SHORT_RESPONSE_TOKENS, killed=True))
+    asyncio.run(make(buffer, Counting(limit=0), max_answer=SHORT_RESPONSE_TOKENS, killed=True))
     assert written == []
 
 
@@ -192,11 +183,11 @@ def test_a_full_disk_is_told_by_the_finished_group_alone(buffer: Buffer, monkeyp
         raise UserError("the disk is full")
 
     monkeypatch.setattr(Buffer, "put_answers", full)
-    asyncio.run(make(buffer, Engine(limit=2), killed=True))
+    asyncio.run(make(buffer, Counting(limit=2), killed=True))
 
 
 def test_a_failed_engine_s_open_requests_go_to_another(buffer: Buffer) -> None:
-    engines = Engine(limit=2, error=EngineError("gone")), Engine(limit=9, first=50)
+    engines = Counting(limit=2, error=EngineError("gone")), Counting(limit=9, first=50)
     assert responses(asyncio.run(make(buffer, *engines))) == [[11, 1], [12, 1], [61, 1]]
     assert engines[1].seeds == engines[0].seeds[2:]
 
@@ -218,7 +209,7 @@ def test_experts_come_back(buffer: Buffer) -> None:
 @pytest.mark.parametrize(("version", "oldest", "num_kept"), [(4, 0, 2), (3, 0, 0), (4, 3, 2), (4, 4, 0)])
 def test_an_answer_is_as_new_as_its_newest_token(buffer: Buffer, version: int, oldest: int, num_kept: int) -> None:
     """Those of this engine are of versions 3 and 4: after a resume from weights of version 3 the newest tokens are of no weights."""
-    asyncio.run(make(buffer, Engine(limit=2), killed=True))
+    asyncio.run(make(buffer, Counting(limit=2), killed=True))
     assert len(buffer.answers("p")) == 2
     buffer.recover()
     buffer.rewind(version)
