@@ -75,6 +75,8 @@ _ALIASES = {
     "estimator": "objective.advantage.kind",
     "loss_args": "objective.policy_loss",
     "lambda": "objective.advantage.lam",
+    "rollout_num_gpus_per_engine": "rollout.sglang.tp_size",
+    "tensor_parallel_size": "rollout.sglang.tp_size",
     "world_size": "training.topology.num_ranks",
     "tensor_model_parallel_size": "training.topology.tp",
     "pipeline_model_parallel_size": "training.topology.pp",

@@ -84,6 +84,7 @@ def test_another_kind_starts_from_its_own_defaults(tmp_path: Path) -> None:
         ("rollout.sampling.min_pp=0.9", ["rollout.sampling.min_pp, meant as min_p; there is none because"]),
         ("rollout.sampling.stops=[x]", ["did you mean rollout.sampling.stop?"]),
         ("run.lr=1e-6", ["did you mean training.optimizer.lr?"]),
+        ("rollout.tensor_parallel_size=2", ["did you mean rollout.sglang.tp_size?"]),
         ("rollout.sampling.max_tokens=9", ["did you mean rollout.sampling.max_response_tokens?"]),
         ("zzz=1", ["unknown setting zzz", "known in the settings: run, model"]),
         ("run.seed=true", ["run.seed is true (boolean), needs an integer"]),
