@@ -1,12 +1,11 @@
 """Hugging Face directories: their safetensors read tensor by tensor under one set of names, and whole directories written."""
 
 import json
-import shutil
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -18,12 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.checkpoints import manifest
+from megatron_rl.checkpoints.model_files import config_dtype, copy_model_files, state_what_is_written, write_model_manifest
 from megatron_rl.checkpoints.quantised import CODE_DTYPES, STORED_DTYPES, Quantised, dequantise, find_quantised, whole_shape
 from megatron_rl.errors import UserError
 from megatron_rl.files import atomic_directory
 from megatron_rl.models.config_json import read_config
 from megatron_rl.models.expert_stacks import part_name
-from megatron_rl.models.families.family import MTP_KEYS
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
 
@@ -48,23 +47,6 @@ DTYPES = {
 # transformers can write all experts of a layer as one tensor [experts, ...]: the suffix of this
 # tensor, and the tensors of one expert inside, row by row.
 _FUSED_EXPERTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}
-# Everything a model directory holds besides weights. Code files are left behind: nothing here runs code from a checkpoint.
-_COPIED_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-    "tiktoken.model",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +82,12 @@ class HuggingFaceWeights:
         self.config = read_config(path) if (path / "config.json").exists() else {}
         self._dequantised_dtype = dequantised_dtype or config_dtype(self.config)
         self._stack, self._open = ExitStack(), dict[Path, Any]()
+        self.close = self._stack.close
         self._files = _tensor_files(path)
         self._quantised, held = find_quantised(self.config, self._files, str(path))
         self._parts: dict[str, _Part] = {}
         for name in filter(only, (self._files.keys() - held) | self._quantised.keys()):
             self._parts |= self._parts_in(name)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._stack.close()
 
     def _parts_in(self, name: str) -> dict[str, _Part]:
         suffix = next((suffix for suffix in _FUSED_EXPERTS if name.removesuffix("_bias").endswith(suffix)), None)
@@ -249,12 +228,6 @@ class HuggingFaceWeights:
         return UserError(f"cannot read {stored} from {file}: {_words(error, file)}; download or save the model again")
 
 
-def config_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype named by a config.json, bfloat16 when none is named."""
-    named = str(config.get("dtype") or config.get("torch_dtype"))
-    return {"float32": torch.float32, "float16": torch.float16}.get(named, torch.bfloat16)
-
-
 def _words(error: Exception, file: Path) -> str:
     """Describe the fault of a file.
 
@@ -363,75 +336,15 @@ def save_hf(
     with atomic_directory(path, durable=durable) as directory:
         copy_model_files(source, directory)
         old: list[str] = []
-        written = chain(tensors.items() if isinstance(tensors, Mapping) else tensors, _noting(stale, old))
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in stale:
+                old.append(name)
+                yield name, tensor
+
+        written = chain(tensors.items() if isinstance(tensors, Mapping) else tensors, noted())
         entries, dtype_bytes = write_safetensors(directory, written, max_shard_bytes=max_shard_bytes, hashed=durable)
         # Of most bytes: biases of routers are float32 in any model.
         state_what_is_written(directory, dtype=dtype_bytes.most_common(1)[0][0], keeps_mtp=bool(old))
         if durable:
             write_model_manifest(directory, entries, stale=old)
-
-
-def _noting(tensors: Iterable[tuple[str, Tensor]], names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        names.append(name)
-        yield name, tensor
-
-
-def write_model_manifest(directory: Path, entries: Mapping[str, manifest.Entry], *, stale: Iterable[str]) -> None:
-    """Write the manifest of a model directory: `entries` of the weights, names of `stale` tensors.
-
-    Raises UserError.
-    """
-    spec = parse_model_spec(read_config(directory), origin=str(directory / "config.json"))
-    manifest.write(directory, known=entries, model=asdict(spec), **{manifest.STALE: sorted(stale)})
-
-
-def describe_hf(path: Path, *, source: Path, dtype: torch.dtype, linked: bool = False) -> None:
-    """Write the model directory `path` as `save_hf` for weights of `dtype`, with no weights or with `linked` ones of `source`.
-
-    Raises UserError as `save_hf`.
-    """
-    with atomic_directory(path) as directory:
-        copy_model_files(source, directory)
-        state_what_is_written(directory, dtype=dtype, keeps_mtp=linked)
-        for file in (*source.glob("*.safetensors"), *source.glob("*.safetensors.index.json")) if linked else ():
-            (directory / file.name).symlink_to(file.resolve())
-
-
-def copy_model_files(source: Path, directory: Path, *, code: bool = False) -> None:
-    """Copy configuration, tokenizer and chat templates of a model directory byte for byte.
-
-    With `code`, copy the Python files as well.
-    """
-    for name in (*_COPIED_FILES, *(file.name for file in source.glob("*.py") if code)):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
-
-
-def state_what_is_written(
-    directory: Path,
-    *,
-    dtype: torch.dtype | None,
-    keeps_mtp: bool,
-    quantization: Mapping[str, Any] | None = None,
-    keeps_code: bool = False,
-) -> None:
-    """Make config.json in `directory` name the written `dtype`, MTP layers, codes and Python code.
-
-    transformers casts to the dtype in config.json, so a stale dtype would round the weights.
-    Loaders with permission to run code look in the directory for the code of `auto_map` and fail.
-    SGLang imports this code without permission when running a model by transformers' classes. A
-    file with the right values already stays byte for byte. With `dtype` None the dtype in the file
-    stays.
-    """
-    file = directory / "config.json"
-    original = json.loads(file.read_text(encoding="utf-8"))
-    config = {key: value for key, value in original.items() if key != "quantization_config" and (keeps_code or key != "auto_map")}
-    if quantization is not None:
-        config["quantization_config"] = quantization
-    if dtype is not None:
-        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    if not keeps_mtp:
-        config |= {key: 0 for key in MTP_KEYS if config.get(key)}
-    if config != original:
-        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

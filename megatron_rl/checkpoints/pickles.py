@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,16 +59,6 @@ class RecordsUnpickler(pickle.Unpickler):
         if (module, name) not in _RECORDS and not (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no record of a checkpoint")
         return super().find_class(module, name)
-
-
-class _Records(ModuleType):
-    """Stand for the module `pickle` in torch's reading and writing of `.metadata`."""
-
-    dump = staticmethod(pickle.dump)
-
-    @staticmethod
-    def load(file: io.BufferedIOBase) -> Any:
-        return RecordsUnpickler(file).load()
 
 
 def stored_part(reader: FileSystemReader, item: ReadItem) -> Tensor:
@@ -126,7 +116,9 @@ def reading_records_only(directory: Path) -> Iterator[None]:
     Raises UserError for a file with any other content.
     """
     switch, read_data = os.environ.pop(_UNSAFE_SWITCH, None), FileSystemReader.read_data
-    filesystem.pickle, FileSystemReader.read_data = _Records("pickle"), _read_data  # type: ignore[method-assign,assignment]
+    # In place of the module `pickle` in torch's reading and writing of `.metadata`.
+    filesystem.pickle = SimpleNamespace(dump=pickle.dump, load=lambda file: RecordsUnpickler(file).load())  # type: ignore[assignment]
+    FileSystemReader.read_data = _read_data  # type: ignore[method-assign,assignment]
     try:
         yield
     except pickle.UnpicklingError as error:

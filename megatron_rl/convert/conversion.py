@@ -20,14 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.checkpoints import manifest
-from megatron_rl.checkpoints.hugging_face import (
-    MAX_SHARD_BYTES,
-    copy_model_files,
-    state_what_is_written,
-    write_model_manifest,
-    write_safetensors,
-)
+from megatron_rl.checkpoints.hugging_face import MAX_SHARD_BYTES, write_safetensors
 from megatron_rl.checkpoints.megatron import KEPT, MegatronWeights, write_megatron
+from megatron_rl.checkpoints.model_files import copy_model_files, state_what_is_written, write_model_manifest
 from megatron_rl.checkpoints.stored_weights import StoredWeights, check_names, in_order, num_not_finite, open_weights
 from megatron_rl.convert.tensor_comparison import TensorComparison, compare_tensors
 from megatron_rl.errors import UserError, counted

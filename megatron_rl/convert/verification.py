@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_rl.check import Check
 from megatron_rl.checkpoints import manifest
-from megatron_rl.checkpoints.hugging_face import config_dtype
 from megatron_rl.checkpoints.megatron import MegatronWeights, is_torch_dist
+from megatron_rl.checkpoints.model_files import config_dtype
 from megatron_rl.checkpoints.stored_weights import (
     StoredWeights,
     check_names,

@@ -18,7 +18,8 @@ from megatron_rl.leftovers import scratch_directory
 
 with quiet_megatron_imports():
     from megatron_rl.checkpoints import manifest
-    from megatron_rl.checkpoints.hugging_face import describe_hf, save_hf
+    from megatron_rl.checkpoints.hugging_face import save_hf
+    from megatron_rl.checkpoints.model_files import describe_hf
     from megatron_rl.checkpoints.stored_weights import check_names, engines_read, in_order, names_code, open_weights
     from megatron_rl.models.expert_stacks import as_stored
     from megatron_rl.training.trained_model import DTYPES

@@ -10,8 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.checkpoints.hugging_face import MAX_SHARD_BYTES, HuggingFaceWeights, describe_hf, save_hf
+from megatron_rl.checkpoints.hugging_face import MAX_SHARD_BYTES, HuggingFaceWeights, save_hf
 from megatron_rl.checkpoints.manifest import entry_of
+from megatron_rl.checkpoints.model_files import describe_hf
 from megatron_rl.checkpoints.stored_weights import load_hf_weights
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
