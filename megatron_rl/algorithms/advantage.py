@@ -1,7 +1,8 @@
-"""Advantages per token from the rewards of a batch: the form of estimators, groups, and your own.
+"""Advantages per token from the rewards of a batch: the form of all estimators, and those by groups.
 
 `scores` comes first, over the whole batch, because a baseline needs groups held by other ranks.
-`of_tokens` follows, over the sequences of one rank. Samples are grouped by id, never by position.
+`of_tokens` follows, over the sequences of one rank. Samples are grouped by id, never by position. A
+lone scored sample of a group has no comparison and gets 0.
 
 Legend: B samples of the whole batch, over all ranks; a trajectory of several samples counts once. K
 reward components. S sequences of one rank laid end to end, T their tokens. All maths is float64.
@@ -9,23 +10,20 @@ reward components. S sequences of one rank laid end to end, T their tokens. All 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from megatron_rl.algorithms.aggregation import identity
-from megatron_rl.algorithms.choices import Choice, Load, doc, own_arguments, required
+from megatron_rl.algorithms.choices import Choice, check_fields, doc
+from megatron_rl.algorithms.lazy_torch import Tensor, torch
 from megatron_rl.algorithms.returns import CONSTANT_TOLERANCE, whiten
-from megatron_rl.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from megatron_rl.algorithms.lazy_torch import torch
 
 AllReduceSum: TypeAlias = "Callable[[Tensor], Tensor]"
 """A tensor -> the sum of it over all ranks that hold different tokens; every rank calls it equally often."""
+
+_STD_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,41 +232,167 @@ def whiten_samples(values: Tensor, weights: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlugInAdvantage(Advantage):
-    """Your own estimator, a function (rewards=.., group_ids=.., lengths=..) -> advantages [B]."""
+class _Compared(Advantage):
+    """An estimator whose numbers are 0 for equal rewards and lone samples."""
 
-    compares_groups: ClassVar[bool] = False
-
-    kind: Literal["plug_in"] = "plug_in"
-    path: str = required("Your own estimator, package.module:function.")
-    args: Mapping[str, Any] = own_arguments("Arguments of your own estimator, by their names.")
+    def compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
+        """Return the advantages [B] of `values` [B] where there is something to compare."""
+        raise NotImplementedError
 
     def scores(self, samples: Samples) -> Tensor:
-        """Raise ValueError, because the function is not loaded."""
-        raise ValueError(f"Objective.advantage {self.path} is not loaded; take advantage.loaded(plugins.load)")
+        """Return the advantages [B].
 
-    def loaded(self, load: Load) -> LoadedAdvantage:
-        """Return the estimator with its function. Raises UserError when the path cannot be imported or does not take `args`."""
-        return LoadedAdvantage(path=self.path, args=self.args, function=load(self.path, kind="advantage", args=self.args))
+        Raises ValueError for components instead of a single reward.
+        """
+        values, groups = plain_rewards(samples, self.kind), samples.groups
+        if len(values) == 0:
+            return values.clone()
+        alone = groups.constant(values) | (groups.sizes == 1)[groups.index]
+        return torch.where(alone, 0.0, self.compared(values, groups, samples))
+
+
+def plain_rewards(samples: Samples, kind: str) -> Tensor:
+    """Return the rewards [B]. Raises ValueError for components."""
+    if samples.rewards.ndim != 1:
+        raise ValueError(f"Objective.advantage {kind} got rewards {tuple(samples.rewards.shape)}, needs [B]; gdpo takes components [B, K]")
+    return samples.rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedAdvantage(PlugInAdvantage):
-    """Your own estimator with its function."""
+class _Scaled(_Compared):
+    """An estimator with division by a standard deviation."""
 
-    function: Callable[..., Any]
+    scale: Literal["std", "batch_std", "none"] = doc("Divisor of advantages: the group's standard deviation, the batch's, or none.", "std")
+    std_epsilon: float = doc("Added to a standard deviation that divides.", _STD_EPSILON, ge=0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.scale == "none" and self.std_epsilon != _STD_EPSILON:
+            raise ValueError(
+                f"{type(self).__name__}.std_epsilon is {self.std_epsilon} with scale 'none', which divides by nothing; remove it"
+            )
+
+    def divisor(self, values: Tensor, groups: Groups) -> Tensor:
+        """Return what each sample's advantage is divided by, [B]."""
+        if self.scale == "none":
+            return torch.ones_like(values)
+        spread_of = groups if self.scale == "std" else Groups.of(torch.zeros_like(values))
+        return spread_of.std(values)[spread_of.index] + self.std_epsilon
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdvantage(_Scaled):
+    """(R - mean) / (std + eps) (GRPO, arXiv 2402.03300); R - mean without a scale (Dr.GRPO, arXiv 2503.20783)."""
+
+    kind: Literal["group"] = "group"
+
+    def compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
+        """Return the scaled distance [B] from the group's mean."""
+        return groups.deviations(values) / self.divisor(values, groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveOneOut(_Compared):
+    """R - mean of the others (RLOO, arXiv 2402.14740)."""
+
+    kind: Literal["rloo"] = "rloo"
+
+    def compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
+        """Return the distance [B] from the mean of the others."""
+        size = groups.sizes[groups.index]
+        return torch.where(size > 1, groups.deviations(values) * size / (size - 1).clamp(min=1), 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthWeighted(_Compared):
+    """R - length-weighted mean (OPO, arXiv 2505.23585)."""
+
+    kind: Literal["opo"] = "opo"
+
+    def compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
+        """Return the distance [B] from the mean of all trainable tokens' rewards."""
+        deviations, weights = groups.deviations(values), samples.lengths.double()
+        total = groups.sum(weights)
+        baseline = groups.sum(weights * deviations) / torch.where(total > 0, total, 1.0)
+        return deviations - baseline[groups.index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassAtK(_Scaled):
+    """(best - second best) / (std + eps) for the first best sample of each group of at least two, 0 for all others."""
+
+    kind: Literal["pass@k"] = "pass@k"
+
+    def compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
+        """Return the scaled margin [B] of the best."""
+        best = groups.extreme(values, "amax")[groups.index]
+        position = torch.arange(len(values), dtype=torch.float64)
+        first = groups.extreme(torch.where(values == best, position, float("inf")), "amin")[groups.index]
+        winner = position == first
+        second = groups.extreme(torch.where(winner, float("-inf"), values), "amax")[groups.index]
+        margin = torch.where(second.isfinite(), best - second, 0.0)
+        return torch.where(winner, margin / self.divisor(values, groups), 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GreedyBaseline(Advantage):
+    """R - the greedy response's reward (ReMax, arXiv 2310.10505)."""
+
+    compares_groups: ClassVar[bool] = False
+    needs_greedy: ClassVar[bool] = True
+    reads: ClassVar[str] = "the rewards of greedy responses"
+
+    kind: Literal["remax"] = "remax"
 
     def scores(self, samples: Samples) -> Tensor:
-        """Return the function's advantages, [B] float64. Raises UserError for any other result."""
-        name, values = f"objective.advantage {self.path}", samples.rewards
+        """Return the advantages [B]. Raises ValueError without baselines."""
+        values = plain_rewards(samples, self.kind)
+        if samples.baselines is None or samples.baselines.shape != values.shape:
+            raise ValueError("Objective.advantage remax got no baselines [B], needs the reward of each prompt's greedy response")
+        return values - samples.baselines.double()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gdpo(Advantage):
+    """GRPO's advantage of each reward component, weighted, summed, whitened over the batch's samples (arXiv 2601.05242)."""
+
+    needs_components: ClassVar[bool] = True
+    reads: ClassVar[str] = "components of the rewards"
+
+    kind: Literal["gdpo"] = "gdpo"
+    whiten: bool = whiten_field()
+    std_epsilon: float = doc("Added to a standard deviation that divides.", _STD_EPSILON, ge=0)
+    reward_weights: tuple[float, ...] | None = doc("Weights of the reward components; all 1 when not set.", None)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.reward_weights is not None and not any(self.reward_weights):
+            raise ValueError(f"Gdpo.reward_weights is {list(self.reward_weights)}, needs one other than 0")
+
+    def scores(self, samples: Samples) -> Tensor:
+        """Return the advantages [B]. Raises ValueError for rewards without components, and for weights of other components."""
+        values, groups = samples.rewards, samples.groups
+        if values.ndim != 2:
+            raise ValueError(f"Objective.advantage gdpo got rewards {tuple(values.shape)}, needs components [B, K]")
         if len(values) == 0:
             return torch.zeros(0, dtype=torch.float64)
-        made = self.function(rewards=values, group_ids=samples.group_ids, lengths=samples.lengths)
-        if not isinstance(made, torch.Tensor) or made.shape != values.shape or made.dtype != torch.float64:
-            got = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, torch.Tensor) else f"type {type(made).__name__}"
-            raise UserError(f"{name} returned {got}, needs a float64 tensor {tuple(values.shape)}, an advantage for each sample")
-        if not bool(made.isfinite().all()):
-            raise UserError(
-                f"{name} returned {made[~made.isfinite()][0].item()} for the reward {values[~made.isfinite()][0].item()}, needs finite"
-            )
-        return made
+        weights = self.reward_weights if self.reward_weights is not None else (1.0,) * values.shape[1]
+        if len(weights) != values.shape[1]:
+            raise ValueError(f"Gdpo.reward_weights has {len(weights)} numbers, needs one for each of {values.shape[1]} components")
+        total, exact, size = torch.zeros(3, len(values), dtype=torch.float64).unbind(0)
+        for column, weight in zip(values.unbind(1), weights, strict=True):
+            deviations, std = groups.deviations(column), groups.std(column)[groups.index]
+            total = total + weight * torch.where(groups.constant(column), 0.0, deviations / (std + self.std_epsilon))
+            term = weight * torch.where(groups.constant(column), 0.0, deviations / std)
+            exact, size = exact + term, size + term.abs()
+        # Cancelled components leave only rounding and the epsilons, and whitening would blow both up.
+        opposite = groups.extreme(exact.abs(), "amax") <= CONSTANT_TOLERANCE * groups.extreme(size, "amax")
+        total = torch.where(opposite[groups.index], 0.0, total)
+        return whiten_samples(total, torch.ones(len(values))) if self.whiten else total
+
+    def without_signal(self, samples: Samples) -> Tensor:
+        """Return [B] bool: samples of groups with 0 before whitening."""
+        return Advantage.without_signal(dataclasses.replace(self, whiten=False), samples)
+
+
+GroupAdvantages = GroupAdvantage | LeaveOneOut | LengthWeighted | PassAtK | GreedyBaseline | Gdpo

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_rl.algorithms.aggregation import bounded_exp
 from megatron_rl.algorithms.choices import doc
+from megatron_rl.algorithms.lazy_torch import Tensor, torch
 from megatron_rl.algorithms.policy_loss import CappedClip, Gather, PolicyLossTerms, PolicyTerms, RatioLoss
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from megatron_rl.algorithms.lazy_torch import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

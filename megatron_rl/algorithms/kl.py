@@ -6,16 +6,11 @@ k1, k2, k3: J. Schulman, Approximating KL divergence, 2020. low_variance is k3 c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_rl.algorithms.aggregation import LOG_RATIO_LIMIT, Metrics, Sequences
 from megatron_rl.algorithms.choices import Choice, doc, required
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from megatron_rl.algorithms.lazy_torch import torch
+from megatron_rl.algorithms.lazy_torch import Tensor, torch
 
 KLEstimator = Literal["k1", "k2", "k3", "low_variance"]
 _LOW_VARIANCE_LIMIT = 10.0

@@ -45,33 +45,25 @@ def compute_loss(
     sequence_sum: SequenceSum = identity,
     statistics: StepStatistics | None = None,
 ) -> LossOutput:
-    """Return this rank's share of policy loss + KL coefficient x KL - entropy coefficient x
-    entropy.
+    """Return this rank's share of policy loss + KL coefficient x KL - entropy coefficient x entropy.
 
-    `num_tokens` and `num_sequences` count trainable tokens, and sequences with at least one, in the
-    whole optimizer step; where `inputs` have trajectories of several sequences, `num_sequences`
-    counts trajectories. The `coefficients` are the step's, the objective's own when None.
-    `sequence_sum` adds per-sequence partial sums over context-parallel ranks, differentiably; every
-    rank makes equally many calls. `statistics` from `step_statistics` is needed when
-    `objective.needs_step_statistics`. A step without trainable tokens gives loss 0, zero gradients
-    and metric `empty_step`.
+    `num_tokens` and `num_sequences` count trainable tokens, and trajectories with at least one, in
+    the whole optimizer step. `sequence_sum` adds over context-parallel ranks; every rank makes
+    equally many calls. `statistics` are the step's, where `objective.needs_step_statistics`. A step
+    without trainable tokens gives loss 0, zero gradients and metric `empty_step`. Raises ValueError
+    for missing tensors or statistics, and without `coefficients` where a controller moves them.
 
-    Raises ValueError for a missing tensor, missing statistics, or missing coefficients of a
-    controller. No argument is modified.
-
-    Example: `examples/library/objective_alone.py`; in short, for one micro-batch as the whole step,
-    `compute_loss(objective, inputs, num_tokens=n, num_sequences=b).loss.backward()`
+    Example: `compute_loss(objective, inputs, num_tokens=n, num_sequences=b).loss.backward()`
     """
     if objective.needs_step_statistics and statistics is None:
         raise ValueError("compute_loss got no statistics, which this objective needs; make them once per step with step_statistics")
     coefficients = coefficients or Coefficients.fixed(objective)
-    sequences = inputs.sequences(sequence_sum)
+    sequences, top = inputs.sequences(sequence_sum), None
     terms = objective.policy_loss.terms(inputs, sequences)
     weigh = partial(
         token_weights, aggregation=objective.aggregation, max_response_length=objective.max_response_length,
         num_tokens=num_tokens, num_sequences=num_sequences,
     )  # fmt: skip
-    top = None
     if statistics is not None and statistics.entropy_threshold is not None:
         top = top_entropy_mask(statistics.entropy_threshold, inputs, sequences)
 
@@ -83,24 +75,32 @@ def compute_loss(
         total = total + coefficients.kl_loss * penalty if objective.kl is not None else total
     has_bonus = objective.entropy is not None and objective.entropy.has_bonus
     if has_bonus or inputs.entropy is not None:
-        entropy = inputs.present("entropy", sequences)
-        used, count = entropy, num_tokens
-        metrics["entropy"] = sequences.mean_pair(entropy)
-        if inputs.varentropy is not None:
-            metrics["varentropy"] = sequences.mean_pair(sequences.masked(inputs.varentropy))
-        if top is not None and statistics is not None and statistics.entropy_tokens is not None:
-            used, count = torch.where(top, entropy, 0.0), statistics.entropy_tokens
-            metrics["top_entropy"] = (used.detach().sum().double(), torch.count_nonzero(top & sequences.mask).double())
-        if has_bonus:
-            matched = objective.entropy is not None and objective.entropy.mode == "matched"
-            bonus = (used * weigh(sequences, dtype=entropy.dtype)).sum() if matched else used.sum() / max(count, 1)
-            total = total - coefficients.entropy * bonus
+        seen = num_tokens if statistics is None or statistics.entropy_tokens is None else statistics.entropy_tokens
+        bonus, measured = _entropy_term(objective, inputs, sequences, weigh, top, seen)
+        metrics |= measured
+        total = total - coefficients.entropy * bonus if has_bonus else total
     if objective.kl is not None or has_bonus:
         # Weighted by tokens: the pairs of all shares then divide to the step's unscaled policy loss.
         metrics["policy_loss"] = (policy.detach().double() * num_tokens, sequences.count.double())
     if num_tokens == 0:
         metrics["empty_step"] = (torch.ones_like(policy.detach()), torch.ones_like(policy.detach()))
     return LossOutput(total, metrics)
+
+
+def _entropy_term(
+    objective: Objective, inputs: LossInputs, sequences: Sequences, weigh: Weigh, top: Tensor | None, count: int
+) -> tuple[Tensor, Metrics]:
+    """Return the mean entropy as the bonus has it, over `count` tokens of the step or as `weigh` says, of `top` [T] if given."""
+    entropy = used = inputs.present("entropy", sequences)
+    metrics = {"entropy": sequences.mean_pair(entropy)}
+    if inputs.varentropy is not None:
+        metrics["varentropy"] = sequences.mean_pair(sequences.masked(inputs.varentropy))
+    if top is not None:
+        used = torch.where(top, entropy, 0.0)
+        metrics["top_entropy"] = (used.detach().sum().double(), torch.count_nonzero(top & sequences.mask).double())
+    if objective.entropy is not None and objective.entropy.mode == "matched":
+        return (used * weigh(sequences, dtype=entropy.dtype)).sum(), metrics
+    return used.sum() / max(count, 1), metrics
 
 
 def _policy_term(

@@ -14,19 +14,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, TypeAdapter
 
-from megatron_rl.algorithms.advantage import PlugInAdvantage
+from megatron_rl.algorithms.advantage import GroupAdvantage, GroupAdvantages
 from megatron_rl.algorithms.aggregation import Aggregation
 from megatron_rl.algorithms.choices import Choice, Load, check_fields, doc
 from megatron_rl.algorithms.covariance_losses import CovarianceLosses
 from megatron_rl.algorithms.entropy import ClipHighControl, Entropy
-from megatron_rl.algorithms.group_advantage import GroupAdvantage, GroupAdvantages
 from megatron_rl.algorithms.kl import KLEstimator, KLLoss, KLReward
 from megatron_rl.algorithms.off_policy import OffPolicy
+from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.algorithms.policy_loss import Clip, ClippedLosses
 from megatron_rl.algorithms.return_advantage import ReturnAdvantages
-from megatron_rl.algorithms.unclipped_losses import PlugInLoss, UnclippedLosses
+from megatron_rl.algorithms.unclipped_losses import UnclippedLosses
 
-PolicyLosses = Annotated[ClippedLosses | CovarianceLosses | UnclippedLosses, Discriminator("kind")]
+PolicyLosses = Annotated[ClippedLosses | CovarianceLosses | UnclippedLosses | PlugInLoss, Discriminator("kind")]
 Advantages = Annotated[GroupAdvantages | ReturnAdvantages | PlugInAdvantage, Discriminator("kind")]
 
 

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_rl.algorithms.aggregation import Metrics, Sequences, bounded_exp
 from megatron_rl.algorithms.choices import Choice, check_fields, doc
+from megatron_rl.algorithms.lazy_torch import Tensor, torch
 from megatron_rl.algorithms.policy_loss import PolicyTerms
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from megatron_rl.algorithms.lazy_torch import torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,21 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from megatron_rl.algorithms.aggregation import LossInputs, Sequences, bounded_exp
 from megatron_rl.algorithms.choices import Choice, check_fields, doc
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from megatron_rl.algorithms.lazy_torch import torch
+from megatron_rl.algorithms.lazy_torch import Tensor, torch
 
 Gather: TypeAlias = "Callable[[Tensor], Tensor]"
 """[n] values of this rank -> the values of all data- and context-parallel ranks, concatenated; n differs between ranks, and may be 0."""
-
-_DPPO_RATIO_CAP = 20.0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -230,41 +223,50 @@ class Gmpo(PolicyLoss):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DppoTv(RatioLoss):
-    """-A sg(min(r, cap)) log pi where pi moved less than the clip distances in probability (divergence PPO, arXiv 2602.04879)."""
+class _Dppo(RatioLoss):
+    """-A sg(min(r, cap)) log pi where pi moved less than the clip distances (divergence PPO, arXiv 2602.04879)."""
 
-    kind: Literal["dppo_tv"] = "dppo_tv"
-    low: float | None = doc("Largest fall of a token's probability; null for none.", 0.2, ge=0)
-    high: float | None = doc("Largest rise of a token's probability; null for none.", 0.2, ge=0)
-    ratio_cap: float = doc("Cap of the weight.", _DPPO_RATIO_CAP, gt=0)
+    low: float | None = doc("Largest fall of a token: of dppo_tv in probability, of dppo_kl the KL in nats; null for none.", 0.2, ge=0)
+    high: float | None = doc("Largest rise of a token: of dppo_tv in probability, of dppo_kl the KL in nats; null for none.", 0.2, ge=0)
+    ratio_cap: float = doc("Cap of the weight.", 20.0, gt=0)
+
+    def moves(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
+        """Return how far each token's probability fell and rose, [T] each."""
+        raise NotImplementedError
 
     def losses(self, terms: PolicyTerms, statistics: Any = None) -> PolicyLossTerms:
         """Return the losses [T], and the clipped tokens."""
-        move = terms.log_probs.detach().exp() - terms.old_log_probs.exp()
-        return _dppo(terms, _beyond(-move, self.low), _beyond(move, self.high), cap=self.ratio_cap)
+        fall, rise = self.moves(terms)
+        too_low, too_high = _beyond(fall, self.low), _beyond(rise, self.high)
+        events = {"clip_fraction_low": (terms.advantages < 0) & too_low, "clip_fraction_high": (terms.advantages > 0) & too_high}
+        blocked = torch.where(terms.advantages > 0, too_high, too_low)
+        weight = torch.where(blocked, 0.0, bounded_exp(terms.log_ratio.detach()).clamp(max=self.ratio_cap))
+        return PolicyLossTerms(-weight * terms.advantages * terms.log_probs, events)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DppoKl(RatioLoss):
-    """As `DppoTv` with the binary KL(pi_old || pi) of taken / not taken as distance, in the direction of travel."""
+class DppoTv(_Dppo):
+    """Divergence PPO by the change of the token's probability."""
+
+    kind: Literal["dppo_tv"] = "dppo_tv"
+
+    def moves(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
+        """Return the change of the probabilities [T], down and up."""
+        move = terms.log_probs.detach().exp() - terms.old_log_probs.exp()
+        return -move, move
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DppoKl(_Dppo):
+    """Divergence PPO by the binary KL(pi_old || pi) of taken / not taken, in the direction of travel."""
 
     kind: Literal["dppo_kl"] = "dppo_kl"
-    low: float | None = doc("Largest KL of a token whose probability falls, in nats; null for none.", 0.2, ge=0)
-    high: float | None = doc("Largest KL of a token whose probability rises, in nats; null for none.", 0.2, ge=0)
-    ratio_cap: float = doc("Cap of the weight.", _DPPO_RATIO_CAP, gt=0)
 
-    def losses(self, terms: PolicyTerms, statistics: Any = None) -> PolicyLossTerms:
-        """Return the losses [T], and the clipped tokens."""
+    def moves(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
+        """Return the KLs [T] of falling and of rising tokens."""
         now, old = terms.log_probs.detach(), terms.old_log_probs
         divergence = _binary_kl(old, now)
-        return _dppo(terms, (now < old) & _beyond(divergence, self.low), (now > old) & _beyond(divergence, self.high), cap=self.ratio_cap)
-
-
-def _dppo(terms: PolicyTerms, too_low: Tensor, too_high: Tensor, *, cap: float) -> PolicyLossTerms:
-    events = {"clip_fraction_low": (terms.advantages < 0) & too_low, "clip_fraction_high": (terms.advantages > 0) & too_high}
-    blocked = torch.where(terms.advantages > 0, too_high, too_low)
-    weight = torch.where(blocked, 0.0, bounded_exp(terms.log_ratio.detach()).clamp(max=cap))
-    return PolicyLossTerms(-weight * terms.advantages * terms.log_probs, events)
+        return torch.where(now < old, divergence, 0.0), torch.where(now > old, divergence, 0.0)
 
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -6,18 +6,12 @@ Legend: B samples of the batch; T tokens of S sequences of one rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from megatron_rl.algorithms.advantage import Advantage, Samples, TokenPlaces, whiten_field, whiten_samples
+from megatron_rl.algorithms.advantage import Advantage, Samples, TokenPlaces, plain_rewards, whiten_field, whiten_samples
 from megatron_rl.algorithms.choices import doc
-from megatron_rl.algorithms.group_advantage import plain_rewards
+from megatron_rl.algorithms.lazy_torch import Tensor, torch
 from megatron_rl.algorithms.returns import discounted_returns, gae, token_rewards
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from megatron_rl.algorithms.lazy_torch import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_rl.algorithms.aggregation import identity
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from megatron_rl.algorithms.lazy_torch import torch
+from megatron_rl.algorithms.lazy_torch import Tensor, torch
 
 # Columns summed by one matrix product; more cost more arithmetic, fewer more passes.
 _BLOCK = 16

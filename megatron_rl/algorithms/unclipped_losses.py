@@ -1,26 +1,17 @@
-"""Policy losses without a clip: soft gates, sequence weights, plain gradients, and your own.
+"""Policy losses without a clip: soft gates, sequence weights and plain gradients.
 
 Legend: T tokens of this rank. r = pi / pi_old at the chosen ratio level, A the advantage.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_rl.algorithms.aggregation import bounded_exp
-from megatron_rl.algorithms.choices import Load, doc, own_arguments, required
+from megatron_rl.algorithms.choices import doc
+from megatron_rl.algorithms.lazy_torch import Tensor, torch
 from megatron_rl.algorithms.policy_loss import PolicyLoss, PolicyLossTerms, PolicyTerms, RatioLoss
-from megatron_rl.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from megatron_rl.algorithms.lazy_torch import torch
 
 _VESPO_LOG_LIMITS = (-18.420680743952367, 20.0)  # ln 1e-8, so that the sequence weight stays in [1e-8, e^20]
 
@@ -119,49 +110,4 @@ class Sft(PolicyLoss):
         return PolicyLossTerms(-terms.log_probs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlugInLoss(RatioLoss):
-    """Your own loss, a function (objective=.., terms=..) -> PolicyLossTerms.
-
-    The function may read anything, also the reference.
-    """
-
-    needs_reference: ClassVar[bool] = True
-
-    kind: Literal["plug_in"] = "plug_in"
-    path: str = required("Your own policy loss, package.module:function.")
-    args: Mapping[str, Any] = own_arguments("Arguments of your own loss, by their names.")
-
-    def losses(self, terms: PolicyTerms, statistics: Any = None) -> PolicyLossTerms:
-        """Raise ValueError, because the function is not loaded."""
-        raise ValueError(f"Objective.policy_loss {self.path} is not loaded; take objective.loaded(plugins.load)")
-
-    def loaded(self, load: Load, objective: object) -> LoadedLoss:
-        """Return the loss with its function. Raises UserError when the path cannot be imported or does not take `args`."""
-        function = partial(load(self.path, kind="policy_loss", args=self.args), objective=objective)
-        return LoadedLoss(**{item.name: getattr(self, item.name) for item in dataclasses.fields(self)}, function=function)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedLoss(PlugInLoss):
-    """Your own loss with its function."""
-
-    function: Callable[..., Any]
-
-    def losses(self, terms: PolicyTerms, statistics: Any = None) -> PolicyLossTerms:
-        """Return the function's losses [T].
-
-        Raises UserError without a number and a choice for each token.
-        """
-        made, name = self.function(terms=terms), f"objective.policy_loss {self.path}"
-        if not isinstance(made, PolicyLossTerms):
-            raise UserError(f"{name} returned {made!r:.80} of type {type(made).__name__}, needs PolicyLossTerms")
-        shape = tuple(terms.log_probs.shape)
-        for field_name, tensor in {"losses": made.losses, **{f"events[{event!r}]": hit for event, hit in made.events.items()}}.items():
-            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
-                got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"type {type(tensor).__name__}"
-                raise UserError(f"{name} returned {field_name} of {got}, needs a tensor of shape {shape}, a number for each token")
-        return made
-
-
-UnclippedLosses = Sapo | Vespo | Gpg | Distillation | Sft | PlugInLoss
+UnclippedLosses = Sapo | Vespo | Gpg | Distillation | Sft

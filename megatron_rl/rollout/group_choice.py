@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_rl.algorithms.advantage import Advantage, PlugInAdvantage, Samples
-from megatron_rl.algorithms.group_advantage import Gdpo
+from megatron_rl.algorithms.advantage import Advantage, Gdpo, Samples
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.plug_in import PlugInAdvantage
 from megatron_rl.config.settings import FilterSettings
 from megatron_rl.data.batch import GREEDY_BASELINE
 from megatron_rl.errors import UserError

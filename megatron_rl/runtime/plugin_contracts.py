@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megatron_rl.algorithms.advantage import PlugInAdvantage, group_advantages
+from megatron_rl.algorithms.advantage import group_advantages
 from megatron_rl.algorithms.aggregation import Sequences
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.algorithms.policy_loss import PolicyTerms
-from megatron_rl.algorithms.unclipped_losses import PlugInLoss
 from megatron_rl.check import Check
 from megatron_rl.config.settings import DataSettings, FilterSettings, RewardSettings, RolloutSettings
 from megatron_rl.data.row_files import Row

@@ -13,8 +13,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-from megatron_rl.algorithms.advantage import PlugInAdvantage
-from megatron_rl.algorithms.unclipped_losses import PlugInLoss
+from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.config.checks import gpu_contradictions, setting_notes
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import DataSettings, RuntimeSettings, Settings

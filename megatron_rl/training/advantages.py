@@ -3,14 +3,14 @@
 Legend: T tokens of the shard's batch, B its sequences; B_all sequences of the whole batch.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.advantage import Samples, TokenPlaces
-from megatron_rl.algorithms.group_advantage import Gdpo
+from megatron_rl.algorithms.advantage import Gdpo, Samples, TokenPlaces
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import last_trainable
@@ -72,51 +72,65 @@ def make_token_data(
 ) -> TokenData:
     """Return the data [T] of `shard`, with advantages by the groups of the whole batch.
 
-    Advantages are zero for supervised training. A baseline counts each trajectory once, for any
-    number of sequences, and all sequences of the trajectory get the same advantage.
-
-    `state_values` [T], for ppo, are a critic's values of the states behind each token; `teacher`
-    [T] are a teacher's log-probs for distillation; `kl_reward_coef` is the present coefficient.
+    Advantages are zero for supervised training. A baseline counts each trajectory once, and all
+    its sequences get the same advantage. `state_values` [T] are a critic's, behind each token.
     Values given in the batch replace computed ones, and given advantages are used unchanged.
     Collective over data-parallel ranks.
     """
     batch, trajectories = shard.batch, Trajectories.of(shard.all_trajectory_ids)
     own = trajectories.index[shard.rows]
-    old, reference = _own_or(batch.old_log_probs, old, batch), _own_or(batch.ref_log_probs, reference, batch)
-    old_values = _own_or(batch.values, None if state_values is None else values_before(state_values), batch)
-    advantages, returns, kl_mask = np.zeros(len(batch.tokens)), None, None
-    if batch.advantages is not None:
-        advantages = np.where(batch.loss_mask, batch.advantages, 0.0)
-    elif objective.trains_by_rewards:
-        log_ratio = None
-        samples = compared_samples(objective, shard, trajectories)
-        if objective.zero_variance == "mask_kl":
-            nothing = objective.advantage.without_signal(samples).numpy()[own]
-            kl_mask = np.repeat(~nothing, batch.lengths)
-        if objective.distillation_coef:
-            assert old is not None and teacher is not None, "distillation needs old and teacher log-probs"
-            log_ratio = _tensor(old).double() - _tensor(teacher).double()
-        scores = objective.advantage.scores(samples)[_tensor(own)]
-        kl = None
-        if objective.kl_reward is not None and kl_reward_coef:
-            assert old is not None and reference is not None, "a KL in the rewards needs old and reference log-probs"
-            kl = kl_estimate(_tensor(old).double(), reference=_tensor(reference).double(), estimator=objective.kl_reward.estimator)
-            kl = kl if kl_mask is None else kl.masked_fill(~_tensor(kl_mask), 0.0)
-        advantages, returns = _advantages(objective, shard, scores, kl, old_values, state_values, log_ratio, kl_reward_coef)
     offsets = np.arange(len(batch.tokens)) - np.repeat(batch.cu_seqlens[:-1], batch.lengths)
-    return TokenData(
+    advantages = np.zeros(len(batch.tokens)) if batch.advantages is None else np.where(batch.loss_mask, batch.advantages, 0.0)
+    data = TokenData(
         rollout_log_probs=batch.rollout_log_probs,
-        old_log_probs=old,
-        ref_log_probs=reference,
+        old_log_probs=_own_or(batch.old_log_probs, old, batch),
+        ref_log_probs=_own_or(batch.ref_log_probs, reference, batch),
         advantages=advantages.astype(np.float32),
         weight_versions=batch.weight_versions,
         token_keys=np.repeat(shard.rows, batch.lengths) * _TOKENS_PER_SEQUENCE + offsets,
-        kl_mask=kl_mask,
-        old_values=old_values,
-        returns=None if returns is None else returns.astype(np.float32),
+        old_values=_own_or(batch.values, None if state_values is None else values_before(state_values), batch),
         teacher_log_probs=teacher,
         trajectory_ids=None if trajectories.single else own,
         trajectory_tokens=None if trajectories.single else trajectories.sum(shard.all_trainable_tokens)[own],
+    )
+    if batch.advantages is not None or not objective.trains_by_rewards:
+        return data
+    samples = compared_samples(objective, shard, trajectories)
+    if objective.zero_variance == "mask_kl":
+        nothing = objective.advantage.without_signal(samples).numpy()[own]
+        data = dataclasses.replace(data, kl_mask=np.repeat(~nothing, batch.lengths))
+    places = _places(objective, batch, data, state_values, kl_reward_coef)
+    scores = objective.advantage.scores(samples)[_tensor(own)]
+    made, returns = objective.advantage.of_tokens(scores, places, all_reduce_sum=sum_over_data_parallel)
+    return dataclasses.replace(data, advantages=_floats(made), returns=None if returns is None else _floats(returns))
+
+
+def _places(objective: Objective, batch: TrainBatch, data: TokenData, state_values: Floats | None, kl_reward_coef: float) -> TokenPlaces:
+    """Return the known values of each token [T] for the estimator, in float64."""
+    mask, cu_seqlens = _tensor(batch.loss_mask), _tensor(batch.cu_seqlens)
+    old, kl, log_ratio, bootstrap = _doubles(data.old_log_probs), None, None, None
+    if objective.distillation_coef:
+        teacher = _doubles(data.teacher_log_probs)
+        assert old is not None and teacher is not None, "distillation needs old and teacher log-probs"
+        log_ratio = old - teacher
+    if objective.kl_reward is not None and kl_reward_coef:
+        reference = _doubles(data.ref_log_probs)
+        assert old is not None and reference is not None, "a KL in the rewards needs old and reference log-probs"
+        kl = kl_estimate(old, reference=reference, estimator=objective.kl_reward.estimator)
+        kl = kl if data.kl_mask is None else kl.masked_fill(~_tensor(data.kl_mask), 0.0)
+    if state_values is not None:
+        ends = last_trainable(mask, cu_seqlens)
+        ended = ~_tensor(batch.truncated) | (ends < 0)
+        bootstrap = torch.where(ended, 0.0, _tensor(state_values).double()[ends])
+    return TokenPlaces(
+        loss_mask=mask,
+        cu_seqlens=cu_seqlens,
+        kl=kl,
+        kl_coef=kl_reward_coef,
+        values=_doubles(data.old_values),
+        bootstrap=bootstrap,
+        teacher_log_ratio=log_ratio,
+        distillation_coef=objective.distillation_coef,
     )
 
 
@@ -141,38 +155,12 @@ def _tensor(array: Doubles | Ints | Floats | Bools) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def _advantages(
-    objective: Objective,
-    shard: Shard,
-    scores: Tensor,
-    kl: Tensor | None,
-    old_values: Floats | None,
-    state_values: Floats | None,
-    teacher_log_ratio: Tensor | None,
-    kl_reward_coef: float,
-) -> tuple[Doubles, Doubles | None]:
-    """Advantages [T] and a critic's returns [T] from the `scores` and the `kl` in the rewards; whitening is of the whole batch."""
-    batch = shard.batch
-    mask, cu_seqlens = _tensor(batch.loss_mask), _tensor(batch.cu_seqlens)
-    values = bootstrap = None
-    if old_values is not None:
-        values = _tensor(old_values).double()
-    if state_values is not None:
-        ends = last_trainable(mask, cu_seqlens)
-        ended = ~_tensor(batch.truncated) | (ends < 0)
-        bootstrap = torch.where(ended, 0.0, _tensor(state_values).double()[ends])
-    places = TokenPlaces(
-        loss_mask=mask,
-        cu_seqlens=cu_seqlens,
-        kl=kl,
-        kl_coef=kl_reward_coef,
-        values=values,
-        bootstrap=bootstrap,
-        teacher_log_ratio=teacher_log_ratio,
-        distillation_coef=objective.distillation_coef,
-    )
-    advantages, returns = objective.advantage.of_tokens(scores, places, all_reduce_sum=sum_over_data_parallel)
-    return np.asarray(advantages.numpy(), np.float64), None if returns is None else np.asarray(returns.numpy(), np.float64)
+def _doubles(array: Floats | None) -> Tensor | None:
+    return None if array is None else _tensor(array).double()
+
+
+def _floats(values: Tensor) -> Floats:
+    return np.asarray(values.numpy(), np.float64).astype(np.float32)
 
 
 def compared_samples(objective: Objective, shard: Shard, trajectories: Trajectories) -> Samples:

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vector_format import advantage_choice
 
-from megatron_rl.algorithms.advantage import Groups, PlugInAdvantage, group_advantages
+from megatron_rl.algorithms.advantage import Groups, group_advantages
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.plug_in import PlugInAdvantage
 from megatron_rl.plugins.loader import load
 
 REWARDS = torch.tensor([1, 0, 0, 1, 0.3, 0.9, 0.1, 0.5], dtype=torch.float64)

@@ -8,9 +8,9 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from pydantic import ValidationError
 
+from megatron_rl.algorithms.advantage import Gdpo, GroupAdvantage
 from megatron_rl.algorithms.choices import Choice
 from megatron_rl.algorithms.entropy import ClipHighControl, CoefficientControl, Entropy
-from megatron_rl.algorithms.group_advantage import Gdpo, GroupAdvantage
 from megatron_rl.algorithms.kl import KLControl, KLLoss, KLReward
 from megatron_rl.algorithms.objective import PRESETS, Objective, expand_preset
 from megatron_rl.algorithms.off_policy import OffPolicy
