@@ -36,7 +36,7 @@ with quiet_megatron_imports():
     from megatron_rl.runtime.engine_model import EngineModel
     from megatron_rl.runtime.engines import EngineGroup
     from megatron_rl.runtime.placement import Needs
-    from megatron_rl.runtime.session import make_transport
+    from megatron_rl.runtime.start import make_transport
     from megatron_rl.runtime.trainers import TrainerGroup
     from megatron_rl.runtime.watchdog import Watchdog
     from megatron_rl.training.offload import PARTS

@@ -114,12 +114,13 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
         return rows | {"SGLang": "none: supervised training"}
     where = f", {counted(settings.rollout.ranks_per_engine, 'GPU')} each" if device.kind == "cuda" else ", on the CPU"
     where += ", the same as those of the ranks, in turns" if runtime.colocate else ""
-    arguments = engine_arguments(settings, model=planned_model(settings), device_kind=device.kind)
+    model = planned_model(settings.model.path, directory=settings.run.directory, sglang=settings.rollout.sglang)
+    arguments = engine_arguments(settings, model=model, device_kind=device.kind)
     return rows | {
         "SGLang": f"{counted(settings.rollout.num_engines, 'server')}{where}",
         "SGLang's arguments": " ".join(f"{name}={format_value(value)}" for name, value in arguments.items()),
         "reward workers": f"{reward_workers()} on the cores here, {settings.reward.function}",
-        "weight sync": weight_sync(settings, device_kind=device.kind),
+        "weight sync": weight_sync(settings.weight_transport, settings.weights, colocate=runtime.colocate, device_kind=device.kind),
         "deadlines": _deadlines(settings.model, settings.rollout.sampling),
     }
 

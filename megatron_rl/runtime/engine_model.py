@@ -3,14 +3,14 @@
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron_rl.config.settings import Settings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError
 from megatron_rl.files import check_room, partial_path
@@ -39,7 +39,7 @@ class EngineModel:
     has_weights: bool = True
 
 
-def planned_model(settings: Settings) -> EngineModel:
+def planned_model(model: Path, *, directory: Path, sglang: Mapping[str, Any]) -> EngineModel:
     """Return the model of a training run's engines: model.path, or a description in place of it.
 
     A description is needed where engines cannot read model.path, or might run code named there.
@@ -48,59 +48,54 @@ def planned_model(settings: Settings) -> EngineModel:
 
     Raises UserError when the user's own server arguments contradict the choice.
     """
-    if "load_format" in settings.rollout.sglang:
+    if "load_format" in sglang:
         raise UserError(
-            f"rollout.sglang.load_format is {settings.rollout.sglang['load_format']}, but the engines of a training run load no weights: "
+            f"rollout.sglang.load_format is {sglang['load_format']}, but the engines of a training run load no weights: "
             "the first sync gives them the trainer's; remove it"
         )
-    plain = engines_read(settings.model.path) and not names_code(settings.model.path)
-    return EngineModel(settings.model.path if plain else settings.run.directory / DESCRIPTION, has_weights=False)
+    plain = engines_read(model) and not names_code(model)
+    return EngineModel(model if plain else directory / DESCRIPTION, has_weights=False)
 
 
-def make_model(settings: Settings, *, dtype: str, note: Callable[[str], None]) -> EngineModel:
+def make_model(path: Path, *, directory: Path, sglang: Mapping[str, Any], dtype: str, note: Callable[[str], None]) -> EngineModel:
     """Return the model of a training run's engines, with weights of `dtype`.
 
     Writes the description if needed, and reports to `note`. Raises UserError.
     """
-    model = planned_model(settings)
-    if model.path != settings.model.path:
-        describe_hf(model.path, source=settings.model.path, dtype=DTYPES[dtype])
-        cause = "run no code (auto_map) of" if engines_read(settings.model.path) else "cannot read the weights in"
-        note(f"engines {cause} {settings.model.path}: they start without, from {model.path}, and get the trainer's")
+    model = planned_model(path, directory=directory, sglang=sglang)
+    if model.path != path:
+        describe_hf(model.path, source=path, dtype=DTYPES[dtype])
+        cause = "run no code (auto_map) of" if engines_read(path) else "cannot read the weights in"
+        note(f"engines {cause} {path}: they start without, from {model.path}, and get the trainer's")
     return model
 
 
-def _link(settings: Settings, path: Path, *, dtype: str, note: Callable[[str], None]) -> None:
-    """Make `path`: model.path with links to the weights, without the code named by config.json."""
-    describe_hf(path, source=settings.model.path, dtype=DTYPES[dtype], linked=True)
-    note(f"config.json in {settings.model.path} names code (auto_map), which is not run: engines start on {path}, the same without it")
-
-
 @contextmanager
-def evaluated_model(settings: Settings, *, dtype: str, note: Callable[[str], None]) -> Iterator[EngineModel]:
+def evaluated_model(path: Path, *, directory: Path, dtype: str, note: Callable[[str], None]) -> Iterator[EngineModel]:
     """Give engines without a trainer the start weights of a run. A copy is removed at the end.
 
     Raises UserError when the disk of the run directory has too little room, or when weights differ
     from their manifest.
     """
-    readable = engines_read(settings.model.path)
-    manifest.check(settings.model.path, "weights")
-    if readable and not names_code(settings.model.path):
-        yield EngineModel(settings.model.path)
+    readable = engines_read(path)
+    manifest.check(path, "weights")
+    if readable and not names_code(path):
+        yield EngineModel(path)
         return
     # Another evaluation may go on in the same directory.
-    path = settings.run.directory / f"{WEIGHTS}-{os.getpid()}"
-    made = (path, partial_path(path))
+    copy = directory / f"{WEIGHTS}-{os.getpid()}"
+    made = (copy, partial_path(copy))
     with scratch_directory() as scratch:
         # After a kill of this process the next start on this machine removes the copy.
         scratch.note(place.absolute() for place in made)
         try:
             if readable:
-                _link(settings, path, dtype=dtype, note=note)
+                describe_hf(copy, source=path, dtype=DTYPES[dtype], linked=True)
+                note(f"config.json in {path} names code (auto_map), which is not run: engines start on {copy}, the same without it")
             else:
-                note(f"engines cannot read the weights in {settings.model.path}: they are converted to {dtype} in {path}")
-                _write_plain(path, settings.model.path, dtype=DTYPES[dtype])
-            yield EngineModel(path)
+                note(f"engines cannot read the weights in {path}: they are converted to {dtype} in {copy}")
+                _write_plain(copy, path, dtype=DTYPES[dtype])
+            yield EngineModel(copy)
         finally:
             for place in made:
                 shutil.rmtree(place, ignore_errors=True)

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from megatron_rl.config.derived import dtype_name, start_deadline_s
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings, WeightSettings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.deadlines import ENGINES_STOP_S
 from megatron_rl.engines.answers import MixtureShape
@@ -83,7 +83,7 @@ class EngineGroup:
         self._watchdog = watchdog
         self._workers = []
         device_kind, placement = reservation.device_kind, reservation.placement
-        mixture = recorded_mixture(settings)
+        mixture = _recorded_mixture(settings.model, settings.training)
         for number in range(settings.rollout.num_engines):
             make_engine = partial(
                 Engine,
@@ -142,16 +142,16 @@ def engine_arguments(settings: Settings, *, model: "EngineModel", device_kind: L
     )
 
 
-def recorded_mixture(settings: Settings) -> MixtureShape | None:
+def _recorded_mixture(model: ModelSettings, training: TrainingSettings) -> MixtureShape | None:
     """Return the experts of the model when engines are to record the routing of tokens."""
-    if not settings.training.routing_replay:
+    if not training.routing_replay:
         return None
     # Imported here, because the driver has done so already and the actor never does.
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.training.expert_load import check_routing_replay
 
-    spec = read_model_spec(settings.model.path)
-    check_routing_replay(settings.model, settings.training, spec)
+    spec = read_model_spec(model.path)
+    check_routing_replay(model, training, spec)
     assert spec.moe is not None, "checked right above"
     return MixtureShape(
         num_layers=spec.num_layers,
@@ -161,14 +161,12 @@ def recorded_mixture(settings: Settings) -> MixtureShape | None:
     )
 
 
-def weight_sync(settings: Settings, *, device_kind: Literal["cpu", "cuda"]) -> str:
-    """Return how weights reach the engines, and the setting that decides it."""
-    name = settings.weight_transport
+def weight_sync(name: str, weights: WeightSettings, *, colocate: bool, device_kind: Literal["cpu", "cuda"]) -> str:
+    """Return how weights reach the engines by the transport `name`, and the setting that decides it."""
     means = {
         "broadcast": "a process group of NCCL" if device_kind == "cuda" else "a process group of gloo",
         "disk": "files in run.directory",
         "ipc": "the memory of the shared GPU" if device_kind == "cuda" else "shared memory of the host",
     }
-    colocate = format_value(settings.runtime.colocate)
-    why = "weights.transport" if settings.weights.transport is not None else f"weights.transport not set, runtime.colocate {colocate}"
+    why = "weights.transport" if weights.transport is not None else f"weights.transport not set, runtime.colocate {format_value(colocate)}"
     return f"{name}: {means[name]} ({why})"

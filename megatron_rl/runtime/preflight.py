@@ -287,7 +287,7 @@ def _check_sharing(settings: Settings, target: Target) -> list[str]:
 
 
 def _check_rollout(settings: Settings) -> list[str]:
-    planned_model(settings)
+    planned_model(settings.model.path, directory=settings.run.directory, sglang=settings.rollout.sglang)
     with warnings.catch_warnings():
         # SGLang imports torchvision, whose image part is not used and cannot load next to a CPU build of torch.
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.load import load_settings
 from megatron_rl.runtime.engine_model import make_model
 from megatron_rl.weights.ipc import _DEVICE_ARGUMENT, allocate_shared, handle_of
 from megatron_rl.weights.transport import WeightSpec
@@ -88,8 +87,7 @@ def test_engines_do_not_run_the_code_that_a_config_json_names(tiny_model: Callab
     config = json.loads((path / "config.json").read_text()) | {"auto_map": {"AutoModel": "modeling.Model"}}
     (path / "config.json").write_text(json.dumps(config))
     (path / "modeling.py").write_text("import os\nos.environ['RAN'] = 'yes'\nclass Model: pass\n")
-    words = [f"run.directory={tmp_path / 'run'}", f"model.path={path}", "data.train=none.jsonl", "reward.function=none:none"]
-    served = make_model(load_settings(None, words), dtype="float32", note=lambda words: None)
+    served = make_model(path, directory=tmp_path / "run", sglang={}, dtype="float32", note=lambda words: None)
     command = [sys.executable, "-c", RESOLVE, str(served.path), str(path)]
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120).stdout

@@ -13,7 +13,7 @@ from megatron_rl import device
 from megatron_rl.config.load import load_settings
 from megatron_rl.errors import UserError
 from megatron_rl.process_variables import RANK_VARIABLES, check_home, interface_names, shared_variables
-from megatron_rl.runtime import session
+from megatron_rl.runtime import start
 
 
 def test_ranks_and_engines_of_a_gpu_run_set_up_nccl_alike():
@@ -92,14 +92,14 @@ def test_every_machine_has_its_loopback_interface():
 
 def test_a_run_hands_variables_to_its_processes_and_says_so(monkeypatch):
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
-    monkeypatch.setattr(session, "cluster_device_kind", lambda: "cuda")
-    monkeypatch.setattr(session, "ray_cluster", lambda **_unused: contextlib.nullcontext(Future()))
-    monkeypatch.setattr(session, "reserve", lambda _needs, **named: named["variables"])
-    start, notes = unittest.mock.MagicMock(), []
-    start.note = notes.append
+    monkeypatch.setattr(start, "cluster_device_kind", lambda: "cuda")
+    monkeypatch.setattr(start, "ray_cluster", lambda **_unused: contextlib.nullcontext(Future()))
+    monkeypatch.setattr(start, "reserve", lambda _needs, **named: named["variables"])
+    report, notes = unittest.mock.MagicMock(), []
+    report.note = notes.append
     settings = load_settings(None, ["run.directory=run", "model.path=model", "data.train=train.jsonl"])
     with contextlib.ExitStack() as stack:
-        variables = session._reserve(settings, stack, start, unittest.mock.MagicMock())
+        variables = start.RunStart(settings, stack, report).reserve()
     assert variables["NCCL_IB_HCA"] == "mlx5_0" and variables["NCCL_NVLS_ENABLE"] == "0"
     assert "NCCL_CUMEM_ENABLE=0" in notes[0] and "CUDA_DEVICE_MAX_CONNECTIONS=1" in notes[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.runtime import trainers
-from megatron_rl.runtime.garbage import spare_what_is_loaded
+from megatron_rl.runtime.trainers import spare_what_is_loaded
 
 
 @pytest.fixture(autouse=True)

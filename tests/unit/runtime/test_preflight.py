@@ -438,7 +438,8 @@ def test_plan_says_what_would_be_launched(words: list[str]) -> None:
 
 def test_plan_names_the_transport_and_its_reason(words: list[str]) -> None:
     def said(*more: str, kind: Literal["cpu", "cuda"] = "cpu") -> str:
-        return weight_sync(load_settings(None, [*words, *more]), device_kind=kind)
+        settings = load_settings(None, [*words, *more])
+        return weight_sync(settings.weight_transport, settings.weights, colocate=settings.runtime.colocate, device_kind=kind)
 
     assert said() == "broadcast: a process group of gloo (weights.transport not set, runtime.colocate false)"
     assert said("runtime.colocate=true") == "ipc: shared memory of the host (weights.transport not set, runtime.colocate true)"

@@ -22,8 +22,8 @@ from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.rollout import manager as manager_module
 from megatron_rl.runtime import session
-from megatron_rl.runtime.session import StartReport, _columns, _join, _open_manager
-from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.runtime.session import _columns
+from megatron_rl.runtime.start import RunStart, StartReport
 
 PATHS = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
 
@@ -33,7 +33,9 @@ PATHS = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
     [("run.seed=0", False), ("objective.kl.coef=0.1", True), ("training.reference_interval=2", True)],
 )
 def test_the_console_has_a_kl_column_with_a_reference(override: str, shown: bool) -> None:
-    columns = [column.title for column in _columns(load_settings(None, [*PATHS, override]))]
+    settings = load_settings(None, [*PATHS, override])
+    keeps = settings.training.keeps_reference(settings.objective)
+    columns = [column.title for column in _columns(supervised=False, keeps_reference=keeps)]
     assert ("KL ref" in columns) == shown and "reward" in columns
 
 
@@ -46,8 +48,7 @@ def test_a_start_names_rows_without_a_label_first(tiny_model: Callable[..., Path
     settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", *data])
     stream = io.StringIO()
     with ExitStack() as stack:
-        start = StartReport(RunConsole(1, stream=stream), PhaseTimer())
-        _open_manager(settings, stack, stack.enter_context(Watchdog()), start, buffer=tmp_path / "buffer.sqlite")
+        RunStart(settings, stack, StartReport(RunConsole(1, stream=stream), PhaseTimer())).open_manager(tmp_path / "buffer.sqlite")
     before = stream.getvalue().partition("start: ")[0]
     assert f"note: 2 of 4 rows lack the field 'label', the first is {tmp_path}/train.jsonl:2" in before
     assert f"note: no row of {tmp_path}/held_out.jsonl has the field 'label'" in before
@@ -61,7 +62,7 @@ def test_an_evaluation_first_removes_remains_of_killed_ones(monkeypatch: pytest.
         raise EngineError("enough")
 
     monkeypatch.setattr(session, "remove_leftovers", lambda: order.append("clean up") or [])
-    monkeypatch.setattr(session, "_open_manager", start)
+    monkeypatch.setattr(RunStart, "open_manager", start)
     with pytest.raises(EngineError, match="enough"):
         session.evaluate(load_settings(None, [*PATHS]))
     assert order == ["clean up", "start"]
@@ -97,13 +98,14 @@ def test_a_run_survives_a_dead_engine_but_not_the_last(
     monkeypatch.setattr(EngineClient, "release_memory", only_the_second)
     monkeypatch.setattr(EngineClient, "restore_memory", only_the_second)
     with ExitStack() as stack:
-        watchdog, start = stack.enter_context(Watchdog()), StartReport(RunConsole(1, stream=stream), PhaseTimer())
-        manager = _open_manager(settings, stack, watchdog, start, buffer=tmp_path / "buffer.sqlite")
-        _join(manager, engines, [], watchdog, start)  # type: ignore[arg-type]
+        start = RunStart(settings, stack, StartReport(RunConsole(1, stream=stream), PhaseTimer()))
+        manager = start.open_manager(tmp_path / "buffer.sqlite")
+        start.join(manager, engines, [])  # type: ignore[arg-type]
         assert [client.address for client in manager.clients] == engines.addresses
         # Its memory is asked for while that becomes known.
         moving = [
-            asyncio.run_coroutine_threadsafe(call(["weights"]), watchdog._loop) for call in (manager.release_memory, manager.restore_memory)
+            asyncio.run_coroutine_threadsafe(call(["weights"]), start.watchdog._loop)
+            for call in (manager.release_memory, manager.restore_memory)
         ]
         assert engines.goes_on(engines.addresses[0], EngineError("killed by signal 9"))
         assert [move.result(timeout=10) for move in moving] == [None, None]
@@ -124,10 +126,10 @@ def test_a_checkpoint_has_a_position_of_the_buffer_on_disk(
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
     settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"])
     with ExitStack() as stack:
-        watchdog, start = stack.enter_context(Watchdog()), StartReport(RunConsole(1, stream=io.StringIO()), PhaseTimer())
-        manager = _open_manager(settings, stack, watchdog, start, buffer=tmp_path / "buffer.sqlite")
+        start = RunStart(settings, stack, StartReport(RunConsole(1, stream=io.StringIO()), PhaseTimer()))
+        manager = start.open_manager(tmp_path / "buffer.sqlite")
         assert not flushed
-        position = watchdog.wait(manager.position(step=0), name="position", owner="the buffer", timeout_s=10)
+        position = start.watchdog.wait(manager.position(step=0), name="position", owner="the buffer", timeout_s=10)
         assert len(flushed) == 1 and position == {**manager.prompts.source.rows.state(), "num_groups": 0, "num_consumed": 0}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.load import load_settings
-from megatron_rl.runtime import session
+from megatron_rl.runtime import start
 from megatron_rl.runtime.placement import Needs, place
 from megatron_rl.weights.transport import Surroundings
 
@@ -18,17 +18,17 @@ WORDS += ["training.topology.num_ranks=4", "rollout.num_engines=2", "rollout.sgl
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mapping[str, Sequence[int]]]:
     """`beside(urls, colocate=True)`: the ranks beside the engines at `urls`, of two engines at a and b."""
-    monkeypatch.setattr(session, "read_model_spec", lambda path: None)
-    monkeypatch.setattr(session, "exported_specs", lambda spec, dtype: ())
+    monkeypatch.setattr(start, "read_model_spec", lambda path: None)
+    monkeypatch.setattr(start, "exported_specs", lambda spec, dtype: ())
 
     def run(urls: Sequence[str], *, colocate: bool) -> Mapping[str, Sequence[int]]:
         settings = load_settings(None, [*WORDS, f"runtime.colocate={str(colocate).lower()}"])
         made: list[Surroundings] = []
-        monkeypatch.setattr(session, "TRANSPORTS", {settings.weight_transport: made.append})
+        monkeypatch.setattr(start, "TRANSPORTS", {settings.weight_transport: made.append})
         placement = place(Needs.of(settings, device_kind="cuda"), nodes=[8])
         reservation: Any = SimpleNamespace(device_kind="cuda", placement=placement)
         addresses: Any = [SimpleNamespace(url=url) for url in ("a", "b")]
-        session.make_transport(settings, SimpleNamespace(free_address=None), reservation, addresses, urls)  # type: ignore[arg-type]
+        start.make_transport(settings, SimpleNamespace(free_address=None), reservation, addresses, urls)  # type: ignore[arg-type]
         assert made[0].num_engines == len(urls) and made[0].ranks_per_engine == 2
         return made[0].ranks_beside
 

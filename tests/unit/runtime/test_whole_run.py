@@ -30,7 +30,8 @@ from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.rollout import manager as manager_module
-from megatron_rl.runtime import session
+from megatron_rl.runtime import session, start
+from megatron_rl.runtime.start import RunStart
 from megatron_rl.types import Floats, Group, Ints, Reward, Sample, StopReason, TrainBatch
 
 ADDRESS = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
@@ -139,13 +140,14 @@ class Sync:
 @pytest.fixture
 def make_settings(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
     """Settings of a run of two steps of two prompts, and everything outside of this process replaced."""
-    monkeypatch.setattr(session, "TrainerGroup", Ranks)
-    monkeypatch.setattr(session, "EngineGroup", Engines)
-    monkeypatch.setattr(session, "WeightSync", Sync)
-    monkeypatch.setattr(session, "cluster_device_kind", lambda: "cpu")
-    monkeypatch.setattr(session, "ray_cluster", lambda **_: contextlib.nullcontext(Future()))
+    monkeypatch.setattr(start, "TrainerGroup", Ranks)
+    monkeypatch.setattr(start, "EngineGroup", Engines)
+    monkeypatch.setattr(start, "WeightSync", Sync)
+    for module in (session, start):
+        monkeypatch.setattr(module, "cluster_device_kind", lambda: "cpu")
+    monkeypatch.setattr(start, "ray_cluster", lambda **_: contextlib.nullcontext(Future()))
     reservation = SimpleNamespace(device_kind="cpu", placement=SimpleNamespace(needs=SimpleNamespace(colocated=False)))
-    monkeypatch.setattr(session, "reserve", lambda needs, **_: reservation)
+    monkeypatch.setattr(start, "reserve", lambda needs, **_: reservation)
     monkeypatch.setattr(session, "remove_leftovers", lambda: [])
     monkeypatch.setattr(manager_module, "EngineClient", Client)
     monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
@@ -317,14 +319,14 @@ def test_what_another_run_saves_while_it_ends_is_what_is_resumed(
 ) -> None:
     """As one does that is asked to end: it holds the buffer until its last checkpoint is there."""
     session.train(make_settings("data.samples_per_prompt=2", "run.save_interval=1"), resume=False)
-    newest, later, checked, opens = tmp_path / "run/checkpoints/step-000002", tmp_path / "later", [], session._open_manager
+    newest, later, checked, opens = tmp_path / "run/checkpoints/step-000002", tmp_path / "later", [], RunStart.open_manager
     newest.rename(later)
 
     def opened(*given: Any, **named: Any) -> Any:
         later.rename(newest)
         return opens(*given, **named)
 
-    monkeypatch.setattr(session, "_open_manager", opened)
+    monkeypatch.setattr(RunStart, "open_manager", opened)
     monkeypatch.setattr(Ranks, "check", lambda self, path: checked.append(path))
     monkeypatch.setattr(Ranks, "load", lambda self, path, *, weights_only: (), raising=False)
     session.train(make_settings("data.samples_per_prompt=2", "run.num_steps=3"), resume=True)

@@ -1,0 +1,263 @@
+"""The start of a run's processes, in order: cheap checks, Ray, ranks, engines, weight transport.
+
+Ray reads the environment at import, and this module imports Ray:
+`ray_session.prepare_environment` comes before the import of this module.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megatron_rl.checkpoints.run_checkpoints import LOCK_FILE, naming_the_way_around, newest_checkpoint
+from megatron_rl.config.checks import gpu_contradictions
+from megatron_rl.config.derived import dtype_name, sync_deadline_s
+from megatron_rl.config.messages import joined_error
+from megatron_rl.config.settings import Settings
+from megatron_rl.data.buffer import BUFFER_FILE
+from megatron_rl.data.source import RunPrompts
+from megatron_rl.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_START_S
+from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.errors import UserError
+from megatron_rl.files import claim
+from megatron_rl.observe.console import RunConsole
+from megatron_rl.observe.timing import PhaseTimer
+from megatron_rl.process_variables import shared_variables
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.runtime.cluster import Reservation, cluster_device_kind, no_gpu, reserve
+from megatron_rl.runtime.colocation import Phase, SharedDevices
+from megatron_rl.runtime.engine_model import EngineModel, make_model
+from megatron_rl.runtime.engines import EngineGroup
+from megatron_rl.runtime.placement import Needs
+from megatron_rl.runtime.ray_session import ray_cluster
+from megatron_rl.runtime.run import RolloutRun, Run
+from megatron_rl.runtime.supervised_run import SupervisedRun
+from megatron_rl.runtime.trainers import TrainerGroup
+from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.weights.sync import TRANSPORTS, WeightSync
+from megatron_rl.weights.transport import Surroundings, WeightTransport
+
+with quiet_megatron_imports():
+    from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.weights.transport import exported_specs
+
+
+class StartReport:
+    """Shows and measures every part as a separate phase, `start_PART`.
+
+    Parts may overlap; `str` gives the seconds of all.
+    """
+
+    def __init__(self, console: RunConsole, timer: PhaseTimer) -> None:
+        self._console, self._timer = console, timer
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """The body waits for `name`."""
+        start_s = time.perf_counter()
+        with self._console.phase(f"start: {name}"):
+            yield
+        self._ended(name, time.perf_counter() - start_s)
+
+    def follow(self, name: str, futures: "Sequence[Future[Any]]") -> None:
+        """Show the wait for all of `futures`, together called `name`; return at once."""
+        phase = self.part(name)
+        phase.__enter__()
+        waiting = set(futures)
+
+        def finished(future: "Future[Any]") -> None:
+            with self._lock:
+                waiting.discard(future)
+                last = not waiting
+            if last:
+                phase.__exit__(None, None, None)
+
+        for future in futures:
+            future.add_done_callback(finished)
+
+    def note(self, text: str) -> None:
+        """Say what is worth knowing before the run goes on."""
+        self._console.say(f"note: {text}")
+
+    def _ended(self, name: str, seconds: float) -> None:
+        self._timer.add(f"start_{name.lower().replace(' ', '_')}", seconds)
+        self._seconds[name] = seconds
+
+    def __str__(self) -> str:
+        return f"started: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in self._seconds.items())}"
+
+
+class RunStart:
+    """Starts the parts of a run with `settings`; all of them end with `stack`."""
+
+    def __init__(self, settings: Settings, stack: ExitStack, report: StartReport) -> None:
+        self._settings, self._stack, self._report = settings, stack, report
+        self.watchdog = stack.enter_context(Watchdog(note=report.note))
+
+    def supervised(self, *, resume: bool) -> Callable[..., Run]:
+        """Do the cheap checks, then start the ranks and wait.
+
+        The returned function makes the run from `records`.
+        """
+        settings = self._settings
+        self._claim_directory()
+        prompts = self._read_prompts(supervised=True)
+        ranks = TrainerGroup(settings, reservation=self.reserve(), watchdog=self.watchdog)
+        self._start_ranks(ranks, resume=resume)
+        return partial(SupervisedRun, settings, source=prompts.source, ranks=ranks)
+
+    def with_engines(self, *, resume: bool) -> Callable[..., Run]:
+        """Do the cheap checks, then start every process and wait: at once, or one side after the
+        other on shared devices.
+
+        The returned function makes the run from `records`.
+        """
+        settings, watchdog = self._settings, self.watchdog
+        manager = self.open_manager(settings.run.directory / BUFFER_FILE)
+        reservation = self.reserve()
+        if reservation.device_kind == "cuda" and (wrong := gpu_contradictions(settings, environment=os.environ)):
+            raise joined_error(wrong, origin="on GPUs")
+        dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
+        model = make_model(
+            settings.model.path, directory=settings.run.directory, sglang=settings.rollout.sglang, dtype=dtype, note=self._report.note
+        )
+        ranks = TrainerGroup(settings, reservation=reservation, watchdog=watchdog)
+        engines = self.place_engines(model, reservation, gpus_of_ranks=ranks.gpus if settings.runtime.colocate else ())
+        devices = None
+        if settings.runtime.colocate:
+            # An engine sizes the cache by the memory that is free at the start.
+            self._start_ranks(ranks, resume=resume, then=lambda: ranks.call("put_away", Phase.TRAINING.trainer_parts))
+            with self._report.part("engines"):
+                addresses = self.join(manager, engines, engines.begin_start())
+            devices = SharedDevices(ranks, manager, watchdog=watchdog, timeout_s=sync_deadline_s(settings.model))
+            # The group of a transport takes device memory that is free in no other phase.
+            devices.take(Phase.SYNC)
+        else:
+            starting = engines.begin_start()
+            self._report.follow("engines", [ref.future() for ref in starting])
+            self._start_ranks(ranks, resume=resume)
+            addresses = self.join(manager, engines, starting)
+        sync = self._open_sync(partial(make_transport, settings, ranks, reservation, addresses), ranks, manager)
+        return partial(RolloutRun, settings, manager=manager, sync=sync, dtype=dtype, watchdog=watchdog, devices=devices, ranks=ranks)
+
+    def _claim_directory(self) -> None:
+        """Let no second run write in the run directory; in runs with engines the buffer is the lock."""
+        directory = self._settings.run.directory
+        try:
+            self._stack.enter_context(closing(claim(directory / LOCK_FILE, what=f"run.directory {directory}")))
+        except OSError as error:
+            self._report.note(f"{directory} cannot be locked ({error.strerror}), so nobody looks whether another run writes there, too")
+
+    def _read_prompts(self, **kind: bool) -> RunPrompts:
+        settings = self._settings
+        prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed, **kind)
+        for note in prompts.notes:
+            self._report.note(note)
+        return prompts
+
+    def open_manager(self, buffer: Path, *, trains: bool = True) -> RolloutManager:
+        """Read the prompts, and start the reward workers."""
+        prompts = self._read_prompts(trains=trains)
+        opening = RolloutManager.open(self._settings, prompts=prompts, buffer=buffer, say=self._report.note)
+        with self._report.part("reward workers"):
+            name = "checking the reward function and opening the buffer"
+            return self._stack.enter_context(
+                self.watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=REWARDS_START_S)
+            )
+
+    def reserve(self, *, trains: bool = True) -> Reservation:
+        """Start or join Ray, and reserve a place for every process."""
+        runtime, directory = self._settings.runtime, self._settings.run.directory
+        on_cpu = Needs.of(self._settings, device_kind="cpu", trains=trains)
+        with self._report.part("Ray"):
+            num_processes = on_cpu.num_ranks + on_cpu.num_engines
+            cluster = ray_cluster(address=runtime.ray_address, num_processes=num_processes, logs=directory / "logs" / "ray")
+            self.watchdog.watch("Ray", self._stack.enter_context(cluster))
+        device_kind = cluster_device_kind()
+        if device_kind == "cpu" and runtime.cluster.gpu is not None:
+            raise UserError(no_gpu(runtime.cluster.gpu, "the Ray cluster"))
+        needs = on_cpu if device_kind == "cpu" else Needs.of(self._settings, device_kind=device_kind, trains=trains)
+        variables = shared_variables(os.environ, device_kind=device_kind, interface=runtime.network_interface)
+        if variables:
+            self._report.note(f"every rank and engine has {' '.join(f'{name}={value}' for name, value in variables.items())}")
+        with self._report.part("reservation"):
+            return reserve(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACEMENT_S, variables=variables)
+
+    def _start_ranks(self, ranks: TrainerGroup, *, resume: bool, then: Callable[[], object] = lambda: None) -> None:
+        """Wait for the ranks, which first check all of a resumed checkpoint.
+
+        Engines take longer to start, and the load gets shorter by the same time.
+        """
+        directory = self._settings.run.directory
+        with self._report.part("ranks"):
+            # Not before the claim of the directory: a run that is asked to end writes a checkpoint.
+            if resume and (found := newest_checkpoint(directory)) is not None:
+                with naming_the_way_around(directory):
+                    ranks.check(found[0] / "megatron")
+            ranks.finish_start(ranks.begin_start())
+            then()
+
+    def place_engines(self, model: EngineModel, reservation: Reservation, *, gpus_of_ranks: Sequence[tuple[str, ...]] = ()) -> EngineGroup:
+        """Start the actors of the engines, without servers."""
+        engines = EngineGroup(self._settings, model=model, reservation=reservation, watchdog=self.watchdog, gpus_of_ranks=gpus_of_ranks)
+        self._stack.callback(engines.stop)
+        return engines
+
+    def join(
+        self, manager: RolloutManager, engines: EngineGroup, starting: list[ray.ObjectRef], *, serve_current: bool = False
+    ) -> list[EngineAddress]:
+        """Wait for the engines that are `starting`, and give them to the manager, which may lose
+        all but one.
+
+        Return the engines' addresses, by number.
+        """
+        wait = partial(self.watchdog.wait, owner="the engines", timeout_s=ENGINE_CONTROL_S)
+        addresses = engines.finish_start(starting)
+        wait(manager.join(addresses, serve_current=serve_current), name="connecting to the engines")
+
+        def goes_on(address: EngineAddress, error: Exception) -> bool:
+            left: bool = wait(manager.leave(address, error), name="going on without an engine")
+            if left:
+                count = f"{len(manager.clients)} of {len(addresses)} engines"
+                self._report.note(f"the run goes on with {count}, because one ended: {error}")
+            return left
+
+        engines.watch(addresses, goes_on=goes_on)
+        return addresses
+
+    def _open_sync(self, transport: Callable[[Sequence[str]], WeightTransport], ranks: TrainerGroup, manager: RolloutManager) -> WeightSync:
+        timeout_s = sync_deadline_s(self._settings.model)
+        sync = WeightSync(transport, ranks=ranks, pool=manager.pool, timeout_s=timeout_s)
+        with self._report.part("weight transport"):
+            wait = partial(self.watchdog.wait, owner="the weight transport", timeout_s=timeout_s + ENGINE_CONTROL_S)
+            wait(sync.connect(), name="joining trainer and engines")
+        return sync
+
+
+def make_transport(
+    settings: Settings, ranks: TrainerGroup, reservation: Reservation, addresses: Sequence[EngineAddress], urls: Sequence[str]
+) -> WeightTransport:
+    """Return the transport to the engines at `urls`, among those at `addresses`."""
+    device_kind, placement = reservation.device_kind, reservation.placement
+    colocated = addresses if placement.needs.colocated else ()
+    surroundings = Surroundings(
+        manifest=exported_specs(read_model_spec(settings.model.path), dtype=dtype_name(settings.model, device_kind=device_kind)),
+        directory=settings.run.directory / "weights",
+        free_address=ranks.free_address,
+        backend="nccl" if device_kind == "cuda" else "gloo",
+        num_engines=len(urls),
+        ranks_per_engine=settings.rollout.ranks_per_engine,
+        timeout_s=sync_deadline_s(settings.model),
+        ranks_beside={address.url: placement.ranks_beside(number) for number, address in enumerate(colocated) if address.url in urls},
+    )
+    return TRANSPORTS[settings.weight_transport](surroundings)
