@@ -144,9 +144,7 @@ def sample_row(sample: Sample, *, prompt: Prompt) -> tuple[Any, ...]:
 
 
 def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
-    """Return the sample of a row of SAMPLE_COLUMNS in the group of `prompt`, bit-identical to the
-    original.
-    """
+    """Return the sample of a row of SAMPLE_COLUMNS in the group of `prompt`, equal to the bit."""
     group_id, index, outcome, value, message, components, stop_reason, text, *_, ids, mask, log_probs, versions, metadata = row[:17]
     *routed, trajectory, own_text, own_ids = row[17:]
     if own_ids is not None:

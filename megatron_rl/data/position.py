@@ -80,10 +80,7 @@ def rewind(source: PromptSource, buffer: Buffer, *, step: int, position: dict[st
 
 
 def _missing(buffer: Buffer, counts: BufferCounts, *, num_groups: int, num_consumed: int, step: int) -> tuple[str, ...]:
-    """Return a sentence for a lost buffer.
-
-    Raises UserError for a buffer with less than the checkpoint's.
-    """
+    """Return a sentence for a lost buffer. Raises UserError for one with too few groups."""
     waiting = num_groups - num_consumed
     if not counts.total:
         left_out = f"; {counted(waiting, 'prompt')} that waited in it will not be trained on" if waiting else ""

@@ -22,11 +22,7 @@ _MOST_BITS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One checked row: prompt (text or chat messages), label, target response, other fields, and
-    origin.
-
-    The origin is `FILE:LINE`.
-    """
+    """One checked row; the prompt is text or chat messages, the origin `FILE:LINE`."""
 
     origin: str
     prompt: str | tuple[Message, ...]
@@ -84,10 +80,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object.
-
-    Raise ValueError for a repeated key, because json keeps only the last.
-    """
+    """Return a JSON object. Raise ValueError for a repeated key: json keeps only the last."""
     record = dict(pairs)
     if len(record) < len(pairs):
         twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
@@ -109,10 +102,7 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def check_row(record: Mapping[str, Any], origin: str, *, settings: DataSettings, need_response: bool) -> Row:
-    """Return a row from the fields of a line.
-
-    Raise UserError, beginning with `origin`, if unusable.
-    """
+    """Return a row from the fields of a line. Raise UserError, beginning with `origin`."""
     for key, value in record.items():
         _check_value({key: value}, f"{origin}: {key!r}", level=0)
     wanted = {settings.prompt_key: "data.prompt_key"} | ({settings.response_field: "data.label_key"} if need_response else {})

@@ -29,8 +29,7 @@ _ENCODED_AT_ONCE = 1024
 
 
 class PromptSource:
-    """The prompts of a data file, or with `path` None of `data.source`, in an order fixed by the
-    seed.
+    """The prompts of a data file, or with `path` None of `data.source`.
 
     A string prompt is tokenized unchanged. Chat messages are rendered by the tokenizer's chat
     template, up to the start of the assistant's answer. The tokenizer adds no special tokens to
@@ -101,9 +100,7 @@ class PromptSource:
         return [prompt for prompt, _ in self._next(count)]
 
     def again(self, names: Sequence[str]) -> list[Prompt]:
-        """Return the prompts of these ids as the present settings read them, if different; move
-        nothing.
-        """
+        """Return the prompts of these ids as the present settings read them, if different."""
         return [prompt for prompt, _ in self._made_from(self.rows.again(names))]
 
     def next_supervised(self, count: int) -> list[Group]:

@@ -19,8 +19,7 @@ _CLASSES = {"llama": _GENERIC, "glm4_moe": _GENERIC, "qwen3": _GENERIC | _QWEN, 
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a local directory, without downloads and without running code from
-    there.
+    """Load the tokenizer of a local directory, without downloads and without running its code.
 
     Raises UserError when the directory or the tokenizer is missing or broken.
     """
@@ -39,20 +38,13 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def vocabulary_size(path: Path) -> int | None:
-    """Return vocab_size of config.json in the model directory `path`; None where unreadable.
-
-    Other checks report an unreadable file.
-    """
+    """Return vocab_size of config.json in the directory `path`; None where unreadable."""
     size = _json_object(path / "config.json").get("vocab_size")
     return size if type(size) is int else None
 
 
 def check_ends(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Raise UserError unless the tokenizer of `path` has an end-of-sequence token in the
-    vocabulary.
-
-    The end-of-sequence token ends every response; the vocabulary is the model's.
-    """
+    """Raise UserError unless an end-of-sequence token of the model's vocabulary ends responses."""
     end, size = tokenizer.eos_token_id, vocabulary_size(path)
     if end is None:
         raise UserError(
@@ -76,9 +68,7 @@ def unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _class_name(path: Path) -> str:
-    """Return the transformers class for this tokenizer: AutoTokenizer where its choice is not
-    known.
-    """
+    """Return the transformers class for this tokenizer: AutoTokenizer where its choice is unknown."""
     model, tokenizer = _json_object(path / "config.json"), _json_object(path / "tokenizer_config.json")
     if "auto_map" in tokenizer:
         return "AutoTokenizer"

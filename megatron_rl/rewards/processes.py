@@ -1,6 +1,4 @@
-"""Worker processes that end with all their descendants: on a time limit, with the run, after a
-kill.
-"""
+"""Worker processes that end with all descendants: on a time limit, with the run, after a kill."""
 
 import contextlib
 import ctypes
@@ -23,9 +21,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class WorkerProcess(SpawnProcess):
-    """A worker that leads a session (`lead_session`), killed as a whole, with processes that left
-    the session.
-    """
+    """A worker that leads a session, killed as a whole, with processes that left the session."""
 
     def terminate(self) -> None:
         """Kill the worker and all descendants."""
@@ -54,9 +50,7 @@ class WorkerContext(SpawnContext):
 
 
 def worker_states() -> list[tuple[int, str]]:
-    """Return the numbers of this process's workers, each with the psutil name of the state, such as
-    stopped.
-    """
+    """Return this process's workers by number, each with psutil's name of the state."""
     found = []
     for worker in multiprocessing.active_children():
         if isinstance(worker, WorkerProcess) and worker.pid is not None:

@@ -1,6 +1,4 @@
-"""Rewards in isolated worker processes: a failing or hanging call is an outcome, never a score of
-zero.
-"""
+"""Rewards in isolated worker processes: a failing or hanging call is an outcome, never a zero."""
 
 import asyncio
 import json
@@ -78,13 +76,10 @@ class RewardRunner:
         self._pool.join()
 
     def probe(self, prompt: Prompt, *, response: str = "") -> Reward:
-        """Import the function, check the signature and call it once for a `prompt`, before costly
-        starts.
+        """Import the function, check the signature and call it once, before costly starts.
 
-        Raises:
-            UserError: the function cannot be imported or called, raises, hangs, or returns anything
-                except
-                finite numbers.
+        Raises UserError for a function that cannot be imported or called, raises, hangs, or returns
+        anything except finite numbers.
         """
         path = self._settings.function
         try:
@@ -153,9 +148,7 @@ class RewardRunner:
         return ProcessPool(max_workers=self._num_workers, context=WorkerContext(), initializer=lead_session, initargs=[self._log_path])
 
     async def _outcome(self, future: ProcessFuture[Any], *, pool: ProcessPool) -> list[Reward] | None:
-        """Return the outcomes of scheduled calls as `_read` does; None when their `pool` broke
-        before work began.
-        """
+        """Return outcomes as `_read` does; None when the `pool` broke before work began."""
         finished = asyncio.wrap_future(future)
         if not self._num_calls:
             self._progress_s = time.monotonic()
@@ -175,9 +168,7 @@ class RewardRunner:
         return self._read(future)
 
     def _check_progress(self, future: ProcessFuture[Any], pool: ProcessPool) -> None:
-        """Give up a pool where no worker takes a call: one stopped worker blocks the calls to all
-        others.
-        """
+        """Give up a pool where no worker takes a call: one stopped worker blocks all others."""
         now_s = time.monotonic()
         if future.running() or future.done():
             self._progress_s, self._noted = now_s, False
@@ -196,11 +187,7 @@ class RewardRunner:
             )
 
     def _read(self, future: ProcessFuture[Any]) -> list[Reward] | None:
-        """Return the outcomes of calls, waiting until done: a reward each, or one for all of a lost
-        worker.
-
-        None when the calls never began.
-        """
+        """Return a reward for each call, or one for all of a lost worker; None if none began."""
         try:
             rewards, self._call_s = future.result()
         except FutureTimeout:

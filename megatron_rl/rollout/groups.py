@@ -104,8 +104,7 @@ class GroupMaker:
         urgency: Urgency = Urgency.TRAINING,
         buffer: Buffer | None = None,
     ) -> Group:
-        """Generate `num_samples` trajectories; score each by the last sample. Cancelling aborts
-        requests.
+        """Generate `num_samples` trajectories; score each by the last sample.
 
         Requests hold the slots of engines, not the group; a failed request is repeated alone. A
         trajectory that fails in ATTEMPTS attempts is one of the group's failures. Answers of a slow
@@ -191,8 +190,7 @@ class GroupMaker:
         return Group(id=prompt.id, prompt=prompt, samples=samples, failures=failures)
 
     async def _call(self, generator: PoolGenerator, prompt: Prompt, sampling: Sampling, num_samples: int) -> Samples | Failure:
-        """Call the rollout once within `rollout.timeout_s`, not counting waits for an engine; check
-        the result.
+        """Call the rollout once within `rollout.timeout_s` of its own time, and check the result.
 
         Raises the engine's error where the last engine failed meanwhile.
         """
@@ -232,10 +230,7 @@ class GroupMaker:
 
 
 async def without_exit(call: Awaitable[Sequence[Sample]]) -> Sequence[Sample]:
-    """Await `call`.
-
-    Raises RuntimeError for an exit or an interrupt, which would end the event loop.
-    """
+    """Await `call`. Raises RuntimeError for an exit, which would end the event loop."""
     try:
         return await call
     except (SystemExit, KeyboardInterrupt) as error:

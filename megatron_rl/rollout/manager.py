@@ -143,10 +143,9 @@ class RolloutManager:
         return self.pool.membership.members
 
     async def join(self, addresses: Iterable[EngineAddress], *, serve_current: bool = False) -> None:
-        """Open a client to each of these engines, which get requests once their weights are
-        current.
+        """Open a client to each of these engines.
 
-        Weights are current after the next weight sync, or at once with `serve_current`.
+        Requests go there after the next weight sync, or at once with `serve_current`.
         """
         model = self._settings.model
         for address in addresses:
@@ -162,9 +161,7 @@ class RolloutManager:
                 self.pool.admit([client])
 
     async def leave(self, address: EngineAddress, error: Exception) -> bool:
-        """Go on without the engine at `address`, dead of `error`; return False for the last, which
-        stays.
-        """
+        """Go on without the engine at `address`, dead of `error`. The last stays: return False."""
         client = next(client for client in self.clients if client.address == address)
         if len(self.clients) == 1:
             return False
@@ -172,9 +169,7 @@ class RolloutManager:
         return True
 
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
-        """Let every engine free these parts of memory, losing the content; no generation may be
-        running.
-        """
+        """Let every idle engine free these parts of memory, losing the content."""
         await asyncio.gather(*(self.pool.unless_it_leaves(client, client.release_memory(parts)) for client in self.clients))
 
     async def restore_memory(self, parts: Collection[EnginePart]) -> None:
@@ -207,8 +202,7 @@ class RolloutManager:
     # The batch of a step
 
     async def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
-        """Return the groups of one step, on engines with weights of version `step`, and rollout
-        metrics.
+        """Return the groups of one step, by engines with weights of version `step`, and metrics.
 
         `step` steps are done, so users and the buffer call this one step `step` + 1. Waits for
         groups not yet in the buffer. Up to `rollout.max_staleness` later steps are generated in the

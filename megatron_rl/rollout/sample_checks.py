@@ -20,13 +20,7 @@ def check_samples(
     Needed are `num_samples` trajectories of a sample or more each, with at most `max_tokens` tokens
     including the prompt.
 
-    Raises:
-        UserError: something other than samples, another number of trajectories, an index used
-            twice,
-            another group, a prompt of another problem, too many tokens, token ids outside the
-            vocabulary, a trainable token that no engine made or with a log-prob above 0, or no
-                experts
-            where needed.
+    Raises UserError for the first breach.
     """
     if not isinstance(samples, Sequence):
         raise UserError(f"it returned {samples!r:.60} of type {type(samples).__name__}, needs a list of Sample")
@@ -50,9 +44,7 @@ def check_samples(
 
 
 def _problem(sample: Sample, *, prompt: Prompt, vocab_size: int, max_tokens: int, need_experts: bool) -> str | None:
-    """Return the reason why a sample of `prompt` cannot be trained on, with the fix; None when it
-    can.
-    """
+    """Return the reason why a sample of `prompt` cannot be trained on, with the fix."""
     if sample.group_id != prompt.id:
         return f"group_id {sample.group_id!r}, needs {prompt.id!r}, the prompt's id"
     problem = _prompt_problem(sample.prompt, prompt)
@@ -85,8 +77,7 @@ def _problem(sample: Sample, *, prompt: Prompt, vocab_size: int, max_tokens: int
 
 
 def _prompt_problem(own: Prompt, given: Prompt) -> str | None:
-    """Return the reason why `own` is another problem than `given`, ignoring tokens and text, or
-    None.
+    """Return the reason why `own` is another problem than `given`, ignoring tokens and text.
 
     Trajectories of one group are compared by one label, and the buffer keeps id, label and metadata
     once for the whole group.
@@ -104,8 +95,7 @@ def _prompt_problem(own: Prompt, given: Prompt) -> str | None:
 
 
 def without_outdated_experts(sample: Sample) -> Sample:
-    """Return the sample, without the record of experts when weights of several versions made the
-    tokens.
+    """Return the sample, without a record of experts when its tokens have several versions.
 
     A weight update sends running requests back to the prompt phase (as a later turn does with
     earlier ones). So the engine's record shows the routing of the last weights for tokens of
