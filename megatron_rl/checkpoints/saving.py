@@ -134,11 +134,20 @@ class _Planner(MCoreSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
         """Return the data of the item, in the same memory."""
         data = super().resolve_data(write_item)
-        if not isinstance(data, Tensor) or not data.is_contiguous() or data.device.type != "cpu":
-            return data
-        start = data.storage_offset() * data.itemsize
-        storage = data.untyped_storage()[start : start + data.nbytes]
-        return torch.empty(0, dtype=data.dtype).set_(storage, 0, data.shape, data.stride())
+        return _own_storage(data) if isinstance(data, Tensor) else data
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """Return `tensor`, of any shape, in the same memory with a storage of its own size, where it is contiguous on the CPU.
+
+    torch copies a view of a larger storage before the write, and safetensors makes the storage that
+    it writes non-resizable, while putting a model away resizes storages.
+    """
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return tensor
+    start = tensor.storage_offset() * tensor.itemsize
+    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 class _Planning(TorchDistSaveShardedStrategy):
@@ -207,7 +216,7 @@ class PolicyFiles:
     def _write_now(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._writes = False
         try:
-            save_hf(self._directory, ((name, _own(tensor, shared)) for name, tensor, shared in _in_host_memory(weights)), **self._options)
+            save_hf(self._directory, ((name, _own_storage(tensor)) for name, tensor, _ in _in_host_memory(weights)), **self._options)
         except UserError as error:  # raised on all ranks by `finish`
             self._error = error
 
@@ -224,8 +233,8 @@ class PolicyFiles:
 
     def _taken(self) -> Iterator[tuple[str, Tensor]]:
         while self._held:
-            name, tensor, shared = self._held.popleft()
-            yield name, _own(tensor, shared)
+            name, tensor, _ = self._held.popleft()
+            yield name, _own_storage(tensor)
 
 
 def _in_host_memory(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, bool]]:
@@ -233,11 +242,6 @@ def _in_host_memory(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str
     for name, tensor in weights:
         here = tensor.detach().cpu()
         yield name, here, here.data_ptr() == tensor.data_ptr()
-
-
-def _own(tensor: Tensor, shared: bool) -> Tensor:
-    """Return a copy of memory of the model: safetensors makes memory non-resizable, and putting a model away resizes memory."""
-    return tensor.clone() if shared else tensor
 
 
 class Saving:
