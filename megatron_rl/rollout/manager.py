@@ -48,13 +48,7 @@ def reward_log(directory: Path) -> Path:
 
 
 class RolloutManager:
-    """Makes the samples of a run on the engines that have joined; made by `open`.
-
-    Example:
-        async with RolloutManager.open(settings, prompts=prompts, buffer=path) as manager:
-            await manager.join(addresses, serve_current=True)
-            batch, metrics = await manager.next_batch(0, progress=progress)
-    """
+    """Makes the samples of a run on the engines that have joined; made by `open`."""
 
     def __init__(
         self,
@@ -193,10 +187,7 @@ class RolloutManager:
             await asyncio.sleep(IDLE_POLL_S)
 
     async def forget(self, *, before_step: int) -> None:
-        """Drop the token arrays of groups consumed by the first `before_step` steps.
-
-        No kept checkpoint comes back to these groups.
-        """
+        """Drop the token arrays of groups to which no kept checkpoint comes back."""
         self._buffer.prune(before_step, keep=self._settings.run.keep_groups)
 
     # The batch of a step
@@ -299,10 +290,7 @@ class RolloutManager:
         self._reward_failures.check(failures, total=len(rewards))
 
     def _check_rollouts(self, chosen: Sequence[Chosen], taken: Sequence[Chosen], *, step: int) -> None:
-        """Record the failures among `chosen`, the newest of the groups `taken` by a step.
-
-        Raises UserError when the step has too many failures.
-        """
+        """Record the failures of `chosen`, the newest groups. Raises UserError for too many."""
         num_samples = self._settings.data.samples_per_prompt
         new, all_failures = (self._failures_of(each.group for each in groups) for groups in (chosen, taken))
         self._rollout_failures.note(new, total=num_samples * len(chosen), step=step + 1)
