@@ -13,10 +13,19 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.config.checks import gpu_contradictions, setting_notes
 from megatron_rl.config.messages import joined_error
-from megatron_rl.config.settings import DataSettings, RuntimeSettings, Settings
+from megatron_rl.config.settings import (
+    DataSettings,
+    ModelSettings,
+    ObserveSettings,
+    RewardSettings,
+    RolloutSettings,
+    RuntimeSettings,
+    Settings,
+)
 from megatron_rl.data.row_files import check_is_data_file
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.data.tokenizer import check_ends, load_tokenizer
@@ -85,15 +94,16 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         *(partial(check, settings) for check in RESUME_CHECKS if resume),
         *_config_checks(settings, find_target(settings, config_only=False)),
         partial(_check_weights, settings.model.path),
-        partial(_check_teacher, settings),
-        partial(_check_sinks, settings),
+        partial(_check_teacher, settings.model),
+        partial(_check_sinks, settings.observe),
         partial(check_interface, settings.runtime),
         *_data_checks(settings, probe=probe),
         partial(_check_resources, settings),
         *([] if probe else [partial(_check_cluster, settings.runtime)]),
     ]
     if settings.rollout.function is not None and not settings.supervised:
-        checks.append(partial(_check_rollout_function, settings))
+        need_experts = settings.training.routing_replay
+        checks.append(partial(_check_rollout_function, settings.rollout, settings.model.path, need_experts=need_experts))
     return _run_checks(checks, settings)
 
 
@@ -128,14 +138,14 @@ def preflight_config(settings: Settings) -> list[str]:
     """
     checks = _config_checks(settings, find_target(settings, config_only=True))
     if not settings.supervised:
-        checks.append(partial(_check_reward, settings))
+        checks.append(partial(_check_reward, settings.reward))
     return _run_checks(checks, settings)
 
 
 def _config_checks(settings: Settings, target: Target) -> list[Callable[[], list[str]]]:
     checks: list[Callable[[], list[str]]] = [
         partial(_check_model, settings, target),
-        partial(_check_objective, settings),
+        partial(_check_objective, settings.objective, response_budget=settings.rollout.sampling.max_response_tokens),
         partial(_check_optimizer, settings, target.device),
         partial(_check_placement, settings, target),
         partial(_check_sharing, settings, target),
@@ -194,12 +204,12 @@ def _check_model(settings: Settings, target: Target) -> list[str]:
     return []
 
 
-def _check_teacher(settings: Settings) -> list[str]:
-    teacher = settings.model.teacher
+def _check_teacher(model: ModelSettings) -> list[str]:
+    teacher = model.teacher
     # Another check reports a missing directory.
     if teacher is None or not teacher.is_dir():
         return []
-    check_vocabulary(settings.model.path, teacher)
+    check_vocabulary(model.path, teacher)
     return _check_weights(teacher)
 
 
@@ -211,9 +221,9 @@ def _check_weights(path: Path) -> list[str]:
     return [f"{path / name} is not the file of its {MANIFEST}: it is used as it is" for name in changed_texts(path)]
 
 
-def _check_objective(settings: Settings) -> list[str]:
-    resolve_objective(settings.objective, response_budget=settings.rollout.sampling.max_response_tokens)
-    loss, advantage = settings.objective.policy_loss, settings.objective.advantage
+def _check_objective(objective: Objective, *, response_budget: int) -> list[str]:
+    resolve_objective(objective, response_budget=response_budget)
+    loss, advantage = objective.policy_loss, objective.advantage
     if isinstance(loss, PlugInLoss):
         require(loss.path, "policy_loss", loss.args)
     if isinstance(advantage, PlugInAdvantage):
@@ -221,8 +231,8 @@ def _check_objective(settings: Settings) -> list[str]:
     return []
 
 
-def _check_sinks(settings: Settings) -> list[str]:
-    check_installed(settings.observe)
+def _check_sinks(observe: ObserveSettings) -> list[str]:
+    check_installed(observe)
     return []
 
 
@@ -239,16 +249,16 @@ def _check_optimizer(settings: Settings, device: Device) -> list[str]:
 
 
 def _data_checks(settings: Settings, *, probe: bool) -> list[Callable[[], list[str]]]:
-    checks: list[Callable[[], list[str]]] = [partial(_check_tokenizer, settings), partial(_check_held_out, settings)]
+    checks: list[Callable[[], list[str]]] = [partial(_check_tokenizer, settings.model.path), partial(_check_held_out, settings.data)]
     checks += [] if settings.data.source is None else [partial(_check_source, settings.data)]
     if probe:
         return [*checks, partial(_check_rows, settings)]
     checks += [partial(_check_file, path) for path in (settings.data.train, settings.data.eval) if path is not None]
-    return checks if settings.supervised else [*checks, partial(_check_reward, settings)]
+    return checks if settings.supervised else [*checks, partial(_check_reward, settings.reward)]
 
 
-def _check_tokenizer(settings: Settings) -> list[str]:
-    check_ends(load_tokenizer(settings.model.path), settings.model.path)
+def _check_tokenizer(model: Path) -> list[str]:
+    check_ends(load_tokenizer(model), model)
     return []
 
 
@@ -257,8 +267,7 @@ def _check_file(path: Path) -> list[str]:
     return []
 
 
-def _check_held_out(settings: Settings) -> list[str]:
-    data = settings.data
+def _check_held_out(data: DataSettings) -> list[str]:
     if data.eval is not None and data.train is not None and data.eval.resolve() == data.train.resolve():
         return [f"data.eval is data.train ({data.train}): the run is evaluated on rows that it trains on"]
     return []
@@ -303,17 +312,17 @@ def _check_rollout(settings: Settings) -> list[str]:
     return []
 
 
-def _check_rollout_function(settings: Settings) -> list[str]:
+def _check_rollout_function(rollout: RolloutSettings, model: Path, *, need_experts: bool) -> list[str]:
     """Try the user's own rollout with a scripted engine and the model's tokenizer."""
-    trial = RolloutTrial(settings.rollout, tokenizer=load_tokenizer(settings.model.path), need_experts=settings.training.routing_replay)
+    trial = RolloutTrial(rollout, tokenizer=load_tokenizer(model), need_experts=need_experts)
     trial.run()
     trial.check_trained()
     trial.check_masked()
     return []
 
 
-def _check_reward(settings: Settings) -> list[str]:
-    load(settings.reward.function, kind="reward", args=settings.reward.args)
+def _check_reward(reward: RewardSettings) -> list[str]:
+    load(reward.function, kind="reward", args=reward.args)
     return []
 
 
