@@ -171,11 +171,13 @@ class PoolGenerator:
 
     def _kept_answers(self, token_ids: Ints, sampling: Sampling, num_samples: int) -> dict[int, Generation]:
         """Return the usable kept answers, by sample number."""
-        # An answer may have been kept before engines were asked for records of experts.
-        need_experts = self._pool.address.mixture is not None
         found = {index: self._kept.find(token_ids, sampling.of_sample(index)) for index in range(num_samples)}
         return {
-            index: answer for index, answer in found.items() if answer is not None and not (need_experts and answer.routed_experts is None)
+            index: answer
+            for index, answer in found.items()
+            # An answer may have been kept before engines were asked for records of experts. The pool has
+            # no address before the first engine.
+            if answer is not None and (answer.routed_experts is not None or self._pool.address.mixture is None)
         }
 
     async def _fill(

@@ -46,7 +46,7 @@ def test_a_checkpoint_s_score_is_its_share_of_right_answers(task: Path, tmp_path
 
 
 def test_the_commands_of_the_readme_fit_together() -> None:
-    (block,) = re.findall(r"```bash\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.DOTALL)
+    block, *_ = re.findall(r"```bash\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.DOTALL)
     make, *trained, score = (shlex.split(line, comments=True) for line in block.splitlines())
     assert all((ROOT / word).exists() for words in (make, *trained, score) for word in words if word.startswith("examples/"))
     sft, grpo = (load_settings(ROOT / words[-1]) for words in trained)

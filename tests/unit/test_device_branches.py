@@ -53,7 +53,6 @@ REHEARSED: dict[str, str] = {
     "models/attention/attention_choice.py resolve_attention": TE,
     "models/megatron_config.py _topology_fields": TE,
     "models/megatron_config.py _default_fields": TE,
-    "engines/engine.py Engine.__init__": ENGINE,
     "engines/engine.py Engine._environment": "tests/unit/engines/test_engine.py",
     "engines/server_args.py server_arguments": ENGINE,
 }
@@ -78,6 +77,8 @@ THE_SAME_ON_A_GPU: dict[str, str] = {
     "weights/ipc.py allocate_shared": "torch.empty, where a CPU needs a file",
     "engines/server_args.py keeps_prefixes": "what the CPU's server does not have",
     "engines/sglang_server.py main": "shims for a server without a GPU",
+    "checkpoints/pickles.py stored_part": "numbers of a file, which lie in the CPU's memory",
+    "checkpoints/saving.py _own_storage": "views in a CPU's memory, which torch would copy; a GPU's tensors are left alone",
     "engines/on_cpu/sglang_shims.py allocate_host_memory_unpinned": "shims for a server without a GPU",
 }
 """Function -> why nothing in it is for GPUs alone."""

@@ -22,7 +22,6 @@ QUERIES = {"get_rank", "get_world_size", "get_backend", "get_process_group_ranks
 ELSEWHERE = {
     "gather_partials: all_gather": "tensor-parallel ranks: part of a forward pass, and the room of algorithms is given its groups",
     "balance_loss: all_reduce": "ranks that share a router's sequences: part of its forward pass",
-    "_summed: all_reduce": "tensor-parallel ranks: squares of a norm over all heads, part of the forward and backward pass of attention",
     "UnevenAllGatherDispatcher.token_dispatch: all_reduce": "expert-parallel ranks: part of the forward pass of a mixture's layer",
     "_holders: all_gather_object": "pipeline or expert ranks: before weights are exported, outside of steps",
     "_gathered: all_gather": "tensor- or expert-parallel ranks: while weights are exported, outside of steps",
