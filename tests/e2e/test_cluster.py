@@ -79,7 +79,7 @@ from megatron_rl.runtime.watchdog import Watchdog
 class Seen(Engine):
     \"""An engine that starts no server, and answers which GPUs it would see.\"""
 
-    def start(self):
+    def start(self, *, timeout_s):
         return self._environment()["CUDA_VISIBLE_DEVICES"]
 
 engines.Engine = Seen
@@ -140,7 +140,11 @@ def test_ranks_and_engines_are_where_the_placement_says(cluster: Callable[..., s
     ("sections", "ranks", "engines"),
     [
         (
-            {"training": {"topology": {"num_ranks": 4}}, "rollout": {"sglang": {"tp_size": 2}}, "runtime": {"colocate": True}},
+            {
+                "training": {"topology": {"num_ranks": 4}},
+                "rollout": {"num_engines": 2, "sglang": {"tp_size": 2}},
+                "runtime": {"colocate": True},
+            },
             [["0"], ["1"], ["2"], ["3"]],
             ["0,1", "2,3"],
         ),
