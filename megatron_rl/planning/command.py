@@ -53,7 +53,7 @@ def plans(
     """
     model, words = split_model(words)
     bare = words.config is None
-    settings = load_settings(words.config, [*_overrides(model, words, topology)], on_gpus=False)
+    settings = load_settings(words.config, [*_overrides(model, words, topology)], on_gpus=False if bare else None)
     if settings.rollout.sglang:
         validate_server_args(settings.rollout.sglang)
     spec = read_spec(model or settings.model.path)

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,18 @@ def test_what_does_not_fit_is_told_to_scripts_too(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(command, "remedy", lambda *_, **__: "the trainer fits with x=1")
     assert main(["plan", str(CONFIGS / "Qwen3-4B.json"), "--gpus", "4", "--tp", "2"]) == 2
     assert "does not fit: 3 of 2\nthe trainer fits with x=1\n" in capsys.readouterr().out
+
+
+def test_a_settings_file_is_planned_as_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With recompute and the distributed optimizer, which its GPUs decide; without them it does not fit."""
+    from megatron_rl.cli import main
+
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(CONFIGS / "Qwen3-4B.json", model / "config.json")
+    words = [str(Path(__file__).parents[3] / "examples" / "launch" / "qwen3-4b.yaml"), f"model.path={model}"]
+    assert main(["plan", *words]) == 0
+    assert "\nfits: 38.9 of 79.6 GiB" in capsys.readouterr().out
 
 
 def test_arguments_of_the_engine_are_checked() -> None:
