@@ -1,8 +1,7 @@
 """Advantages per token from the rewards of a batch: the form of all estimators, and those by groups.
 
 `scores` comes first, over the whole batch, because a baseline needs groups held by other ranks.
-`of_tokens` follows, over the sequences of one rank. Samples are grouped by id, never by position. A
-lone scored sample of a group has no comparison and gets 0.
+`of_tokens` follows, over the sequences of one rank. Samples are grouped by id, never by position.
 
 Legend: B samples of the whole batch, over all ranks; a trajectory of several samples counts once. K
 reward components. S sequences of one rank laid end to end, T their tokens. All maths is float64.
@@ -71,11 +70,12 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Samples:
-    """The input of an estimator: `rewards` [B], or [B, K] of components, as float64, and `groups`.
+    """The input of an estimator: `rewards` [B], or [B, K] of components, float64, with `group_ids`
+    [B] of one prompt each.
 
-    A group has the samples of one prompt. `group_ids` [B]. `lengths` [B] trainable tokens: weights
-    of opo's baseline and of whitening over tokens. `baselines` [B]: reward of the greedy response
-    to the sample's prompt. Raises ValueError for wrong shapes and for rewards that are not finite.
+    `lengths` [B] trainable tokens: weights of opo's baseline and of whitening over tokens.
+    `baselines` [B]: reward of the prompt's greedy response. Raises ValueError for wrong shapes and
+    for rewards that are not finite.
     """
 
     rewards: Tensor
@@ -101,12 +101,12 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TokenPlaces:
-    """The trained tokens of one rank's sequences, with known values per token.
+    """The trained tokens of one rank's sequences: `loss_mask` [T], `cu_seqlens` [S + 1], with known values per token.
 
-    `loss_mask` [T], `cu_seqlens` [S + 1]. `kl` [T] raw KL to the reference and its present
-    coefficient, for a KL in the reward; `values` [T] and `bootstrap` [S] (the value after a
-    truncated response, else 0) of a critic. `teacher_log_ratio` [T], log pi_old - log pi_teacher,
-    times `distillation_coef` is taken from every advantage; a critic does not see the distillation.
+    `kl` [T] raw KL to the reference and its present coefficient, for a KL in the reward; `values`
+    [T] and `bootstrap` [S] (the value after a truncated response, else 0) of a critic.
+    `teacher_log_ratio` [T], log pi_old - log pi_teacher, times `distillation_coef` is taken from
+    every advantage; a critic does not see the distillation.
     """
 
     loss_mask: Tensor
@@ -155,10 +155,7 @@ class Advantage(Choice):
     kind: str
 
     def scores(self, samples: Samples) -> Tensor:
-        """Return the number of each sample [B] float64 as input of `of_tokens`.
-
-        Equal rewards compared with each other give exactly 0.
-        """
+        """Return a number per sample [B] float64 for `of_tokens`; exactly 0 for equal rewards compared with each other."""
         raise NotImplementedError
 
     def of_samples(self, samples: Samples) -> Tensor:
@@ -166,18 +163,21 @@ class Advantage(Choice):
         return self.scores(samples)
 
     def without_signal(self, samples: Samples) -> Tensor:
-        """Return [B] bool: samples of groups whose rewards teach nothing, because every advantage in the group is 0 before whitening."""
+        """Return [B] True in groups whose rewards teach nothing: every advantage is 0 before whitening."""
         scores, groups = self.scores(samples), samples.groups
         return (groups.sum((scores != 0).double()) == 0)[groups.index]
 
     def by_token(self, scores: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor | None]:
-        """Return (advantages [T] before whitening, returns [T] for a critic or None) from the `scores` [S] of one rank's sequences."""
+        """Return advantages [T] before whitening, and returns [T] for a critic or None, from the
+        `scores` [S] of one rank.
+        """
         return places.spread(scores), None
 
     def of_tokens(self, scores: Tensor, places: TokenPlaces, *, all_reduce_sum: AllReduceSum = identity) -> tuple[Tensor, Tensor | None]:
-        """Return (advantages [T], returns [T] for a critic or None), 0 at masked positions, from the `scores` [S] of one rank.
+        """Return advantages [T], and returns [T] for a critic or None, 0 at masked positions, from
+        the `scores` [S] of one rank.
 
-        Whitened over all ranks where the settings say so: `all_reduce_sum` adds over data-parallel ranks.
+        Whitened where the settings say so: `all_reduce_sum` adds over data-parallel ranks.
         """
         advantages, returns = self.by_token(scores, places)
         if places.distillation_coef and places.teacher_log_ratio is not None:
@@ -199,10 +199,10 @@ class Advantage(Choice):
 def group_advantages(
     estimator: Advantage, *, rewards: Tensor, group_ids: Tensor, lengths: Tensor, baselines: Tensor | None = None
 ) -> Tensor:
-    """Return one advantage per sample, [B] float64, for all tokens of the sample.
+    """Return one advantage per sample, [B] float64, for all tokens of the sample, from the arguments of `Samples`.
 
-    Equal rewards give exactly 0 where the group is the baseline. Arguments are those of `Samples`.
-    Raises ValueError for wrong shapes, rewards that are not finite, an estimator with a critic, and
+    Equal rewards, and a lone sample, give exactly 0 where the group is the baseline. Raises
+    ValueError for wrong shapes, rewards that are not finite, an estimator with a critic, and
     missing input of an estimator; UserError for a wrong result of an estimator of your own.
 
     Example: `group_advantages(GroupAdvantage(), rewards=rewards, group_ids=group_ids,
@@ -212,9 +212,8 @@ def group_advantages(
 
 
 def whiten_samples(values: Tensor, weights: Tensor) -> Tensor:
-    """Return `values` [B] with mean 0 and unbiased variance 1, each counted `weights` [B] times.
-
-    Values that differ only by rounding give 0.
+    """Return `values` [B] with mean 0 and unbiased variance 1, each counted `weights` [B] times; 0
+    if equal but for rounding.
     """
     count = weights.double()
     used = count > 0
@@ -240,10 +239,7 @@ class _Compared(Advantage):
         raise NotImplementedError
 
     def scores(self, samples: Samples) -> Tensor:
-        """Return the advantages [B].
-
-        Raises ValueError for components instead of a single reward.
-        """
+        """Return the advantages [B]. Raises ValueError for components instead of a single reward."""
         values, groups = plain_rewards(samples, self.kind), samples.groups
         if len(values) == 0:
             return values.clone()

@@ -2,9 +2,8 @@
 
 Every term of the objective is sum_t w_t l_t. The weights carry mask and normalisation and come from
 counts over the whole optimizer step, so the sum is additive over micro-batches and over data- and
-context-parallel ranks.
-
-A sequence is one piece of model input: ratios and masks belong to the sequence, in any trajectory.
+context-parallel ranks. A sequence is one piece of model input: ratios and masks belong to the
+sequence, in any trajectory.
 
 Legend: T tokens of this rank's part of the micro-batch, S its sequences.
 """
@@ -44,10 +43,10 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 class Sequences:
     """The sequence of each token: `index` [T] in [0, S), `mask` [T] trainable, and counts.
 
-    `tokens` [S] trainable of the whole sequence. `trajectory_tokens` [S]: trainable tokens of all
-    sequences of each sequence's trajectory, the divisor of means over trajectories; None where each
-    sequence is a trajectory. Derived once, because reductions and selections by bools are slow:
-    `excluded` [T] = not mask, `count` of this rank's trainable tokens.
+    `tokens` [S] trainable of the whole sequence; `trajectory_tokens` [S] of all sequences of its
+    trajectory, the divisor of means over trajectories, None where each sequence is a trajectory.
+    Derived once, because reductions and selections by bools are slow: `excluded` [T] = not mask,
+    `count` of this rank's trainable tokens.
     """
 
     index: Tensor
@@ -82,15 +81,12 @@ class Sequences:
         return per_sequence[self.index]
 
     def masked(self, values: Tensor) -> Tensor:
-        """Return `values` [T] in at least float32, with 0 wherever the mask is False.
-
-        Content at masked positions therefore cannot spread.
-        """
+        """Return `values` [T] in at least float32, with 0 wherever the mask is False, so their content cannot spread."""
         wide = values if values.dtype == torch.float64 else values.float()
         return wide.masked_fill(self.excluded, 0.0)
 
     def mean_pair(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum, count) over this rank's trainable tokens of `values` [T], numbers or bools."""
+        """Return (sum, count) over this rank's trainable tokens of `values` [T], numbers or bools."""
         if values.dtype == torch.bool:
             return torch.count_nonzero(values & self.mask).double(), self.count.double()
         return values.detach().masked_fill(self.excluded, 0.0).sum().double(), self.count.double()
@@ -98,19 +94,19 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LossInputs:
-    """One micro-batch on one rank. Per-token tensors [T] are aligned with the scored token.
+    """One micro-batch on one rank. Per-token tensors [T] are aligned with the scored token; masked
+    positions may hold anything.
 
-    Masked positions may hold anything. `sequence_index` [T] int64 in [0, S), `sequence_tokens` [S]
-    trainable tokens of the whole sequence over all context-parallel ranks. Log-probs and entropies
-    are in nats. `log_probs` (with gradient), `entropy`, `varentropy`: of the current policy.
-    `old_log_probs`: of the proximal policy, before the step's first update. `rollout_log_probs`: of
-    the generating policy. `ref_log_probs`: of the reference or teacher. `kl_mask`: tokens with a KL
-    term in the loss, all when None (zero-variance groups under mask_kl). `token_keys` int64: any
+    `sequence_index` [T] int64 in [0, S), `sequence_tokens` [S] trainable of the whole sequence over
+    all context-parallel ranks. Log-probs and entropies are in nats: `log_probs` (with gradient),
+    `entropy`, `varentropy` of the current policy; `old_log_probs` of the proximal one, before the
+    step's first update; `rollout_log_probs` of the generating one; `ref_log_probs` of the reference
+    or teacher. `kl_mask`: tokens with a KL term in the loss, all when None. `token_keys` int64: any
     number unique to the token within the step (clip_cov). `selection_log_probs`,
     `selection_entropy`: the inputs of `step_statistics`, where not from the current pass.
-    `trajectory_ids` [S] int64, the same in every micro-batch of the step, name each sequence's
-    trajectory, and `trajectory_tokens` [S] count the trainable tokens of all the trajectory's
-    sequences; None on every rank where each sequence is a trajectory.
+    `trajectory_ids` [S] int64 name each sequence's trajectory in the whole step, and
+    `trajectory_tokens` [S] count its trainable tokens; None on every rank where each sequence is a
+    trajectory.
     """
 
     loss_mask: Tensor
@@ -148,9 +144,8 @@ class LossInputs:
         return Sequences(self.sequence_index, self.loss_mask, self.sequence_tokens, sequence_sum, self.trajectory_tokens)
 
     def present(self, name: str, sequences: Sequences) -> Tensor:
-        """Return the tensor `name` [T] in at least float32 with zeros at masked positions.
-
-        Raises ValueError for a missing tensor.
+        """Return the tensor `name` [T] in at least float32 with zeros at masked positions. Raises
+        ValueError for a missing one.
         """
         tensor: Tensor | None = getattr(self, name)
         if tensor is None:
@@ -167,14 +162,14 @@ def token_weights(
     max_response_length: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the weights [T] of per-token losses, 0 where the mask is False.
+    """Return the weights [T] of per-token losses, 0 where the mask is False, and everywhere in a
+    step without a trainable token.
 
-    `num_tokens` N and `num_sequences` B count the trainable tokens, and the sequences with at least one, of the whole step:
-    token_mean 1/N; sequence_mean_token_mean 1/(B n_i); sequence_mean_token_sum 1/B; sequence_mean_token_sum_norm 1/(B L);
-    token_sum 1. The tokens of all sequences of a trajectory count as one sequence, of n_i tokens. A step without a trainable token has
-    weights 0.
-
-    Raises ValueError when L = `max_response_length` is needed and missing.
+    N = `num_tokens` and B = `num_sequences` count the trainable tokens, and the sequences with at
+    least one, of the whole step: token_mean 1/N; sequence_mean_token_mean 1/(B n_i);
+    sequence_mean_token_sum 1/B; sequence_mean_token_sum_norm 1/(B L); token_sum 1. All sequences of
+    a trajectory count as one, of n_i tokens. Raises ValueError when L = `max_response_length` is
+    needed and missing.
     """
     tokens = max(num_tokens, 1)
     rows = max(num_sequences, 1)

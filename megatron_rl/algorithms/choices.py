@@ -1,8 +1,8 @@
 """A choice with arguments: a record with the name of a kind, the arguments, and the maths.
 
-The settings of the objective are unions of such records, distinguished by `kind`: arguments of
-other kinds cannot be set. An argument of the same name has the same meaning everywhere. The records
-are plain dataclasses, validated as settings by the configuration room.
+The objective is unions of such records, distinguished by `kind`: arguments of other kinds cannot be
+set. Arguments of one name have one meaning everywhere. The configuration room validates these plain
+dataclasses as settings.
 """
 
 import functools

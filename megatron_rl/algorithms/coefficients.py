@@ -14,20 +14,14 @@ from megatron_rl.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """The coefficients of the entropy bonus and of the KL in the loss of one optimizer step.
-
-    All micro-batches of the step use the same coefficients.
-    """
+    """The coefficients of the entropy bonus and of the KL in the loss, for all micro-batches of one optimizer step."""
 
     entropy: float
     kl_loss: float
 
     @classmethod
     def fixed(cls, objective: Objective) -> "Coefficients":
-        """Return the coefficients set by `objective`.
-
-        Raises ValueError when a controller moves one from step to step.
-        """
+        """Return the coefficients set by `objective`. Raises ValueError when a controller moves one from step to step."""
         kl, entropy = objective.kl, objective.entropy
         for name, moved in (
             ("entropy", entropy is not None and isinstance(entropy.control, CoefficientControl)),
@@ -48,10 +42,7 @@ class Coefficients:
 
 @dataclass(frozen=True, slots=True)
 class ControlState:
-    """The controllers' state between two steps: KL coefficient and entropy controller's state.
-
-    The latter is None without a controller. Equal on all ranks.
-    """
+    """The state between two steps, equal on all ranks: KL coefficient, and the entropy controller's, None without one."""
 
     kl_coef: float
     entropy: EntropyState | None
@@ -64,10 +55,10 @@ class ControlState:
 
     @classmethod
     def restored(cls, objective: Objective, plain: Mapping[str, Any]) -> "ControlState":
-        """Return the state in `plain`; a controller unknown to `plain` starts anew.
+        """Return the state in `plain`; a controller unknown to `plain` starts anew, and a fixed
+        coefficient stays the setting's.
 
-        A fixed coefficient stays the setting's. Raises UserError when `plain` is the state of
-        another controller of the entropy.
+        Raises UserError when `plain` is the state of another controller of the entropy.
         """
         first = cls.first(objective)
         term = objective.kl or objective.kl_reward
@@ -93,8 +84,8 @@ class ControlState:
     def of_step(self, objective: Objective, entropy: float | None = None) -> tuple[Objective, Coefficients]:
         """Return the coming step's objective, with the controllers' values, and its coefficients.
 
-        `entropy`, nats per token, belongs to the policy before the step, where
-        `objective.needs_entropy_before_step`.
+        `entropy`, nats per token, is that of the policy before the step, where
+        `needs_entropy_before_step`.
         """
         kl_loss = 0.0 if objective.kl is None else self.kl_coef
         if objective.entropy is None or objective.entropy.control is None:
@@ -111,8 +102,8 @@ class ControlState:
     def updated(self, objective: Objective, *, entropy: float | None, kl: float | None, num_sequences: int) -> "ControlState":
         """Return the state after a finished step of `num_sequences` sequences.
 
-        `entropy` is the measured mean per token over all ranks, and `kl` the mean over sequences of
-        the KL per token, in nats; None without a measurement.
+        `entropy` is the mean per token over all ranks, and `kl` the mean over sequences of the KL
+        per token, in nats; None without a measurement.
         """
         state, kl_coef, term = self.entropy, self.kl_coef, objective.kl or objective.kl_reward
         control = None if objective.entropy is None else objective.entropy.control

@@ -1,8 +1,7 @@
-"""Policy losses with a rule for tokens of high covariance between advantage and log-prob.
+"""Policy losses with a rule for tokens of high covariance between advantage and log-prob (arXiv 2505.22617, section 4).
 
-Source: arXiv 2505.22617, section 4. Thresholds are found once for the optimizer step, then every
-micro-batch applies them: else the choice would depend on the split of the step. Legend: T tokens of
-this rank.
+Thresholds are found once for the optimizer step, so the choice does not depend on the split of the
+step. Legend: T tokens of this rank.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from megatron_rl.algorithms.policy_loss import CappedClip, Gather, PolicyLossTer
 class Covariances:
     """Covariances of the step's tokens: their centre, and the `limit` of the choice, None for none.
 
-    For kl_cov the limit is the smallest chosen covariance, for clip_cov the largest chosen hash by
-    `seed`.
+    kl_cov's limit is the smallest chosen covariance, clip_cov's the largest chosen hash by `seed`.
     """
 
     advantage_mean: float = 0.0
@@ -32,9 +30,8 @@ class Covariances:
 
     @classmethod
     def centred(cls, parts: Sequence[PolicyTerms], gather: Gather, *, seed: int) -> Covariances | None:
-        """Return the step's covariances without a limit; `parts` are this rank's.
-
-        None for a step without a trainable token.
+        """Return the step's covariances without a limit from this rank's `parts`; None for a step
+        without a trainable token.
         """
         log_probs = gathered([_seen(terms)[terms.sequences.mask] for terms in parts], gather, torch.float64)
         advantages = gathered([terms.advantages[terms.sequences.mask] for terms in parts], gather, torch.float64)
@@ -43,14 +40,12 @@ class Covariances:
         return cls(advantage_mean=float(advantages.mean()), log_prob_mean=float(log_probs.mean()), seed=seed)
 
     def of(self, terms: PolicyTerms) -> Tensor:
-        """(A - mean A)(log pi - mean log pi) per token [T] in float64, means over the step."""
+        """Return (A - mean A)(log pi - mean log pi) per token [T] in float64, means over the step."""
         return (terms.advantages.double() - self.advantage_mean) * (_seen(terms).double() - self.log_prob_mean)
 
 
 def gathered(pieces: Sequence[Tensor], gather: Gather, dtype: torch.dtype) -> Tensor:
-    """Return this rank's `pieces` [n] and the pieces of all other ranks in one tensor of
-    `dtype`.
-    """
+    """Return this rank's `pieces` [n] and the pieces of all other ranks in one tensor of `dtype`."""
     return gather(torch.cat([piece.to(dtype) for piece in pieces]) if pieces else torch.empty(0, dtype=dtype))
 
 
@@ -151,7 +146,7 @@ def _keys(terms: PolicyTerms) -> Tensor:
 
 
 def hashed(keys: Tensor, seed: int) -> Tensor:
-    """Return a pseudo-random non-negative int64 per key [T]: the same token gets the same in every split of the step (splitmix64)."""
+    """Return a pseudo-random non-negative int64 per key [T], the same in every split of the step (splitmix64)."""
 
     def shift(x: Tensor, bits: int) -> Tensor:
         return (x >> bits) & ((1 << (64 - bits)) - 1)

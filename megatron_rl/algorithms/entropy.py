@@ -1,8 +1,8 @@
 """The policy's entropy in the objective: a bonus, and controllers of coefficient or upper clip.
 
-Controllers are pure functions from one state to the next. A controller is called once per optimizer
-step with the global mean entropy per token of the step, in nats, never by an evaluation; all
-micro-batches of a step use the same value.
+Controllers are pure functions from state to state, called once per optimizer step with its global
+mean entropy per token, in nats, never by an evaluation; all micro-batches of a step use the same
+value.
 
 The coefficient moves by +-delta within [min, max] and is applied only while the entropy is low
 (Skywork-OR1, arXiv 2505.22312, section 3.2.5). TRL, the Skywork code and the paper differ in lag
@@ -82,19 +82,15 @@ class Entropy(Choice):
 
     @property
     def has_bonus(self) -> bool:
-        """Return True when the loss has an entropy term.
-
-        The answer never depends on a controller's current value, which could otherwise not leave 0.
+        """Return True when the loss has an entropy term, also where a controller's present value is
+        0, and could not leave it.
         """
         return self.coef != 0 or isinstance(self.control, CoefficientControl)
 
 
 @dataclass(frozen=True, slots=True)
 class EntropyState:
-    """The state of a `kind` of controller between two steps: `value` and last entropy.
-
-    The entropy is None before the first step.
-    """
+    """The state of a `kind` of controller between two steps: `value`, and last entropy, None before the first step."""
 
     kind: str
     value: float
@@ -111,8 +107,8 @@ class EntropyState:
     def applied(self, control: CoefficientControl | ClipHighControl, entropy: float | None = None) -> float:
         """Return the coming step's coefficient (0 behind a closed gate) or clip growth.
 
-        `entropy`, nats per token, belongs to the policy before the step. Raises ValueError when the
-        paper's rule gets none.
+        `entropy`, nats per token, is that before the step. Raises ValueError when the paper's rule
+        gets none.
         """
         last, target = self.last_entropy, control.target
         if control.kind == "paper" and entropy is None:
@@ -126,9 +122,8 @@ class EntropyState:
         return self.value if is_open[control.kind] else 0.0
 
     def updated(self, control: CoefficientControl | ClipHighControl, entropy: float) -> "EntropyState":
-        """Return the state after a step of this global mean entropy, nats per token.
-
-        Raises ValueError when the entropy is not finite.
+        """Return the state after a step of this global mean entropy, nats per token. Raises
+        ValueError when it is not finite.
         """
         if not math.isfinite(entropy):
             raise ValueError(f"EntropyState.updated got entropy {entropy}, needs a finite number of nats per token; skip such a step")

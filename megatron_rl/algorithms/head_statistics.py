@@ -1,8 +1,8 @@
 """Log-probability, entropy and varentropy of next tokens from hidden states, without full logits.
 
 Rows go through the language model head in chunks of a fixed number of logits. A chunk is dropped as
-soon as five numbers of each row are known, and computed again for the gradient. Memory depends
-neither on the number of rows nor on the kind of tokens between the rows.
+soon as five numbers of each row are known, and computed again for the gradient, so memory does not
+depend on the number of rows.
 
 Legend: N rows, H hidden channels, V vocabulary columns of this rank.
 """
@@ -36,21 +36,19 @@ def head_statistics(
     gradient_buffer: Tensor | None = None,
     rows: RowMaths = TORCH_ROWS,
 ) -> TokenStatistics:
-    """Return `token_statistics` of the logits `hidden` [N, H] x `weight` [V, H] transposed, at
-    `targets` [N].
+    """Return `token_statistics` of the logits `hidden` [N, H] x `weight` [V, H] transposed, at `targets` [N].
 
     With `group` each rank gets the gradient of `hidden` from the rank's own columns: the sum over
     ranks is the caller's. Collective over `group` in the forward pass, once for any N, and not in
     the backward pass.
 
-    `gradient_buffer` [V, H] is the final place of the summed gradients of `weight`: the gradients
-    of all chunks but the last are added right away, the last one's is returned. Without a buffer
-    all gradients are summed in float32 (float64 for float64 weights). `rows` computes statistics
-    and gradients of a chunk's logits; the matrix products are always torch's.
+    `gradient_buffer` [V, H] is the final place of the summed gradients of `weight`: those of all
+    chunks but the last are added right away, the last one's is returned. Without a buffer all are
+    summed in float32 (float64 for float64 weights). `rows` computes statistics and gradients of a
+    chunk's logits; the matrix products are always torch's.
 
-    Targets are not checked, because a check would wait for the device: a target outside the
-    vocabulary has log-prob -inf. Raises ValueError when shapes disagree or the temperature is not
-    positive.
+    A target outside the vocabulary has log-prob -inf: a check would wait for the device. Raises
+    ValueError when shapes disagree or the temperature is not positive.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         shapes = [tuple(tensor.shape) for tensor in (hidden, weight, targets)]
@@ -67,9 +65,7 @@ def _chunks(num_rows: int, num_columns: int, device: torch.device) -> list[slice
 
 
 class _HeadStatistics(torch.autograd.Function):
-    """One node of the graph for all chunks, so a hook on the weight's gradient runs once, when
-    complete.
-    """
+    """One node of the graph for all chunks, so a hook on the weight's gradient runs once, when complete."""
 
     @staticmethod
     def forward(
@@ -119,7 +115,9 @@ class _HeadStatistics(torch.autograd.Function):
 
 
 class _WeightSum:
-    """The weight's gradient over chunks, summed in the dtype of a buffer: in the weight's own, the sum would lose digits."""
+    """The weight's gradient over chunks, summed in the dtype of a buffer: in the weight's own, the
+    sum would lose digits.
+    """
 
     def __init__(self, weight: Tensor, buffer: Tensor | None) -> None:
         self._weight = weight
@@ -137,9 +135,8 @@ class _WeightSum:
         add_product(self._total, chunk.t(), hidden)
 
     def gradient(self) -> Tensor:
-        """Return the gradient [V, H] outside the caller's buffer: the last chunk's.
-
-        The result is the whole gradient without a buffer, and zeros without chunks.
+        """Return the gradient [V, H] outside the caller's buffer: the last chunk's, or all without
+        a buffer; zeros without chunks.
         """
         if self._last is not None:
             return self._last
@@ -147,10 +144,8 @@ class _WeightSum:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left` [A, B] x `right` [B, C] to `total` [A, C], possibly of a wider dtype.
-
-    A GPU's matrix product adds float32 sums to `total` itself: nothing is rounded to the narrow
-    dtype and no product is kept.
+    """Add `left` [A, B] x `right` [B, C] to `total` [A, C], possibly of a wider dtype, on a GPU
+    without rounding to the narrow one.
     """
     if total.dtype == left.dtype:
         total.addmm_(left, right)

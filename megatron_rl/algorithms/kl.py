@@ -44,11 +44,10 @@ class KLReward(Choice):
 
 
 def kl_estimate(log_probs: Tensor, *, reference: Tensor, estimator: KLEstimator) -> Tensor:
-    """Return the per-token KL estimate [T], nats, differentiable in `log_probs` [T].
+    """Return the per-token KL estimate [T], nats, differentiable in `log_probs` [T]; `reference` [T] is constant.
 
-    `reference` [T] is aligned with `log_probs` and taken as constant. With d = reference -
-    log_prob: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d. d is cut at 20 from above in k3, against
-    overflow of e^d; low_variance also cuts the estimate to [-10, 10].
+    With d = reference - log_prob: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d. d is cut at 20 from
+    above in k3, against overflow of e^d; low_variance also cuts the estimate to [-10, 10].
     """
     difference = reference.detach() - log_probs
     if estimator == "k1":
@@ -61,10 +60,11 @@ def kl_estimate(log_probs: Tensor, *, reference: Tensor, estimator: KLEstimator)
 
 
 def kl_metrics(log_probs: Tensor, reference: Tensor, sequences: Sequences, *, steered: KLEstimator | None) -> Metrics:
-    """Return raw KL estimates of `log_probs` and `reference` [T] over all trainable tokens.
+    """Return raw KL estimates of `log_probs` and `reference` [T] over all trainable tokens, also
+    those left out by the loss.
 
-    Tokens left out by the loss count too. `steered` is the estimator for the adaptive coefficient's
-    KL, None without an adaptive coefficient.
+    `steered` is the estimator for the adaptive coefficient's KL, None without an adaptive
+    coefficient.
     """
     raw = log_probs.detach()
     names: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
@@ -78,9 +78,8 @@ def kl_metrics(log_probs: Tensor, reference: Tensor, sequences: Sequences, *, st
 
 
 def updated_kl_coef(coef: float, *, kl: float, num_sequences: int, control: KLControl) -> float:
-    """Return the next coefficient: coef x (1 + clip(kl / target - 1, -0.2, 0.2) x sequences / horizon).
-
-    `kl` is the mean over the step's sequences of their mean per token. Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
+    """Return coef x (1 + clip(kl / target - 1, -0.2, 0.2) x sequences / horizon) (Ziegler et al.
+    2019, arXiv 1909.08593, 2.2).
     """
     error = min(max(kl / control.target - 1.0, -0.2), 0.2)
     return coef * (1.0 + error * num_sequences / control.horizon)

@@ -1,7 +1,7 @@
 """Log-probability, entropy and varentropy of next tokens from logits that may be sharded over the vocabulary.
 
-One pass over the logits in row chunks that stay in cache; nothing of the logits' size is kept for the backward pass, which
-recomputes the softmax chunk by chunk. The logits are never written to.
+One pass over the logits, never written to, in row chunks that stay in cache; nothing of the logits'
+size is kept for the backward pass, which recomputes the softmax chunk by chunk.
 
 Legend: T tokens, V vocabulary columns of this rank, R ranks of the vocabulary-parallel group.
 """
@@ -24,10 +24,9 @@ _DEFAULT_CHUNK_ELEMENTS = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenStatistics:
-    """Of softmax(logits / temperature), in nats: `log_prob` [T], `entropy` [T], `varentropy` [T].
+    """Of softmax(logits / temperature), differentiable: `log_prob` [T] of the targets, `entropy` [T], `varentropy` [T].
 
-    `log_prob` belongs to the targets; `varentropy` is in nats squared. The latter two are None
-    unless requested. All are differentiable.
+    In nats, `varentropy` in nats squared. The latter two are None unless requested.
     """
 
     log_prob: Tensor
@@ -37,10 +36,7 @@ class TokenStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's vocabulary columns: `columns` real ones from index `start`, padding behind.
-
-    Logits are divided by `temperature`.
-    """
+    """A rank's vocabulary columns: `columns` real ones from index `start`, padding behind; logits over `temperature`."""
 
     temperature: float
     start: int
@@ -48,9 +44,8 @@ class Shard:
 
     @classmethod
     def of(cls, *, num_columns: int, temperature: float, vocab_size: int, vocab_start: int) -> "Shard":
-        """Return the shard of `num_columns` columns, padding included, of `vocab_size` tokens.
-
-        Raises ValueError when `temperature` is not positive.
+        """Return the shard of `num_columns` columns, padding included. Raises ValueError when
+        `temperature` is not positive.
         """
         if not temperature > 0:
             raise ValueError(
@@ -69,17 +64,14 @@ def token_statistics(
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = True,
 ) -> TokenStatistics:
-    """Return statistics of the policy softmax(logits / temperature) at `targets`.
+    """Return statistics of the policy softmax(logits / temperature) at `targets` [T], global token ids.
 
     Results are float32 (float64 for float64 logits). `logits` [T, V] are the columns `vocab_start
     ... vocab_start + V` of the vocabulary; columns at or beyond `vocab_size` are padding and take
-    no part, with any content. `targets` [T] are global token ids. With `group`, the columns of all
-    ranks of the group make up the vocabulary and every rank gets the whole result; the gradient of
-    a rank covers the rank's own columns. A logit may be -inf. Entropy H = -sum p ln p, varentropy =
-    sum p (ln p + H)^2.
-
-    Raises ValueError when shapes disagree, the temperature is not positive or a target is outside
-    the vocabulary.
+    no part, with any content. A logit may be -inf. With `group`, the columns of all ranks of the
+    group make up the vocabulary and every rank gets the whole result; the gradient of a rank covers
+    its own columns. Entropy H = -sum p ln p, varentropy = sum p (ln p + H)^2. Raises ValueError
+    when shapes disagree, the temperature is not positive or a target is outside the vocabulary.
 
     Example: `token_statistics(logits[:-1], ids[1:], temperature=1.0,
     vocab_size=logits.shape[-1]).log_prob`, of one sequence `ids` [n].
@@ -94,7 +86,9 @@ def token_statistics(
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """Forward: one partial result per row and rank, merged exactly. Backward: the softmax again, rescaled to the whole vocabulary."""
+    """Forward: one partial result per row and rank, merged exactly. Backward: the softmax again,
+    rescaled to the vocabulary.
+    """
 
     @staticmethod
     def forward(
@@ -118,7 +112,9 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor, columns: int) -> tuple[list[slice], Tensor]:
-    """Row slices of about the device's chunk size, and three scratch planes [3, rows, columns] in the dtype of the maths."""
+    """Return row slices of about the device's chunk size, and three scratch planes [3, rows,
+    columns] in the maths' dtype.
+    """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     budget = _CHUNK_ELEMENTS.get(logits.device.type, _DEFAULT_CHUNK_ELEMENTS)
     rows = min(max(1, budget // max(1, columns)), max(1, logits.shape[0]))
@@ -127,20 +123,20 @@ def _chunks(logits: Tensor, columns: int) -> tuple[list[slice], Tensor]:
 
 
 def _scaled(chunk: Tensor, temperature: float, scratch: Tensor) -> Tensor:
-    """`chunk` / temperature in the dtype of `scratch`, written there; the chunk itself when nothing has to change."""
+    """Return `chunk` / temperature in the dtype of `scratch`, written there; the chunk itself when
+    nothing has to change.
+    """
     if chunk.dtype == scratch.dtype and temperature == 1.0:
         return chunk
     return scratch.copy_(chunk).mul_(1.0 / temperature)
 
 
 def local_partials(logits: Tensor, targets: Tensor, *, shard: Shard, with_entropy: bool) -> Tensor:
-    """Return five numbers of this rank for each row, [T, 5]: m, Z, mean of s, variance of s,
-    target's z.
+    """Return five numbers of this rank for each row, [T, 5]: m, Z, mean of s, variance of s, target's z.
 
     z = logits / temperature and s = z - m over this rank's real columns, with maximum m and
     normaliser Z = sum e^s; mean and variance are under the rank's own softmax. A row without a
-    finite logit has m = -inf and Z = 0. The target's entry is -inf when another rank holds the
-    target.
+    finite logit has m = -inf and Z = 0, and another rank's target z = -inf.
     """
     slices, scratch = _chunks(logits, shard.columns)
     out = torch.zeros(logits.shape[0], 5, dtype=scratch.dtype, device=logits.device)
@@ -177,10 +173,7 @@ def _chunk_partials(chunk: Tensor, out: Tensor, scratch: Tensor, temperature: fl
 
 
 def gather_partials(local: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[Tensor]]:
-    """Return `merged_rows` of the partials [T, 5] of all ranks of `group`.
-
-    Collective over `group`.
-    """
+    """Return `merged_rows` of the partials [T, 5] of all ranks of `group`. Collective over `group`."""
     partials = local.unsqueeze(0)
     if group is not None:
         gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
@@ -190,13 +183,13 @@ def gather_partials(local: Tensor, group: dist.ProcessGroup | None) -> tuple[Ten
 
 
 def merged_rows(local: Tensor, partials: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the log-prob [T] and the inputs of `logit_gradient` for one rank.
+    """Return the log-prob [T] and the inputs of `logit_gradient` for the rank with partials `local`
+    [T, 5] among all [R, T, 5].
 
-    The rank has the partials `local` [T, 5] among all [R, T, 5]. The inputs are maximum, log
-    normaliser, entropy, varentropy, this rank's share of the mass, and a mask of finite logits on
-    this rank, each [T]. The share cannot replace the mask: a share underflows to 0 where the rank's
-    logits are about 104 nats below the maximum. The variance merges by the parallel form of Chan,
-    Golub and LeVeque (1983), so nothing cancels.
+    The inputs are maximum, log normaliser, entropy, varentropy, this rank's share of the mass, and
+    a mask of finite logits on this rank, each [T]. The share cannot replace the mask: it underflows
+    to 0 where the rank's logits are about 104 nats below the maximum. The variance merges by the
+    parallel form of Chan, Golub and LeVeque (1983), so nothing cancels.
     """
     maximum_RT, normaliser_RT, mean_RT, variance_RT, target_RT = partials.unbind(-1)
     maximum = maximum_RT.amax(0)
@@ -224,12 +217,11 @@ def logit_gradient(
     *,
     in_place: bool = False,
 ) -> Tensor | None:
-    """Return the gradient [T, V] in the logits' dtype; padding columns get 0.
+    """Return the gradient [T, V] in the logits' dtype, 0 for padding columns; with `in_place` it replaces the logits.
 
     `saved` [T] each come from `merged_rows`. `gradients` [T] are of log-prob, entropy and
     varentropy; the result is None when all three are. With u = ln p + H: d log_prob = onehot - p, d
-    entropy = -p u, d varentropy = p (u^2 + 2 u - varentropy), all over temperature. With `in_place`
-    the gradient replaces the logits, chunk by chunk.
+    entropy = -p u, d varentropy = p (u^2 + 2 u - varentropy), all over temperature.
     """
     if all(gradient is None for gradient in gradients):
         return None
@@ -263,9 +255,8 @@ def logit_gradient(
 
 
 def gradient_polynomial(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], temperature: float) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradient at the target [T], and coefficients c_k [T] of all columns.
-
-    A column's gradient is p x sum_k c_k s^k with s = z - maximum.
+    """Return the gradient at the target [T], and coefficients c_k [T]: a column's gradient is p x
+    sum_k c_k (z - maximum)^k.
     """
     maximum, log_normaliser, entropy, varentropy, *_ = saved
     zero = torch.zeros_like(maximum)
@@ -280,7 +271,7 @@ def gradient_polynomial(saved: Sequence[Tensor], gradients: Sequence[Tensor | No
 
 
 def _polynomial(x: Tensor, coefficients: list[Tensor], scratch: Tensor) -> Tensor:
-    """c0 + c1 x + c2 x^2 for up to three coefficients [rows, 1]; overwrites `x` and `scratch` [rows, columns]."""
+    """Return c0 + c1 x + c2 x^2 for up to three coefficients [rows, 1]; overwrites `x` and `scratch` [rows, columns]."""
     if len(coefficients) == 1:
         return coefficients[0]
     if len(coefficients) == 2:
@@ -290,11 +281,7 @@ def _polynomial(x: Tensor, coefficients: list[Tensor], scratch: Tensor) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class RowMaths:
-    """The maths of every row of logits on one kind of hardware, equal to `TORCH_ROWS` to rounding.
-
-    `partials` is `local_partials` or an equal; `gradient` is `logit_gradient` or an equal. `name`
-    is for people.
-    """
+    """Every row's maths on one kind of hardware, equal to `TORCH_ROWS` to rounding; `name` is for people."""
 
     name: str
     partials: Callable[..., Tensor]

@@ -48,9 +48,9 @@ def compute_loss(
     """Return this rank's share of policy loss + KL coefficient x KL - entropy coefficient x entropy.
 
     `num_tokens` and `num_sequences` count trainable tokens, and trajectories with at least one, in
-    the whole optimizer step. `sequence_sum` adds over context-parallel ranks; every rank makes
-    equally many calls. `statistics` are the step's, where `objective.needs_step_statistics`. A step
-    without trainable tokens gives loss 0, zero gradients and metric `empty_step`. Raises ValueError
+    the whole optimizer step; without tokens the loss is 0, with zero gradients and metric
+    `empty_step`. `sequence_sum` adds over context-parallel ranks; every rank makes equally many
+    calls. `statistics` are the step's, where `objective.needs_step_statistics`. Raises ValueError
     for missing tensors or statistics, and without `coefficients` where a controller moves them.
 
     Example: `compute_loss(objective, inputs, num_tokens=n, num_sequences=b).loss.backward()`
@@ -90,7 +90,9 @@ def compute_loss(
 def _entropy_term(
     objective: Objective, inputs: LossInputs, sequences: Sequences, weigh: Weigh, top: Tensor | None, count: int
 ) -> tuple[Tensor, Metrics]:
-    """Return the mean entropy as the bonus has it, over `count` tokens of the step or as `weigh` says, of `top` [T] if given."""
+    """Return the mean entropy as the bonus has it, over `count` tokens of the step or as `weigh`
+    says, of `top` [T] if given.
+    """
     entropy = used = inputs.present("entropy", sequences)
     metrics = {"entropy": sequences.mean_pair(entropy)}
     if inputs.varentropy is not None:
@@ -142,9 +144,7 @@ def _weights_of_kept(
 
 
 def _ratio_metrics(inputs: LossInputs, terms: PolicyTerms) -> Metrics:
-    """Return the distances from the policy to the one before the step, and from there to the
-    generator.
-    """
+    """Return the distances from the policy to the one before the step, and from there to the generator."""
     sequences = terms.sequences
     metrics = {
         "policy_kl": sequences.mean_pair(terms.old_log_probs - terms.log_probs.detach()),
@@ -160,10 +160,7 @@ def _ratio_metrics(inputs: LossInputs, terms: PolicyTerms) -> Metrics:
 
 
 def _kl_term(objective: Objective, inputs: LossInputs, terms: PolicyTerms, weigh: Weigh) -> tuple[Tensor, Metrics]:
-    """Return the KL to the reference through the policy's aggregation.
-
-    Tokens outside `kl_mask` stay in the denominators and metrics.
-    """
+    """Return the KL to the reference through the policy's aggregation; `kl_mask` leaves denominators and metrics alone."""
     kl, sequences = objective.kl, terms.sequences
     reference = inputs.present("ref_log_probs", sequences).detach()
     metrics = kl_metrics(terms.log_probs, reference, sequences, steered=objective.steered_kl)

@@ -1,7 +1,6 @@
-"""The optimised objective, a product of choices. `Objective()` is GRPO; `PRESETS` name others.
+"""The optimised objective, a product of choices. `Objective()` is GRPO; `PRESETS` name published combinations.
 
-Each choice is a type with arguments and maths, in a file of the choice's family; the unions below
-list the types. Presets are published combinations.
+Each choice is a type with arguments and maths in a file of its family; the unions below list them.
 """
 
 import dataclasses
@@ -135,10 +134,7 @@ class Objective(Choice):
         return made
 
     def loaded(self, load: Load) -> "Objective":
-        """Return the objective with the functions of your own loss and estimator, found by `load`.
-
-        `loader.load` is one such function.
-        """
+        """Return the objective with the functions of your own loss and estimator, found by `load` as by `loader.load`."""
         loss = self.policy_loss.loaded(load, self) if isinstance(self.policy_loss, PlugInLoss) else self.policy_loss
         advantage = self.advantage.loaded(load) if isinstance(self.advantage, PlugInAdvantage) else self.advantage
         return dataclasses.replace(self, policy_loss=loss, advantage=advantage)
@@ -155,10 +151,7 @@ class Objective(Choice):
 
     @property
     def needs_entropy_before_step(self) -> bool:
-        """Return True for the paper's rule of entropy control, with a gate without lag.
-
-        The gate goes by the entropy of the coming step.
-        """
+        """Return True for the paper's rule of entropy control, whose gate goes by the entropy of the coming step."""
         return self.entropy is not None and self.entropy.control is not None and self.entropy.control.kind == "paper"
 
     @property
@@ -174,17 +167,13 @@ class Objective(Choice):
 
     @property
     def needs_reference(self) -> bool:
-        """Return True when the loss or the rewards may read the reference policy's log-probs.
-
-        Your own policy loss may.
-        """
+        """Return True when the loss, your own too, or the rewards may read the reference policy's log-probs."""
         return self.kl is not None or self.kl_reward is not None or self.policy_loss.needs_reference
 
     @property
     def needs_step_statistics(self) -> bool:
-        """Return True when the loss needs `selection.step_statistics` before the first micro-batch.
-
-        The statistics cover the whole optimizer step.
+        """Return True when the loss needs `selection.step_statistics` of the whole optimizer step
+        before its first micro-batch.
         """
         drops = self.off_policy is not None and not self.off_policy.keep_rejected_in_denominator
         return self.policy_loss.needs_statistics or self.top_entropy_fraction < 1 or drops
@@ -229,10 +218,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
 
 
 def expand_preset(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Objective` meant by `config`: the fields of `preset`, grpo when not
-    set, under its own.
+    """Return the fields of `Objective` meant by `config`: those of `preset`, grpo when not set, under its own.
 
-    A section with another kind than the preset's starts from the defaults of the other kind. Raises
+    A section with another kind than the preset's starts from the other kind's defaults. Raises
     ValueError for an unknown preset.
     """
     name = config.get("preset")
@@ -245,10 +233,10 @@ def expand_preset(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(base: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested plain values: `base` under `explicit`, both unmodified.
+    """Return nested plain values: `base` under `explicit`, both unmodified. A section with another
+    `kind` starts from nothing.
 
-    A section with another `kind` starts from nothing. A text stands for a section of the kind of
-    this name, or of a plug-in at this path.
+    A text stands for a section of the kind of this name, or of a plug-in at this path.
     """
     result = {key: _merged(value, {}) if isinstance(value, Mapping) else value for key, value in base.items()}
     for key, value in explicit.items():

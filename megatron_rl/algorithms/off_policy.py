@@ -18,7 +18,9 @@ from megatron_rl.algorithms.policy_loss import PolicyTerms
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OffPolicyTerms:
-    """Constants of the policy term: `weight` [T], 0 where rejected; `kept` [T] bool; `bounded` [T] bool, truncated or masked by a bound."""
+    """Constants of the policy term: `weight` [T], 0 where rejected; `kept` [T] bool; `bounded` [T]
+    bool, beyond a bound.
+    """
 
     weight: Tensor
     kept: Tensor
@@ -36,8 +38,7 @@ class OffPolicyTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicy(Choice):
-    """Correction of the gap between the generating and the proximal policy: w = pi_old /
-    pi_rollout.
+    """Correction of the gap between the generating and the proximal policy: w = pi_old / pi_rollout.
 
     `truncate` is TIS (Yao et al. 2025), `mask` IcePop / MIS, `veto` and `opsm` drop whole sequences
     (OPSM: DeepSeek-V3.2). Only the policy term is weighted, never KL or entropy.
@@ -77,10 +78,10 @@ class OffPolicy(Choice):
         return self.mode == "mask" or self.veto is not None or self.opsm is not None
 
     def terms(self, terms: PolicyTerms, rollout_log_probs: Tensor) -> OffPolicyTerms:
-        """Return the weight and choice of each token, without gradient.
+        """Return the weight and choice of each token, without gradient, from `rollout_log_probs`
+        [T] with zeros where masked.
 
-        `rollout_log_probs` [T] are masked with zeros. The log-probs seen by `terms` decide the
-        off-policy sequence mask only.
+        The log-probs seen by `terms` decide the off-policy sequence mask only.
         """
         sequences, old_log_probs = terms.sequences, terms.old_log_probs
         seen = terms.log_probs if terms.seen is None else terms.seen
@@ -110,10 +111,7 @@ class OffPolicy(Choice):
 
 
 def importance_ratio(sequences: Sequences, old_log_probs: Tensor, rollout_log_probs: Tensor, level: str) -> Tensor:
-    """Return pi_old / pi_rollout [T] per token, as product over the sequence, or as geometric mean.
-
-    Log-ratios are cut to +-20.
-    """
+    """Return pi_old / pi_rollout [T] per token, as product or geometric mean over the sequence, log-ratios cut to +-20."""
     log_ratio = old_log_probs - rollout_log_probs
     if level == "sequence":
         log_ratio = sequences.expand(sequences.sum(log_ratio))

@@ -61,9 +61,8 @@ class LoadedAdvantage(PlugInAdvantage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlugInLoss(RatioLoss):
-    """Your own loss, a function (objective=.., terms=..) -> PolicyLossTerms.
-
-    The function may read anything, also the reference.
+    """Your own loss, a function (objective=.., terms=..) -> PolicyLossTerms, which may read
+    anything, also the reference.
     """
 
     needs_reference: ClassVar[bool] = True
@@ -89,10 +88,7 @@ class LoadedLoss(PlugInLoss):
     function: Callable[..., Any]
 
     def losses(self, terms: PolicyTerms, statistics: Any = None) -> PolicyLossTerms:
-        """Return the function's losses [T].
-
-        Raises UserError without a number and a choice for each token.
-        """
+        """Return the function's losses [T]. Raises UserError without a number and a choice for each token."""
         made, name = self.function(terms=terms), f"objective.policy_loss {self.path}"
         if not isinstance(made, PolicyLossTerms):
             raise UserError(f"{name} returned {made!r:.80} of type {type(made).__name__}, needs PolicyLossTerms")

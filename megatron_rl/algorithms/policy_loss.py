@@ -1,8 +1,8 @@
 """Policy losses per token: the form of all of them, and the family with a bounded ratio.
 
-No loss averages: weights are `aggregation.py`'s. Legend: T tokens of this rank, S sequences of this
-rank. r = pi / pi_old at the chosen ratio level, A the advantage. Every tensor holds zeros where the
-mask is False. A clip distance of None means no bound on its side.
+No loss averages: weights are `aggregation.py`'s. Every tensor holds zeros where the mask is False.
+A clip distance of None means no bound on its side. Legend: T tokens of this rank, S its sequences.
+r = pi / pi_old at the chosen ratio level, A the advantage.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Gather: TypeAlias = "Callable[[Tensor], Tensor]"
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PolicyTerms:
-    """The input of a policy loss, per token [T] with zeros outside the mask.
+    """The input of a policy loss, per token [T] with zeros outside the mask; `log_probs` carries the gradient.
 
-    `log_probs` carries the gradient. `log_ratio` is log_probs - old_log_probs per token, or the
-    mean over the sequence at ratio level "sequence". `log_off_policy` [S] is the log of the
-    off-policy weight of whole sequences, None without correction. `seen` are the log-probs for the
-    choice of tokens, and `token_keys` name tokens within the step.
+    `log_ratio` is log_probs - old_log_probs per token, or the mean over the sequence at ratio level
+    "sequence". `log_off_policy` [S] is the log of the off-policy weight of whole sequences, None
+    without correction. `seen` are the log-probs for the choice of tokens, and `token_keys` name
+    tokens within the step.
     """
 
     log_probs: Tensor
@@ -78,10 +78,7 @@ class PolicyLoss(Choice):
         return log_ratio
 
     def terms(self, inputs: LossInputs, sequences: Sequences) -> PolicyTerms:
-        """Return the input of the loss, with zeros at masked positions.
-
-        Raises ValueError for missing parts.
-        """
+        """Return the input of the loss, with zeros at masked positions. Raises ValueError for missing parts."""
         log_probs = inputs.present("log_probs", sequences)
         if not self.trains_by_rewards:
             zero = torch.zeros_like(log_probs).detach()
@@ -185,9 +182,8 @@ class Clip(CappedClip):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cispo(ClippedLoss):
-    """-sg(clip(r)) A log pi: clipped tokens keep their gradient.
-
-    Source: MiniMax-M1, arXiv 2506.13585, section 3.1, with a cap at 5.
+    """-sg(clip(r)) A log pi: clipped tokens keep their gradient (MiniMax-M1, arXiv 2506.13585,
+    section 3.1, with a cap at 5).
     """
 
     kind: Literal["cispo"] = "cispo"
@@ -270,7 +266,7 @@ class DppoKl(_Dppo):
 
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return the KL between Bernoulli(p) and Bernoulli(q) from the logs of p and q, [T]; p and q are kept off 0 and 1 by 1e-8."""
+    """Return the KL [T] between Bernoulli(p) and Bernoulli(q) from the logs of p and q, kept off 0 and 1 by 1e-8."""
     not_p, not_q = (-torch.expm1(log_x).clamp(max=-1e-8) for log_x in (log_p, log_q))
     return log_p.exp() * (log_p - log_q) + not_p * (not_p.log() - not_q.log())
 

@@ -1,8 +1,8 @@
 """Token-level rewards, returns and generalised advantage estimation over whole sequences.
 
 Legend: T tokens of S whole, un-sharded sequences laid end to end; `cu_seqlens` [S + 1] are their
-offsets. Tokens outside the loss mask (prompts, tool output) are no states: recurrences step from
-one trainable token to the next.
+offsets. Tokens outside the loss mask are no states: recurrences step from one trainable token to
+the next.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ _LARGE_UNIT = 2.0**512
 
 
 def token_rewards(*, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
-    """Return a new tensor [T]: -kl_coef x kl on trainable tokens, plus the reward at the end.
+    """Return [T]: -kl_coef x kl on trainable tokens, plus the sequence's reward [S] on its last one, if any.
 
-    The sequence's reward [S] goes to the last trainable token, and nowhere in a sequence without
-    one. `kl` [T] raw, in nats, is read only and may hold anything at masked positions.
+    `kl` [T] raw, in nats, may hold anything at masked positions.
     """
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     shaped = torch.zeros(loss_mask.shape, dtype=dtype, device=loss_mask.device)
@@ -56,12 +55,13 @@ def gae(
     lam: float,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages [T], returns [T]); both 0 at masked positions, not whitened.
+    """Return (advantages [T], returns [T]); both 0 at masked positions, not whitened (Schulman et
+    al., arXiv 1506.02438).
 
     delta = r + gamma V' - V and A = delta + gamma lam A', primes at the next trainable token;
     returns = A + V. After the last trainable token V' is `bootstrap` [S] (truncated responses), 0
-    when None. Schulman et al., arXiv 1506.02438. Computed from the returns, R = r + gamma ((1 -
-    lam) V' + lam R'): the same with one pass over the tokens less.
+    when None. Computed from the returns, R = r + gamma ((1 - lam) V' + lam R'): the same with one
+    pass over the tokens less.
     """
     dtype = torch.float64 if torch.float64 in (rewards.dtype, values.dtype) else torch.float32
     # As bytes, because a reduction of bools is slower than the recurrence itself on CPU.
@@ -100,7 +100,7 @@ def _ragged_gae(rewards: Tensor, values: Tensor, *, counts: Tensor, bootstrap: T
 
 
 def _rows_of_like_size(sizes: list[int]) -> Iterator[list[int]]:
-    """Row numbers by rising size, in groups whose padding to the group's longest at most doubles the work."""
+    """Yield row numbers by rising size, in groups whose padding to the longest at most doubles the work."""
     group: list[int] = []
     for row in sorted(range(len(sizes)), key=sizes.__getitem__):
         if group and (sizes[row] > 2 * max(1, sizes[group[0]]) or sizes[row] * len(group) > _TABLE_TOKENS):
@@ -114,8 +114,7 @@ def _rows_of_like_size(sizes: list[int]) -> Iterator[list[int]]:
 def _dense_gae(
     table: Sequence[Tensor], *, lengths: Tensor, bootstrap: Tensor, weights: tuple[float, float], levels: Sequence[_Level]
 ) -> None:
-    """Fill the advantages and returns of `table` = rewards, values, advantages, returns, each [S,
-    W].
+    """Fill the advantages and returns of `table` = rewards, values, advantages, returns, each [S, W].
 
     Rows are the trainable tokens of a sequence, left-aligned; rewards and values hold zeros beyond
     `lengths` [S]. `weights` are the weight of `bootstrap` [S] behind the last token, gamma, and of
@@ -146,10 +145,9 @@ class _Level:
 
 def _levels(decay: float, *, width: int, like: Tensor) -> list[_Level]:
     """Return the recurrences over columns of a table `width` wide, over its blocks, over blocks of
-    blocks, ….
+    blocks; none without decay.
 
-    None without decay. Made once for all tables, because small tensors cost more than their
-    arithmetic.
+    Made once for all tables, because small tensors cost more than their arithmetic.
     """
     exponents = torch.arange(_BLOCK, dtype=torch.float64, device=like.device)
     distance = exponents.unsqueeze(1) - exponents
@@ -162,11 +160,10 @@ def _levels(decay: float, *, width: int, like: Tensor) -> list[_Level]:
 
 
 def _reverse_scan(x: Tensor, levels: Sequence[_Level], *, out: Tensor) -> Tensor:
-    """Compute y[t] = x[t] + decay y[t + 1] along the rows of `x` [S, W] into `out` [S, W];
-    overwrite `x`.
+    """Compute y[t] = x[t] + decay y[t + 1] along the rows of `x` [S, W] into `out` [S, W]; overwrite `x`.
 
-    Within a block of columns the sum is a product with a triangular matrix of powers of `decay`.
-    Input of a block from the right comes from the same recurrence over whole blocks, with decay
+    Within a block of columns the sum is a product with a triangular matrix of powers of `decay`. A
+    block's input from the right comes from the same recurrence over whole blocks, with decay
     decay^block.
     """
     rows, width = x.shape
@@ -188,18 +185,17 @@ def _reverse_scan(x: Tensor, levels: Sequence[_Level], *, out: Tensor) -> Tensor
 
 
 def discounted_returns(*, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
-    """G = r + gamma G' over trainable tokens, [T], 0 at masked positions (REINFORCE++, arXiv 2501.03262)."""
+    """Return G = r + gamma G' over trainable tokens, [T], 0 at masked positions (REINFORCE++, arXiv 2501.03262)."""
     zero = torch.zeros_like(rewards)
     return gae(rewards=rewards, values=zero, loss_mask=loss_mask, cu_seqlens=cu_seqlens, gamma=gamma, lam=1.0)[0]
 
 
 def whiten(values: Tensor, *, mask: Tensor, all_reduce_sum: Callable[[Tensor], Tensor] = identity) -> Tensor:
-    """Return `values` [T] with mean 0 and unbiased variance 1 over the `mask` [T] of all ranks.
+    """Return `values` [T] with mean 0 and unbiased variance 1 over the `mask` [T] of all ranks, 0 at masked positions.
 
-    Masked positions get 0. Constant values become exactly 0: a spread within the rounding of
-    float64 sums counts as none. `all_reduce_sum` adds over the ranks with different tokens. Every
-    rank makes equally many calls, also a rank without a token: three, and one more where squares
-    overflow.
+    A spread within the rounding of float64 sums counts as none and gives 0. `all_reduce_sum` adds
+    over the ranks with different tokens; each, also one without a token, makes three calls, and one
+    more where squares overflow.
     """
     wide = torch.where(mask, values.double(), 0.0)
     first = all_reduce_sum(torch.stack([mask.sum().double(), wide.sum()]))

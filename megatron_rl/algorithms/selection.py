@@ -21,13 +21,12 @@ from megatron_rl.algorithms.policy_loss import Gather, PolicyTerms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStatistics:
-    """Facts about the whole step for a micro-batch.
+    """Facts about the whole step for a micro-batch; None where the objective does not use them.
 
-    A field is None when the objective does not use it. `policy_tokens`, `policy_trajectories`:
-    denominators of the policy term without rejected tokens; `kept_tokens`, the remaining tokens of
-    each trajectory, by its id, where one has several sequences. `entropy_threshold`, nats, and
-    `entropy_tokens` at or above the threshold. `policy_loss`: the policy loss's own statistics of
-    the step's terms.
+    `policy_tokens`, `policy_trajectories`: denominators of the policy term without rejected tokens;
+    `kept_tokens` of each trajectory, where one has several sequences. `entropy_threshold`, nats,
+    and `entropy_tokens` at or above it. `policy_loss`: the policy loss's own statistics of the
+    step's terms.
     """
 
     policy_tokens: int | None = None
@@ -40,19 +39,13 @@ class StepStatistics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """Tokens of each trajectory after an off-policy correction: `ids` [K] ascending, `counts` [K].
-
-    Rejected tokens do not count. The counts are over all ranks.
-    """
+    """Tokens of each trajectory without rejected ones, over all ranks: trajectory `ids` [K] ascending, `counts` [K]."""
 
     ids: Tensor
     counts: Tensor
 
     def of(self, trajectory_ids: Tensor) -> Tensor:
-        """Return the counts [S] of `trajectory_ids` [S].
-
-        A trajectory without a token left gets any number, without weight.
-        """
+        """Return the counts [S] of `trajectory_ids` [S]; any number, without weight, where no token is left."""
         if not len(self.ids):
             return torch.zeros_like(trajectory_ids)
         return self.counts[torch.searchsorted(self.ids, trajectory_ids).clamp(max=len(self.ids) - 1)]
@@ -83,12 +76,11 @@ def step_statistics(
     gather: Gather = identity,
     seed: int = 0,
 ) -> StepStatistics:
-    """Return the thresholds and denominators of the whole optimizer step, before its first
-    micro-batch.
+    """Return the thresholds and denominators of the whole optimizer step, before its first micro-batch.
 
-    `micro_batches` are this rank's, with the log-probs and entropies of the policy before the step
-    (selection_* when given). `gather` concatenates over dp and cp ranks; `seed` decides clip_cov's
-    choice. Works under no_grad; costs O(N) numbers.
+    `micro_batches` are this rank's, with log-probs and entropies before the step (selection_* when
+    given). `gather` concatenates over dp and cp ranks; `seed` decides clip_cov's choice. Works
+    under no_grad; costs O(N) numbers.
     """
     with torch.no_grad():
         fields: dict[str, Any] = {}

@@ -17,10 +17,7 @@ _VESPO_LOG_LIMITS = (-18.420680743952367, 20.0)  # ln 1e-8, so that the sequence
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """Return torch.where of two numbers in the dtype of `like`.
-
-    torch.where of Python numbers alone would round to float32.
-    """
+    """Return torch.where of two numbers in the dtype of `like`: of Python numbers alone it would round to float32."""
     return torch.where(condition, torch.full_like(like, yes), torch.full_like(like, no))
 
 
@@ -40,11 +37,10 @@ class Sapo(RatioLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vespo(PolicyLoss):
-    """-sg(phi(W)) A log pi with phi = exp(lambda + k ln W - lambda W), W the sequence's importance
-    weight.
+    """-sg(phi(W)) A log pi, phi = exp(lambda + k ln W - lambda W), W the sequence's importance
+    weight (arXiv 2602.10693).
 
-    Source: arXiv 2602.10693. The off-policy weight is part of W and does not multiply the loss
-    again.
+    The off-policy weight is part of W and does not multiply the loss again.
     """
 
     weighs_off_policy: ClassVar[bool] = True

@@ -13,7 +13,9 @@ from megatron_rl.algorithms.aggregation import Aggregation, Metrics, Sequences, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """1/2 max((v - R)^2, (clip(v, old v +- value_clip) - R)^2) (PPO; clipped as in arXiv 2005.12729), through an aggregation."""
+    """1/2 max((v - R)^2, (clip(v, old v +- value_clip) - R)^2) (PPO; clipped as in arXiv
+    2005.12729), through an aggregation.
+    """
 
     aggregation: Aggregation = "sequence_mean_token_mean"
     max_response_length: int | None = None
@@ -22,8 +24,7 @@ class ValueLoss:
     def share(
         self, sequences: Sequences, *, values: Tensor, old_values: Tensor, returns: Tensor, num_tokens: int, num_sequences: int
     ) -> tuple[Tensor, Metrics]:
-        """Return this rank's share of the loss, additive as the share of `compute_loss`, and
-        metrics.
+        """Return this rank's share of the loss, additive as that of `compute_loss`, and metrics.
 
         `values` [T] carry the gradient; `old_values` and `returns` [T] are constants. Masked
         positions may hold anything.

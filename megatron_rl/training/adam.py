@@ -1,9 +1,9 @@
 """Adam with a count of steps per parameter group.
 
-torch's Adam keeps a `step` tensor for every parameter. megatron-core's distributed optimizer fills
-all `step` tensors with one shared tensor when loading a checkpoint: each parameter's update then
-advances the count of all. Here the count is a number of the group and cannot be shared. Only the
-state dict shows the count per parameter.
+torch's Adam keeps a `step` tensor for every parameter, and megatron-core's distributed optimizer
+fills all of them with one shared tensor when loading a checkpoint: each parameter's update then
+advances the count of all. A number of the group cannot be shared; only the state dict shows the
+count per parameter.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class GroupStepAdam(torch.optim.Optimizer):
-    """Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019), with torch's arithmetic and order of operations.
+    """Adam (Kingma & Ba 2015) and, `decoupled`, AdamW (Loshchilov & Hutter 2019), in torch's order of operations.
 
-    Moments exist from the start, as a checkpoint's shapes must be known before the first step. All parameters of a group are
-    stepped together; one without a gradient takes part with a gradient of zero. `decoupled` selects AdamW.
+    Moments exist from the start, as a checkpoint's shapes must be known before the first step. All
+    parameters of a group are stepped together, one without a gradient by a gradient of zero.
     """
 
     def __init__(
@@ -37,11 +37,7 @@ class GroupStepAdam(torch.optim.Optimizer):
 
     @classmethod
     def in_place_of(cls, adam: torch.optim.Adam, *, decoupled: bool) -> "GroupStepAdam":
-        """Return a fresh optimizer of the parameter groups of `adam`, without a step done.
-
-        The groups are shared, not copied. Parameters may be views into a buffer, which torch
-        refuses at construction.
-        """
+        """Return a fresh optimizer that shares the parameter groups of `adam`, also groups of views into a buffer."""
         optimizer = cls([torch.zeros(0)], lr=0.0, decoupled=decoupled)
         optimizer.state.clear()
         optimizer.param_groups = adam.param_groups
@@ -92,7 +88,7 @@ class GroupStepAdam(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class or of torch's Adam gave. Raises ValueError when a group's parameters differ in step."""
+        """Load a state of this class or of torch's Adam. Raises ValueError when a group's parameters differ in step."""
         groups, state = [dict(group) for group in state_dict["param_groups"]], {}
         for group in groups:
             entries = [state_dict["state"][index] for index in group["params"] if index in state_dict["state"]]

@@ -27,14 +27,12 @@ _TOKENS_PER_SEQUENCE = 2**32
 class TokenData:
     """Arrays [T] aligned with the tokens of a shard's batch; log-probs in nats.
 
-    `rollout_log_probs` None: the generator's log-probs are not known. `old_log_probs` None: the old
-    policy is the current one. `ref_log_probs` None: no reference is used. `kl_mask` None: the KL of
-    every token counts. `token_keys` name a token within the whole batch, the same under every
-    layout. `old_values`, of the states before the choice of each token, and `returns` are for a
-    critic, None without one; `teacher_log_probs` likewise for a teacher. `trajectory_ids` [B] name
-    the trajectory of each of the shard's sequences within the whole batch. `trajectory_tokens` [B]
-    count the trainable tokens of all sequences of the trajectory, on any rank. Both are None where
-    each sequence is a trajectory.
+    None: `rollout_log_probs` are unknown, `old_log_probs` are the current policy's, the KL of every
+    token counts (`kl_mask`), or no reference, critic (`old_values`, before the choice of each
+    token, and `returns`) or teacher is in use. `token_keys` name a token within the whole batch
+    under every layout. `trajectory_ids` [B] name each sequence's trajectory in the whole batch, and
+    `trajectory_tokens` [B] count its trainable tokens over all ranks; None where each sequence is a
+    trajectory.
     """
 
     rollout_log_probs: Floats | None
@@ -52,11 +50,7 @@ class TokenData:
 
 
 def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:
-    """Return True when the old log-probs need a pass before the first optimizer step.
-
-    With a single step the old policy is the current one, and the step computes the log-probs
-    anyway.
-    """
+    """Return True when the old log-probs need a pass: one step alone computes them as the current policy's."""
     return objective.trains_by_rewards and (num_steps > 1 or objective.kl_reward is not None or objective.distillation_coef > 0)
 
 
@@ -70,12 +64,11 @@ def make_token_data(
     teacher: Floats | None = None,
     kl_reward_coef: float = 0.0,
 ) -> TokenData:
-    """Return the data [T] of `shard`, with advantages by the groups of the whole batch.
+    """Return the data [T] of `shard`, with advantages by the groups of the whole batch, 0 for supervised training.
 
-    Advantages are zero for supervised training. A baseline counts each trajectory once, and all
-    its sequences get the same advantage. `state_values` [T] are a critic's, behind each token.
-    Values given in the batch replace computed ones, and given advantages are used unchanged.
-    Collective over data-parallel ranks.
+    A baseline counts each trajectory once, and all its sequences get the same advantage.
+    `state_values` [T] are a critic's, behind each token. The batch's own values replace computed
+    ones, and its own advantages are used unchanged. Collective over data-parallel ranks.
     """
     batch, trajectories = shard.batch, Trajectories.of(shard.all_trajectory_ids)
     own = trajectories.index[shard.rows]
@@ -137,17 +130,14 @@ def _places(objective: Objective, batch: TrainBatch, data: TokenData, state_valu
 def values_before(state_values: Floats) -> Floats:
     """Return values [T] of states before each token, from values [T] behind each token.
 
-    The first token of all gets 0. The first token of another sequence gets a value of the sequence
-    before: no prediction makes a first token, so no reader uses the entry.
+    The first token of a sequence gets 0 or the value of another sequence: no prediction makes this
+    token.
     """
     return np.concatenate([np.zeros(1, np.float32), state_values[:-1]])[: len(state_values)]
 
 
 def _own_or(own: Floats | None, computed: Floats | None, batch: TrainBatch) -> Floats | None:
-    """Return the batch's own numbers [T], 0 outside the loss mask, or else the computed ones.
-
-    Tokens outside the loss mask may hold anything.
-    """
+    """Return the batch's own numbers [T], 0 outside the loss mask, where anything may stand, or else the computed ones."""
     return computed if own is None else np.where(batch.loss_mask, own, np.float32(0.0))
 
 
@@ -164,10 +154,7 @@ def _floats(values: Tensor) -> Floats:
 
 
 def compared_samples(objective: Objective, shard: Shard, trajectories: Trajectories) -> Samples:
-    """Return the whole batch's trajectories as the estimator compares them.
-
-    Raises UserError for missing data.
-    """
+    """Return the whole batch's trajectories as the estimator compares them. Raises UserError for missing data."""
     first, advantage = trajectories.first, objective.advantage
     return Samples(
         rewards=_tensor((_components(advantage, shard) if isinstance(advantage, Gdpo) else shard.all_rewards)[first]),
@@ -178,7 +165,7 @@ def compared_samples(objective: Objective, shard: Shard, trajectories: Trajector
 
 
 def _greedy_baselines(shard: Shard) -> Doubles:
-    """Rewards [B_all] of the greedy responses to the prompts of the whole batch. Raises UserError when the batch has none."""
+    """Return the rewards [B_all] of greedy responses to the whole batch's prompts. Raises UserError without them."""
     names = shard.batch.component_names
     if GREEDY_BASELINE not in names:
         raise UserError(
@@ -189,10 +176,7 @@ def _greedy_baselines(shard: Shard) -> Doubles:
 
 
 def _components(advantage: Gdpo, shard: Shard) -> Doubles:
-    """Return the reward components [B, K] of the whole batch, for gdpo.
-
-    Raises UserError when samples lack components or the weights belong to other components.
-    """
+    """Return the reward components [B_all, K]. Raises UserError for missing ones, and for weights of other components."""
     names, components = shard.batch.component_names, shard.all_reward_components
     weights = advantage.reward_weights
     if not names:

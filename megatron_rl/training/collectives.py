@@ -1,8 +1,8 @@
 """All collectives of an optimizer step outside megatron-core, in one place to check participation.
 
-Each docstring names the ranks of the collective. All of the named ranks call the function, equally
-often and in the same order, also ranks with a share without tokens. No caller may therefore make a
-call depend on data different between the ranks.
+All ranks named by a docstring call the function, equally often and in the same order, also with a
+share without tokens. No caller may therefore make a call depend on data that differ between the
+ranks.
 """
 
 from typing import Any, TypeVar
@@ -19,54 +19,39 @@ Report = TypeVar("Report")
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum `values`, of any shape, in place and return `values`.
-
-    `values` are on the device of the collectives. Collective over all ranks.
-    """
+    """Sum `values`, of any shape on the collectives' device, in place over all ranks, and return them."""
     distributed.all_reduce(values)
     return values
 
 
 def sum_over_data_parallel(values: Tensor) -> Tensor:
-    """Return the sum of `values`, of any shape and device, over the data-parallel ranks.
-
-    Data-parallel ranks hold different sequences. Collective over the data-parallel ranks.
+    """Return the sum of `values`, of any shape and device, over the data-parallel ranks, which hold
+    different sequences.
     """
     return _sum_over(values.to(collective_device()), parallel_state.get_data_parallel_group()).to(values.device)
 
 
 def shares_of_data_parallel(share: Floats) -> Floats:
-    """Return numbers [T] of all data-parallel ranks from the `share` [T] of each.
-
-    A share is 0 at the tokens of other ranks. Collective over the data-parallel ranks.
-    """
+    """Return numbers [T] of all data-parallel ranks from the `share` [T] of each, 0 at the tokens of other ranks."""
     return np.asarray(sum_over_data_parallel(torch.from_numpy(share)).numpy())
 
 
 def sum_over_context_parallel(values: Tensor, place: Place) -> Tensor:
-    """Sum `values`, of any shape, in place over the context-parallel ranks, and return `values`.
-
-    Context-parallel ranks share each sequence. Collective over the context-parallel ranks.
-    """
+    """Sum `values`, of any shape, in place over the context-parallel ranks, which share each sequence, and return them."""
     return _sum_over(values, place.cp_group)
 
 
 def from_last_stage(values: Tensor, place: Place) -> Tensor:
-    """Replace `values`, of any shape, by the values of the last pipeline stage.
-
-    Collective over the pipeline's ranks.
-    """
+    """Replace `values`, of any shape, by those of the last stage. Collective over the pipeline's ranks."""
     if place.pp_group.size() > 1:
         distributed.broadcast(values, group_src=place.pp_group.size() - 1, group=place.pp_group)
     return values
 
 
 def gather_on_last_stage(values: Tensor) -> Tensor:
-    """Return `values` [n] of all data- and context-parallel ranks, one after the other; n may
-    differ.
+    """Return `values` [n] of all data- and context-parallel ranks, one after the other; n may differ.
 
-    Collective over the data- and context-parallel ranks of one pipeline stage: the last stage calls
-    it alone.
+    Collective over these ranks of one pipeline stage: the last stage calls it alone.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
@@ -79,20 +64,14 @@ def gather_on_last_stage(values: Tensor) -> Tensor:
 
 
 def reports_of_ranks(report: Report) -> list[Report]:
-    """Return the reports of all ranks in rank order. Collective over all ranks.
-
-    Reports are plain values that can be pickled.
-    """
+    """Return the reports of all ranks, plain values that can be pickled, in rank order. Collective over all ranks."""
     gathered = [report] * distributed.get_world_size()
     distributed.all_gather_object(gathered, report)
     return gathered
 
 
 def equal_on_ranks(number: int) -> bool:
-    """Return True when all ranks give the same `number` of fewer than 63 bits.
-
-    Collective over all ranks.
-    """
+    """Return True when all ranks give the same `number` of fewer than 63 bits. Collective over all ranks."""
     extremes = torch.tensor([number, -number], device=collective_device())
     distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX)
     highest, lowest = extremes.tolist()
@@ -113,7 +92,7 @@ class SequenceSum:
         self._group = group
 
     def __call__(self, partial_sums: Tensor) -> Tensor:
-        """Return the sums over the group. Collective over the group, also in the backward pass."""
+        """Return the sums [S] over the group. Collective over the group, also in the backward pass."""
         if self._group.size() == 1:
             return partial_sums
         total: Tensor = _AllReduce.apply(partial_sums, self._group)

@@ -37,9 +37,8 @@ _CONSTANT_TOLERANCE = 1e-6
 
 
 def critic_optimizer(training: TrainingSettings) -> dict[str, Any]:
-    """Return the fields of the critic's optimizer: the policy's with `LR_FACTOR` times the rates.
-
-    Fields set for the critic come on top.
+    """Return the fields of the critic's optimizer: the policy's, `LR_FACTOR` times the rates, and
+    the critic's own on top.
     """
     policy = {**OPTIMIZER_DEFAULTS, **training.optimizer}
     rates = {name: LR_FACTOR * policy[name] for name in ("lr", "min_lr") if isinstance(policy[name], int | float)}
@@ -73,10 +72,7 @@ class Critic:
         return cls(objective, build(optimizer=critic_optimizer(training), with_value_head=True), place=place, dumps=dumps)
 
     def state_values(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Floats:
-        """Return values [T] of the states behind each of `num_tokens` tokens.
-
-        All tokens are in the micro-batches.
-        """
+        """Return values [T] of the states behind each of `num_tokens` tokens, all of which are in the micro-batches."""
         with complete_parameters(self.model.chunks):
             values = passes.state_values(self.model.chunks, micro_batches, self._place, num_tokens=num_tokens)
         return np.asarray(values.cpu().numpy(), dtype=np.float32)
@@ -127,10 +123,9 @@ class Critic:
 
 
 def explained_variance(*, returns: Tensor, values: Tensor, mask: Tensor, all_reduce_sum: Callable[[Tensor], Tensor]) -> float | None:
-    """1 - Var(returns - values) / Var(returns) over the `mask` [T] of all ranks, for `returns` and `values` [T].
+    """Return 1 - Var(returns - values) / Var(returns) over the `mask` [T] of all ranks, for `returns` and `values` [T].
 
-    1 for a perfect critic, 0 for a constant one, None when the returns do not vary beyond rounding. `all_reduce_sum` is called twice
-    on every rank.
+    None when the returns do not vary beyond rounding. Every rank calls `all_reduce_sum` twice.
     """
     columns = torch.stack([returns[mask].double(), (returns[mask] - values[mask]).double()])
     sums = all_reduce_sum(torch.cat([columns.sum(1), torch.tensor([float(columns.shape[1])], dtype=torch.float64)]))

@@ -13,10 +13,9 @@ from megatron_rl.training.micro_batch import MicroBatch
 
 
 def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, loss: float, grad_norm: float, temperature: float) -> None:
-    """Write `path`.safetensors and `path`.json of one micro-batch.
+    """Write this rank's tokens, recorded experts and inputs of the loss [N] to `path`.safetensors and `path`.json.
 
-    The files hold this rank's tokens, with recorded experts, and the loss's inputs [N]. Raises
-    UserError when the place cannot be written.
+    Raises UserError when the place cannot be written.
     """
     index = micro_batch.target_index
     arrays = {
@@ -46,5 +45,5 @@ def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, lo
 
 
 def _number(value: float) -> float | str:
-    """JSON has no NaN and no infinity."""
+    """Return `value`, or its name for JSON, which has no NaN and no infinity."""
     return value if math.isfinite(value) else str(value)

@@ -1,6 +1,4 @@
-"""The routers' side of an optimizer step: denominators of the router losses before, metrics
-after.
-"""
+"""The routers' side of an optimizer step: denominators of their losses before, metrics after."""
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -40,10 +38,7 @@ def check_record(batch: TrainBatch, spec: ModelSpec) -> None:
 
 
 class ExpertLoad:
-    """The routers of this rank's model in one optimizer step.
-
-    Does nothing in a model without experts.
-    """
+    """The routers of this rank's model in one optimizer step; nothing in a model without experts."""
 
     def __init__(self, chunk: torch.nn.Module, totals: StepTotals, *, device: torch.device, replays: bool = False) -> None:
         """`chunk` is any of the model's; `totals` gives the denominators of the routers' losses; `replays` whether experts are replayed."""
@@ -61,20 +56,14 @@ class ExpertLoad:
             self.step = RouterStep(losses, num_layers=num_layers, num_experts=num_experts, device=device)
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the step's metrics, equal on every rank and reported by one.
-
-        Collective over all ranks.
-        """
+        """Return the step's metrics, equal on every rank. Collective over all ranks."""
         if self.step is None:
             return {}
         return router_metrics(self.step.reduce(sum_over_ranks), self.step.losses, top_k=self._config.moe_router_topk, replays=self._replays)
 
 
 def router_metrics(report: RouterReport, losses: AuxiliaryLosses, *, top_k: int, replays: bool) -> dict[str, Metric]:
-    """Return the router metrics of a step, equal on every rank and reported by one.
-
-    The share of replayed tokens is given with `replays`, losses where a coefficient is set.
-    """
+    """Return a step's router metrics: replayed tokens with `replays`, losses where a coefficient is set."""
     mean = report.load.mean(dim=1, keepdim=True)
     share = report.load / mean
     idle = float((report.load == 0).sum())

@@ -1,6 +1,4 @@
-"""Meeting of the training's ranks: given explicitly, by torchrun's environment, or of one process
-alone.
-"""
+"""Meeting of the training's ranks: given explicitly, by torchrun's environment, or of one process alone."""
 
 import os
 from collections.abc import Mapping
@@ -20,9 +18,9 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 class Meeting:
     """The meeting point of a training's ranks, as one of them sees it.
 
-    `init_method`, as torch.distributed has it, and `rank` go together; None: a process group that
-    is initialised already, else the environment of torchrun, else a process alone. `local_rank` is
-    the number of the process's GPU, by default LOCAL_RANK, else 0.
+    `init_method`, as torch.distributed has it, and `rank` go together; None: an initialised process
+    group, else the environment of torchrun, else a process alone. `local_rank` numbers the
+    process's GPU, by default LOCAL_RANK, else 0.
     """
 
     rank: int | None = None
@@ -33,8 +31,8 @@ class Meeting:
 def find_meeting(num_ranks: int, given: Meeting, *, environment: Mapping[str, str], existing: int | None = None) -> Meeting:
     """Return the meeting point of `num_ranks` ranks, with rank and local rank.
 
-    `environment` is the process's, `existing` the size of an already initialised process group.
-    Raises UserError for incomplete arguments or another number of ranks.
+    `existing` is the size of an already initialised process group. Raises UserError for incomplete
+    arguments or another number of ranks.
     """
     rank, local_rank = given.rank, given.local_rank
     if (rank is None) != (given.init_method is None):
@@ -85,7 +83,7 @@ def _torchrun(num_ranks: int, local_rank: int | None, environment: Mapping[str, 
 
 
 def join(topology: Topology, given: Meeting, *, timeout_s: float, seed: int) -> tuple[Device, bool]:
-    """Join the other ranks and build Megatron's groups: this process's device, and whether the process group was made here.
+    """Join the other ranks and build Megatron's groups: this process's device, and True for a process group made here.
 
     See `topology.initialize` for `timeout_s` and `seed`. Collective over all ranks.
     """

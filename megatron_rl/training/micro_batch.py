@@ -24,11 +24,10 @@ from megatron_rl.types import Ints, TrainBatch
 class MicroBatch:
     """The model's input, and the positions of the predictions in use.
 
-    `input_ids` and `position_ids` [1, T]; `token_index` [T] positions in the batch's token arrays,
-    -1 for padding; `positions` [N] among the T, ascending; `targets` [N] the predicted tokens;
-    `target_index` [N] positions of the targets in the batch's token arrays; `sequence_index` [N] in
-    [0, S); `sequence_tokens` [S] trainable tokens of each whole sequence, over all context-parallel
-    ranks. `rows` [S] of the batch. `routed` is for routers.
+    `rows` [S] of the batch. `input_ids` and `position_ids` [1, T]; `token_index` [T] in the batch's
+    token arrays, -1 for padding; `positions` [N] among the T, ascending; `targets` [N] the
+    predicted tokens, and `target_index` [N] in the batch's arrays; `sequence_index` [N] in [0, S);
+    `sequence_tokens` [S] trainable over all context-parallel ranks.
     """
 
     rows: Ints
@@ -87,9 +86,8 @@ class MicroBatches:
     max_tokens: int
 
     def of_parts(self, batch: TrainBatch, parts: Sequence[Ints], *, all_tokens: bool = False) -> list[MicroBatch]:
-        """Return one micro-batch for each of `parts`, rows of `batch`.
-
-        Empty ones follow where an interleaved pipeline needs a multiple of its stages.
+        """Return a micro-batch for each of `parts`, rows of `batch`, and empty ones up to a
+        multiple of an interleaved pipeline's stages.
         """
         missing = -len(parts) % self.topology.pp if self.topology.vpp > 1 else 0
         parts = [*parts, *[np.empty(0, np.int64)] * missing]
@@ -108,10 +106,7 @@ class MicroBatches:
 
 
 def _routed_tokens(batch: TrainBatch, rows: Ints, held: MicroBatchTokens, *, device: torch.device) -> RoutedTokens:
-    """Return the recorded experts of the held tokens, for routers.
-
-    A micro-batch without rows holds one sequence of padding.
-    """
+    """Return the held tokens' recorded experts, for routers. A micro-batch without rows holds one sequence of padding."""
     real = held.token_index >= 0
     lengths = batch.lengths[rows] if len(rows) else np.ones(1, np.int64)
     counted = batch.trainable_tokens[rows] > 0 if len(rows) else np.zeros(1, np.bool_)

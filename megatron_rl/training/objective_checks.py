@@ -26,10 +26,7 @@ def check_objective(objective: Objective) -> None:
 
 
 def resolve_objective(objective: Objective, *, response_budget: int) -> Objective:
-    """Return the objective with the response budget, tokens, as constant length, where no length is set.
-
-    Raises UserError for an objective without training.
-    """
+    """Return the objective with the response budget, tokens, as constant length where none is set. Raises UserError."""
     if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
         objective = dataclasses.replace(objective, max_response_length=response_budget)
     check_objective(objective)
@@ -37,10 +34,7 @@ def resolve_objective(objective: Objective, *, response_budget: int) -> Objectiv
 
 
 def teacher_path(objective: Objective, model: ModelSettings) -> Path:
-    """Return the directory of the teacher of `objective`.
-
-    Raises UserError when `model` names none.
-    """
+    """Return the directory of the teacher of `objective`. Raises UserError when `model` names none."""
     if model.teacher is None:
         raise UserError(
             f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nothing to "
@@ -60,9 +54,8 @@ def check_fits(batch: TrainBatch, spec: ModelSpec) -> None:
 
 
 def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles, trajectory_ids: Ints) -> None:
-    """Raise UserError for data in `batch` unused by `objective`, or for missing data.
-
-    `rewards` and `trajectory_ids` [B] are the whole batch's.
+    """Raise UserError for data in `batch` unused by `objective`, or missing; `rewards` and
+    `trajectory_ids` [B] are the whole batch's.
     """
     given = [name for name in _OWN if getattr(batch, name) is not None]
     if not objective.trains_by_rewards:
@@ -88,10 +81,7 @@ def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles, tr
 
 
 def _check_returns(objective: Objective) -> None:
-    """Raise UserError for returns over a trajectory of several sequences.
-
-    Returns run from token to token of one sequence and cannot continue in the trajectory's next.
-    """
+    """Refuse returns over trajectories of several sequences: they run from token to token of one sequence."""
     cause = objective.advantage.ends_with_sequence(has_kl=objective.kl_reward is not None)
     if cause is not None:
         raise UserError(

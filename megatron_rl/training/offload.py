@@ -1,9 +1,9 @@
 """A trained model's memory, moved to host memory for another user of the device, and back.
 
-The storage beneath the tensors moves: the bytes are copied out and the storage shrinks to 0 bytes.
-Every parameter, every view into a gradient buffer and every entry of the optimizer's state
-therefore stays the same object. Touching a tensor while its part is away is an error of the caller,
-reported by torch as an access to a storage of size 0.
+The bytes are copied out and the storage beneath the tensors shrinks to 0 bytes: every parameter,
+view into a gradient buffer and entry of the optimizer's state stays the same object. Touching a
+tensor while its part is away is an error of the caller, reported by torch as an access to a storage
+of size 0.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,10 +39,7 @@ def page_locked_bytes(sizes: Iterable[int]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stored:
-    """A storage that is away: the size in bytes and the bytes in host memory.
-
-    The bytes are uint8 in pieces; None where zeros are as good.
-    """
+    """A storage that is away: the size in bytes, and uint8 pieces in host memory, None where zeros are as good."""
 
     storage: UntypedStorage
     num_bytes: int
@@ -50,10 +47,7 @@ class _Stored:
 
 
 class ModelMemory:
-    """The device memory of one rank's share of `model`, in three parts, each here or away.
-
-    No method is collective.
-    """
+    """The device memory of one rank's share of `model`, in three parts, each here or away. No method is collective."""
 
     def __init__(self, model: TrainedModel) -> None:
         self._model = model

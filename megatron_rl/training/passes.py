@@ -1,8 +1,7 @@
-"""Passes over micro-batches: log-probs or values without gradients, and forward + backward of a
-loss.
+"""Passes over micro-batches: log-probs or values without gradients, and forward + backward of a loss.
 
-All passes go through megatron-core's schedules, so a pipeline, interleaved or not, needs no code of
-its own. Every rank makes every call, also with micro-batches of padding alone.
+All passes go through megatron-core's schedules, so a pipeline needs no code of its own. Every rank
+makes every call, also with micro-batches of padding alone.
 
 Legend: N predictions in use of a micro-batch, T tokens of a batch, H hidden channels.
 """
@@ -40,11 +39,9 @@ The output is hidden states [N, H] of a policy, values [N, 1] of a critic.
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model as a distribution over next tokens: softmax of logits over `vocab_size` at
-    `temperature`.
+    """A model as a distribution over next tokens: softmax of logits over `vocab_size` at `temperature`.
 
-    With `replays_routing` the routers take the experts chosen by an engine, where micro-batches
-    have a record.
+    With `replays_routing` the routers take an engine's experts, where micro-batches have a record.
     """
 
     chunks: Sequence[Chunk]
@@ -54,7 +51,9 @@ class Policy:
     replays_routing: bool = False
 
     def statistics(self, hidden: Tensor, micro_batch: MicroBatch, *, with_entropy: bool) -> TokenStatistics:
-        """Statistics [N] at the micro-batch's targets from the last stage's hidden states [N, H]. Collective over tp ranks."""
+        """Return statistics [N] at the micro-batch's targets from the last stage's `hidden` [N, H].
+        Collective over tp ranks.
+        """
         last = self.chunks[-1]
         model = last if isinstance(last, PolicyModel) else last.module
         assert isinstance(model, PolicyModel), "a policy is made of PolicyModels"
@@ -81,8 +80,7 @@ def _run(
     router_step: RouterStep | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Put all micro-batches through the schedule; `finish(number, output)` ends each on the last
-    stage.
+    """Put all micro-batches through the schedule; `finish(number, output)` ends each on the last stage.
 
     The output is taken at the micro-batch's positions, or `everywhere`.
     """
@@ -118,10 +116,7 @@ def _look(
     everywhere: bool = False,
     replay: bool = False,
 ) -> list[Any]:
-    """Return the results of `finish(micro_batch, output)` on the last stage, without gradients.
-
-    Other stages get an empty list.
-    """
+    """Return `finish(micro_batch, output)` of each on the last stage, without gradients; an empty list on the others."""
 
     def collect(number: int, output: Tensor, non_loss_data: bool = True) -> Any:
         return finish(micro_batches[number], output)
@@ -135,10 +130,8 @@ def _look(
 
 
 def _by_token(parts: Sequence[tuple[Ints, Tensor]], place: Place, *, num_tokens: int, device: torch.device) -> Tensor:
-    """Return numbers [T] float32 of `num_tokens` tokens from `parts` of the last stage, else 0.
-
-    A part is (positions, numbers). All ranks of a data-parallel rank's tensor-, context- and
-    pipeline-parallel groups get the same numbers.
+    """Return numbers [T] float32 from `parts`, (positions, numbers), of the last stage, else 0;
+    equal on tp, cp and pp ranks.
     """
     result = torch.zeros(num_tokens, device=device)
     for index, numbers in parts:
@@ -148,7 +141,7 @@ def _by_token(parts: Sequence[tuple[Ints, Tensor]], place: Place, *, num_tokens:
 
 @torch.no_grad()
 def statistics(policy: Policy, micro_batches: Sequence[MicroBatch], *, with_entropy: bool = True) -> list[TokenStatistics]:
-    """Statistics [N] of each micro-batch on the last pipeline stage, without gradients; an empty list on the others."""
+    """Return statistics [N] of each micro-batch on the last stage, without gradients; an empty list on the others."""
 
     def finish(micro_batch: MicroBatch, hidden: Tensor) -> TokenStatistics:
         return policy.statistics(hidden, micro_batch, with_entropy=with_entropy)
@@ -158,9 +151,10 @@ def statistics(policy: Policy, micro_batches: Sequence[MicroBatch], *, with_entr
 
 @torch.no_grad()
 def log_probs(policy: Policy, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Tensor:
-    """Log-probs [T] float32, in nats, of the micro-batches' targets among `num_tokens` tokens; 0 at every other token.
+    """Return log-probs [T] float32, nats, of the micro-batches' targets among `num_tokens` tokens;
+    0 at every other token.
 
-    The same on all ranks of a data-parallel rank's tensor-, context- and pipeline-parallel groups.
+    The same on all tensor-, context- and pipeline-parallel ranks of a data-parallel rank.
     """
     reports = statistics(policy, micro_batches, with_entropy=False)
     here = micro_batches if policy.place.last_stage else []
@@ -170,10 +164,8 @@ def log_probs(policy: Policy, micro_batches: Sequence[MicroBatch], *, num_tokens
 
 @torch.no_grad()
 def state_values(chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch], place: Place, *, num_tokens: int) -> Tensor:
-    """Return a critic's values [T] float32 of the states behind each of the micro-batches' tokens.
-
-    T is `num_tokens`; every other token has 0. All ranks of a data-parallel rank's tensor-,
-    context- and pipeline-parallel groups get the same values.
+    """Return a critic's values [T] float32 behind each of the micro-batches' tokens among
+    `num_tokens`, as `log_probs` does.
     """
     reports = _look(chunks, micro_batches, lambda _, values: values.flatten(), everywhere=True)
     parts = []
@@ -191,11 +183,11 @@ def forward_backward(
     replay: bool = False,
     router_step: RouterStep | None = None,
 ) -> list[Any]:
-    """Compute gradients of the sum of `loss` over all micro-batches, in the gradient buffers.
+    """Compute gradients of the sum of `loss` over all micro-batches and dp and cp ranks, in the gradient buffers.
 
-    The sum runs over data- and context-parallel ranks too. With `replay` routers take recorded
-    experts; the routers' counts and own losses are those of `router_step`. Returns the reports of
-    `loss`, one for each micro-batch, on the last stage; an empty list on the others.
+    With `replay` routers take recorded experts; their counts and own losses are those of
+    `router_step`. Returns the reports of `loss` for each micro-batch on the last stage; an empty
+    list on the others.
     """
     no_tokens = torch.zeros((), dtype=torch.int, device=micro_batches[0].input_ids.device)
 

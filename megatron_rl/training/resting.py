@@ -12,17 +12,16 @@ from megatron_rl.training.offload import piece_sizes
 
 
 class RestingWeights:
-    """Host copies of a model's tensors at construction, page-locked in pieces where there is a GPU.
-
-    Copies follow the GPU's own order without waiting.
+    """Host copies of a model's tensors, page-locked in pieces where there is a GPU, whose order
+    copies follow without waiting.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, replacing: bool) -> None:
         """Copy the tensors of this rank, given by `tensors` in the same order at each call.
 
         `replacing`: the tensors hold other weights, swapped with the copies piece by piece, so the
-        device never holds two models. Otherwise the tensors have no other content and are empty
-        except during a pass; nobody may write to them.
+        device never holds two models. Otherwise they are empty except during a pass; nobody may
+        write to them.
         """
         self._tensors = tensors
         self._replacing = replacing
@@ -39,10 +38,7 @@ class RestingWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Lend the model these weights inside; restore its own afterwards, bit for bit.
-
-        A model without weights of its own on the device has none afterwards.
-        """
+        """Lend the model these weights inside; restore its own, or none, afterwards, bit for bit."""
         self._exchange() if self._replacing else self._bring()
         try:
             yield
@@ -67,17 +63,14 @@ class RestingWeights:
             tensor.data = tensor.data.new_empty(0)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every tensor in parts, as uint8 [bytes]: in host memory and in the tensor itself."""
+        """Yield every tensor in parts, uint8 [bytes] each: in host memory and in the tensor itself."""
         for tensor, host in zip(self._tensors(), self._host, strict=True):
             here = tensor.detach().view(-1).view(torch.uint8)
             yield from zip(host, here.split([len(part) for part in host]), strict=True)
 
 
 def _cut(pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
-    """Return the parts of the pieces for each of `sizes` bytes, one after the other.
-
-    `pieces` have equal length.
-    """
+    """Return the parts of `pieces`, of equal length, for each of `sizes` bytes, one after the other."""
     parts: list[list[Tensor]] = []
     stop, length = 0, len(pieces[0]) if pieces else 1
     for size in sizes:
@@ -88,9 +81,8 @@ def _cut(pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
 
 
 def trained_tensors(chunks: Sequence[DistributedDataParallel]) -> Iterator[Tensor]:
-    """Return the tensors moved by training: trained parameters and biases of routers.
-
-    The optimizer's own fp32 parameters are no part.
+    """Yield the tensors moved by training: trained parameters, and biases of routers; not the
+    optimizer's fp32 parameters.
     """
     for chunk in chunks:
         yield from (parameter for parameter in chunk.parameters() if parameter.requires_grad)

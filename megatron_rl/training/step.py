@@ -1,7 +1,7 @@
 """One optimizer step in two halves, each with metrics: gradients, then the update.
 
-`PolicySteps` are the policy's; the critic shares `compute_gradients` and `apply_gradients`.
-Legend: N trainable tokens of a micro-batch.
+`PolicySteps` are the policy's; the critic shares `compute_gradients` and `apply_gradients`. Legend:
+N trainable tokens of a micro-batch.
 """
 
 import dataclasses
@@ -51,10 +51,10 @@ _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
 class Gradients:
     """Gradients in a model's buffers that wait for the update, and their inputs.
 
-    `number` counts optimizer steps from 1. `metrics` are this rank's share. `reports` belong to
-    this rank's micro-batches on the last stage. `finite`: all losses of all ranks were. `means` of
-    measured metrics are over all ranks, None without a measurement. `moved_biases` are routers'
-    biases with their values after the step.
+    `number` counts optimizer steps from 1. `metrics` are this rank's share, `reports` those of its
+    micro-batches on the last stage. `finite`: all losses of all ranks were. `means` of measured
+    metrics are over all ranks, None without a measurement. `moved_biases` are routers' biases with
+    their values after the step.
     """
 
     number: int
@@ -134,8 +134,8 @@ class PolicySteps:
     def apply(self, gradients: Gradients) -> dict[str, Metric]:
         """Update the weights once; return this rank's share of added metrics.
 
-        Nothing is updated for a step without trainable tokens, nor when a loss or gradient is not
-        finite on any rank.
+        Nothing changes in a step without trainable tokens, nor when a loss or gradient of any rank
+        is not finite.
         """
         place = self._policy.place
         if not gradients.totals.num_tokens:
@@ -193,10 +193,10 @@ class PolicySteps:
 
 
 def look_before_step(policy: passes.Policy, micro_batches: Sequence[MicroBatch]) -> tuple[list[TokenStatistics], float | None]:
-    """Make one forward pass over the micro-batches of a step, before the step's first gradient.
+    """Return each micro-batch's statistics before the step on the last stage, and the mean entropy,
+    nats, of all ranks' tokens.
 
-    Returns the statistics of each on the last pipeline stage, and the mean entropy, nats, over the
-    tokens of all ranks. Collective.
+    Collective over all ranks.
     """
     seen = passes.statistics(policy, micro_batches)
     pair = torch.zeros(2, dtype=torch.float64, device=micro_batches[0].input_ids.device)
@@ -212,7 +212,7 @@ def look_before_step(policy: passes.Policy, micro_batches: Sequence[MicroBatch])
 def loss_inputs(
     micro_batch: MicroBatch, statistics: TokenStatistics, data: TokenData, *, seen: TokenStatistics | None = None
 ) -> LossInputs:
-    """Return inputs [N] of trainable tokens only, so that every mask entry is True; `seen` is of the pass before the step."""
+    """Return inputs [N] of trainable tokens, so every mask entry is True; `seen` is of the pass before the step."""
     current = statistics.log_prob.detach()
 
     def pick(values: Any, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -281,11 +281,11 @@ def compute_gradients(
     replay: bool = False,
     router_step: RouterStep | None = None,
 ) -> Gradients:
-    """Replace the model's gradients by the gradient of `loss` over all micro-batches of all ranks.
+    """Replace the model's gradients by those of `loss` over all micro-batches of all ranks; return
+    `waiting` with the results.
 
-    Returns `waiting` with the results. The reports of `loss` are `LossOutput`s. `measure` names
-    metrics with a requested mean. See `passes.forward_backward` for `replay` and `router_step`. No
-    weight changes. Collective.
+    The reports of `loss` are `LossOutput`s, and `measure` names metrics whose mean is asked for.
+    See `passes.forward_backward` for `replay` and `router_step`. No weight changes. Collective.
     """
     model.optimizer.zero_grad()
     biases = [bias for chunk in model.chunks for _, bias in expert_biases(chunk)]
@@ -300,7 +300,7 @@ def compute_gradients(
 
 
 def _measure(reports: Sequence[LossOutput], names: Sequence[str], *, device: torch.device) -> tuple[bool, dict[str, float | None]]:
-    """Return True when all losses of the step are finite, and the means of the metrics `names`. Collective over all ranks."""
+    """Return True when all losses are finite, and the means of the metrics `names`. Collective over all ranks."""
     shares = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=device)
     zero = torch.zeros((), device=device)
     for report in reports:
@@ -321,11 +321,11 @@ def apply_gradients(
     temperature: float = 1.0,
     frozen: bool = False,
 ) -> tuple[bool, dict[str, Metric]]:
-    """Update the weights once; return whether all losses and the gradient were finite, and metrics.
+    """Update the weights once; return True when all losses and the gradient were finite, and
+    metrics named with `prefix`.
 
     Nothing is updated otherwise, on any rank, and the micro-batches that may be the cause are
-    written to the directory `dumps`. A `frozen` model is left unchanged. `prefix` of the metrics'
-    names. Collective.
+    written to the directory `dumps`. A `frozen` model is left unchanged. Collective.
     """
     lr = 0.0 if frozen else model.lr
     sound, grad_norm = optimizer_step(model.optimizer, frozen=frozen) if gradients.finite else (False, math.nan)
@@ -346,10 +346,9 @@ def apply_gradients(
 
 
 def optimizer_step(optimizer: MegatronOptimizer, *, frozen: bool = False) -> tuple[bool, float]:
-    """Clip and apply the gradients; return their soundness, and their norm before clipping.
+    """Clip and apply the gradients; return their soundness, and their norm before clipping, equal on every rank.
 
-    Nothing is updated when the norm is not finite, nor when the weights are `frozen`. Collective:
-    every rank gets the same norm.
+    Nothing is updated when the norm is not finite, nor when the weights are `frozen`. Collective.
     """
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())

@@ -41,9 +41,8 @@ def read_teacher_spec(teacher: Path) -> ModelSpec:
 def teacher_config(
     model: ModelSettings, topology: TopologySettings, spec: ModelSpec, *, dtype: torch.dtype, attention: Attention
 ) -> TransformerConfig:
-    """Return megatron-core's configuration of the teacher of `spec`, in the policy's layout.
-
-    Raises UserError when teacher and layout do not fit.
+    """Return megatron-core's configuration of the teacher of `spec`. Raises UserError when it and
+    the policy's layout do not fit.
     """
     try:
         return transformer_config(
@@ -58,7 +57,7 @@ def teacher_config(
 
 
 def build_teacher(model: ModelSettings, topology: TopologySettings, spec: ModelSpec, *, device: Device) -> list[PolicyModel]:
-    """This rank's chunks of the teacher of `spec`, without weights yet. Raises UserError for what does not fit the policy's layout."""
+    """Return this rank's chunks of the teacher of `spec`, without weights yet. Raises UserError as `teacher_config`."""
     check_layout(Topology.of(topology), spec, model.megatron)
     attention = resolve_attention(model.attention, spec, overrides=model.megatron, cp=topology.cp, capability=local_capability())
     config = teacher_config(model, topology, spec, dtype=model_dtype(model, device), attention=attention)
@@ -86,20 +85,19 @@ def check_vocabulary(policy: Path, teacher: Path) -> None:
 
 
 class Teacher:
-    """One rank's share of the teacher. The weights rest in host memory between passes.
-
-    Methods are collective over all ranks.
+    """One rank's share of the teacher; the weights rest in host memory between passes. Methods are
+    collective over all ranks.
     """
 
     def __init__(self, model: ModelSettings, topology: TopologySettings, path: Path, *, device: Device, place: Place) -> None:
-        """Build the model of the Hugging Face directory `path`. Raises UserError for what does not fit the policy's layout."""
+        """Build the model of the Hugging Face directory `path`. Raises UserError as `teacher_config`."""
         self._spec, self._place = read_teacher_spec(path), place
         self._chunks = build_teacher(model, topology, self._spec, device=device)
         load_hf_weights(self._chunks, self._spec, path)
         self._weights = RestingWeights(partial(teacher_tensors, self._chunks), replacing=False)
 
     def log_probs(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int, temperature: float) -> Floats:
-        """Log-probs [T] in nats of the micro-batches' targets among `num_tokens` tokens, at `temperature`; 0 at every other token."""
+        """Return log-probs [T], nats, of the micro-batches' targets among `num_tokens` tokens at `temperature`; else 0."""
         with self._weights.in_place():
             policy = passes.Policy(chunks=self._chunks, place=self._place, vocab_size=self._spec.vocab_size, temperature=temperature)
             values = passes.log_probs(policy, micro_batches, num_tokens=num_tokens)

@@ -1,6 +1,4 @@
-"""The arrangement of Megatron ranks, as a value, and the one call that makes process groups
-of it.
-"""
+"""The arrangement of Megatron ranks, as a value, and the one call that makes process groups of it."""
 
 import datetime
 import math
@@ -39,10 +37,7 @@ class Topology:
 
     @classmethod
     def of(cls, settings: TopologySettings) -> "Topology":
-        """Return the topology of `settings`.
-
-        Raises UserError, with the arithmetic, for sizes that do not fit.
-        """
+        """Return the topology of `settings`. Raises UserError, with the arithmetic, for sizes that do not fit."""
         for problem in topology_contradictions(settings):
             raise UserError(problem)
         return cls(
@@ -64,7 +59,7 @@ class Topology:
 
     @property
     def expert_dp(self) -> int:
-        """Copies of the experts."""
+        """Return the number of copies of the experts."""
         return self.num_ranks // (self.etp * self.ep * self.pp)
 
     def first_rank(self, stage: int) -> int:
@@ -72,11 +67,9 @@ class Topology:
         return stage * self.num_ranks // self.pp
 
     def gathers_for(self, receivers: Iterable[int], *, rank: int) -> bool:
-        """Return True when `rank` takes part in gathering the whole model for the global ranks
-        `receivers`.
+        """Return True when `rank` takes part in gathering the whole model for the global ranks `receivers`.
 
-        A rank takes part when a receiver's weights are in one of the rank's groups. Consecutive
-        ranks of a stage hold all weights of the stage between them, as many ranks as experts and
+        Consecutive ranks of a stage hold all its weights between them, as many ranks as experts and
         dense weights both fill. With the same ranks of all other stages they gather alone; the
         remaining ranks hold copies.
         """
@@ -85,7 +78,7 @@ class Topology:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages, virtual ones included."""
+        """Return the number of pipeline stages, virtual ones included."""
         return self.pp * self.vpp
 
     @property
@@ -96,12 +89,11 @@ class Topology:
     def check_model(
         self, *, num_layers: int, num_heads: int, num_kv_groups: int, ffn_size: int, megatron: Mapping[str, Any] | None = None
     ) -> None:
-        """Raise UserError for a model that cannot be divided: heads, KV groups, FFN by tp, layers
-        by stages.
+        """Raise UserError for a model that cannot be divided: heads, KV groups, FFN by tp, layers by stages.
 
-        `megatron` are the user's fields of megatron-core's configuration, with possible own numbers
-        of layers for the first and the last pipeline stage. KV groups fewer than tp are shared by
-        as many ranks each.
+        `megatron` are the user's fields of megatron-core's configuration, possibly with numbers of
+        layers for the first and the last pipeline stage. KV groups fewer than tp are shared by as
+        many ranks each.
         """
         self._check_stages(num_layers, megatron or {})
         for name, size in (("attention heads", num_heads), ("FFN columns", ffn_size)):
@@ -151,10 +143,7 @@ class Topology:
             )
 
     def _suggested_ends(self, num_layers: int) -> str:
-        """Return fitting numbers of layers for the first and the last stage.
-
-        The stages between, without embedding and head, have a few more.
-        """
+        """Return fitting numbers of layers for the first and the last stage; those between have a few more."""
         units = num_layers // self.vpp
         between = -(-units // self.pp)
         first, last = -(-(units - between * (self.pp - 2)) // 2), (units - between * (self.pp - 2)) // 2
@@ -180,12 +169,11 @@ def _divisors(number: int) -> list[int]:
 
 
 def initialize(topology: Topology, *, rank: int, init_method: str | None, device: Device, timeout_s: float, seed: int = 0) -> None:
-    """Join the process group at `init_method` as `rank` and build Megatron's groups.
+    """Join the process group at `init_method` as `rank`, once per process, and build Megatron's groups.
 
-    Collectives then time out after `timeout_s`. At tcp://ADDRESS:PORT rank 0 serves the others on
-    the given address alone; None: a process alone; all else goes to torch. Collective over all
-    ranks of `topology`. A process can be initialised once. `seed` is the base of the ranks' random
-    generators.
+    Collectives time out after `timeout_s`. At tcp://ADDRESS:PORT rank 0 serves the others on this
+    address alone; None: a process alone; all else goes to torch. `seed` is the base of random
+    generators. Collective over all ranks.
     """
     place, size = urlsplit(init_method or ""), topology.num_ranks
     store: distributed.Store | None = distributed.HashStore() if init_method is None else None
@@ -206,10 +194,7 @@ def initialize(topology: Topology, *, rank: int, init_method: str | None, device
 
 
 def initialize_groups(topology: Topology, *, timeout_s: float, seed: int) -> None:
-    """Build Megatron's groups and random generators inside a process group of all ranks.
-
-    Collective.
-    """
+    """Build Megatron's groups and random generators inside a process group of all ranks. Collective."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
@@ -231,10 +216,7 @@ def shutdown() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of this process in the topology, and the process's groups.
-
-    Ranks count within their dimension.
-    """
+    """The place of this process in the topology, ranks counted within their dimension, and the process's groups."""
 
     dp_rank: int
     cp_rank: int
@@ -259,10 +241,7 @@ class Place:
 
     @property
     def reports(self) -> bool:
-        """Return True on the one tensor-parallel rank of the last stage that reports metrics.
-
-        Every context- and data-parallel rank has one.
-        """
+        """Return True on the one tensor-parallel rank of the last stage, for each cp and dp rank, that reports metrics."""
         return self.last_stage and self.tp_rank == 0
 
     @property

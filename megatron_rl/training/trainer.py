@@ -51,25 +51,19 @@ from megatron_rl.types import Floats, Shard, TrainBatch
 
 
 class Trainer:
-    """One rank of a training: the policy and, for ppo, its critic, with their optimizers. Needs no data, engines or run directory.
+    """One rank of a training: the policy and, for ppo, its critic, with their optimizers. Needs no
+    data, engines or run directory.
 
-    Every process of `training.topology.num_ranks` makes one, from the same arguments, and calls the same methods in the same order
-    with the same batches: methods are collective unless stated otherwise. Legend: T tokens of the whole batch, see `TrainBatch`.
+    Every process of `training.topology.num_ranks` makes one, and calls the same methods in the same
+    order with the same arguments: methods are collective unless stated otherwise. Legend: T tokens
+    of the whole batch.
 
-    A Trainer joins the other ranks and has the weights of `model.path`, a Hugging Face directory. `objective` is GRPO by default.
-    `temperature` is the one that responses are sampled at: log-probs are those of softmax(logits / temperature). `total_steps` is
-    the number of optimizer steps over which a decaying learning rate falls, where training.schedule.decay_steps does not say.
-    Micro-batches that make a loss or gradient non-finite are written to `dump_directory`, if given. `meeting` is for processes
-    outside torchrun.
-
-    Construction raises UserError for what does not fit the model, the layout, the number of processes or the installed megatron-core,
-    and, on all ranks, for weights that differ from their manifest.
-
-    Example::
-
-        with Trainer(model=ModelSettings(path="Qwen3-0.6B"), training=TrainingSettings(optimizer={"lr": 1e-6})) as trainer:
-            batch = batch_from_sequences(prompts=prompts, responses=responses, rewards=rewards)
-            print(trainer.train(batch)[0]["train/loss"])
+    `objective` is GRPO by default. Log-probs are those of softmax(logits / temperature), as
+    sampled. A decaying learning rate falls over `total_steps` optimizer steps, if not over
+    training.schedule.decay_steps. Micro-batches that make a loss or gradient non-finite are written
+    to `dump_directory`. `meeting` is for processes outside torchrun. Raises UserError for what does
+    not fit the model, the layout, the number of processes or the installed megatron-core, and, on
+    all ranks, for weights that differ from their manifest.
     """
 
     def __init__(
@@ -132,7 +126,9 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Leave the other ranks: another Trainer can then be made in this process. A process group made elsewhere stays."""
+        """Leave the other ranks: another Trainer can then be made in this process. A process group
+        made elsewhere stays.
+        """
         self._let_go_of_state()
         if self._owns_group:
             shutdown()
@@ -158,8 +154,8 @@ class Trainer:
     def _let_go_of_state(self) -> None:
         """Wait until no save in progress reads the trained models any more.
 
-        Every method that changes or moves weights or optimizer state, even for a moment, calls this first. Other methods may run
-        while threads take copies. A gather of parameters that overlaps forward passes is no change: the values stay equal.
+        Every method that changes or moves weights or optimizer state, even for a moment, calls this
+        first. A gather of parameters that overlaps forward passes is no change.
         """
         if self._saving is not None:
             self._saving.wait_for_copies()
@@ -183,27 +179,28 @@ class Trainer:
         return np.asarray(values.cpu().numpy(), dtype=np.float32)
 
     def log_probs(self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None) -> Floats:
-        """Return log-probs [T] in nats of every token of `batch` given the tokens before.
+        """Return log-probs [T], nats, of every token of `batch` given the tokens before; 0 for each sequence's first.
 
-        Each sequence's first token has 0. The weights are the current ones or the initial `reference` ones, at `temperature` or else
-        the trainer's. Data-parallel ranks compute a share each; all ranks get all values. Raises UserError for different batches.
+        By the current weights or the initial `reference` ones, at `temperature` or else the
+        trainer's; each data-parallel rank computes a share. Raises UserError for different batches.
 
-        Example: `dataclasses.replace(batch, old_log_probs=trainer.log_probs(batch))` before several optimizer steps.
+        Example: `dataclasses.replace(batch, old_log_probs=trainer.log_probs(batch))` before several
+        optimizer steps.
         """
         micro_batches = self._shared_micro_batches(batch)
         return shares_of_data_parallel(self._log_probs(batch, micro_batches, reference=reference, temperature=temperature))
 
     def own_log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
-        """Return `log_probs` of the current weights, undivided, for the parity probe."""
+        """Return `log_probs` [T] of the current weights, undivided, for the parity probe."""
         check_fits(batch, self._spec)
         micro_batches = self._micro_batches.of_all_tokens(batch, divided=False)
         return self._log_probs(batch, micro_batches, reference=False, temperature=temperature)
 
     def values(self, batch: TrainBatch) -> Floats:
-        """Return the critic's values [T], reward units, of the state before each token; for ppo.
+        """Return the critic's values [T], reward units, of the state before each token; any number
+        for each sequence's first.
 
-        The entry of each sequence's first token is any number: no prediction makes a first token. Raises UserError without a critic,
-        and when the ranks have different batches.
+        Raises UserError without a critic, and when the ranks have different batches.
         """
         if self._critic is None:
             raise UserError("values were asked for, but only objective.advantage.kind gae has a critic; choose it")
@@ -217,11 +214,11 @@ class Trainer:
         return self._micro_batches.of_all_tokens(batch, divided=True)
 
     def train(self, batch: TrainBatch) -> list[dict[str, float]]:
-        """Train on the whole rollout batch, passed by every rank; return metrics of each step.
+        """Train on the whole rollout batch, passed by every rank; return metrics of each step, equal on every rank.
 
-        Each rank takes a share of the batch. Makes `training.optimizer_steps_per_batch` optimizer steps, each on a random part of the
-        trajectories. The metrics are of all ranks together and equal on every rank; `megatron_rl/observe/metrics.py` gives the
-        meaning and unit of each. A step with a non-finite loss or gradient changes no weights and has `train/skipped_steps` 1. Raises
+        Makes `training.optimizer_steps_per_batch` optimizer steps, each on a random part of the
+        trajectories. `megatron_rl/observe/metrics.py` gives the meaning and unit of each metric. A
+        non-finite loss or gradient changes no weights and sets `train/skipped_steps`. Raises
         UserError for a batch that does not fit the objective or differs between ranks.
 
         Example: `loss = trainer.train(batch)[-1]["train/loss"]`
@@ -235,7 +232,8 @@ class Trainer:
     def train_shard(self, shard: Shard) -> list[dict[str, Metric]]:
         """Train on `shard`, this data-parallel rank's part of a batch divided by the caller.
 
-        Merging the metrics of all ranks gives the step's: a rank with the same metrics as another returns empty dicts.
+        Merging the metrics of all ranks gives the step's; ranks with the same metrics as another
+        return empty dicts.
         """
         self._let_go_of_state()
         parts, data = self._prepare(shard)
@@ -251,12 +249,13 @@ class Trainer:
         return metrics
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
-        """Compute the objective's gradient over `batch`, one whole step; return metrics.
+        """Compute the objective's gradient over `batch`, one whole step; return metrics, equal on
+        every rank. No weight changes.
 
-        The metrics are equal on every rank. `optimizer_step` then applies the gradient; no weight changes before. Every rank passes
-        the same batch. Means are over this batch, and advantages are made within it. A part of a larger batch therefore brings
-        `advantages`, and `old_log_probs` unless the weights are still the generator's. Raises UserError as `train`, or when a
-        gradient waits.
+        Every rank passes the same batch. Means are over this batch, and advantages are made within
+        it: a part of a larger one brings `advantages`, and `old_log_probs` unless the weights are
+        still the generator's. Raises UserError as `train`, or when a gradient waits for
+        `optimizer_step`.
 
         Example: `metrics = trainer.forward_backward(batch.select(rows)) | trainer.optimizer_step()`
         """
@@ -274,10 +273,11 @@ class Trainer:
         return merge_over_ranks([metrics])[0]
 
     def optimizer_step(self) -> dict[str, float]:
-        """Update the weights once by the gradient of `forward_backward`; return metrics.
+        """Update the weights by the gradient of `forward_backward`; return its norm, learning rate
+        and skipped steps of all ranks.
 
-        The metrics are gradient norm, learning rate and a flag of skipped steps, equal on every rank. Nothing is updated when a loss
-        or gradient was not finite. Raises UserError when no gradient waits.
+        Nothing is updated when a loss or gradient was not finite. Raises UserError when no gradient
+        waits.
         """
         if self._waiting is None:
             raise UserError("optimizer_step has no gradient to apply; call forward_backward(batch) first")
@@ -336,10 +336,10 @@ class Trainer:
         return policy if self._critic is None else {**policy, "critic": self._critic.model}
 
     def put_away(self, parts: Collection[Part] = PARTS) -> None:
-        """Free the device memory of these parts of all models.
+        """Free the device memory of these parts of all models. Not collective; a part already away stays away.
 
-        For `weights` the parameters must be here, for all else everything. Not collective; a part already away stays away. Raises
-        UserError while a gradient of `forward_backward` waits.
+        `weights` needs the parameters, all else everything. Raises UserError while a gradient
+        waits.
         """
         self._refuse_waiting("put_away")
         self._let_go_of_state()
@@ -352,10 +352,11 @@ class Trainer:
             memory.take_back(parts)
 
     def weights(self, *, receivers: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights by Hugging Face names, one whole tensor at a time.
+        """Yield the policy's weights by Hugging Face names, one whole tensor at a time, in the model's dtype.
 
-        Shapes and names equal the directory written by `save_hf`, the dtype is the model's. Each tensor is gathered on request: every
-        rank takes all tensors. Tied embeddings come once, without the head. With `receivers`, global ranks, other ranks get nothing.
+        Shapes and names equal the directory written by `save_hf`. Each tensor is gathered on
+        request: every rank takes all tensors. Tied embeddings come once, without the head. Ranks
+        that are no `receivers`, when given, get nothing.
 
         Example: `their_model.load_state_dict(dict(trainer.weights()), strict=False)`
         """
@@ -366,20 +367,19 @@ class Trainer:
     def save(self, directory: Path | str) -> None:
         """Write a checkpoint for `load`: weights, optimizer, schedule, controllers, generators.
 
-        The directory, on storage shared by all ranks, appears complete or not at all. Raises UserError when writing fails, and while
-        a gradient of `forward_backward` waits.
+        The directory, on storage shared by all ranks, appears complete or not at all. Raises
+        UserError when writing fails, and while a gradient waits.
         """
         Saving(state=self._state_files(Path(directory))).finish()
 
     def begin_save(self, directory: Path | str | None = None, *, hf: Path | str | None = None) -> None:
-        """Save as `save` in `directory` and as `save_hf` in `hf`, but return once planned and gathered.
+        """Save as `save` in `directory` and as `save_hf` in `hf`, but return once planned and
+        gathered. Raises UserError as `save`.
 
-        A thread of each rank copies the state to host memory, kept for the next save, and writes while the training goes on. The next
-        call that changes or moves the state waits for the copies alone. A policy of more than half of the free host memory of rank 0
-        is written before the return.
-
-        `finish_save` must follow before the process ends and before the next save; directories then appear in their places. Raises
-        UserError as `save`.
+        A thread of each rank copies the state to host memory and writes while the training goes on;
+        the next call that changes or moves the state waits for the copies alone. A policy of more
+        than half of rank 0's free host memory is written before the return. `finish_save` must
+        follow before the process ends and before the next save, and puts the directories in place.
         """
         if self._saving is not None:
             raise UserError("begin_save was called while an earlier save is not in its place; call finish_save() first")
@@ -410,12 +410,13 @@ class Trainer:
             saving.finish()
 
     def load(self, directory: Path | str, *, weights_only: bool = False, checked: bool = False) -> tuple[str, ...]:
-        """Continue from a checkpoint of `save`, of this layout or another.
+        """Continue from a checkpoint of `save`, of this layout or another; return a sentence for
+        each changed hyperparameter.
 
-        The reference stays the model of the settings. Returns a sentence for each optimizer hyperparameter with another value in the
-        checkpoint; the settings' values are taken. With `weights_only` the optimizer starts anew. `checked`, on every rank: all files
-        were already compared with the manifest, as in `training_state.check_files`. A waiting gradient of `forward_backward` is
-        dropped. Raises UserError when there is no checkpoint, or one with changed files, of another model, or without optimizer state.
+        The settings' hyperparameters are taken, and the reference stays the settings' model. With
+        `weights_only` the optimizer starts anew. `checked`, on every rank: all files were already
+        compared with the manifest. A waiting gradient is dropped. Raises UserError when there is no
+        checkpoint, or one with changed files, of another model, or without optimizer state.
         """
         self._let_go_of_state()
         self._waiting = None
@@ -425,9 +426,10 @@ class Trainer:
 
     def save_hf(self, directory: Path | str, *, max_shard_bytes: int = MAX_SHARD_BYTES, durable: bool = True) -> None:
         """Write the policy as a Hugging Face directory, in files of at most `max_shard_bytes`.
+        Raises UserError when writing fails.
 
-        Layers of multi-token prediction are not trained: their weights come from model.path and are named in manifest.json. A
-        directory that is not `durable` is for engines alone: without such layers, and not safe from a power failure, which saves
-        waiting for the disk. Raises UserError when writing fails.
+        Layers of multi-token prediction are not trained: their weights come from model.path and are
+        named in manifest.json. A directory that is not `durable` is for engines alone: without such
+        layers, and not safe from a power failure.
         """
         Saving(policy=self._policy_files(Path(directory), staged=False, max_shard_bytes=max_shard_bytes, durable=durable)).finish()

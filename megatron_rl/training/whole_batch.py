@@ -29,11 +29,7 @@ def check_same_everywhere(batch: TrainBatch) -> None:
 
 
 def divide(batch: TrainBatch, training: TrainingSettings, *, seed: int, optimizer_steps: int | None = None) -> tuple[Shard, ...]:
-    """Divide the batch into shards, one for each data-parallel rank.
-
-    `optimizer_steps` are the number of `training` when not given. `seed` decides the sequences of
-    each optimizer step.
-    """
+    """Divide the batch into a shard for each data-parallel rank; `seed` decides the sequences of each optimizer step."""
     topology = Topology.of(training.topology)
     return make_shards(
         batch,
@@ -46,8 +42,5 @@ def divide(batch: TrainBatch, training: TrainingSettings, *, seed: int, optimize
 
 
 def merge_over_ranks(shares: list[dict[str, Metric]]) -> list[dict[str, float]]:
-    """Merge the metrics of each optimizer step over every rank's share; equal on every rank.
-
-    Collective over all ranks.
-    """
+    """Return the metrics of each optimizer step from all ranks' shares, equal on every rank. Collective over all ranks."""
     return [metric_values(merge_metrics(step)) for step in zip(*reports_of_ranks(shares), strict=True)]
