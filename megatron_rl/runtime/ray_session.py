@@ -136,6 +136,9 @@ class _Session(threading.Thread):
     def close(self, processes: list[psutil.Process]) -> None:
         """Let Ray end the `processes` of the session, and kill the processes still left."""
         self._closing.set()
+        if not (processes or self._begun.done()):
+            # A cluster that has not answered knows nothing of this process.
+            return
         # Ray's processes do not receive the signal that Ray would end them with.
         self.join(timeout=RAY_LEAVE_S if processes else RAY_STOP_S)
         for process in processes:

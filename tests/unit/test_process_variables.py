@@ -2,7 +2,10 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 import unittest.mock
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import torch
 from megatron_rl import device
 from megatron_rl.config.load import load_settings
 from megatron_rl.errors import UserError
-from megatron_rl.process_variables import RANK_VARIABLES, check_home, interface_names, shared_variables
+from megatron_rl.process_variables import RANK_VARIABLES, check_home, interface_names, settle_output, shared_variables
 from megatron_rl.runtime import start
 
 
@@ -68,8 +71,11 @@ def test_a_rank_that_somebody_else_started_gets_them_too(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     monkeypatch.setattr(device, "SHIMS", ())
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
-    device.prepare_megatron(device.Device("cuda", torch.device("cuda", 0), "nccl"))
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    device.prepare_megatron(device.Device("cuda", torch.device("cuda", 3), "nccl"))
+    # NCCL would join with GPU 0.
+    assert chosen == [torch.device("cuda", 3)]
     assert {name: os.environ[name] for name in RANK_VARIABLES} == RANK_VARIABLES | {"NCCL_NVLS_ENABLE": "1"}
 
 
@@ -102,6 +108,21 @@ def test_a_run_hands_variables_to_its_processes_and_says_so(monkeypatch):
         variables = start.RunStart(settings, stack, report).reserve()
     assert variables["NCCL_IB_HCA"] == "mlx5_0" and variables["NCCL_NVLS_ENABLE"] == "0"
     assert "NCCL_CUMEM_ENABLE=0" in notes[0] and "CUDA_DEVICE_MAX_CONNECTIONS=1" in notes[0]
+
+
+def test_a_missing_image_library_is_no_concern_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision's warning was the first line of nearly every command, and came again from every process that it started."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error::DeprecationWarning")
+    warn = "import warnings; warnings.warn('Failed to load image Python extension: libjpeg.so.8, without which, ...')"
+    other = "warnings.warn('another')"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        settle_output()
+        exec(f"{warn}; {other}")
+    done = subprocess.run([sys.executable, "-c", f"{warn}; {other}"], capture_output=True, text=True, check=True, timeout=60)
+    assert [str(warning.message) for warning in told] == ["another"]
+    assert "another" in done.stderr and "image" not in done.stderr
+    assert os.environ["PYTHONWARNINGS"].startswith("error::DeprecationWarning,")
 
 
 @pytest.mark.parametrize("home", ["/dev/null/home", "/proc/home"])

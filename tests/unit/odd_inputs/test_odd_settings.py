@@ -91,6 +91,8 @@ OVERRIDES: list[tuple[list[str], list[str]]] = [
     (["reward.function=3"], ["reward.function is 3 (integer)", "a string", "quotes"]),
     (["--reward", ""], ["reward.function has an empty text"]),
     (["--ray-address", ""], ["runtime.ray_address has an empty text"]),
+    (["--ray-address", "notanaddress"], ["runtime.ray_address is notanaddress", "HOST:PORT", "leave it out"]),
+    (["runtime.ray_address=node:0"], ["runtime.ray_address is node:0", "HOST:PORT"]),
     (["training.topology.num_ranks=3", "training.topology.tp=2"], ["3 ranks cannot be divided by tp 2", "2 or 4"]),
     (["training.topology.vpp=2"], ["vpp is 2 with pp 1"]),
     (["training.topology.sequence_parallel=true"], ["sequence_parallel is true with tp 1"]),

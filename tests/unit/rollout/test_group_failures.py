@@ -151,6 +151,34 @@ def test_a_request_beyond_room_or_answer_limit_is_a_failure() -> None:
     assert "max_tokens 5, rollout.sampling.max_response_tokens 4 bounds one answer" in failure.headline
 
 
+@pytest.mark.parametrize("limits", [(40, 64, 64), (64, 40, 64), (64, 64, 40)], ids=["context", "cache", "micro-batch"])
+def test_a_trajectory_beyond_the_smallest_limit_is_a_failure(limits: tuple[int, int, int]) -> None:
+    """Also where no request was too long: what tools answer counts as well."""
+    client = Engine()
+    client.address = replace(client.address, context_length=limits[0], max_total_tokens=limits[1])
+    rooms: list[int] = []
+
+    async def rollout(*, prompt: Prompt, generator: Any, **arguments: Any) -> list[Sample]:
+        rooms.append(generator.context)
+        (sample,) = await single_turn(prompt=prompt, generator=generator, **arguments)
+        length = generator.context - len(prompt.token_ids) + 1
+        return [
+            replace(
+                sample,
+                response_ids=np.resize(sample.response_ids, length),
+                loss_mask=np.resize(sample.loss_mask, length),
+                rollout_log_probs=np.resize(sample.rollout_log_probs, length),
+                weight_versions=np.resize(sample.weight_versions, length),
+            )
+        ]
+
+    maker = make_maker(EnginePool([client], max_requests=8), rollout, max_tokens=limits[2])  # type: ignore[list-item]
+    group = asyncio.run(maker.make(make_prompts(1)[0], num_samples=1))
+    (failure,) = group.failures
+    assert rooms == [40] * 3 and failure.cause == "contract"
+    assert "41 tokens, prompt and response together, needs at most 40 (generator.context" in failure.headline
+
+
 def test_the_end_of_the_last_engine_is_no_failure_of_the_rollout() -> None:
     async def wrapping(**arguments: Any) -> list[Sample]:
         try:

@@ -296,6 +296,7 @@ def test_a_start_reads_the_data_and_calls_the_reward_itself(check: Callable[...,
         ("data.eval=nowhere.jsonl", "data file nowhere.jsonl does not exist"),
         ("data.eval=.", "data file . is a directory"),
         ("reward.function=no_such_module:score", "reward.function no_such_module:score cannot be imported"),
+        ("runtime.ray_address=127.0.0.1:9", "runtime.ray_address is 127.0.0.1:9, but nothing answers there"),
     ],
 )
 def test_a_start_looks_for_the_data_and_the_reward_first(check: Callable[..., list[str]], override: str, part: str) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -172,6 +173,30 @@ def test_an_address_where_nothing_listens_is_one_sentence(address: str) -> None:
     given = address.format(free=f"127.0.0.1:{port}", port=port)
     with pytest.raises(UserError, match=rf"runtime\.ray_address is {given}.*Connection refused.*ray start --head"):
         ray_session.check_answers(given)
+
+
+def test_a_join_that_is_not_answered_can_be_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray asks for 60 s whatever listens there, and no signal reaches the thread that waits."""
+    asked, end = threading.Event(), threading.Event()
+
+    def never(**_: object) -> None:
+        asked.set()
+        end.wait()
+        raise ConnectionError("no Ray")
+
+    monkeypatch.setattr(ray, "init", never)
+    monkeypatch.setattr(ray_session, "wait", lambda futures, timeout: asked.wait() and _leave())
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        start_s = time.monotonic()
+        with pytest.raises(SystemExit), ray_cluster(address=address, num_processes=1, logs=Path("logs")):
+            raise AssertionError("the block runs without Ray")
+        end.set()
+    assert time.monotonic() - start_s < ray_session.RAY_STOP_S
+
+
+def _leave() -> None:
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def test_a_control_service_that_is_gone_ends_the_run(machine: Callable[..., Rays], monkeypatch: pytest.MonkeyPatch) -> None:
