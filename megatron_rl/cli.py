@@ -13,6 +13,7 @@ Heavy modules are imported inside the command with the need, so that help and mi
 once.
 """
 
+import errno
 import os
 import select
 import signal
@@ -35,7 +36,7 @@ from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import MegatronRLError, ResumableError, UserError
 from megatron_rl.plugins.kinds import PluginKind
 from megatron_rl.plugins.loader import kind_of
-from megatron_rl.process_variables import check_home, settle_output
+from megatron_rl.process_variables import check_directory, check_home, settle_output
 from megatron_rl.runtime.grace import ENDING, Grace
 from megatron_rl.runtime.supervisor import supervise
 
@@ -43,6 +44,15 @@ RESUMABLE = 75
 """Exit status for starting the same command again: EX_TEMPFAIL of sysexits.h."""
 _LEFT_BY = {128 + number: number for number in ENDING}
 """Signals that end a command, by the exit status."""
+_REFUSED_PATHS = {
+    errno.EACCES: "give yourself permission, or name another path",
+    errno.EPERM: "give yourself permission, or name another path",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.EISDIR: "a file is needed there: move the directory away, or name another path",
+    errno.ENOTDIR: "a directory is needed there: name another path",
+    errno.ELOOP: "mend the links of this path, or name another one",
+}
+"""What to do about a path that the system refuses, by the error's number. Checks ask of paths in many places."""
 _COUNT = click.IntRange(1, 2**17)
 _STAND_INS = 2
 _OVERRIDES = {"ignore_unknown_options": True, "allow_interspersed_args": True}
@@ -78,6 +88,7 @@ class Commands(click.Group):
 @click.version_option(package_name="megatron-rl")
 def cli() -> None:
     """RL post-training for large language models: Megatron-Core trains, SGLang generates."""
+    check_directory()
 
 
 @cli.command(cls=SettingsCommand, short_help="Train a policy.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
@@ -384,7 +395,10 @@ def _status(arguments: Sequence[str] | None) -> int:
     except MegatronRLError as error:
         _tell(f"{type(error).__name__}: {error}")
         return 1
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _REFUSED_PATHS and error.filename is not None:
+            _tell(f"{error.filename} cannot be used ({error.strerror}); {_REFUSED_PATHS[error.errno]}")
+            return 2
         # The third of the named boundaries: unforeseen errors end with a traceback and a status for scripts.
         traceback.print_exc()
         return 1

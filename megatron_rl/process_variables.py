@@ -81,6 +81,7 @@ def settle_output() -> None:
     The warning is hidden here and in processes started from now on; any encoding of the streams
     works.
     """
+    _fill_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -90,12 +91,41 @@ def settle_output() -> None:
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), f"ignore:{message}")))
 
 
+def _fill_closed() -> None:
+    """Open /dev/null in the place of each standard stream that the caller has closed.
+
+    Python has no stream there, and the next opened file would get the number.
+    """
+    closed = [number for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)) if stream is None]
+    for number in closed:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        if nowhere != number:
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+        os.set_inheritable(number, True)
+    if 1 in closed:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if 2 in closed:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
+def check_directory() -> None:
+    """Raise UserError where the working directory was deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory does not exist any more; change into one that does") from None
+
+
 def check_home() -> None:
     """Raise UserError where the home directory cannot hold the caches of torch and SGLang.
 
     Both make the caches during import.
     """
-    cache = Path("~/.cache").expanduser()
+    try:
+        cache = Path("~/.cache").expanduser()
+    except RuntimeError:
+        raise UserError("HOME is not set and this user has no home directory; set HOME to a directory that can be written") from None
     try:
         cache.mkdir(parents=True, exist_ok=True)
         writable = os.access(cache, os.W_OK | os.X_OK)

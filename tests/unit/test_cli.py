@@ -222,6 +222,12 @@ def test_a_sentence_that_nobody_reads_changes_no_status() -> None:
     os.close(write)
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_no_status(closed: str) -> None:
+    done = subprocess.run(f"{sys.executable} -m megatron_rl train nothing.yaml {closed}", shell=True, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 2 and b"Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [

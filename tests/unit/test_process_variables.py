@@ -15,7 +15,14 @@ import torch
 from megatron_rl import device
 from megatron_rl.config.load import load_settings
 from megatron_rl.errors import UserError
-from megatron_rl.process_variables import RANK_VARIABLES, check_home, interface_names, settle_output, shared_variables
+from megatron_rl.process_variables import (
+    RANK_VARIABLES,
+    check_directory,
+    check_home,
+    interface_names,
+    settle_output,
+    shared_variables,
+)
 from megatron_rl.runtime import start
 
 
@@ -123,6 +130,21 @@ def test_a_missing_image_library_is_no_concern_of_a_user(monkeypatch: pytest.Mon
     assert [str(warning.message) for warning in told] == ["another"]
     assert "another" in done.stderr and "image" not in done.stderr
     assert os.environ["PYTHONWARNINGS"].startswith("error::DeprecationWarning,")
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(UserError, match=r"HOME is not set .* set HOME to a directory that can be written"):
+        check_home()
+
+
+def test_a_working_directory_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UserError, match="the working directory does not exist any more; change into one that does"):
+        check_directory()
 
 
 @pytest.mark.parametrize("home", ["/dev/null/home", "/proc/home"])
