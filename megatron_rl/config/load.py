@@ -32,6 +32,8 @@ _ADAPTER = TypeAdapter(Settings)
 _KEY = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*$")
 _MOST_VALUES = 10_000
 """Values in one text, aliases expanded: ten lines of aliases can stand for billions."""
+_MOST_BYTES = 2**20
+"""Of a settings file: reading the YAML of a data file or a tokenizer would take minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,13 @@ def dump_settings(settings: Settings) -> str:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise UserError(
+                f"Settings file {path} has more than {_MOST_BYTES:,} bytes, which no settings need; give the path of a YAML file"
+            )
+        text = content.decode("utf-8")
     except OSError as error:
         raise UserError(f"Settings file {path} cannot be read ({error.strerror}); give the path of a YAML file") from None
     except UnicodeDecodeError as error:

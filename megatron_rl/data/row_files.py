@@ -89,16 +89,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"data file {path} is not a parquet file ({error}); write it again or use .jsonl") from error
     number = 0
-    with file:
-        for batch in file.iter_batches():
-            for record in batch.to_pylist():
-                number += 1
-                yield f"{path}:{number}", record
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", record
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        words = f"data file {path} is not a parquet file that can be read, behind row {number} ({error})"
+        raise UserError(f"{words}; write it again or use .jsonl") from error
 
 
 def check_row(record: Mapping[str, Any], origin: str, *, settings: DataSettings, need_response: bool) -> Row:

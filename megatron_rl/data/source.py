@@ -176,7 +176,7 @@ class PromptSource:
         try:
             text: str = render(tools=tools)
             unread = bool(tools) and text == render()
-        except (TemplateError, TypeError, ValueError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:
             raise UserError(
                 f"{row.origin}: the chat template refuses this prompt ({error}); correct its roles and their order, or its tools"
             ) from error

@@ -173,6 +173,10 @@ def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: Any) -> None:
         open_source(write(tmp_path / "empty.jsonl", ""), tokenizer)
     with pytest.raises(UserError, match="is not a parquet file"):
         open_source(write(tmp_path / "a.parquet", "prompt"), tokenizer)
+    beyond = pyarrow.table({"prompt": ["1"], "time": pyarrow.array([2**62], pyarrow.timestamp("us"))})
+    pyarrow.parquet.write_table(beyond, tmp_path / "beyond.parquet")
+    with pytest.raises(UserError, match=r"beyond\.parquet is not a parquet file that can be read, behind row 0"):
+        open_source(tmp_path / "beyond.parquet", tokenizer)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "1"}\n{"prompt": "\xe9"}\n')
     with pytest.raises(UserError, match=r"latin\.jsonl:2: not UTF-8"):
         open_source(tmp_path / "latin.jsonl", tokenizer)
@@ -198,6 +202,15 @@ def test_chat_without_a_template_is_refused(tmp_path: Path, tokenizer_path: Path
     path = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
     with pytest.raises(UserError, match=r":1: the prompt is a chat but the tokenizer has no chat template"):
         open_source(path, bare)
+
+
+@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ 2.0 ** 99999 }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"])
+def test_a_template_that_fails_by_itself_is_refused(tmp_path: Path, tokenizer_path: Path, template: str) -> None:
+    failing = load_tokenizer(tokenizer_path)
+    failing.chat_template = template
+    path = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
+    with pytest.raises(UserError, match=r":1: the chat template refuses this prompt"):
+        open_source(path, failing)
 
 
 def test_lengths_in_a_huge_file_are_checked_at_the_prompt(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ SETTINGS_FILES: list[tuple[str, bytes | str, list[str]]] = [
     ("half a character", 'data: {train: "\\ud800"}', ["cannot be written as JSON", "half characters"]),
     ("zero character", 'run: {directory: "a\\0b"}', ["run.directory", "zero character"]),
     ("integer of 5,000 digits", "run: {seed: " + "9" * 5000 + "}", ["4300 digits"]),
+    ("data file", "# a row\n" * 2**18, ["odd.yaml has more than 1,048,576 bytes", "path of a YAML file"]),
     ("nested", "[" * 2000, ["nested too deeply"]),
     ("date", "run: {seed: 2026-01-02}", ["run.seed is '2026-01-02' (string)", "an integer"]),
 ]
