@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
+from typing import TypeVar
 
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from megatron_rl.errors import UserError
 
+Record = TypeVar("Record")
 MEBIBYTE = 2**20
 MANIFEST = "manifest.json"
 """In a directory of weights: what is to be known of its files and tensors."""
@@ -122,6 +125,18 @@ def commit_partial(path: Path, *, durable: bool = True) -> None:
             sync_directory(path.parent)
         if previous.exists():
             shutil.rmtree(previous)
+
+
+def read_record(path: Path, kind: type[Record]) -> Record:
+    """Return the record of the class `kind` that the file `path` holds as JSON.
+
+    Raises ValueError in one line for any other content, OSError for an unreadable file.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        raise ValueError(": ".join([*map(str, wrong["loc"]), wrong["msg"]])) from error
 
 
 def claim(file: Path, *, what: str) -> TextIOWrapper:

@@ -24,6 +24,7 @@ from megatron_rl.files import (
     commit_partial,
     disk_errors,
     partial_path,
+    read_record,
     remove_directory,
     start_partial,
     sync_directory,
@@ -231,8 +232,8 @@ def newest_checkpoint(directory: Path) -> tuple[Path, RunState] | None:
     if not paths:
         return None
     try:
-        return paths[-1], RunState(**json.loads((paths[-1] / "run.json").read_text()))
-    except (ValueError, TypeError) as error:
+        return paths[-1], read_record(paths[-1] / "run.json", RunState)
+    except ValueError as error:
         raise UserError(f"{paths[-1] / 'run.json'} is not the state of a run ({error}); {way_around(directory)}") from error
 
 

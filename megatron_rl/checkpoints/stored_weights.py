@@ -106,8 +106,8 @@ def _find_state(path: Path) -> Path | None:
     tracker = path / "latest_checkpointed_iteration.txt"
     places = [path, path / "megatron", path / "dist_ckpt", path / "actor" / "dist_ckpt"]
     if tracker.is_file():
-        latest = tracker.read_text(encoding="utf-8").strip()
-        places.append(path / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest))
+        latest = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        places.append(path / (f"iter_{latest.zfill(7)}" if latest.isdecimal() else latest))
     return next((place for place in places if is_torch_dist(place)), None)
 
 

@@ -245,12 +245,12 @@ def size(num_bytes: float) -> str:
 
 def parse_options(*, max_shard_size: str, to: Format | None, dtype: str | None, quantize: str | None, **others: Any) -> Options:
     """Return the options of the command line. Raises UserError for an unreadable size."""
-    found = re.fullmatch(r"([0-9.]+)\s*([KMG]i?)?B?", max_shard_size.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"([0-9]+|[0-9]*\.[0-9]+)\s*([KMG]i?)?B?", max_shard_size.strip(), re.IGNORECASE)
     num_bytes = 0.0
     if found is not None:
         unit = (found[2] or "").upper()
         num_bytes = float(found[1]) * (1024 if unit.endswith("I") else 1000) ** " KMG".index(unit[:1] or " ")
-    if num_bytes < 1:
+    if not 1 <= num_bytes < math.inf:
         raise UserError(f"--max-shard-size is {max_shard_size!r}, needs a size such as 500MB or 4GB")
     chosen = None if dtype is None else getattr(torch, dtype)
     return Options(to=to, dtype=chosen, quantise=quantize is not None, max_shard_bytes=int(num_bytes), **others)

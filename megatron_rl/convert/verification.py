@@ -36,6 +36,7 @@ from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
 from megatron_rl.files import MANIFEST
 from megatron_rl.models.build import build_model
+from megatron_rl.models.config_json import read_object
 from megatron_rl.models.hf_weights import global_parameters, held_name
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
@@ -201,11 +202,15 @@ def _of_tokenizer(source: StoredWeights) -> Check:
 
 def check_tokenizer(file: Path, source: StoredWeights) -> None:
     """Raise UserError when the tokenizer of `file` has a token without a row in the embedding."""
-    content = json.loads(file.read_text(encoding="utf-8"))
-    vocabulary = content.get("model", {}).get("vocab", {})
-    ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))]
-    ids += [token["id"] for token in content.get("added_tokens", [])]
-    if ids and max(ids) >= source.spec.vocab_size:
+    content = read_object(file, fix="take the tokenizer.json of these weights")
+    try:
+        vocabulary = content.get("model", {}).get("vocab", {})
+        ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))]
+        ids += [token["id"] for token in content.get("added_tokens", [])]
+        beyond = bool(ids) and max(ids) >= source.spec.vocab_size
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is no tokenizer of the tokenizers library ({error}); take the tokenizer.json of these weights") from error
+    if beyond:
         raise UserError(
             f"the tokenizer in {source.directory} has token {max(ids)}, config.json's vocabulary ends at "
             f"{source.spec.vocab_size - 1}; use the config.json and the tokenizer of these weights"

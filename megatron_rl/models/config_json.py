@@ -12,20 +12,24 @@ from megatron_rl.errors import UserError
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return config.json of the directory `path`. Raises UserError when missing or malformed."""
-    file = path / "config.json"
     if not path.is_dir():
         raise UserError(f"model.path is {path}, which is not a directory; give a Hugging Face model directory")
+    if not (path / "config.json").exists():
+        raise UserError(f"model directory {path} has no config.json; {_what_to_give(path)}")
+    return read_object(path / "config.json", fix="download or save the model again")
+
+
+def read_object(file: Path, *, fix: str) -> dict[str, Any]:
+    """Return the JSON object in `file`. Raises UserError, which ends in `fix`, for anything else."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"model directory {path} has no config.json; {_what_to_give(path)}") from error
+        content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error}); give a Hugging Face model directory with a readable config.json") from error
+        raise UserError(f"{file} cannot be read ({error.strerror}); {fix}") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON ({error}); download or save the model again") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{file} holds a {type(config).__name__}, needs a JSON object; download or save the model again")
-    return config
+        raise UserError(f"{file} is not valid JSON ({error}); {fix}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} holds a {type(content).__name__}, needs a JSON object; {fix}")
+    return content
 
 
 def _what_to_give(path: Path) -> str:
@@ -36,6 +40,10 @@ def _what_to_give(path: Path) -> str:
     if any((path / name).exists() for name in (".metadata", "latest_checkpointed_iteration.txt")):
         return f"convert the checkpoint first: megatron-rl convert {path} TARGET --config HUGGING_FACE_DIRECTORY"
     return "give a Hugging Face model directory"
+
+
+MOST_PARTS = 10_000
+"""Of layers in a model and of experts in a layer: each has its rows in the table of weights."""
 
 
 def _required(key: str) -> None:
@@ -64,11 +72,12 @@ class JsonObject:
     def _refuse(self, key: str, value: Any, needed: str) -> UserError:
         return UserError(f"{self.origin} has {key} = {value!r}, needs {needed}; correct the file")
 
-    def integer(self, key: str, *, least: int = 1, default: int | None = None, optional: bool = False) -> int:
-        """Return the integer at `key`, at least `least` (0 or 1)."""
+    def integer(self, key: str, *, least: int = 1, most: int = sys.maxsize, default: int | None = None, optional: bool = False) -> int:
+        """Return the integer at `key`, at least `least` (0 or 1) and at most `most`."""
         value = self._value(key, default, optional)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= sys.maxsize:
-            raise self._refuse(key, value, "a positive integer" if least else "an integer >= 0")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            words = "a positive integer" if least else "an integer >= 0"
+            raise self._refuse(key, value, words if most == sys.maxsize else f"{words} of at most {most}")
         return value
 
     def number(self, key: str, *, default: float | None = None, optional: bool = False, or_zero: bool = False) -> float:

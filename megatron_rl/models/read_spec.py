@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.rotary import RotarySpec, parse_rotary, rope_parameters, rotated_channels
-from megatron_rl.models.config_json import JsonObject, read_config
+from megatron_rl.models.config_json import MOST_PARTS, JsonObject, read_config
 from megatron_rl.models.experts.moe_spec import parse_moe
 from megatron_rl.models.families import FAMILIES, REFUSED
 from megatron_rl.models.families.family import MTP_KEYS, Family
@@ -40,7 +40,8 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
     family = _family(JsonObject(config, origin))
     file = JsonObject(config, origin, partial(family.absent, config))
     _account_for_keys(config, family, origin)
-    hidden_size, num_layers, limit = file.integer("hidden_size"), file.integer("num_hidden_layers"), family.activation_limit_key
+    hidden_size, num_layers = file.integer("hidden_size"), file.integer("num_hidden_layers", most=MOST_PARTS)
+    limit = family.activation_limit_key
     return ModelSpec(
         architecture=family.architecture,
         vocab_size=file.integer("vocab_size"),
@@ -51,7 +52,7 @@ def parse_model_spec(config: Mapping[str, Any], *, origin: str) -> ModelSpec:
         norm_epsilon=file.number("rms_norm_eps", optional=True),
         tie_embeddings=file.boolean("tie_word_embeddings", optional=True),
         moe=parse_moe(file, family, num_layers=num_layers),
-        num_mtp_layers=max(file.integer(key, least=0, default=0) for key in sorted(MTP_KEYS)),
+        num_mtp_layers=max(file.integer(key, least=0, most=MOST_PARTS, default=0) for key in sorted(MTP_KEYS)),
         names=family.names,
         activation=family.activation,
         activation_limit=None if limit is None else file.number(limit, optional=True),

@@ -210,7 +210,7 @@ def _read_records(path: Path) -> dict[int, dict[str, Any]]:
             record = dict(json.loads(line))
             step = int(record["step"])
             _numbers(record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise UserError(f"{path}:{number}: not a line of metrics ({error}); remove that line") from error
         while steps and next(reversed(steps)) > step:
             steps.popitem()

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import write_atomic
+from megatron_rl.files import read_record, write_atomic
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
@@ -68,6 +68,6 @@ def read_summary(directory: Path) -> Summary | None:
     if not path.exists():
         return None
     try:
-        return Summary(**json.loads(path.read_text()))
-    except (json.JSONDecodeError, TypeError) as error:
+        return read_record(path, Summary)
+    except ValueError as error:
         raise UserError(f"{path} is not the summary of a run ({error}); remove it, or name another directory") from error

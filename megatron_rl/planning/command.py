@@ -18,6 +18,7 @@ from megatron_rl.errors import UserError, counted
 from megatron_rl.planning.records import RunPlan
 
 with quiet_megatron_imports():
+    from megatron_rl.models.config_json import read_object
     from megatron_rl.models.model_spec import ModelSpec
     from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
     from megatron_rl.planning.run_plan import on_gpu, plan_engine, plan_run, planned_attention
@@ -140,15 +141,7 @@ def read_spec(path: Path) -> ModelSpec:
     """Return the architecture of a Hugging Face directory or of a config.json. Raises UserError."""
     if path.is_dir():
         return read_model_spec(path)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); give a Hugging Face directory or its config.json") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); give a Hugging Face directory or its config.json") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds a {type(config).__name__}, needs the JSON object of a config.json; give another file")
-    return parse_model_spec(config, origin=str(path))
+    return parse_model_spec(read_object(path, fix="give a Hugging Face directory or its config.json"), origin=str(path))
 
 
 def _overrides(model: Path | None, words: Words, topology: Mapping[str, object]) -> Iterator[str]:

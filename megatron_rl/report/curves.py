@@ -69,7 +69,7 @@ def draw_curves(steps: Steps, *, title: str, panels: Sequence[Panel] = PANELS) -
     num_rows = math.ceil(len(shown) / columns)
     figure = Figure(figsize=(4.6 * columns, 2.9 * num_rows + 0.5), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left", parse_math=False)
     axes = figure.subplots(num_rows, columns, squeeze=False).flatten()
     for axis, panel in zip(axes, shown, strict=False):
         _draw_panel(axis, panel, steps)

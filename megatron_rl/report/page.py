@@ -3,6 +3,7 @@
 import base64
 import html
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def report_run(directory: Path) -> Path:
     path = directory / METRICS_FILE
     if not path.exists():
         raise UserError(f"{path} does not exist, so there is nothing to report; give the run.directory of a run")
-    summary, steps, title = read_summary(directory), read_metrics(path), f"Run {directory.name}"
+    # A name may hold bytes that are no text.
+    name = os.fsencode(directory.name).decode(errors="replace")
+    summary, steps, title = read_summary(directory), read_metrics(path), f"Run {name}"
     if not drawable(steps):
         raise UserError(f"{path} holds no metrics to draw, so there is nothing to report; run at least one step")
     picture = draw_curves(steps, title=title)

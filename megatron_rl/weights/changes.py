@@ -3,9 +3,9 @@
 Legend: R rows, C columns of a weight, r rank of an adapter.
 """
 
-import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.config_json import JsonObject, read_object
 from megatron_rl.models.expert_stacks import stored_name
 from megatron_rl.models.weight_table import Rule, Sharding
 
@@ -107,10 +108,7 @@ class Adapter:
     def __init__(self, path: Path, names: set[str]) -> None:
         """Read the adapter of a model with the tensors `names`. Raises UserError for what is not plain LoRA or not of this model."""
         file = path / "adapter_config.json"
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be read ({error}); give a directory that PEFT saved") from error
+        config = read_object(file, fix="give a directory that PEFT saved")
         _check_plain(config, file)
         self._config, self._file = config, file
         try:
@@ -147,23 +145,32 @@ class Adapter:
         for down in downs:
             module = down.removesuffix(".lora_A.weight").removeprefix("base_model.model.")
             pair = tensors[down], tensors[down.replace(".lora_A.", ".lora_B.")]
+            shapes = [tuple(tensor.shape) for tensor in pair]
+            if [len(shape) for shape in shapes] != [2, 2] or not shapes[0][0] or shapes[0][0] != shapes[1][1]:
+                raise UserError(
+                    f"{self._file.parent} has {down} of shape {shapes[0]} with lora_B of {shapes[1]}, needs (rank, columns) with "
+                    "(rows, rank); give a directory that PEFT saved"
+                )
             pairs[f"{module}.weight"] = (*pair, self._scale(module, rank=len(pair[0])))
         return pairs
 
     def _scale(self, module: str, *, rank: int) -> float:
-        configured = _pattern(self._config, "rank_pattern", module, self._config.get("r"))
+        configured = self._pattern("rank_pattern", module, self._config.get("r"))
         if rank != configured:
             raise UserError(f"{self._file} gives {module} rank {configured}, its tensors have {rank}; give files that belong together")
-        alpha = _pattern(self._config, "alpha_pattern", module, self._config.get("lora_alpha"))
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-            raise UserError(f"{self._file} has lora_alpha = {alpha!r}, needs a number; give a directory that PEFT saved")
+        alpha = self._pattern("alpha_pattern", module, self._config.get("lora_alpha"))
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
+            raise UserError(f"{self._file} has lora_alpha = {alpha!r}, needs a number that is finite; give a directory that PEFT saved")
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
-
-def _pattern(config: dict[str, Any], key: str, module: str, default: Any) -> Any:
-    """Return the value of PEFT's first pattern at `key` that matches the end of `module`."""
-    patterns = (config.get(key) or {}).items()
-    return next((value for pattern, value in patterns if re.fullmatch(rf"(.*\.)?({pattern})", module)), default)
+    def _pattern(self, key: str, module: str, default: Any) -> Any:
+        """Return the value of PEFT's first pattern at `key` that matches the end of `module`."""
+        patterns = JsonObject(self._config, str(self._file)).section(key).values
+        try:
+            return next((value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", module)), default)
+        except re.error as error:
+            words = f"{self._file} has a pattern in {key} that is no regular expression ({error})"
+            raise UserError(f"{words}; give a directory that PEFT saved") from error
 
 
 def _check_plain(config: dict[str, Any], file: Path) -> None:

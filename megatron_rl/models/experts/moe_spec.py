@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.config_json import JsonObject
+from megatron_rl.models.config_json import MOST_PARTS, JsonObject
 
 if TYPE_CHECKING:
     from megatron_rl.models.families.family import Family
@@ -63,7 +63,7 @@ def parse_moe(file: JsonObject, family: "Family", *, num_layers: int) -> MoeSpec
     width = file.integer(family.expert_width_key)
     normalised = family.normalize_top_k
     moe = MoeSpec(
-        num_experts=file.integer(given[0]),
+        num_experts=file.integer(given[0], most=MOST_PARTS),
         num_experts_per_token=file.integer("num_experts_per_tok"),
         ffn_hidden_size=width,
         normalize_top_k=file.boolean("norm_topk_prob", optional=True) if normalised is None else normalised,

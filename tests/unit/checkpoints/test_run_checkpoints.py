@@ -166,7 +166,10 @@ def test_a_run_without_checkpoint_starts_anew(tmp_path: Path) -> None:
     assert oldest_step(tmp_path) == 0
 
 
-@pytest.mark.parametrize("text", ["{", json.dumps({"step": 3})])
+STATE = {"step": 2, "source": {}, "first_evaluation": {}}
+
+
+@pytest.mark.parametrize("text", ["{", json.dumps({"step": 3}), json.dumps(STATE | {"step": "2"}), "[" * 10**5])
 def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
     (save(tmp_path, 2) / "run.json").write_text(text)
     with pytest.raises(UserError, match=r"run\.json is not the state of a run"):

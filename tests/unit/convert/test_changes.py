@@ -164,6 +164,10 @@ def test_an_adapter_is_merged_with_its_scale(tiny_model, tmp_path, config, scale
         ({"r": 8}, "gives model.* rank 8, its tensors have 4"),
         ({"lora_alpha": None}, "has lora_alpha = None, needs a number"),
         ({"lora_alpha": True}, "has lora_alpha = True, needs a number"),
+        ({"lora_alpha": math.nan}, "has lora_alpha = nan, needs a number that is finite"),
+        ({"alpha_pattern": [1]}, r"has alpha_pattern = \[1\], needs a JSON object"),
+        ({"alpha_pattern": {"(": 1}}, "has a pattern in alpha_pattern that is no regular expression"),
+        ({"rank": 0}, r"of shape \(0, 64\) with lora_B of \(64, 0\), needs \(rank, columns\)"),
         (
             {"shapes": {"model.layers.9.self_attn.q_proj": (64, 64)}},
             "changes model.layers.9.self_attn.q_proj.weight, which the model",

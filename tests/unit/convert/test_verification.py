@@ -97,6 +97,14 @@ def test_a_manifest_that_cannot_be_read_is_told_once(tiny_model, tmp_path):
     assert found[2].text == 'because "files are those of the manifest" is broken'
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"model": {"vocab": 3}}', '{"added_tokens": [3]}'])
+def test_a_tokenizer_that_is_none_is_told(tiny_model, tmp_path, text):
+    path = tiny_model()
+    (path / "tokenizer.json").write_text(text)
+    (told,) = problems(path)
+    assert str(path / "tokenizer.json") in told and "take the tokenizer.json of these weights" in told
+
+
 def test_a_path_without_checkpoint_is_one_sentence(tiny_model, tmp_path):
     for path in (tmp_path / "nothing", tiny_model() / "config.json"):
         with pytest.raises(UserError, match="is not a directory; give a Hugging Face directory or a checkpoint"):

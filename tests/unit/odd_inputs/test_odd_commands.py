@@ -1,5 +1,6 @@
 """Odd arguments of every command, and odd surroundings."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,9 @@ def odd(*, sample, weight: "NoSuchType" = 1): return 1.0
 async def roll(*, prompt, generator, sampling, num_samples, tokenizer): return 3
 value = 3
 """
+SUMMARY = {"status": "", "steps": 1, "seed": 0, "seconds": {}, "peak_memory_bytes": 0, "checkpoint": None, "go_on": ""} | dict.fromkeys(
+    ("accuracy_before", "accuracy_after", "accuracy_sampled_before", "accuracy_sampled_after")
+)
 COMMANDS: list[tuple[str, list[str]]] = [
     ("", ["Usage"]),
     ("trian", ["No such command 'trian'"]),
@@ -42,15 +46,22 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("convert {model} {tmp}/file/x", ["cannot write", "a part of this path is a file"]),
     ("convert {model} {tmp}/o --max-shard-size x", ["--max-shard-size is 'x'", "500MB or 4GB"]),
     ("convert {model} {tmp}/o --max-shard-size 0", ["--max-shard-size is '0'", "500MB or 4GB"]),
+    ("convert {model} {tmp}/o --max-shard-size 1.2.3GB", ["--max-shard-size is '1.2.3GB'", "500MB or 4GB"]),
+    (f"convert {{model}} {{tmp}}/o --max-shard-size {'9' * 400}", ["--max-shard-size is '999", "500MB or 4GB"]),
+    (f"convert {{model}} {{tmp}}/{'o' * 300}", ["cannot be used (File name too long)", "a shorter path"]),
     ("convert {model} {tmp}/o --adapter /nope", ["/nope/adapter_config.json cannot be read", "PEFT"]),
     ("convert {model} {tmp}/o --to pickle", ["'pickle'", "'hf'"]),
     ("convert {model}", ["Missing argument 'TARGET'"]),
     ("verify-checkpoint /nope", ["/nope is not a directory"]),
     ("verify-checkpoint {tmp}/file", ["/file is not a directory"]),
+    (f"verify-checkpoint /{'o' * 300}", ["cannot be used (File name too long)", "a shorter path"]),
+    ("verify-checkpoint {tmp}/tracked", ["/tracked/iter_999", "cannot be used (File name too long)"]),
     ("verify-checkpoint {model} --equal-to /nope", ["/nope is not a directory"]),
     ("plan", ["plan was given no model", "model.path"]),
     ("plan /nope", ["/nope cannot be read", "config.json"]),
-    ("plan {tmp}/file", ["/file is not JSON"]),
+    ("plan {tmp}/file", ["/file is not valid JSON"]),
+    ("plan {tmp}/deep", ["/deep is not valid JSON (maximum recursion depth"]),
+    ("plan {tmp}/many.json", ["num_hidden_layers = 1000000000", "at most 10000"]),
     ("plan {model} --gpu T4", ["'T4' is not known", "H100-80"]),
     ("plan {model} --gpus 0", ["0 is not in the range"]),
     ("plan {model} --tp 3", ["4 attention heads are not divisible by tp 3", "[1, 2, 4]"]),
@@ -60,6 +71,9 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("report {tmp}/file", ["/file is no directory"]),
     ("report {tmp}/words", ["metrics.jsonl:1: not a line of metrics", "remove that line"]),
     ("report {tmp}/cut", ["metrics.jsonl:1: not a line of metrics"]),
+    ("report {tmp}/infinite", ["metrics.jsonl:1: not a line of metrics", "remove that line"]),
+    ("report {tmp}/typed", ["summary.json is not the summary of a run (", "peak_memory_bytes", "remove it"]),
+    ("report {tmp}/inside", ["metrics.jsonl cannot be used (Is a directory)", "a file is needed"]),
     ("doctor --on-cpu", ["--on-cpu was given without --gpu"]),
     ("doctor --on-cpu 1 --gpu", ["1 is not in the range"]),
     ("eval run.directory=a model.path=/nope data.train=b", ["data.eval is not set", "data.eval=PATH"]),
@@ -90,12 +104,19 @@ def test_commands(
     monkeypatch.syspath_prepend(tmp_path)
     for name, text in (("plugins", PLUGINS), ("syntax", "def ("), ("exits", "import sys; sys.exit(3)")):
         (tmp_path / f"odd_{name}.py").write_text(text)
-    for name in ("empty", "full", "words", "cut"):
+    for name in ("empty", "full", "words", "cut", "tracked", "infinite", "typed", "inside"):
         (tmp_path / name).mkdir()
     (tmp_path / "file").write_text("x")
     (tmp_path / "full" / "x").write_text("x")
     (tmp_path / "words" / "metrics.jsonl").write_text('{"step": 1, "train/loss": "x"}\n')
     (tmp_path / "cut" / "metrics.jsonl").write_text('{"step": \n')
+    (tmp_path / "tracked" / "latest_checkpointed_iteration.txt").write_bytes(b"9" * 5000)
+    (tmp_path / "deep").write_text("[" * 10**5)
+    (tmp_path / "many.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 10**9}))
+    (tmp_path / "infinite" / "metrics.jsonl").write_text('{"step": 1e999}\n')
+    (tmp_path / "typed" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+    (tmp_path / "typed" / "summary.json").write_text(json.dumps(SUMMARY | {"peak_memory_bytes": "much"}))
+    (tmp_path / "inside" / "metrics.jsonl").mkdir()
     words = line.replace("{tmp}", str(tmp_path)).replace("{model}", str(model)).split()
     assert main(words) == 2
     printed = capsys.readouterr()

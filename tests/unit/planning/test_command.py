@@ -35,10 +35,10 @@ def test_a_config_json_alone_is_a_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no config.json"):
         read_spec(tmp_path)
     broken.write_text("{")
-    with pytest.raises(UserError, match=r"is not JSON"):
+    with pytest.raises(UserError, match=r"is not valid JSON"):
         read_spec(broken)
     broken.write_text("[]")
-    with pytest.raises(UserError, match=r"holds a list, needs the JSON object"):
+    with pytest.raises(UserError, match=r"holds a list, needs a JSON object"):
         read_spec(broken)
 
 

@@ -62,6 +62,12 @@ def test_report_is_one_self_contained_page_with_the_picture(tmp_path: Path) -> N
     assert picture.startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", ["$\\frac{$", "r\udcff"], ids=["formula", "no text"])
+def test_a_directory_of_any_name_has_a_report(tmp_path: Path, name: str) -> None:
+    log_run(tmp_path / name, num_steps=1)
+    assert report_run(tmp_path / name).is_file()
+
+
 def test_a_last_value_beyond_its_healthy_range_is_marked(tmp_path: Path) -> None:
     with Sinks(tmp_path, ObserveSettings()) as sinks:
         sinks.log(1, {"rollout/truncated_fraction": 1.0, "rollout/zero_variance_fraction": 0.25, "rollout/reward": 0.5})
