@@ -1,111 +1,64 @@
 """Pydantic's validation errors as sentences that name the setting, the value got, the value needed and the fix."""
 
 import difflib
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_rl.config.settings_reference import SettingField, sections, setting_fields
+from megatron_rl.config.settings_reference import sections, setting_fields
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import UserError
 
-_UNKNOWN = frozenset({"extra_forbidden", "unexpected_keyword_argument"})
-_NEEDS = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "dict_type": "a mapping of names to values",
-    "model_type": "a section with settings inside",
-    "model_attributes_type": "a section with settings inside",
-    "dataclass_type": "a section with settings inside",
-    "tuple_type": "a list, such as [a, b]",
-    "list_type": "a list, such as [a, b]",
-    "none_required": "null",
-    "finite_number": "a finite number",
-    "path_type": "a path",
-}
-_BOUNDS = {
-    "greater_than_equal": ("a number >= {}", "ge"),
-    "greater_than": ("a number > {}", "gt"),
-    "less_than_equal": ("a number <= {}", "le"),
-    "less_than": ("a number < {}", "lt"),
-}
-
-
-_ALIASES = {
-    "learning_rate": "training.optimizer.lr",
-    "lr": "training.optimizer.lr",
-    "betas": "training.optimizer.adam_beta1",
-    "beta1": "training.optimizer.adam_beta1",
-    "beta2": "training.optimizer.adam_beta2",
-    "eps": "training.optimizer.adam_eps",
-    "epsilon": "training.optimizer.adam_eps",
-    "weight_decay": "training.optimizer.weight_decay",
-    "max_grad_norm": "training.optimizer.clip_grad",
-    "grad_clip": "training.optimizer.clip_grad",
-    "gradient_clipping": "training.optimizer.clip_grad",
-    "lr_scheduler_type": "training.schedule.decay_style",
-    "lr_warmup_steps": "training.schedule.warmup_steps",
-    "batch_size": "data.prompts_per_step",
-    "train_batch_size": "data.prompts_per_step",
-    "rollout_batch_size": "data.prompts_per_step",
-    "n": "data.samples_per_prompt",
-    "group_size": "data.samples_per_prompt",
-    "num_generations": "data.samples_per_prompt",
-    "n_samples_per_prompt": "data.samples_per_prompt",
-    "max_steps": "run.num_steps",
-    "output_dir": "run.directory",
-    "max_tokens": "rollout.sampling.max_response_tokens",
-    "max_new_tokens": "rollout.sampling.max_response_tokens",
-    "max_completion_length": "rollout.sampling.max_response_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "kl_coef": "objective.kl.coef",
-    "kl_loss_coef": "objective.kl.coef",
-    "kl_reward_coef": "objective.kl_reward.coef",
-    "beta": "objective.kl.coef",
-    "clip_low": "objective.policy_loss.low",
-    "clip_high": "objective.policy_loss.high",
-    "epsilon_high": "objective.policy_loss.high",
-    "entropy_coef": "objective.entropy.coef",
-    "estimator": "objective.advantage.kind",
-    "loss_args": "objective.policy_loss",
-    "lambda": "objective.advantage.lam",
-    "rollout_num_gpus_per_engine": "rollout.sglang.tp_size",
-    "tensor_parallel_size": "rollout.sglang.tp_size",
-    "world_size": "training.topology.num_ranks",
-    "tensor_model_parallel_size": "training.topology.tp",
-    "pipeline_model_parallel_size": "training.topology.pp",
-    "context_parallel_size": "training.topology.cp",
-    "expert_model_parallel_size": "training.topology.ep",
+_NAMES_ELSEWHERE = {
+    "run.directory": "output_dir",
+    "run.num_steps": "max_steps",
+    "data.max_prompt_tokens": "max_prompt_length",
+    "data.prompts_per_step": "batch_size train_batch_size rollout_batch_size",
+    "data.samples_per_prompt": "n group_size num_generations n_samples_per_prompt",
+    "objective.advantage.kind": "estimator",
+    "objective.advantage.lam": "lambda",
+    "objective.entropy.coef": "entropy_coef",
+    "objective.kl.coef": "kl_coef kl_loss_coef beta",
+    "objective.kl_reward.coef": "kl_reward_coef",
+    "objective.policy_loss": "loss_args",
+    "objective.policy_loss.low": "clip_low",
+    "objective.policy_loss.high": "clip_high epsilon_high",
+    "rollout.sampling.max_response_tokens": "max_tokens max_new_tokens max_completion_length",
+    "rollout.sglang.tp_size": "rollout_num_gpus_per_engine tensor_parallel_size",
+    "training.optimizer.adam_beta1": "betas beta1",
+    "training.optimizer.adam_beta2": "beta2",
+    "training.optimizer.adam_eps": "eps epsilon",
+    "training.optimizer.clip_grad": "max_grad_norm grad_clip gradient_clipping",
+    "training.optimizer.lr": "learning_rate lr",
+    "training.optimizer.weight_decay": "weight_decay",
+    "training.schedule.decay_style": "lr_scheduler_type",
+    "training.schedule.warmup_steps": "lr_warmup_steps",
+    "training.topology.cp": "context_parallel_size",
+    "training.topology.ep": "expert_model_parallel_size",
+    "training.topology.num_ranks": "world_size",
+    "training.topology.pp": "pipeline_model_parallel_size",
+    "training.topology.tp": "tensor_model_parallel_size",
 }
 """Names of settings in other programs."""
-
-_WHOLE = (
-    "tokens are drawn from the whole distribution, whose log-probs are what the trainer learns from; rollout.sampling.temperature shapes it"
-)
+_ALIASES = {name: path for path, names in _NAMES_ELSEWHERE.items() for name in names.split()}
+_YAML_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list", dict: "mapping"}
+_NEVER = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+"""Settings of sampling that do not exist."""
 _SURELY = 0.85
 """Least similarity of `topp` and `min_pp` to the intended names.
 
 No setting's name is as similar to the intended names.
 """
-_NEVER = {name: _WHOLE for name in ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")}
-
-
-@functools.cache
-def _settings() -> tuple[SettingField, ...]:
-    return tuple(setting_fields())
 
 
 def settings_error(error: ValidationError, *, values: Mapping[str, Any], origin: str) -> UserError:
     """Return one UserError with a line for every wrong setting in `values` from `origin`."""
-    by_path: dict[str, list[ErrorDetails]] = {}
+    by_path: dict[str, ErrorDetails] = {}
     for details in error.errors(include_url=False):
-        by_path.setdefault(_path(details["loc"], values), []).append(details)
+        # Further errors of a path are the alternatives of a union without a match.
+        by_path.setdefault(_path(details["loc"], values), details)
     return joined_error([_sentence(path, details) for path, details in by_path.items()], origin=origin)
 
 
@@ -151,31 +104,22 @@ def unknown_setting(path: str, *, kind: str | None = None) -> str:
     never = closest(name.lower(), _NEVER, cutoff=_SURELY)
     if never is not None:
         meant = "" if name == never else f", meant as {never}"
-        return f"unknown setting {path}{meant}; there is none because {_NEVER[never]}"
-    settings = _settings()
-    others = [other for field in settings if field.path == path for other in field.kinds]
+        return (
+            f"unknown setting {path}{meant}; there is none because tokens are drawn from the whole distribution, whose log-probs are what "
+            "the trainer learns from; rollout.sampling.temperature shapes it"
+        )
+    others = [other for field in setting_fields() if field.path == path for other in field.kinds]
     if others:
         return f"unknown setting {path} of {section}.kind {kind}; it is an argument of {', '.join(others)}: set {section}.kind={others[0]}"
-    here = [
-        field.path
-        for field in settings
-        if kind is None or not field.kinds or kind in field.kinds or not field.path.startswith(f"{section}.")
-    ]
+    here = [field.path for field in setting_fields() if field.belongs_to(kind) or not field.path.startswith(f"{section}.")]
     paths = list(dict.fromkeys([*here, *sections()]))
-    siblings = [known.rpartition(".")[2] for known in paths if known.rpartition(".")[0] == section]
-    same_name = [known for known in paths if known.rpartition(".")[2] == name]
-    sibling = closest(name, siblings)
-    if name.lower() in _ALIASES:
-        guess: str | None = _ALIASES[name.lower()]
-    elif sibling is not None:
-        guess = f"{section}.{sibling}" if section else sibling
-    elif same_name:
-        guess = same_name[0]
-    else:
-        leaf = closest(name, [known.rpartition(".")[2] for known in paths])
-        guess = next((known for known in paths if known.rpartition(".")[2] == leaf), None) or closest(path, paths)
+    # The first of several settings of one name is found.
+    leaves = {known.rpartition(".")[2]: known for known in reversed(paths)}
+    siblings = {known.rpartition(".")[2]: known for known in paths if known.rpartition(".")[0] == section}
+    in_section, anywhere = closest(name, siblings), closest(name, leaves)
+    guess = _ALIASES.get(name.lower()) or siblings.get(in_section or "") or leaves.get(anywhere or "") or closest(path, paths)
     if guess:
-        kinds = next((field.kinds for field in settings if field.path == guess and kind is None), ())
+        kinds = next((field.kinds for field in setting_fields() if field.path == guess and kind is None), ())
         of_kind = f" of {guess.rpartition('.')[0]}.kind {', '.join(kinds)}" if kinds else ""
         return f"unknown setting {path}; did you mean {guess}{of_kind}? (`megatron-rl train --help all` lists them)"
     known_names = f"known in {section or 'the settings'}: {', '.join(siblings)}" if siblings else f"there is no section {section}"
@@ -199,39 +143,45 @@ def _path(location: tuple[int | str, ...], values: Any) -> str:
     return ".".join(parts)
 
 
-def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
-    """Return the sentence on all errors at one path.
-
-    Several details are the alternatives of a union without a match.
-    """
-    first = details[0]
-    if first["type"] in _UNKNOWN:
-        return unknown_setting(path, kind=_kind_of(first["loc"], path))
-    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        kinds = next(field.type for field in _settings() if field.path == f"{path}.kind").removeprefix("one of ").split(", ")
-        if first["type"] == "union_tag_not_found":
-            return f"{path}.kind is missing, needs one of {', '.join(kinds)}; set {path}.kind={kinds[0]}"
-        guess = closest(first["ctx"]["tag"], kinds)
-        fix = f"; did you mean {path}.kind={guess}?" if guess else ""
-        return f"{path}.kind is {first['ctx']['tag']!r}, needs one of {', '.join(kinds)}{fix}"
-    if first["type"] == "missing":
+def _sentence(path: str, details: ErrorDetails) -> str:
+    """Return the sentence on an error at `path`."""
+    cause, got, kind = details["type"], details["input"], _kind_of(details["loc"], path)
+    if cause in ("extra_forbidden", "unexpected_keyword_argument"):
+        return unknown_setting(path, kind=kind)
+    if cause == "value_error":
+        return _own_sentence(path, str(details["ctx"]["error"]))
+    if cause == "missing":
         # Of a whole section, name the required fields.
-        needed = [field for field in _settings() if field.required and f"{field.path}.".startswith(f"{path}.")]
+        needed = [field for field in setting_fields() if field.required and f"{field.path}.".startswith(f"{path}.")]
         described = {field.path: f" ({field.description.rstrip('.')})" for field in needed} or {path: ""}
         return "; ".join(f"{name} is missing{meaning}; set it in the file, or with {name}=VALUE" for name, meaning in described.items())
-    if first["type"] == "value_error":
-        text = str(first["ctx"]["error"])
-        if text.startswith(f"{path}."):
-            return text
-        owner, dot, rest = text.partition(".")
-        # Users without a settings file make a record by its class, so the message names the class.
-        if dot and owner.isidentifier():
-            return f"{path}.{rest}"
-        return f"{path} {text}" if text.startswith(("is ", "has ")) else f"{path}: {text}"
-    got = first["input"]
-    shown = format_value(got) if first["type"] in _BOUNDS or got is None else f"{format_value(got)} ({_kind(got)})"
-    needs = ", or ".join(dict.fromkeys(_need(detail) for detail in details))
-    return f"{path} is {shown}, needs {needs}{_fix(path, details, got)}"
+    if cause.startswith("union_tag_"):
+        path = f"{path}.kind"
+    needs = _needed(path, kind)
+    names = needs.removeprefix("one of ").split(", ")
+    if cause == "union_tag_not_found":
+        return f"{path} is missing, needs {needs}; set {path}={names[0]}"
+    if cause == "union_tag_invalid":
+        got = details["ctx"]["tag"]
+    fix = ""
+    if needs.startswith("one of ") and isinstance(got, str):
+        guess = closest(got, names)
+        fix = f"; did you mean {path}={guess}?" if guess else ""
+    elif cause == "string_type" and isinstance(got, bool | int | float):
+        fix = f"; put quotes around it if it is meant as text: {path}='\"{format_value(got)}\"'"
+    shown = "null" if got is None else f"{format_value(got)} ({_YAML_TYPES[type(got)]})"
+    return f"{path} is {shown}, needs {'a finite number' if cause == 'finite_number' else needs}{fix}"
+
+
+def _own_sentence(path: str, text: str) -> str:
+    """Return the message of a validator of ours with the setting in front, once."""
+    if text.startswith(f"{path}."):
+        return text
+    owner, dot, rest = text.partition(".")
+    # Users without a settings file make a record by its class, so the message names the class.
+    if dot and owner.isidentifier():
+        return f"{path}.{rest}"
+    return f"{path} {text}" if text.startswith(("is ", "has ")) else f"{path}: {text}"
 
 
 def _kind_of(location: tuple[int | str, ...], path: str) -> str | None:
@@ -239,37 +189,20 @@ def _kind_of(location: tuple[int | str, ...], path: str) -> str | None:
 
     None where the setting is in no choice.
     """
-    known = {kind for field in _settings() if field.path.rpartition(".")[0] == path.rpartition(".")[0] for kind in field.kinds}
+    section = path.rpartition(".")[0]
+    known = {kind for field in setting_fields() if field.path.rpartition(".")[0] == section for kind in field.kinds}
     kinds = [str(part) for part in location[:-1] if part in known]
     return kinds[-1] if kinds else None
 
 
-def _need(details: ErrorDetails) -> str:
-    kind = details["type"]
-    if kind in _NEEDS:
-        return _NEEDS[kind]
-    if kind in _BOUNDS:
-        words, key = _BOUNDS[kind]
-        bound = details["ctx"][key]
-        return words.format(int(bound) if bound == int(bound) else bound)
-    if kind == "literal_error":
-        return f"one of {details['ctx']['expected']}"
-    message = details["msg"]
-    return message[0].lower() + message[1:]
-
-
-def _fix(path: str, details: Sequence[ErrorDetails], got: Any) -> str:
-    """Return advice beyond giving a value of the needed kind; empty where there is none."""
-    for detail in details:
-        if detail["type"] == "literal_error" and isinstance(got, str):
-            names = [name.strip(" '") for name in detail["ctx"]["expected"].replace(" or ", ",").split(",")]
-            guess = closest(got, names)
-            return f"; did you mean {path}={guess}?" if guess else ""
-        if detail["type"] == "string_type" and isinstance(got, bool | int | float):
-            return f"; put quotes around it if it is meant as text: {path}='\"{format_value(got)}\"'"
-    return ""
-
-
-def _kind(value: Any) -> str:
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list", dict: "mapping", type(None): "null"}
-    return kinds[type(value)]
+def _needed(path: str, kind: str | None) -> str:
+    """Return the type of the setting in words, of an item where `path` ends in the place in a list."""
+    owner, _, last = path.rpartition(".")
+    name = owner if last.isdecimal() else path
+    words = next(
+        (field.type for field in setting_fields() if field.path == name and field.belongs_to(kind)), "section with settings inside"
+    )
+    words = words if name == path else words.removeprefix("list of ")
+    if words.startswith(("one of", "true or false")):
+        return words
+    return f"{'an' if words.startswith('integer') else 'a'} {words}"

@@ -41,6 +41,10 @@ class SettingField:
         """True without a default."""
         return self.default is None
 
+    def belongs_to(self, kind: str | None) -> bool:
+        """Return True for a setting of this kind or of every kind; None stands for any kind."""
+        return kind is None or not self.kinds or kind in self.kinds
+
 
 @functools.cache
 def _schema(owner: Any) -> Mapping[str, Any]:
@@ -48,14 +52,15 @@ def _schema(owner: Any) -> Mapping[str, Any]:
     return schema
 
 
-def setting_fields(owner: type = Settings) -> Iterator[SettingField]:
-    """Yield all settings below the class `owner` (a pydantic model or a dataclass), as declared.
+@functools.cache
+def setting_fields(owner: type = Settings) -> tuple[SettingField, ...]:
+    """Return all settings below the class `owner` (a pydantic model or a dataclass), as declared.
 
     A section with null as a value appears itself too, before its fields. Of a choice come the kind,
     then the arguments of each kind.
     """
     schema = _schema(owner)
-    yield from _fields(schema, schema.get("$defs", {}), prefix="")
+    return tuple(_fields(schema, schema.get("$defs", {}), prefix=""))
 
 
 def _fields(section: Mapping[str, Any], classes: Mapping[str, Any], *, prefix: str) -> Iterator[SettingField]:
@@ -71,7 +76,8 @@ def _fields(section: Mapping[str, Any], classes: Mapping[str, Any], *, prefix: s
             default = None if name in section.get("required", ()) else format_value(value.get("default", {}))
             yield SettingField(path=path, type=_words(value), default=default, description=value.get("description", ""))
         if kinds and "" not in kinds:
-            yield from _choice(path, kinds, classes, default=None if may_be_null else _chosen(name), description=value["description"])
+            chosen = None if may_be_null else str(getattr(Objective(), name).kind)
+            yield from _choice(path, kinds, classes, default=chosen, description=value["description"])
         elif members:
             yield from _fields(classes[members[0]], classes, prefix=f"{path}.")
 
@@ -90,11 +96,6 @@ def _choice(
             if field.path != f"{path}.kind":
                 found[field] = (*found.get(field, ()), kind)
     yield from (dataclasses.replace(field, kinds=owners) for field, owners in found.items())
-
-
-def _chosen(name: str) -> str:
-    """Return the kind of the objective's choice called `name` when none is set."""
-    return str(getattr(Objective(), name).kind)
 
 
 def _kinds(value: Mapping[str, Any], classes: Mapping[str, Any]) -> dict[str, str]:
@@ -139,7 +140,7 @@ def _words(value: Mapping[str, Any]) -> str:
         return "section"
     if value.get("type") == "array":
         pair = value.get("prefixItems")
-        return f"pair of {_words(pair[0])}" if pair else f"list of {_words({'type': value['items']['type']})}"
+        return f"pair of {_words(pair[0])}" if pair else f"list of {_words(value['items'])}"
     kind = "path" if value.get("format") == "path" else _TYPES[value["type"]] if "type" in value else "any"
     limits = ", ".join(f"{sign} {format_value(value[name])}" for name, sign in _BOUNDS.items() if name in value)
     return f"{kind} {limits}" if limits else kind

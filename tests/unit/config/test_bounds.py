@@ -60,7 +60,7 @@ def test_numbers_of_upstream_fields_are_finite(path: str, value: str) -> None:
         (["data.prompts_per_step=2147483647", "training.optimizer_steps_per_batch=3"], "more than 2147483647; lower data.prompts_per_step"),
         (["run.num_steps=2147483647", "training.optimizer_steps_per_batch=2"], "lower run.num_steps"),
         (["rollout.sampling.temperature=1e-7"], "needs a number >= 0.01"),
-        (["model.deadline_s=1e300"], "needs a number <= 31622400"),
+        (["model.deadline_s=1e300"], "needs a number >= 0.001, <= 31622400"),
         (["run.directory="], "run.directory is null"),
         (['run.directory="  "'], "run.directory is empty, needs a path"),
     ],
