@@ -12,11 +12,14 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Literal
 
-from megatron_rl.check import Check
+from packaging.requirements import Requirement
+
+from megatron_rl.check import Check, Level
 from megatron_rl.deadlines import IMPORT_S
 from megatron_rl.errors import sized
 from megatron_rl.process_variables import tool_variables
@@ -29,6 +32,8 @@ NEEDED_MEMORY_GIB = 6
 NEEDED_SHM_GIB = 1
 NEEDED_DISK_GIB = 10
 NEEDED_OPEN_FILES = 4096
+LEAST_DRIVER, LEAST_CUDA = 580, 13
+"""Oldest driver with CUDA 13."""
 IMPORTS = ("torch", "ray", "transformers", "megatron.core.transformer", "sglang.srt.server_args")
 """Modules whose import fails first when installed packages do not fit together."""
 
@@ -56,12 +61,15 @@ def examine(directory: Path) -> Iterator[Check]:
     yield check_loopback()
 
 
+def _needs(promise: str, met: bool, text: str, *, lack: str, fix: str, level: Level = "broken") -> Check:
+    """Return a check of an observation: ok where the need is `met`, else with the lack and the fix."""
+    return Check(promise, "ok", text) if met else Check(promise, level, f"{text}, {lack}", fix)
+
+
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
     """Require Python 3.11 or 3.12."""
-    text = f"{version[0]}.{version[1]} ({sys.executable})"
-    if (3, 11) <= version <= (3, 12):
-        return Check("Python", "ok", text)
-    return Check("Python", "broken", f"{text}, needs 3.11 or 3.12", "PYTHON=python3.11 bash tools/setup_env.sh")
+    text, fix = f"{version[0]}.{version[1]} ({sys.executable})", "PYTHON=python3.11 bash tools/setup_env.sh"
+    return _needs("Python", (3, 11) <= version <= (3, 12), text, lack="needs 3.11 or 3.12", fix=fix)
 
 
 def gpu_kind() -> Literal["cpu", "cuda"]:
@@ -77,10 +85,8 @@ def check_gpu(kind: Literal["cpu", "cuda"]) -> Iterator[Check]:
         return
     names = nvidia_smi("name")
     torch_version = installed_version("torch") or "no torch"
-    if torch_version.endswith("+cpu"):
-        yield Check("GPU", "broken", f"{len(names)} × {names[0]}, but torch {torch_version} cannot use it", "bash tools/setup_env.sh")
-    else:
-        yield Check("GPU", "ok", f"{len(names)} × {names[0]}")
+    lack = f"but torch {torch_version} cannot use it"
+    yield _needs("GPU", not torch_version.endswith("+cpu"), f"{len(names)} × {names[0]}", lack=lack, fix="bash tools/setup_env.sh")
 
 
 def check_package(release: Release, installed: str | None) -> Check:
@@ -136,11 +142,9 @@ def check_toolchain(kind: Literal["cpu", "cuda"]) -> Iterator[Check]:
     name = f"libcudart.so.{CUDA_MAJOR}"
     load = [sys.executable, "-c", f"import ctypes; ctypes.CDLL('{name}')"]
     done = subprocess.run(load, env={**os.environ, **paths}, capture_output=True, text=True, timeout=IMPORT_S, check=False)
-    if done.returncode == 0:
-        yield Check(name, "ok", "on the loader's path of engines")
-    else:
-        install = f"{sys.executable} -m pip install 'nvidia-cuda-runtime=={CUDA_MAJOR}.*'"
-        yield Check(name, "broken", "not on the loader's path, and colocated engines give memory back with it", install)
+    lack = "not on the loader's path, and colocated engines give memory back with it"
+    install = f"{sys.executable} -m pip install 'nvidia-cuda-runtime=={CUDA_MAJOR}.*'"
+    yield Check(name, "broken", lack, install) if done.returncode else Check(name, "ok", "on the loader's path of engines")
 
 
 def _other_release(compiler: Path) -> str:
@@ -152,36 +156,22 @@ def _other_release(compiler: Path) -> str:
 
 def check_import(module: str) -> Check:
     """Check the import of `module` in a child process, ended after `IMPORT_S` seconds."""
-    topic = f"import {module.partition('.')[0]}"
+    promise, command = f"import {module.partition('.')[0]}", [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     try:
-        child = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", f"import {module}"],
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_S,
-            check=False,
-        )
+        child = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_S, check=False)
     except subprocess.TimeoutExpired:
-        return Check(
-            topic,
-            "broken",
-            f"{module} did not import within {IMPORT_S:.0f} s",
-            f"{sys.executable} -X importtime -c 'import {module}'",
-        )
+        fix = f"{sys.executable} -X importtime -c 'import {module}'"
+        return Check(promise, "broken", f"{module} did not import within {IMPORT_S:.0f} s", fix)
     if child.returncode == 0:
-        return Check(topic, "ok", module)
+        return Check(promise, "ok", module)
     last = (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
-    return Check(topic, "broken", f"{module} does not import: {last}", "bash tools/setup_env.sh")
+    return Check(promise, "broken", f"{module} does not import: {last}", "bash tools/setup_env.sh")
 
 
 def check_memory(available: int) -> Check:
     """Compare the available memory in bytes with the need of the smallest run."""
-    text = f"{available / GIB:.1f} GiB available"
-    if available >= NEEDED_MEMORY_GIB * GIB:
-        return Check("memory", "ok", text)
-    return Check(
-        "memory", "broken", f"{text}, the smallest run needs {NEEDED_MEMORY_GIB} GiB", "stop other programs, or raise the container's limit"
-    )
+    lack, fix = f"the smallest run needs {NEEDED_MEMORY_GIB} GiB", "stop other programs, or raise the container's limit"
+    return _needs("memory", available >= NEEDED_MEMORY_GIB * GIB, f"{available / GIB:.1f} GiB available", lack=lack, fix=fix)
 
 
 def check_space(topic: str, path: Path, *, needed_gib: int, fix: str) -> Check:
@@ -190,8 +180,8 @@ def check_space(topic: str, path: Path, *, needed_gib: int, fix: str) -> Check:
     if present is None:
         return Check(topic, "broken", f"{path} does not exist", fix)
     free = shutil.disk_usage(present).free
-    text = f"{sized(free)} free in {present}"
-    return Check(topic, "ok", text) if free >= needed_gib * GIB else Check(topic, "note", f"{text}, {needed_gib} GiB are better", fix)
+    text, lack = f"{sized(free)} free in {present}", f"{needed_gib} GiB are better"
+    return _needs(topic, free >= needed_gib * GIB, text, lack=lack, fix=fix, level="note")
 
 
 def check_lscpu(kind: Literal["cpu", "cuda"]) -> Check:
@@ -204,9 +194,10 @@ def check_lscpu(kind: Literal["cpu", "cuda"]) -> Check:
 
 def check_open_files(limit: int) -> Check:
     """Check the limit of open files, because Ray opens a file per worker and connection."""
-    if limit == resource.RLIM_INFINITY or limit >= NEEDED_OPEN_FILES:
-        return Check("open files", "ok", "unlimited" if limit == resource.RLIM_INFINITY else f"at most {limit}")
-    return Check("open files", "note", f"at most {limit}, {NEEDED_OPEN_FILES} are better", "ulimit -n 65536")
+    if limit == resource.RLIM_INFINITY:
+        return Check("open files", "ok", "unlimited")
+    lack = f"{NEEDED_OPEN_FILES} are better"
+    return _needs("open files", limit >= NEEDED_OPEN_FILES, f"at most {limit}", lack=lack, fix="ulimit -n 65536", level="note")
 
 
 def check_proxies(proxies: Mapping[str, str]) -> Check:
@@ -245,3 +236,47 @@ def nvidia_smi(field: str) -> list[str]:
     except subprocess.TimeoutExpired:
         return []
     return listing.stdout.strip().splitlines() if listing.returncode == 0 else []
+
+
+def loaded_libraries() -> dict[str, str]:
+    """Return the releases of driver, CUDA, NCCL and cuDNN loaded by torch."""
+    import torch
+
+    number = torch.backends.cudnn.version() or 0
+    return {
+        "driver": next(iter(nvidia_smi("driver_version")), "unknown"),
+        "CUDA": str(torch.version.cuda),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        "cuDNN": f"{number // 10000}.{number // 100 % 100}.{number % 100}",
+    }
+
+
+def library_problems(found: Mapping[str, str], pinned: Mapping[str, str]) -> list[str]:
+    """Return the misfits of driver, CUDA, and loaded libraries against `pinned` wheels."""
+    problems = []
+    for name, least in (("driver", LEAST_DRIVER), ("CUDA", LEAST_CUDA)):
+        if _numbers(found[name])[:1] < (least,):
+            problems.append(f"{name} is {found[name]}, needs {least} or newer")
+    for name, version in pinned.items():
+        # The pin of a wheel has a fourth part, absent in the library's own release.
+        if _numbers(found[name])[:3] != _numbers(version)[:3]:
+            problems.append(f"{name} {found[name]} is loaded, installed is {version}; take another one off LD_LIBRARY_PATH")
+    return problems
+
+
+def pinned_libraries(requirements: Sequence[str] | None = None) -> dict[str, str]:
+    """Return the releases of NCCL and cuDNN pinned by wheels, the last one of each.
+
+    The pins of torch come first, then SGLang's.
+    """
+    pinned = {}
+    for requirement in map(Requirement, requirements or [*(requires("torch") or ()), *(requires("sglang") or ())]):
+        for prefix, name in (("nvidia-nccl", "NCCL"), ("nvidia-cudnn-cu", "cuDNN")):
+            exact = [one.version for one in requirement.specifier if one.operator == "=="]
+            if requirement.name.startswith(prefix) and exact:
+                pinned[name] = exact[0]
+    return pinned
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))

@@ -5,26 +5,23 @@ A line is a function of the node that yields checks as work goes on; an exceptio
 
 import json
 import platform
-import re
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, astuple, replace
-from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from packaging.requirements import Requirement
 
 from megatron_rl.check import Check, report
 from megatron_rl.config.settings import Settings, TrainingSettings
 from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.doctor import on_rank
-from megatron_rl.doctor.machine import check_import, check_package, examine, nvidia_smi
+from megatron_rl.doctor.machine import check_import, check_package, examine, library_problems, loaded_libraries, pinned_libraries
 from megatron_rl.doctor.node import Node
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, counted
@@ -44,57 +41,35 @@ with quiet_megatron_imports():
 
 RESULT_FILE = "trial.json"
 LEAST_GB_PER_S = {"cuda": 20.0, "cpu": 0.01}
-"""Lowest rate of an all-reduce.
-
-Less on a GPU means a way through host memory or over the wrong network.
-"""
+"""Lowest rate of an all-reduce; less on a GPU means a way through host memory or the wrong network."""
 PLAN_TOLERANCE = 0.1
 GRADIENT_TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}
 """Relative tolerance of a gradient norm."""
 UPDATE_TOLERANCE = {"cuda": 0.2, "cpu": 1e-3}
-"""Relative tolerance of a step's change in log-probs.
-
-Adam starts with the signs of gradients, and rounding turns the signs of small gradients.
-"""
+"""The same of a step's change in log-probs: Adam starts with signs, and rounding turns small gradients."""
 RUN_TOLERANCE = {"cuda": 0.15, "cpu": 1e-4}
-"""Limit of the mean |engine - trainer| log-prob of a step's samples, nats.
-
-bfloat16 gives 0.08 for random models at low temperatures.
-"""
+"""Limit of the mean |engine - trainer| log-prob of a step, nats; bfloat16 gives 0.08 at low temperatures."""
 STEP_SECONDS = {"cuda": (0.7, 2.0), "cpu": (0.5, 5.0)}
 """Least and most of a step's seconds over the arithmetic's seconds at bare device rates.
 
-Not 10 %, because the arithmetic leaves out overheads. On a CPU with one thread, a step takes 1.2
-times as long with 1,024 channels, 1.3 with 512, 1.9 with 256, where calls cost as much as their
-work. The effect of kernel starts and fusion on a GPU is unknown without a GPU. There, by
-arithmetic, attention that writes out the T x T scores is beyond twice. A ratio below 0.7 would show
-wrong arithmetic.
+The arithmetic leaves out overheads: on a CPU with one thread a step takes 1.2 times as long with
+1,024 channels, 1.9 with 256. On a GPU, attention that writes out the T x T scores is beyond twice.
+A ratio below 0.7 would show wrong arithmetic.
 """
 LEAST_FREED = 0.9
 """Least share of an engine's cache and weights freed by sleep."""
-LEAST_DRIVER, LEAST_CUDA = 580, 13
-"""Oldest driver with CUDA 13."""
 WAKES = 3
 CACHE_TOKENS = {"cuda": 2**22, "cpu": 16384}
 """Cache tokens of a colocated engine, enough to make its sleep visible."""
 STEP_SEQUENCES, MICRO_BATCH_SEQUENCES, STEP_TURNS = 8, 4, 3
-"""Sequences of a rank's step and micro-batches, and number of steps; the fastest counts.
-
-Sizes are so large that a GPU and not its host takes the time.
-"""
+"""Sequences of a rank's step and micro-batches, so many that a GPU's host is faster; steps of which the fastest counts."""
 LINE_TIMEOUT_S = {"cuda": 300.0, "cpu": 900.0}
-"""Seconds of one line, beside the imports of the first ranks.
-
-On a CPU all processes share few cores.
-"""
+"""Seconds of one line; on a CPU all processes share few cores."""
 
 
 def judged(promise: str, text: str, problems: Sequence[str]) -> Check:
     """Return a check that is broken by `problems`, and names the problems."""
     return Check(promise, "broken" if problems else "ok", "; ".join([text, *problems]))
-
-
-# Installed software
 
 
 def machine(node: Node) -> Iterator[Check]:
@@ -107,48 +82,6 @@ def machine(node: Node) -> Iterator[Check]:
         libraries = loaded_libraries()
         text = ", ".join(f"{name} {version}" for name, version in libraries.items())
         yield judged("libraries that torch was released with", text, library_problems(libraries, pinned_libraries()))
-
-
-def loaded_libraries() -> dict[str, str]:
-    """Return the releases of driver, CUDA, NCCL and cuDNN loaded by torch."""
-    number = torch.backends.cudnn.version() or 0
-    return {
-        "driver": next(iter(nvidia_smi("driver_version")), "unknown"),
-        "CUDA": str(torch.version.cuda),
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
-        "cuDNN": f"{number // 10000}.{number // 100 % 100}.{number % 100}",
-    }
-
-
-def library_problems(found: Mapping[str, str], pinned: Mapping[str, str]) -> list[str]:
-    """Return the misfits of driver, CUDA, and loaded libraries against `pinned` wheels."""
-    problems = []
-    for name, least in (("driver", LEAST_DRIVER), ("CUDA", LEAST_CUDA)):
-        if _numbers(found[name])[:1] < (least,):
-            problems.append(f"{name} is {found[name]}, needs {least} or newer")
-    for name, version in pinned.items():
-        # The pin of a wheel has a fourth part, absent in the library's own release.
-        if _numbers(found[name])[:3] != _numbers(version)[:3]:
-            problems.append(f"{name} {found[name]} is loaded, installed is {version}; take another one off LD_LIBRARY_PATH")
-    return problems
-
-
-def pinned_libraries(requirements: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the releases of NCCL and cuDNN pinned by wheels, the last one of each.
-
-    The pins of torch come first, then SGLang's.
-    """
-    pinned = {}
-    for requirement in map(Requirement, requirements or [*(requires("torch") or ()), *(requires("sglang") or ())]):
-        for prefix, name in (("nvidia-nccl", "NCCL"), ("nvidia-cudnn-cu", "cuDNN")):
-            exact = [one.version for one in requirement.specifier if one.operator == "=="]
-            if requirement.name.startswith(prefix) and exact:
-                pinned[name] = exact[0]
-    return pinned
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 # Ranks
@@ -165,10 +98,7 @@ def all_reduce(node: Node) -> Iterator[Check]:
 
 
 def layouts(node: Node) -> Iterator[Check]:
-    """Compare log-probs, gradient norms and a step of every layout and attention with one rank.
-
-    The rank has torch's attention.
-    """
+    """Compare log-probs, gradient norms and a step of every layout and attention with torch on one rank."""
     one, tp2 = {"num_ranks": 1}, {"num_ranks": 2, "tp": 2}
     dense = {"one": one, "tp2": tp2, "cp2": {"num_ranks": 2, "cp": 2}, "tp2 cp2": {"num_ranks": 4, "tp": 2, "cp": 2}}
     experts = {"one": one, "tp2": tp2, "ep2 etp1": {**tp2, "ep": 2, "etp": 1}, "ep2 etp2": {"num_ranks": 4, "tp": 2, "ep": 2, "etp": 2}}
@@ -239,16 +169,14 @@ def plan(node: Node) -> Iterator[Check]:
     if answer.refused is not None:
         raise MegatronRLError(f"the plan refused the layout: {answer.refused}")
     (stage,) = stage_memories(job, answer, frees_outputs=fused)
-    # Beyond weights, gradients and optimizer.
-    planned = stage.trained
     batch = node.batch([length - 1] * num_sequences)
     ranks.open(settings)
     ranks.apply(on_rank.step, batch=batch)
     seconds = min(max(metrics["seconds"] for metrics in ranks.apply(on_rank.step, batch=batch)) for _ in range(STEP_TURNS))
     peak = max(ranks.apply(on_rank.peak_of_step, batch=batch))
-    apart = peak / planned - 1
+    apart = peak / stage.trained - 1
     problems = [f"needs {PLAN_TOLERANCE:.0%}"] if abs(apart) > PLAN_TOLERANCE else []
-    yield judged("memory of a step against the plan", f"{peak} bytes, plan {planned} ({apart:+.1%})", problems)
+    yield judged("memory of a step against the plan", f"{peak} bytes, plan {stage.trained} ({apart:+.1%})", problems)
     # The plan leaves these out: every process group of several ranks has buffers, used or not.
     beside = max(ranks.apply(on_rank.foreign_bytes))
     problems = ["needs less"] if beside > CONTEXT_BYTES else []
@@ -298,10 +226,7 @@ def checkpoints(node: Node) -> Iterator[Check]:
 
 
 def sleep(node: Node) -> Iterator[Check]:
-    """Put an engine to sleep and wake the engine on the ranks' devices.
-
-    Ranks send weights in between.
-    """
+    """Put an engine on the ranks' devices to sleep and wake it, with weights from the ranks in between."""
     tp = 2 if node.kind == "cuda" and node.num_gpus > 1 else 1
     model = node.model("sleeper")
     arguments: dict[str, Any] = {"tp_size": tp, "max_total_tokens": CACHE_TOKENS[node.kind]}
@@ -334,10 +259,7 @@ def sleep(node: Node) -> Iterator[Check]:
 
 
 def pool_bytes(node: Node, model: Path, tp: int) -> int:
-    """Return the bytes given back by a colocated engine on each of `tp` GPUs, 0 without GPUs.
-
-    Cache and weights count.
-    """
+    """Return the bytes of cache and weights that an engine gives back on each of `tp` GPUs, 0 without GPUs."""
     if node.kind == "cpu":
         return 0
     spec = read_model_spec(model)
@@ -348,14 +270,12 @@ def pool_bytes(node: Node, model: Path, tp: int) -> int:
 def sleep_problems(*, awake: Sequence[int], asleep: Sequence[int], pool: int) -> list[str]:
     """Return the faults of an engine, from a device's `awake` and then `asleep` bytes at each turn.
 
-    `pool` bytes have to go. Without a `pool` nothing is visible.
+    `pool` bytes have to go; without a `pool` nothing is visible.
     """
     if not pool:
         return []
-    problems = []
     freed = min(before - after for before, after in zip(awake, asleep, strict=True))
-    if freed < LEAST_FREED * pool:
-        problems.append(f"a sleep frees {freed} bytes of {pool}")
+    problems = [f"a sleep frees {freed} bytes of {pool}"] if freed < LEAST_FREED * pool else []
     if max(asleep) - asleep[0] > (1 - LEAST_FREED) * pool:
         problems.append(f"asleep it holds {max(asleep) - asleep[0]} bytes more than after its first sleep")
     return problems
@@ -365,11 +285,9 @@ def sleep_problems(*, awake: Sequence[int], asleep: Sequence[int], pool: int) ->
 
 
 def runs(node: Node) -> Iterator[Check]:
-    """Start runs as a user does.
+    """Start runs as a user does: a mixture with replay and latent attention by broadcast, engines beside ranks.
 
-    Runs with separate engines by broadcast, with a mixture with replay and with latent attention;
-    and engines beside ranks. Each run compares its first sync bit by bit, and log-probs of sampled
-    tokens.
+    Each run compares its first sync bit by bit, and log-probs of sampled tokens.
     """
     node.close()
     num_ranks = 4 if node.num_gpus >= 6 else 2
@@ -393,9 +311,8 @@ def _run(node: Node, promise: str, model: Path, *, engines: Mapping[str, Any], *
     first, *steps = node.run(node.run_settings(model.name + "-run", model, engines=engines, **training))
     apart, limit = max(step["train/log_prob_diff"] for step in steps), RUN_TOLERANCE[node.kind]
     problems = [] if apart <= limit else [f"needs {limit:g}"]
-    problems += [
-        f"step {step['step']} served weights {step['weights/version']}" for step in steps if step["weights/version"] != step["step"]
-    ]
+    stale = [step for step in steps if step["weights/version"] != step["step"]]
+    problems += [f"step {step['step']} served weights {step['weights/version']}" for step in stale]
     seconds = ", ".join(f"{step['time/rollout'] + step['time/train'] + step['time/sync']:.1f}" for step in steps)
     speed = node.weight_bytes(model) / min(step["time/sync"] for step in steps) / 1e9
     text = f"started in {first['time/start']:.0f} s, steps in {seconds} s, weights {speed:.3f} GB/s, mean |Δ log-prob| {apart:.1e} nats"
@@ -421,10 +338,9 @@ LINES: Mapping[str, Callable[[Node], Iterator[Check]]] = {
 def accept(directory: Path, *, stand_ins: int = 0, only: Collection[str] = tuple(LINES)) -> bool:
     """Run the lines; return True when nothing is broken.
 
-    Logs and trial.json, for an issue, are in a new directory below `directory`. A number of
-    `stand_ins`, processes on the CPU in place of GPUs, tries the trial itself; without stand-ins
-    the trial takes all GPUs of the node. Raises UserError where there is no GPU, and for stand-ins
-    where there is one.
+    Logs and trial.json, for an issue, are in a new directory below `directory`. `stand_ins`
+    processes on the CPU try the trial itself, otherwise the trial takes all GPUs of the node.
+    Raises UserError where there is no GPU, and for stand-ins where there is one.
     """
     on_cpu, found = stand_ins > 0, torch.cuda.device_count()
     if not on_cpu and not found:
@@ -454,10 +370,7 @@ def accept(directory: Path, *, stand_ins: int = 0, only: Collection[str] = tuple
 
 
 def _timed(node: Node, title: str) -> Iterator[Check]:
-    """Yield the checks of a line with their seconds.
-
-    The last check is broken where the line raises or takes too long.
-    """
+    """Yield the checks of a line with their seconds, the last broken where the line raises or takes too long."""
     start = time.monotonic()
     try:
         with _within(LINE_TIMEOUT_S[node.kind] * (3 if title == "runs" else 1), what=title):

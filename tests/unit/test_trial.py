@@ -14,8 +14,9 @@ import pytest
 
 from megatron_rl.check import Check
 from megatron_rl.doctor import trial
+from megatron_rl.doctor.machine import library_problems, pinned_libraries
 from megatron_rl.doctor.node import Node
-from megatron_rl.doctor.trial import LINES, RESULT_FILE, accept, library_problems, pinned_libraries, sleep_problems
+from megatron_rl.doctor.trial import LINES, RESULT_FILE, accept, sleep_problems
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_choice import lacking_in_transformer_engine
 from megatron_rl.models.read_spec import read_model_spec
