@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import TextIO
 
 import rich.console
-from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from megatron_rl.observe.metrics import is_beyond_healthy, metric_info
 
@@ -64,16 +63,16 @@ SUPERVISED_COLUMNS = (
 )
 
 
+@dataclass(slots=True)
 class PhaseProgress:
     """Progress of a phase; given by `RunConsole.phase`."""
 
-    def __init__(self, name: str, *, total: int | None, unit: str) -> None:
-        self.name = name
-        self.total = total
-        self.unit = unit
-        self.completed = 0
-        self.note = ""
-        self.started_s = time.monotonic()
+    name: str
+    total: int | None
+    unit: str
+    completed: int = 0
+    note: str = ""
+    started_s: float = field(default_factory=time.monotonic)
 
     def advance(self, count: int = 1) -> None:
         """Count `count` more finished units."""
@@ -87,6 +86,10 @@ class PhaseProgress:
         """Return the known parts of count, unit and note."""
         count = f"{self.completed}/{self.total}" if self.total is not None else str(self.completed) if self.completed else ""
         return " ".join(part for part in (count, self.unit if count else "", self.note) if part)
+
+    def timed_text(self) -> str:
+        """Return the same with the seconds so far."""
+        return ", ".join(part for part in (self.text(), f"{time.monotonic() - self.started_s:.1f} s") if part)
 
 
 class _Console(rich.console.Console):
@@ -105,12 +108,7 @@ class RunConsole:
     """The console of a run of `num_steps` steps. Methods may be called from any thread."""
 
     def __init__(
-        self,
-        num_steps: int,
-        *,
-        columns: tuple[Column, ...] = RL_COLUMNS,
-        stream: TextIO | None = None,
-        heartbeat_s: float = 20.0,
+        self, num_steps: int, *, columns: tuple[Column, ...] = RL_COLUMNS, stream: TextIO | None = None, heartbeat_s: float = 20.0
     ) -> None:
         self._num_steps = num_steps
         self._console = _Console(file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True)
@@ -141,7 +139,7 @@ class RunConsole:
         self._heartbeat.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._heartbeat.join()
         self._progress.stop()
@@ -167,32 +165,25 @@ class RunConsole:
     @contextmanager
     def phase(self, name: str, *, total: int | None = None, unit: str = "") -> Iterator[PhaseProgress]:
         """Show the running phase `name`, with a count of `total` units where countable."""
-        progress = PhaseProgress(name, total=total, unit=unit)
-        first = name not in self._announced
-        self._announced.add(name)
-        task = self._begin(progress, announce=first)
+        progress, finished = PhaseProgress(name, total=total, unit=unit), False
+        with self._lock:
+            announces = not self._live and name not in self._announced
+            self._announced.add(name)
+            self._active.append(progress)
+            if announces:
+                self.say(f"{self._clock()} {name} ...")
+            task = self._progress.add_task(name, total=None)
         try:
             yield progress
-        except BaseException:
-            self._end(progress, task, announce=False)
-            raise
-        self._end(progress, task, announce=first)
-
-    def _begin(self, progress: PhaseProgress, *, announce: bool) -> TaskID:
-        with self._lock:
-            self._active.append(progress)
-            if announce and not self._live:
-                self.say(f"{self._clock()} {progress.name} ...")
-            return self._progress.add_task(progress.name, total=None)
-
-    def _end(self, progress: PhaseProgress, task: TaskID, *, announce: bool) -> None:
-        with self._lock:
-            self._active.remove(progress)
-            self._progress.remove_task(task)
-            # Without a refresh the next print would draw the line of the finished phase once more.
-            self._progress.refresh()
-            if announce and not self._live:
-                self.say(f"{self._clock()} {progress.name}: {_described(progress)}")
+            finished = True
+        finally:
+            with self._lock:
+                self._active.remove(progress)
+                self._progress.remove_task(task)
+                # Without a refresh the next print would draw the line of the finished phase once more.
+                self._progress.refresh()
+                if announces and finished:
+                    self.say(f"{self._clock()} {name}: {progress.timed_text()}")
 
     def _beat(self) -> None:
         """Refresh live lines, or print a heartbeat after `heartbeat_s` silent seconds."""
@@ -202,7 +193,7 @@ class RunConsole:
                     for task, progress in zip(self._progress.tasks, self._active, strict=True):
                         self._progress.update(task.id, description=f"{progress.name} {progress.text()}".rstrip())
                 elif self._active and time.monotonic() - self._printed_s >= self._heartbeat_s:
-                    doing = "; ".join(f"{progress.name} {_described(progress)}" for progress in self._active)
+                    doing = "; ".join(f"{progress.name} {progress.timed_text()}" for progress in self._active)
                     self.say(f"{self._clock()} still {doing}")
 
     def _clock(self) -> str:
@@ -215,10 +206,10 @@ class RunConsole:
 
 def _fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
     """Return the columns within `width` characters, a space before each included."""
-    while sum(column.width + 1 for column in columns) > width and any(column.spare for column in columns):
-        least = max(columns, key=lambda column: column.spare)
-        columns = [column for column in columns if column is not least]
-    return tuple(columns)
+    kept = list(columns)
+    while sum(column.width + 1 for column in kept) > width and any(column.spare for column in kept):
+        kept.remove(max(kept, key=lambda column: column.spare))
+    return tuple(kept)
 
 
 def _cell(column: Column, metrics: Mapping[str, float]) -> str:
@@ -226,8 +217,3 @@ def _cell(column: Column, metrics: Mapping[str, float]) -> str:
     if value is None:
         return ""
     return format(value, column.format) if math.isfinite(value) else str(value)
-
-
-def _described(progress: PhaseProgress) -> str:
-    seconds = f"{time.monotonic() - progress.started_s:.1f} s"
-    return f"{progress.text()}, {seconds}" if progress.text() else seconds

@@ -3,13 +3,12 @@
 import threading
 import time
 from collections.abc import Iterable
-from types import TracebackType
 
 import psutil
 
 
 class PeakMemory:
-    """Watch process trees from a background thread and keep the largest sum of memory.
+    """Watch process trees from a background thread and keep the largest sum of memory in `peak_bytes`.
 
     The sum is of proportional set sizes, so that a page shared by processes counts once. A tree is
     a root and all descendants; detached daemons (Ray's) are further roots. The kernel takes 20 ms
@@ -20,26 +19,21 @@ class PeakMemory:
     def __init__(self, root_pids: Iterable[int], *, interval_s: float = 2.0) -> None:
         self._roots = set(root_pids)
         self._interval_s = interval_s
-        self._peak = 0
+        self.peak_bytes = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Return the largest sum so far, in bytes."""
-        return self._peak
 
     def sample(self) -> int:
         """Measure now, in bytes, and keep the largest sum."""
         total = sum(_proportional_bytes(process) for process in _trees(self._roots))
-        self._peak = max(self._peak, total)
+        self.peak_bytes = max(self.peak_bytes, total)
         return total
 
     def __enter__(self) -> "PeakMemory":
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
 

@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 Other = TypeVar("Other", bound="Metric")
@@ -130,13 +131,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("rollout/reward_component/*", Mean, "reward", "One part of a composite reward", "the parts that you want rise, no other"),
     ("rollout/reward_errors", Sum, "samples", "Reward calls that raised; not trained on", "0; the first traceback is in the log"),
     ("rollout/reward_timeouts", Sum, "samples", "Reward calls killed at their deadline; not trained on", "0; raise reward.timeout_s"),
-    (
-        "rollout/zero_variance_fraction",
-        Mean,
-        "fraction",
-        "Groups with one reward throughout",
-        "< 0.5; above: other prompts",
-    ),
+    ("rollout/zero_variance_fraction", Mean, "fraction", "Groups with one reward throughout", "< 0.5; above: other prompts"),
     ("rollout/zero_variance_fraction/*", Mean, "fraction", "Those of them with one reward, rounded to a tenth", "0.0: easier prompts"),
     ("rollout/prompt_length", Mean, "tokens", "Prompt length", "that of the data"),
     ("rollout/response_length", Mean, "tokens", "Response length", "no drift to the limit or to 0"),
@@ -259,10 +254,7 @@ METRICS: Mapping[str, MetricInfo] = {row[0]: MetricInfo(*row) for row in _TABLE}
 
 def find_info(name: str) -> MetricInfo | None:
     """Return the line of METRICS for `name`, None for one of a user's own loss."""
-    if name in METRICS:
-        return METRICS[name]
-    prefixes = [pattern[:-1] for pattern in METRICS if pattern.endswith("*")]
-    return next((METRICS[f"{prefix}*"] for prefix in prefixes if name.startswith(prefix) and name != prefix), None)
+    return METRICS.get(name) or next((info for pattern, info in METRICS.items() if fnmatchcase(name, pattern.replace("*", "?*"))), None)
 
 
 def metric_info(name: str) -> MetricInfo:
